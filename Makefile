@@ -9,7 +9,7 @@ SUITE := BIN=$(BIN) bash ops/suite.sh
 AGAIN :=
 JOBS := 3
 WORKERS := --workers 2
-SUITES := static-checks chaos-tests service-tests engine-tests control-tests system-tests interpreted-tests \
+SUITES := chaos-tests service-tests engine-tests static-checks control-tests system-tests interpreted-tests \
 	unit-tests
 
 .DEFAULT_GOAL := help
@@ -33,23 +33,26 @@ request-path: $(STAMP)
 up: request-path ## Run a fleet in three cities on this machine (ONESHOT=1: chat once, then exit)
 	@exec $(BIN)/python -m ops.fleet $(if $(ONESHOT),--oneshot,)
 
-# Three at a time, and in most of them the files of tests two at a time: what waits for processes runs beside what
-# computes. What each has to say comes whole when it has ended, and one that fails does not keep the others from
-# running. The router's tests run twice: compiled with all others, and interpreted. What needs no router runs first, while
-# its request path is compiled.
+# Three at a time, the longest first, and in most of them the files of tests two at a time: what waits for processes
+# runs beside what computes. What each has to say comes whole when it has ended, and one that fails does not keep the
+# others from running. The router's tests run twice: compiled with all others, and interpreted. Each suite that needs
+# the compiled router compiles it, which the first one does for all: as a prerequisite it would have make start the
+# longest suites last.
 test: $(STAMP) ## Run every check and every test
 	@$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target $(SUITES)
 
 test-again: ## Run the checks and the tests that failed in `make test` once more, one suite at a time
 	@$(MAKE) --no-print-directory test AGAIN=--again JOBS=1
 
-chaos-tests: request-path
+chaos-tests: $(STAMP)
+	@$(COMPILE)
 	$(SUITE) chaos $(WORKERS) $(AGAIN) tests/chaos
 
 engine-tests: $(STAMP)
 	$(SUITE) engine $(AGAIN) tests/integration/engine
 
-service-tests: request-path
+service-tests: $(STAMP)
+	@$(COMPILE)
 	$(SUITE) service $(WORKERS) $(AGAIN) tests/integration tests/simulation \
 		$(addprefix --ignore=tests/integration/,engine admin scheduler)
 
@@ -58,12 +61,14 @@ control-tests: $(STAMP)
 
 # Where nothing is compiled, service-tests and unit-tests run them so, if they run.
 # Drawn requests (test_openapi.py) find nothing in one build that they would not find in the other.
-interpreted-tests: request-path
+interpreted-tests: $(STAMP)
+	@$(COMPILE)
 	$(if $(filter service-tests,$(SUITES)),! $(COMPILE) --check ||) ISOCHRONE_COMPILED=0 $(SUITE) interpreted $(WORKERS) $(AGAIN) -q \
 		tests/unit/router tests/integration/router \
 		--deselect tests/integration/router/test_openapi.py::test_drawn_requests_get_what_the_document_says
 
-system-tests: request-path
+system-tests: $(STAMP)
+	@$(COMPILE)
 	$(SUITE) system $(WORKERS) $(AGAIN) tests/system
 
 unit-tests: $(STAMP)

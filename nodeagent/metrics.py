@@ -66,6 +66,13 @@ KV_TRANSFER_BYTES = Counter(
     "Bytes of KV received from prefill replicas.",
     registry=REGISTRY,
 )
+KV_OTHER_FORMAT = Counter(
+    "isochrone_node_kv_other_format",
+    "Times that a replica's KV was refused before any was sent, because its model, engine version"
+    " or KV format is another; by what the KV was for.",
+    ["purpose"],
+    registry=REGISTRY,
+)
 KV_FETCHES = Counter(
     "isochrone_node_kv_fetches",
     "Prompts whose prefix another replica of the PoP could have, by what came of it.",

@@ -3,7 +3,7 @@
 The pipeline decides when to attempt and what follows. A failed step raises AttemptFailed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Final
 
 from isochrone.wire import headers, kv_sharing
@@ -11,7 +11,7 @@ from isochrone.wire.adapter import AdapterEntry, parse_loaded_adapters
 from isochrone.wire.assignment import PeerSource
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import ReplicaId
-from isochrone.wire.routes import Route
+from isochrone.wire.routes import DeploymentEntry, Route
 from router.config import RouterConfig
 from router.dataplane.exchange import AttemptFailed, NodeExchange, NodeRequest, ResponseHead
 from router.dataplane.media_usage import media_usage
@@ -20,9 +20,11 @@ from router.dataplane.upstream import Upstream
 from router.decide.adapters import HOLDERS_MAX
 from router.decide.attempt import AttemptEvent, FailureCause, event_of
 from router.decide.handoff import handoff_peers
+from router.decide.prefill_replicas import has_lost_all, without_slots
 from router.decide.prefix_index import NO_MATCHES
 from router.decide.ranked_route import RankedRoute
 from router.decide.ranking import RankedRoutes, RouteQuery, rank
+from router.decide.rollout import draw_version
 from router.decide.shared_kv import NO_SHARED_KV_PEERS, SharedKvPeers, shared_kv_peers
 from router.feedback import AttemptFeedback
 from router.fleet_state import FleetState
@@ -109,7 +111,32 @@ class AttemptRunner:
         routes = rank(snapshot, query, excluded | version.excluded)
         if not routes and version.may_fall_back:
             routes = rank(snapshot, query, excluded)
+        readers = routing.prefill_replicas
+        is_refused = bool(context.excluded.refused)
+        if (
+            readers
+            and not (deployment.needs_prefill or is_refused)
+            and has_lost_all(routes, snapshot)
+        ):
+            return self._rank_prefill(context, deployment, query, excluded, outside) or routes
         return routes
+
+    def _rank_prefill(
+        self,
+        context: RequestContext,
+        deployment: DeploymentEntry,
+        query: RouteQuery,
+        excluded: Set[ReplicaId],
+        outside: Set[ReplicaId],
+    ) -> RankedRoutes:
+        """Rank the prefill replicas, to answer in place of the others."""
+        request, fleet = context.request, self._fleet
+        routes = fleet.routing(request.deployment_id).prefill_replicas.routes
+        routes = [route for route in routes if route.replica_id not in outside]
+        subject = request.session or request.request_id
+        version = draw_version(deployment, subject, fleet.pop, routes)
+        snapshot = fleet.prefill_snapshot(request.deployment_id)
+        return rank(snapshot, without_slots(query), excluded | version.excluded)
 
     def send(
         self, context: RequestContext, routes: RankedRoutes

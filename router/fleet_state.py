@@ -119,6 +119,18 @@ class FleetState:
             replicas, now_s, self.health.ejected_until_s(now_s), self._busy_starting(now_s)
         )
 
+    def prefill_snapshot(self, deployment_id: DeploymentId) -> RoutingSnapshot:
+        """Return a frozen view of the prefill replicas of a deployment."""
+        now_s = self.clock()
+        table = self.routing(deployment_id).prefill_replicas.table
+        for slot, route in enumerate(table.routes):
+            if route is not None:
+                load = self.in_flight.load_of(route.replica_id)
+                table.refresh(slot, self.nodes.rtt_ms(route), load, now_s, 0.0)
+        return RoutingSnapshot(
+            table, now_s, self.health.ejected_until_s(now_s), self._busy_starting(now_s)
+        )
+
     def has_replica(self, deployment_id: DeploymentId, regions: tuple[str, ...] = ()) -> bool:
         """Return whether the table has a replica of the deployment, in `regions` if there are."""
         replicas = self.routing(deployment_id).replicas.slots.keys()

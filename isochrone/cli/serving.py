@@ -21,7 +21,7 @@ from isochrone.wire.model import KIND_FEATURES, ROLES_PATTERN
 WAIT_INTERVAL_S: Final = 0.5
 CATALOGUE_DEFAULTS: Final = {"architecture": "unknown", "kind": "chat", "context_tokens": 4096}
 PLACEMENT_COLUMNS: Final = [
-    "replica_id", "node_id", "pop", "state", "state_reason", "ending", "restarts", "reason"
+    "replica_id", "node_id", "pop", "role", "state", "state_reason", "ending", "restarts", "reason"
 ]  # fmt: skip
 
 

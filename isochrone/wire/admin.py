@@ -191,6 +191,7 @@ class PlacementView(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int
     fetched_bytes: int
     leader_id: str = ""
+    role: str = "unified"
 
 
 class LimitsBody(KeyLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -63,11 +63,13 @@ class LocatedBlocks(msgspec.Struct, frozen=True, kw_only=True):
     """The number of blocks of a chain's prefix that an engine has, and the size of one.
 
     `keep_blocks_max` more can be kept without evicting others; -1 if the engine does not say.
+    `kv_format` is that of ExpectedPrompt.
     """
 
     blocks: int
     block_bytes: int
     keep_blocks_max: int = -1
+    kv_format: str = ""
 
 
 class KeepQuery(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,6 +27,12 @@ TRANSFER: Final = "x-isochrone-kv-transfer"
 FIRST_BLOCK: Final = "x-isochrone-kv-first-block"
 """The first block that the decode engine lacks."""
 
+KV_FORMAT: Final = "x-isochrone-kv-format"
+"""The receiver's model and KV format, as in ExpectedPrompt. An engine with another one refuses
+with status 409 before it computes or sends anything."""
+
+OTHER_FORMAT_STATUS: Final = 409
+
 CONTENT_TYPE: Final = "application/x-isochrone-kv"
 TRANSFERS_PATH: Final = "/kv/transfers/"
 ADDRESS_PATH: Final = "/kv/address"
@@ -69,6 +75,9 @@ class ExpectedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int = 0
     digests: tuple[bytes, ...] = ()
     """The digests of its blocks, if they were requested."""
+    kv_format: str = ""
+    """Hexadecimal digits that only engines with interchangeable blocks share; empty if the engine
+    is of a release that does not say."""
 
 
 class ReceivedBlocks(msgspec.Struct, frozen=True, kw_only=True):

@@ -96,10 +96,11 @@ TO_ENGINE: Final = (
     kv_transfer.LEG,
     kv_transfer.TRANSFER,
     kv_transfer.FIRST_BLOCK,
+    kv_transfer.KV_FORMAT,
 )
 """Request headers that are relayed to the engine."""
 
-TO_PEER: Final = (*TO_ENGINE[:-3], headers.TOKENS, headers.ROUTER)
+TO_PEER: Final = (*TO_ENGINE[:-4], headers.TOKENS, headers.ROUTER)
 """Request headers that are relayed to a peer replica's node. The list of peer replicas is not
 among them, so a request is handed off at most once."""
 

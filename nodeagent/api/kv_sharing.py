@@ -21,9 +21,10 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import DeploymentId, NodeId
 from nodeagent import metrics
+from nodeagent.api.answer_relay import response_head
 from nodeagent.decide.handoff import PeerReplicaLost
 from nodeagent.decide.kv_quota import KvQuota, KvUser
-from nodeagent.disaggregation.kv_fetch import RelayToPeer
+from nodeagent.disaggregation.kv_fetch import RelayToPeer, length_header
 from nodeagent.host.engines import EngineProcess
 
 BODY_TIMEOUT_S: Final = 10.0
@@ -147,14 +148,13 @@ class KvSharingRoutes:
         self._check_quota(user)
         first = request.headers.get(kv_transfer.FIRST_BLOCK, "0")
         sent = {kv_transfer.FIRST_BLOCK: first}
-        if kv_sharing.COPY in request.headers:
-            sent[kv_sharing.COPY] = "1"
+        for name in (kv_sharing.COPY, kv_transfer.KV_FORMAT):
+            if name in request.headers:
+                sent[name] = request.headers[name]
         response: web.StreamResponse | None = None
         try:
             async with engine.http.post(kv_sharing.BLOCKS_PATH, data=body, headers=sent) as answer:
-                response = web.StreamResponse(
-                    status=answer.status, headers={"content-type": answer.content_type}
-                )
+                response = response_head(answer, ("content-type",))
                 await response.prepare(request)
                 async for piece in answer.content.iter_any():
                     self._quota.take(user, len(piece), self._clock())
@@ -213,13 +213,17 @@ class KvSharingRoutes:
             )
         body = msgspec.msgpack.encode(kv_sharing.BlockQuery(digests=lacking))
         sent = {headers.REPLICA: query.source.replica_id, kv_sharing.COPY: "1"}
+        if located.kv_format:
+            sent[kv_transfer.KV_FORMAT] = located.kv_format
         try:
             async with self._peers.relay(
                 query.source, kv_sharing.BLOCKS_PATH, body, sent
             ) as blocks:
+                if blocks.status == kv_transfer.OTHER_FORMAT_STATUS:
+                    metrics.KV_OTHER_FORMAT.labels("copy").inc()
                 if blocks.status != 200 or blocks.content_type != kv_transfer.CONTENT_TYPE:
                     raise PeerReplicaLost(f"{query.source.replica_id} answered {blocks.status}")
-                return await self._give_to_engine(engine, lacking, blocks.content, user)
+                return await self._give_to_engine(engine, lacking, blocks, user)
         except (PeerReplicaLost, aiohttp.ClientError, OSError) as error:
             raise ApiError(ErrorCode.UPSTREAM, f"cannot keep KV: {error}") from error
 
@@ -227,16 +231,18 @@ class KvSharingRoutes:
         self,
         engine: EngineProcess,
         digests: tuple[bytes, ...],
-        content: aiohttp.StreamReader,
+        blocks: aiohttp.ClientResponse,
         user: KvUser,
     ) -> web.Response:
+        names = b"".join(digests)
+
         async def pieces() -> AsyncIterator[bytes]:
-            yield b"".join(digests)
-            async for piece in content.iter_any():
+            yield names
+            async for piece in blocks.content.iter_any():
                 self._quota.take(user, len(piece), self._clock())
                 yield piece
 
-        sent = {kv_sharing.DIGEST_COUNT: str(len(digests))}
+        sent = {kv_sharing.DIGEST_COUNT: str(len(digests)), **length_header(blocks, len(names))}
         async with engine.http.post(kv_sharing.KEEP_PATH, data=pieces(), headers=sent) as kept:
             return web.Response(
                 status=kept.status, body=await kept.read(), content_type="application/json"

@@ -124,10 +124,7 @@ class PrefixFetcher:
             holders.here.token_us,
         )
         found = await asyncio.gather(
-            *[
-                self._locate(peer, missing, expected.held_blocks, prompt.locate_timeout_s)
-                for peer in asked
-            ]
+            *[self._locate(peer, missing, expected, prompt.locate_timeout_s) for peer in asked]
         )
         now_s = self._clock()
         limits = FetchLimits(
@@ -151,9 +148,16 @@ class PrefixFetcher:
         return FetchedPrefix(place, blocks, self._clock() - began_s)
 
     async def _locate(
-        self, peer: PeerReplica, missing: Sequence[bytes], held_blocks: int, timeout_s: float
+        self,
+        peer: PeerReplica,
+        missing: Sequence[bytes],
+        expected: kv_transfer.ExpectedPrompt,
+        timeout_s: float,
     ) -> PrefixHolder:
-        """Ask a replica how much it has of the blocks that are missing here."""
+        """Ask a replica how much it has of the blocks that are missing here.
+
+        What it has of another model or KV format is of no use.
+        """
         body = msgspec.msgpack.encode(kv_sharing.BlockQuery(digests=tuple(missing)))
         sent = {headers.REPLICA: peer.replica_id}
         rate = self._rates.of(peer.node_id)
@@ -165,7 +169,10 @@ class PrefixFetcher:
                     located = _LOCATED.decode(await answer.content.read(ANSWER_BYTES_MAX))
         except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
             return PrefixHolder(peer, 0, rate)
-        blocks = held_blocks + located.blocks if located.blocks > 0 else 0
+        if located.kv_format and expected.kv_format not in ("", located.kv_format):
+            metrics.KV_OTHER_FORMAT.labels("fetch").inc()
+            return PrefixHolder(peer, 0, rate)
+        blocks = expected.held_blocks + located.blocks if located.blocks > 0 else 0
         return PrefixHolder(peer, blocks, rate)
 
     async def _move(
@@ -188,8 +195,8 @@ class PrefixFetcher:
                 ) as answer:
                     if answer.status == 200 and answer.content_type == kv_transfer.CONTENT_TYPE:
                         pieces = received.count(answer.content)
-                        engine = open_session(self._engine)
-                        async with engine.post(path, data=pieces) as taken:
+                        engine, length = open_session(self._engine), length_header(answer)
+                        async with engine.post(path, data=pieces, headers=length) as taken:
                             blocks = _blocks_of(taken.status, await taken.read())
         except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError):
             # Whole blocks that came are stored, and count.
@@ -223,6 +230,15 @@ class _ByteCount:
                 self.first_at_s = self._clock()
             self.total += len(piece)
             yield piece
+
+
+def length_header(answer: aiohttp.ClientResponse, more_bytes: int = 0) -> dict[str, str]:
+    """Return the Content-Length of an answer's body that is passed on after `more_bytes`.
+
+    Without it the body is copied into chunks.
+    """
+    length = answer.content_length
+    return {} if length is None else {"content-length": str(length + more_bytes)}
 
 
 def _blocks_of(status: int, body: bytes) -> int:

@@ -33,7 +33,12 @@ from nodeagent.decide.prefill_leg import (
     plan_prefill,
     probe_timeout_s,
 )
-from nodeagent.disaggregation.kv_fetch import FetchedPrefix, KvHolders, PrefixFetcher
+from nodeagent.disaggregation.kv_fetch import (
+    FetchedPrefix,
+    KvHolders,
+    PrefixFetcher,
+    length_header,
+)
 from nodeagent.host.open_session import open_session
 
 ENGINE_TIMEOUT_S: Final = 5.0
@@ -214,11 +219,16 @@ class PrefillLeg:
             kv_transfer.TRANSFER: request.transfer,
             kv_transfer.FIRST_BLOCK: str(expected.cached_blocks),
         }
+        if expected.kv_format:
+            sent[kv_transfer.KV_FORMAT] = expected.kv_format
         async with self._peers.relay(candidate, request.path, request.body, sent) as leg:
+            if leg.status == kv_transfer.OTHER_FORMAT_STATUS:
+                metrics.KV_OTHER_FORMAT.labels("prefill").inc()
             if leg.status != 200 or leg.content_type != kv_transfer.CONTENT_TYPE:
                 raise LegRefused(f"{candidate.replica_id} answered {leg.status}")
             blocks = _pieces(leg.content)
-            async with open_session(self._engine).post(self._path, data=blocks) as answer:
+            engine, length = open_session(self._engine), length_header(leg)
+            async with engine.post(self._path, data=blocks, headers=length) as answer:
                 body = await answer.read()
                 if answer.status != 200:
                     raise LegRefused(f"the engine answered {answer.status}")

@@ -5,7 +5,7 @@
 Rounds without and with a backlog take turns on one fleet of two cities, with the same interactive
 load, so that a machine that is busy with something else disturbs both alike. An engine runs SLOTS
 requests at once, each at the same pace however many run, as a GPU that decodes from memory does:
-its capacity is known, and the processors of this machine are not it. `batch.md` has a result.
+its capacity is known, and the processors of this machine are not it.
 """
 
 import argparse

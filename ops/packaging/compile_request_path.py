@@ -10,6 +10,7 @@ nothing; its exit status is 1 if these sources are not compiled.
 """
 
 import argparse
+import fcntl
 import os
 import shutil
 import subprocess
@@ -69,12 +70,22 @@ def compile_copy(copy: Path, out: Path) -> None:
 
 
 def compile_checkout(root: Path) -> Path:
-    """Return the folder of a checkout's extension modules, compiled now if they are not there."""
+    """Return the folder of a checkout's extension modules, compiled now if they are not there.
+
+    Of several processes that want them, one compiles and the others wait.
+    """
     built = compiled.folder(root)
     if built.is_dir():
         return built
+    built.parent.mkdir(parents=True, exist_ok=True)
+    with built.parent.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return built if built.is_dir() else _compile_into(root, built)
+
+
+def _compile_into(root: Path, built: Path) -> Path:
+    """Compile a checkout; return the folder of its extension modules, `built` without an edit."""
     builds = built.parent
-    builds.mkdir(parents=True, exist_ok=True)
     sys.stderr.write("compiling the router's request path (about a minute, once)\n")
     with tempfile.TemporaryDirectory(prefix="new-", dir=builds) as name:
         copy, out = Path(name, "copy"), Path(name, "out")

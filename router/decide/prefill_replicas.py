@@ -4,6 +4,9 @@ prompts read there.
 The router names them in the order of their queues as it knows them; the node that gets the request
 asks for the current ones and decides. A prompt for a busy decode replica waits for one of them,
 which counts when the replicas are ranked.
+
+They answer requests themselves while no other replica of the deployment can: its node is lost, and
+the scheduler has not replaced it yet. Engines that cannot do both (`needs_prefill`) do not.
 """
 
 from collections.abc import Sequence, Set
@@ -16,6 +19,9 @@ from isochrone.wire.routes import Route
 from router.decide.handoff import HANDOFF_MS_MIN
 from router.decide.latency import prefill_ms
 from router.decide.ranked_route import RankedRoute
+from router.decide.ranking import RankedRoutes
+from router.decide.replica_table import ReplicaTable, RoutingSnapshot
+from router.decide.route_query import RouteQuery
 from router.decide.tokens_in_flight import InFlightLedger
 
 # Looked up once, because access to an enum member runs interpreted code.
@@ -27,6 +33,13 @@ class PrefillReplicas:
 
     def __init__(self) -> None:
         self._by_pop: dict[PopId, list[Route]] = {}
+        self.table = ReplicaTable()
+        """The prefill replicas by slot, to rank them."""
+
+    @property
+    def routes(self) -> list[Route]:
+        """Return all of them."""
+        return [route for of_pop in self._by_pop.values() for route in of_pop]
 
     def split(self, routes: Sequence[Route]) -> Sequence[Route]:
         """Hold the prefill replicas among `routes` and no others; return the rest.
@@ -43,6 +56,7 @@ class PrefillReplicas:
         if not serving:
             # Their engines can do both: better than no answer.
             self._by_pop = {}
+        self.table.set_routes(self.routes)
         return serving if self._by_pop else routes
 
     def __bool__(self) -> bool:
@@ -76,6 +90,9 @@ class PrefillReplicas:
         here = target.route
         if target.prefill_ms < HANDOFF_MS_MIN and not needs_prefill:
             return []
+        if here.role is PREFILL:
+            # It answers in place of a replica that generates, and reads the prompt, too.
+            return []
         peers: list[tuple[float, PeerReplica]] = []
         for route in self._by_pop.get(here.pop, ()):
             if route.version != here.version or route.replica_id in excluded:
@@ -95,6 +112,30 @@ class PrefillReplicas:
             round(1000 * target.ms_per_token),
         )
         return [first, *[peer for _, peer in peers[: PEER_REPLICAS_MAX - 1]]]
+
+
+def has_lost_all(routes: RankedRoutes, snapshot: RoutingSnapshot) -> bool:
+    """Return whether no replica can be expected to answer: none is left, or only ejected ones.
+
+    Replicas without capacity do not count as lost: the request waits for them.
+    """
+    if not routes:
+        return routes.full_count == 0
+    if not snapshot.ejected_until_s:
+        return False
+    until_s = snapshot.ejected_until_s.get(routes[0].route.replica_id, 0.0)
+    return 1000 * until_s > snapshot.now_ms
+
+
+def without_slots(query: RouteQuery) -> RouteQuery:
+    """Return the query for other replicas, of whose prefixes and adapters nothing is known."""
+    return RouteQuery(
+        query.request_id,
+        query.prompt_tokens,
+        query.output_tokens,
+        query.session,
+        queue_refusals=query.queue_refusals,
+    )
 
 
 def _queued_tokens(ledger: InFlightLedger, route: Route, now_s: float) -> float:

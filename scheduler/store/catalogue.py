@@ -215,7 +215,7 @@ async def list_placements(
     """Return placements that still occupy their devices, in the order of their ids."""
     rows = await connection.fetch(
         """
-        SELECT replica_id, deployment_id, version, p.node_id, n.pop, memory_bytes, state,
+        SELECT replica_id, deployment_id, version, p.node_id, n.pop, memory_bytes, p.role, state,
                state_reason, reason, restarts, fetched_bytes, ended_at IS NOT NULL AS ending,
                coalesce(ended_reason, '') AS ended_reason, coalesce(leader_id, '') AS leader_id,
                round(greatest(0, extract(epoch FROM clock_timestamp() - state_since)), 1)::float8

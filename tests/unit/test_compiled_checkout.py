@@ -1,10 +1,12 @@
 """The compiled request path of a checkout is loaded only if it was made from these very sources."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from isochrone import compiled
+from ops.packaging import compile_request_path
 
 
 @pytest.fixture
@@ -57,3 +59,21 @@ def test_a_build_that_must_be_there_is_missed_at_once(
     monkeypatch.setenv(compiled.SETTING, "1")
     with pytest.raises(ImportError, match="these sources are not compiled"):
         origin(checkout, "router.record")
+
+
+def test_of_several_processes_one_compiles_and_the_others_wait(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkout / "router" / "record.py").write_text("# edited\n")
+    (checkout / "pyproject.toml").write_text("")
+    compiled_copies = []
+
+    def compile_copy(copy: Path, out: Path) -> None:
+        compiled_copies.append(copy)
+        out.mkdir()
+
+    monkeypatch.setattr(compile_request_path, "compile_copy", compile_copy)
+    with ThreadPoolExecutor(4) as threads:
+        built = set(threads.map(compile_request_path.compile_checkout, [checkout] * 4))
+    assert built == {compiled.folder(checkout)}
+    assert len(compiled_copies) == 1

@@ -215,9 +215,10 @@ class BlockMover:
         return {
             "kv_host_blocks": len(self.host),
             "kv_host_blocks_total": self.host.total,
-            "kv_file_blocks": len(files) if files else 0,
-            "kv_file_bytes": files.used_bytes if files else 0,
-            "kv_file_corrupt_total": files.corrupt_total if files else 0,
+            "kv_file_blocks": len(files) if files is not None else 0,
+            "kv_file_bytes": files.used_bytes if files is not None else 0,
+            "kv_file_corrupt_total": files.corrupt_total if files is not None else 0,
+            "kv_file_refused_total": files.refused_total if files is not None else 0,
             "kv_saved_total": self.saved_total,
             "kv_restored_total": self.restored_total,
             "kv_unwritten_total": self.unwritten_total,

@@ -6,6 +6,7 @@ Rule 2: nothing is synced. Blocks that a crash of the machine loses are computed
 Rule 3: the bytes of the folder are bounded; the least recently used files are deleted first.
 """
 
+import errno
 import logging
 import os
 import threading
@@ -17,6 +18,9 @@ from typing import Final
 import xxhash
 
 log = logging.getLogger(__name__)
+
+TAKES_NOTHING: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Errors of a disk that may take files again later, so that an engine starts nevertheless."""
 
 _MAGIC: Final = b"isochrone-kv-1\n"
 _CHECKSUM_BYTES: Final = 16
@@ -37,9 +41,17 @@ class FileTier:
         self._files: OrderedDict[bytes, None] = OrderedDict()
         self._lock = threading.Lock()
         self.corrupt_total = 0
+        self.refused_total = 0
+        """Blocks that the disk did not take."""
         self._last_write_failed = False
         """Set while writes fail, so that only the first failure is logged."""
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Without the folder nothing is written yet; each write tries to make it.
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            if error.errno not in TAKES_NOTHING:
+                raise
+            self._note_failure(self._folder, error)
         self._index_existing()
 
     def __len__(self) -> int:
@@ -67,11 +79,11 @@ class FileTier:
             temporary.replace(path)
         except OSError as error:
             _remove(temporary)
-            if not self._last_write_failed:
-                fields = {"path": str(path), "why": str(error)}
-                log.warning("cannot write a KV block", extra={"fields": fields})
-            self._last_write_failed = True
+            self.refused_total += 1
+            self._note_failure(path, error)
             return False
+        if self._last_write_failed:
+            log.info("KV blocks can be written again", extra={"fields": {"path": str(path)}})
         self._last_write_failed = False
         self._add(digest)
         return True
@@ -110,6 +122,12 @@ class FileTier:
             if digest in self._files:
                 self._files.move_to_end(digest)
         return content
+
+    def _note_failure(self, path: Path, error: OSError) -> None:
+        if not self._last_write_failed:
+            fields = {"path": str(path), "why": str(error)}
+            log.warning("cannot write a KV block", extra={"fields": fields})
+        self._last_write_failed = True
 
     def _checksum(self, digest: bytes, content: bytes | bytearray | memoryview) -> bytes:
         checksum = xxhash.xxh3_128(self._model_fingerprint + digest)

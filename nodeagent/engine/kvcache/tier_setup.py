@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Final
@@ -17,12 +18,16 @@ from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.engine.kvcache.host_tier import HostTier
 from nodeagent.engine.kvcache.kv_format import KvFormat
 
+KV_VERSION: Final = 1
+"""Raised when a release computes or lays out KV otherwise than the one before for the same
+settings. Engines of two versions exchange no blocks, and files of another version are not read."""
+
 _SAMPLES: Final = 64
 _SAMPLE_BYTES: Final = 16 * 1024
 _MODEL_FILES: Final = (".gguf", ".safetensors", ".json")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KvBlockForm:
     """The form of one KV block, and what identifies the model and the settings that made it."""
 
@@ -37,7 +42,15 @@ class KvBlockForm:
         return prod(self.shape) * self.dtype.itemsize
 
     def fingerprint(self) -> bytes:
-        """Return 16 bytes that only engines with interchangeable blocks share. Reads files."""
+        """Return 16 bytes that only engines with interchangeable blocks share.
+
+        The first call reads files. Later ones do not, because a file that is replaced does not
+        change the weights that were loaded.
+        """
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> bytes:
         return model_fingerprint(self.model_path, self.settings)
 
 
@@ -89,7 +102,9 @@ def model_fingerprint(path: Path, settings: str) -> bytes:
     because reading a whole model would take as long as loading it. Weights that were trained
     further differ nearly everywhere, so that samples detect them.
     """
-    digest = hashlib.sha256(settings.encode())
+    # Version 1 was not named.
+    version = f" KV version {KV_VERSION}" if KV_VERSION > 1 else ""
+    digest = hashlib.sha256(f"{settings}{version}".encode())
     files = [path] if path.is_file() else sorted(path.iterdir())
     for file in files:
         if file.suffix not in _MODEL_FILES or not file.is_file():

@@ -22,6 +22,8 @@ DIGEST_BYTES: Final = 32
 CHECKSUM_BYTES: Final = 16
 _FRAME_HEAD_BYTES: Final = 5
 _SMALL_FRAME_BYTES_MAX: Final = 1024
+_END_PAYLOAD_BYTES: Final = 96
+"""An end is padded to this size, so that the length of a transfer is known when it begins."""
 _HEAD, _BLOCK, _END = 1, 2, 3
 
 
@@ -41,11 +43,12 @@ class TransferHead(msgspec.Struct, frozen=True, kw_only=True):
 class TransferEnd(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a complete transfer, this long after the prompt was computed.
 
-    `cached_tokens` were in the sender's prefix cache.
+    `cached_tokens` were in the sender's prefix cache. The padding says nothing.
     """
 
     cached_tokens: int
     after_prefill_ms: float = 0.0
+    padding: bytes = b""
 
 
 class ReceivedBlock(NamedTuple):
@@ -64,8 +67,19 @@ def encode_head(head: TransferHead) -> bytes:
 
 
 def encode_end(end: TransferEnd) -> bytes:
-    """Return the last frame."""
-    return _frame(_END, msgspec.msgpack.encode(end))
+    """Return the last frame, which always has the same size."""
+    payload = msgspec.msgpack.encode(end)
+    padding = bytes(_END_PAYLOAD_BYTES - len(payload))
+    return _frame(_END, msgspec.msgpack.encode(msgspec.structs.replace(end, padding=padding)))
+
+
+def transfer_bytes(head: TransferHead) -> int:
+    """Return the size of all frames of a transfer.
+
+    With it as Content-Length, nothing on the way copies the blocks into chunks.
+    """
+    block = _FRAME_HEAD_BYTES + DIGEST_BYTES + CHECKSUM_BYTES + head.block_bytes
+    return len(encode_head(head)) + head.blocks * block + _FRAME_HEAD_BYTES + _END_PAYLOAD_BYTES
 
 
 def encode_block(digest: bytes, content: bytes | memoryview) -> list[bytes | memoryview]:
@@ -179,7 +193,7 @@ class TransferReader:
                 if self._next < len(self._digests):
                     missing = len(self._digests) - self._next
                     raise WrongTransfer(f"an end with {missing} blocks missing")
-                self.end = end
+                self.end = msgspec.structs.replace(end, padding=b"")
         except msgspec.DecodeError as error:
             raise WrongTransfer(f"a malformed frame: {error}") from error
 

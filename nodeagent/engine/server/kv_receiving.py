@@ -152,6 +152,7 @@ class KvReceiver:
                 await self._changed.wait_for(lambda: transfer in self._waiting)
         except TimeoutError:
             raise _unknown_transfer() from None
+        fingerprint = await asyncio.to_thread(self._form.fingerprint)
         waiting = self._get(transfer)
         return json_response(
             kv_transfer.ExpectedPrompt(
@@ -162,6 +163,7 @@ class KvReceiver:
                 block_tokens=BLOCK_TOKENS,
                 block_bytes=self._form.block_bytes,
                 digests=tuple(waiting.digests) if "digests" in request.query else (),
+                kv_format=fingerprint.hex(),
             )
         )
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from isochrone.wire import kv_transfer
 from isochrone.wire.engine import EngineConfig
+from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.core.generation import GenerationDelta
 from nodeagent.engine.core.generation_thread import GenerationThread
 from nodeagent.engine.core.kv_transfers import OutgoingBlocks
@@ -30,6 +31,7 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_block,
     encode_end,
     encode_head,
+    transfer_bytes,
 )
 from nodeagent.engine.sampling.sampler import SamplingParams
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
@@ -109,6 +111,8 @@ class KvSender:
     ) -> web.StreamResponse:
         """Read the prompt, and stream its blocks from the first that the receiver lacks."""
         transfer, first_block = _transfer_of(request.headers)
+        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        check_format(request.headers, fingerprint)
         if len(prepared.prompts) != 1:
             raise invalid_request("prompt", "cannot send the KV of several prompts")
         # The receiver computes the last token, so its block need not be full.
@@ -122,7 +126,7 @@ class KvSender:
         salt = prefix_cache_salt(transfer.encode(), prepared.adapter)
         digests = Sequence(0, tokens, StopConditions(1, frozenset()), salt).block_digests(blocks)
         head = TransferHead(
-            fingerprint=await asyncio.to_thread(self._form.fingerprint),
+            fingerprint=fingerprint,
             block_bytes=self._form.block_bytes,
             first_block=first_block,
             blocks=blocks - first_block,
@@ -166,6 +170,7 @@ class KvSender:
                     raise_failure(ended.result())
                     raise ConnectionResetError("the prompt was not computed")
                 if sent == head.first_block:
+                    response.content_length = transfer_bytes(head)
                     await response.prepare(request)
                     await self._write(response, [encode_head(head)])
                 count = len(contents)
@@ -226,6 +231,17 @@ def _transfer_of(headers: Mapping[str, str]) -> tuple[str, int]:
     if not (first.isascii() and first.isdigit() and len(first) <= 9):
         raise invalid_request(kv_transfer.FIRST_BLOCK, f"cannot use first block {first[:40]!r}")
     return transfer, int(first)
+
+
+def check_format(headers: Mapping[str, str], fingerprint: bytes) -> None:
+    """Raise ApiError 409 if the receiver says that it has another model or KV format."""
+    wanted = headers.get(kv_transfer.KV_FORMAT, "")
+    if wanted and wanted != fingerprint.hex():
+        raise ApiError(
+            ErrorCode.CONFLICT,
+            f"cannot send KV blocks: the receiver's model or KV format is {wanted[:40]!r}, here it"
+            f" is {fingerprint.hex()!r}",
+        )
 
 
 async def _last_delta(opened: OpenRequest, computed: ComputedBlocks) -> GenerationDelta:

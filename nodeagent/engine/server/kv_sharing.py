@@ -36,10 +36,11 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_block,
     encode_end,
     encode_head,
+    transfer_bytes,
 )
 from nodeagent.engine.server.http_routes import json_response
 from nodeagent.engine.server.kv_receiving import SHARED_BYTES_MAX, contents_of, read_blocks
-from nodeagent.engine.server.kv_sending import content_bytes
+from nodeagent.engine.server.kv_sending import check_format, content_bytes
 
 STREAMS_MAX: Final = 8
 """Streams of shared blocks at a time, in both directions together."""
@@ -85,10 +86,12 @@ class KvSharing:
         """Say how much of a chain's prefix this engine has."""
         digests = await _digests(request)
         transfers = self._transfers
+        fingerprint = await asyncio.to_thread(self._form.fingerprint)
         located = kv_sharing.LocatedBlocks(
             blocks=self._count(digests),
             block_bytes=self._form.block_bytes,
             keep_blocks_max=transfers.keep_blocks_max if transfers is not None else 0,
+            kv_format=fingerprint.hex(),
         )
         return json_response(located)
 
@@ -98,18 +101,21 @@ class KvSharing:
         first = request.headers.get(kv_transfer.FIRST_BLOCK, "0")
         if not (first.isascii() and first.isdigit() and len(first) <= 9):
             raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use first block {first[:40]!r}")
+        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        check_format(request.headers, fingerprint)
         blocks = self._count(digests)
         if not blocks:
             raise ApiError(ErrorCode.NOT_FOUND, "cannot share these KV blocks: none is here")
         self._take_stream()
         try:
             head = TransferHead(
-                fingerprint=await asyncio.to_thread(self._form.fingerprint),
+                fingerprint=fingerprint,
                 block_bytes=self._form.block_bytes,
                 first_block=int(first),
                 blocks=blocks,
             )
             response = web.StreamResponse(headers={"content-type": kv_transfer.CONTENT_TYPE})
+            response.content_length = transfer_bytes(head)
             await response.prepare(request)
             await self._write(response, [encode_head(head)])
             await self._send_blocks(response, digests[:blocks])

@@ -19,7 +19,9 @@ from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 from ops.golden import tiny
+from tests.chaos.disk import a_disk
 from tests.integration.engine.conftest import EngineProcess, end, launch, wait_ready
+from tests.system.harness import until
 
 BLOCK_BYTES = BLOCK_TOKENS * 2 * tiny.LAYERS * tiny.KV_HEADS * tiny.HEAD_DIM * 4
 SESSIONS = [[start] * 5 + list(range(start, start + 40)) + [start] * 60 for start in range(6)]
@@ -134,6 +136,41 @@ async def test_sessions_outlive_their_process_and_corrupt_files_are_recomputed(
     config.write_text(json.dumps({**json.loads(config.read_text()), "rope_theta": 5000.0}))
     fourth = await serve(folder, SESSIONS[:1])
     assert fourth[0][1] == 0
+
+
+async def test_a_full_disk_costs_the_file_tier_and_nothing_else(folder: Path) -> None:
+    """The engine starts on a full disk, answers, counts what was refused, and goes on later."""
+    with a_disk(folder / "disk", 4 << 20) as disk:
+        disk.fill()
+        # Host memory for a few blocks only, so that sessions go to files.
+        config = fields(folder, 16, kv_file_bytes=10**6, kv_folder=str(disk.folder / "kept"))
+        process = launch(folder, **config)
+        try:
+            engine = await asyncio.to_thread(wait_ready, process, folder)
+            first = [await complete(engine, session) for session in SESSIONS]
+            again = [await complete(engine, session) for session in SESSIONS]
+            assert [text for text, _ in again] == [text for text, _ in first]
+
+            async def stat(name: str) -> float:
+                async with engine.session() as http, http.get("/stats") as response:
+                    return float((await response.json())[name])
+
+            async def is_refused() -> bool:
+                return await stat("kv_file_refused_total") > 0
+
+            async def is_written() -> bool:
+                await complete(engine, [*SESSIONS[0][:20], *SESSIONS[1]])
+                return await stat("kv_file_blocks") > 0
+
+            await until("writes are refused", is_refused, 30.0)
+            assert await stat("kv_file_blocks") == 0
+            disk.free()
+            for session in SESSIONS:
+                await complete(engine, [7, *session])
+            await until("the disk takes blocks again", is_written, 30.0)
+            assert (await complete(engine, SESSIONS[0]))[0] == first[0][0]
+        finally:
+            await asyncio.to_thread(end, process)
 
 
 def test_a_file_tier_without_folder_or_host_memory_is_refused(folder: Path) -> None:

@@ -16,7 +16,9 @@ import pytest
 from isochrone.wire import headers
 from isochrone.wire.kv_transfer import (
     FIRST_BLOCK,
+    KV_FORMAT,
     LEG,
+    OTHER_FORMAT_STATUS,
     PREFILL_LEG,
     TRANSFER,
     TRANSFERS_PATH,
@@ -194,6 +196,33 @@ async def test_after_a_bad_transfer_the_decode_engine_computes_the_prompt(
     assert text == alone[0]
     assert (cached > 0) == (fault == "cut")
     await until("all blocks are free", partial(is_idle, pair.decode), 10.0)
+
+
+async def computed_tokens(http: aiohttp.ClientSession) -> float:
+    async with http.get("/stats") as response:
+        return float((await response.json())["prompt_tokens_total"])
+
+
+async def test_an_engine_of_another_kv_format_refuses_before_it_computes(pair: Pair) -> None:
+    alone = await complete(pair.prefill, a_salt())
+    transfer = secrets.token_hex(16)
+    answer = asyncio.create_task(complete(pair.decode, {TRANSFER: transfer, **a_salt()}))
+    expected = await describe(pair.decode, transfer)
+    before = await computed_tokens(pair.other)
+    sent = {LEG: PREFILL_LEG, TRANSFER: transfer, KV_FORMAT: expected.kv_format, **a_salt()}
+    async with pair.other.post("/v1/completions", json=BODY, headers=sent) as leg:
+        error = await leg.json()
+        assert leg.status == OTHER_FORMAT_STATUS, error
+        assert expected.kv_format in error["error"]["message"]
+    assert await computed_tokens(pair.other) == before
+    # The same engine sends to its own kind.
+    async with pair.prefill.post("/v1/completions", json=BODY, headers=sent) as leg:
+        assert leg.status == 200
+        assert leg.content_length is not None
+        path = TRANSFERS_PATH + transfer
+        async with pair.decode.post(path, data=leg.content.iter_any()) as response:
+            assert response.status == 200
+    assert (await answer)[0] == alone[0]
 
 
 async def test_abandoned_transfers_leave_nothing_at_either_engine(pair: Pair) -> None:

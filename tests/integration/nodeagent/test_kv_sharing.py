@@ -27,14 +27,27 @@ from nodeagent.engine.kvcache.transfer_frames import TransferHead, encode_block,
 from ops.golden import tiny
 from tests.builders import a_spec
 from tests.integration.nodeagent.test_data_plane import Node, a_node
-from tests.integration.nodeagent.test_two_legs import a_prompt, artifact_of, is_warm
+from tests.integration.nodeagent.test_two_legs import (
+    a_prompt,
+    artifact_of,
+    is_warm,
+    refused_formats,
+)
 from tests.system.harness import until
 
 NAMES = ("a", "b", "c")
 PROMPT_BLOCKS = 12
 """Whole blocks of a prompt of 200 tokens before its last token."""
 
-FAULTS = ("wrong digest", "wrong content", "truncated", "endless", "other format", "silent")
+FAULTS = (
+    "wrong digest",
+    "wrong content",
+    "truncated",
+    "endless",
+    "other format",
+    "says other format",
+    "silent",
+)
 
 
 class SharedAnswer(NamedTuple):
@@ -172,12 +185,13 @@ async def check_fetch_from_holder(pop: SharingNodes) -> None:
 
 async def check_faults(pop: SharingNodes) -> None:
     for fault in FAULTS:
-        prompt = a_prompt()
+        prompt, refused = a_prompt(), refused_formats("fetch")
         alone = await pop.ask("a", prompt, tenant="alone")
         async with a_liar(pop, fault) as liar:
             for name in ("b", "c"):
                 answer = await pop.ask(name, prompt, liar, tenant=fault)
                 assert answer.text == alone.text != "", fault
+        assert refused_formats("fetch") - refused == 2 * (fault == "says other format")
     for name in ("b", "c"):
         await until("nothing is held", partial(pop.holds_nothing, name), 20.0)
 
@@ -190,13 +204,20 @@ async def a_liar(pop: SharingNodes, fault: str) -> AsyncIterator[PeerReplica]:
     fingerprint = b"f" * 16 if fault == "other format" else head.fingerprint
 
     async def locate(request: web.Request) -> web.Response:
-        located = kv_sharing.LocatedBlocks(blocks=PROMPT_BLOCKS, block_bytes=block_bytes)
+        kv_format = "0" * 32 if fault == "says other format" else fingerprint.hex()
+        if fault == "other format":
+            # An engine of a release that does not say.
+            kv_format = ""
+        located = kv_sharing.LocatedBlocks(
+            blocks=PROMPT_BLOCKS, block_bytes=block_bytes, kv_format=kv_format
+        )
         return web.Response(body=msgspec.json.encode(located))
 
     async def pong(request: web.Request) -> web.Response:
         return web.Response(status=204)
 
     async def send(request: web.Request) -> web.StreamResponse:
+        assert fault != "says other format", "it is not asked for any block"
         digests = msgspec.msgpack.decode(await request.read(), type=kv_sharing.BlockQuery).digests
         sent_head = TransferHead(
             fingerprint=fingerprint,

@@ -205,6 +205,11 @@ def outcomes() -> dict[str, float]:
     }
 
 
+def refused_formats(purpose: str) -> float:
+    """Return how often KV was refused because of its model or format."""
+    return float(metrics.KV_OTHER_FORMAT.labels(purpose)._value.get())
+
+
 def prefilled() -> float:
     return outcomes().get("prefill", 0.0)
 
@@ -305,8 +310,8 @@ async def check_losses(fleet: TwoLegs) -> None:
 
 async def check_bad_peers(fleet: TwoLegs) -> None:
     """A prefill replica that sends nothing useful costs a bounded time, and no token."""
-    for fault in ("silent", "trickling", "endless", "foreign"):
-        prompt = a_prompt()
+    for fault in ("silent", "trickling", "endless", "foreign", "other format"):
+        prompt, refused = a_prompt(), refused_formats("prefill")
         alone = await fleet.ask(prompt, tenant="alone")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("nodeagent.decide.prefill_leg.TIMEOUT_MIN_S", 1.0)
@@ -314,6 +319,7 @@ async def check_bad_peers(fleet: TwoLegs) -> None:
                 answer = await fleet.ask(prompt, "p1", bad=bad)
         assert (answer.heads[-1], answer.text) == ("200", alone.text), fault
         assert "liar" in answer.heads, fault
+        assert refused_formats("prefill") - refused == (fault == "other format")
     await until("tokens are released", fleet.is_idle, 10.0)
     (replica,) = fleet.nodes[0].supervisor.replicas.values()
     assert replica.engine is not None
@@ -358,6 +364,9 @@ async def a_bad_peer(fault: str) -> AsyncIterator[PeerReplica]:
         )
 
     async def read(request: web.Request) -> web.StreamResponse:
+        assert len(request.headers[kv_transfer.KV_FORMAT]) == 32
+        if fault == "other format":
+            return web.Response(status=kv_transfer.OTHER_FORMAT_STATUS)
         response = web.StreamResponse(headers={"content-type": kv_transfer.CONTENT_TYPE})
         await response.prepare(request)
         head = TransferHead(fingerprint=b"f" * 16, block_bytes=64, first_block=0, blocks=12)

@@ -223,7 +223,9 @@ async def test_how_much_is_here_is_said_during_a_step_and_a_part_waits_for_one()
     transfers = KvTransfers(BlockPool(8), Memory(8), None)
     store(transfers, CHAIN)
     worker: Any = StoppedWorker(transfers)
-    form: Any = SimpleNamespace(block_bytes=4, dtype=torch.float32, shape=(1,))
+    form: Any = SimpleNamespace(
+        block_bytes=4, dtype=torch.float32, shape=(1,), fingerprint=lambda: FINGERPRINT
+    )
     sharing = KvSharing(form, worker, transfers, None, 1.0)
     body = msgspec.msgpack.encode(BlockQuery(digests=tuple(CHAIN)))
 

@@ -220,3 +220,21 @@ def test_a_disk_that_refuses_deletes_is_no_error(
     assert [n for n in range(4) if digest(n) in tier] == [2, 3]
     (tmp_path / MODEL.hex() / "00" / "junk").touch()
     assert len(FileTier(tmp_path, MODEL, 100, 10_000)) == 3, "the truncated file is not indexed"
+
+
+def test_a_tier_that_the_disk_never_took_a_block_of_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
+    tier = FileTier(tmp_path / "kv", b"m", 4, 1 << 20)
+    assert not tier.write(b"d" * 32, b"1234")
+    mover = BlockMover(Pages(1), HostTier(1, (1,), torch.float32), tier)
+    # An empty tier is false.
+    assert mover.counts()["kv_file_refused_total"] == 1
+    monkeypatch.undo()
+    assert tier.write(b"d" * 32, b"1234")
+    assert tier.read(b"d" * 32) == b"1234"
+    mover.close([])

@@ -19,6 +19,7 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_block,
     encode_end,
     encode_head,
+    transfer_bytes,
 )
 from nodeagent.engine.server.kv_receiving import contents_of
 
@@ -98,6 +99,14 @@ def test_a_changed_byte_is_never_taken_for_a_block(at: int, flip: int) -> None:
 def test_a_wrong_transfer_is_refused_with_a_reason(stream: bytes, reason: str) -> None:
     with pytest.raises(WrongTransfer, match=reason):
         reader().feed(stream)
+
+
+@given(cached=st.integers(0, 1 << 40), after_ms=st.floats(0, 1e12))
+def test_the_length_of_a_transfer_is_known_when_it_begins(cached: int, after_ms: float) -> None:
+    form = TransferHead(fingerprint=FORM, block_bytes=BYTES, first_block=1, blocks=4)
+    end = TransferEnd(cached_tokens=cached, after_prefill_ms=after_ms)
+    blocks = b"".join(block(n) for n in range(1, 5))
+    assert transfer_bytes(form) == len(encode_head(form) + blocks + encode_end(end))
 
 
 def test_an_endless_transfer_is_refused_at_its_first_block_too_many() -> None:

@@ -17,7 +17,7 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.routes import DeploymentEntry, Route, RouteTable
 from router.decide.deployment_routing import DeploymentRouting
-from router.decide.prefill_replicas import PrefillReplicas
+from router.decide.prefill_replicas import PrefillReplicas, has_lost_all, without_slots
 from router.decide.ranked_route import RankedRoute
 from router.decide.ranking import RouteQuery, rank
 from router.decide.tokens_in_flight import InFlightLedger
@@ -136,3 +136,33 @@ def test_a_pop_whose_prefill_replicas_are_busy_is_ranked_behind() -> None:
     assert after[0].route.replica_id == "far"
     waits = {str(route.route.replica_id): route.queue_ms for route in after}
     assert waits["near"] - waits["far"] == pytest.approx(5000)
+
+
+def test_prefill_replicas_answer_only_while_every_other_one_is_lost() -> None:
+    fleet = FleetState(PopId("ams"), lambda: 1.0)
+    routes = (a_route("d1", Role.DECODE), a_route("p1"))
+    entry = DeploymentEntry(
+        deployment_id=DeploymentId("d"), name="d", model_id=ModelId("m"), context_tokens=8192
+    )
+    table = RouteTable(
+        cluster_id=ClusterId("c"),
+        generation=Generation(1),
+        epoch=Epoch(1),
+        deployments=(entry,),
+        routes=routes,
+    )
+    fleet.adopt(table)
+    query, snapshot = RouteQuery("r", 1000, 100), fleet.snapshot(DeploymentId("d"))
+    assert not has_lost_all(rank(snapshot, query), snapshot)
+    assert has_lost_all(rank(snapshot, query, {ReplicaId("d1")}), snapshot)
+    for _ in range(20):
+        fleet.health.record_failure(ReplicaId("d1"), 1.0, [ReplicaId("d1")])
+    snapshot = fleet.snapshot(DeploymentId("d"))
+    # It is ranked as the last resort.
+    assert rank(snapshot, query)[0].route.replica_id == "d1"
+    assert has_lost_all(rank(snapshot, query), snapshot)
+    instead = rank(fleet.prefill_snapshot(DeploymentId("d")), without_slots(query))
+    assert [route.route.replica_id for route in instead] == ["p1"]
+    # The one that answers also reads the prompt.
+    readers = fleet.routing(DeploymentId("d")).prefill_replicas
+    assert names(readers, instead[0]) == []

@@ -28,4 +28,8 @@ def test_options_that_the_driver_does_not_know_are_refused(
 
 def test_known_options_are_accepted() -> None:
     options = {"enable_auto_tool_choice": "true", "tool_call_parser": "hermes"}
+    flags = ("enable_lora", "enable_expert_parallel", "enable_sleep_mode")
+    options |= dict.fromkeys(flags, "true")
+    options |= {"kv_events_config": "{}", "kv_cache_memory_bytes": "1073741824"}
+    options |= {"kv_transfer_config": '{"kv_connector":"MooncakeStoreConnector"}'}
     assert engine_problem(EngineSettings(driver="vllm", options=options)) is None

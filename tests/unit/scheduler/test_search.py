@@ -15,6 +15,7 @@ from isochrone.wire.ids import DeploymentId, Generation, PopId
 from isochrone.wire.model import EngineSettings, PlacementPolicy
 from ops.sim import small_worlds
 from ops.sim.optimality_gap import TABLE, run_search, total_cost
+from ops.sim.recost import empty_draft
 from ops.sim.small_worlds import small_world
 from scheduler.decide.cluster import ClusterState, DemandRate
 from scheduler.decide.demand.demand_rates import raise_to_forecast
@@ -22,6 +23,7 @@ from scheduler.decide.placement.fleet.slots import free_memory, residency_allows
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
 from scheduler.decide.placement.search import local_search
 from scheduler.decide.placement.search.blocked_gains import BlockedGain
+from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.load_assignment import LoadAssignment
 from scheduler.decide.placement.search.local_search import LocalSearch
 from scheduler.decide.whatif import explain_placement
@@ -131,6 +133,34 @@ def test_a_plan_that_starts_nothing_fills_the_draft_once(monkeypatch: pytest.Mon
     assert len(fills) == 1
 
 
+def test_a_displaced_replica_displaces_others_at_another_site_than_the_one_it_left() -> None:
+    # A replica of four devices displaces one, whose best site is then full of it.
+    limits = PlanLimits(starts_max=10**6, endings_max=10**6, effort=1_000)
+    draft, _ = run_search(small_world(621_961), limits)
+    assert total_cost(draft) <= 1.01 * 10_801.2
+
+
+def test_exchanges_do_not_look_at_each_two_of_many_deployments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count = 60
+    cluster = a_cluster(
+        nodes=(a_node("ams-1", "ams"), a_node("iad-1", "iad")),
+        deployments=tuple(a_deployment(f"d{number}", replicas_max=0) for number in range(count)),
+    )
+    draft = empty_draft(cluster, PlanLimits())
+    reads: list[DeploymentState] = []
+    read = DeploymentState.new_replicas
+
+    def counted(state: DeploymentState) -> list[PlannedReplica]:
+        reads.append(state)
+        return read(state)
+
+    monkeypatch.setattr(DeploymentState, "new_replicas", counted)
+    assert not LocalSearch(draft, settle_s=300.0, effort=60).exchange()
+    assert len(reads) <= 10 * count
+
+
 @settings(deadline=None, max_examples=10)
 @given(seed=st.integers(0, 400), effort=st.integers(0, 20))
 def test_bounds_of_all_sites_agree_with_those_of_one(seed: int, effort: int) -> None:
@@ -142,6 +172,7 @@ def test_bounds_of_all_sites_agree_with_those_of_one(seed: int, effort: int) -> 
         least = float(np.median(bounds))
         higher = state.gain_upper_bounds(least)
         assert higher == pytest.approx(np.maximum(bounds, least))
+        assert bounds.max(initial=0.0) <= state.assignment.gain_limit(needs.nearest_ms) + 1e-6
         soonest = draft.fleet.start_bounds.start_s(needs.model)
         for site in np.flatnonzero(needs.site_capacity > 0).tolist():
             need = draft.need_at(state, site)

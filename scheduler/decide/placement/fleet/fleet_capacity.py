@@ -4,6 +4,7 @@ The memory and ports that a plan takes are booked in `search/slot_ledger.py`.
 """
 
 from collections.abc import Mapping
+from math import inf
 
 import numpy as np
 
@@ -52,6 +53,7 @@ class FleetCapacity:
         self._disk_free_bytes = np.array([e.disk_free_bytes for e in self._eligible], np.float64)
         # Shared by deployments that fit on the same sites.
         self._eligible_by_sites: dict[bytes, dict[int, list[FleetNode]]] = {}
+        self._nearest_ms: dict[bytes, Floats] = {}
         self._memory_floors: dict[int, Floats] = {}
         self._staying = {
             node.node_id
@@ -111,6 +113,15 @@ class FleetCapacity:
     def failures_on(self, deployment_id: DeploymentId, node_id: NodeId) -> int:
         """Return how many replicas of a deployment failed on a node recently."""
         return self.start_history.failures_on(deployment_id, node_id)
+
+    def nearest_ms(self, eligible_nodes: Mapping[int, list[FleetNode]]) -> Floats:
+        """Return the round trip from each city to the nearest of some sites."""
+        sites = np.fromiter(eligible_nodes, np.int64, len(eligible_nodes))
+        key = sites.tobytes()
+        if key not in self._nearest_ms:
+            latency_ms = self.table.latency_ms[:, sites]
+            self._nearest_ms[key] = latency_ms.min(axis=1, initial=inf)
+        return self._nearest_ms[key]
 
     def eligible_nodes(
         self, deployment: Deployment, model: CatalogModel

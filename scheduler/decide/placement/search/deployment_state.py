@@ -83,9 +83,10 @@ class DeploymentNeeds:
     """A deployment's demand and policy, and the cost and capacity of a replica of it. Immutable.
 
     `eligible_nodes` are the nodes of each site that could take a replica; `site_capacity` is what
-    one replica carries at each site, 0 where none can be. `cities` and `requests_per_s` are the
-    rows of its `demand`; `latency_ms[row, site]` is the round trip. `rates` are those of one
-    replica by device class.
+    one replica carries at each site, 0 where none can be. `nearest_ms` is the round trip from each
+    city of its demand to the nearest site that could take a replica. `cities` and `requests_per_s`
+    are the rows of its `demand`; `latency_ms[row, site]` is the round trip. `rates` are those of
+    one replica by device class.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class DeploymentNeeds:
         self.class_capacity = {name: HEADROOM * speed for name, speed in load.speed.items()}
         self.site_capacity = np.zeros(len(fleet.sites))
         sites = list(self.eligible_nodes)
+        self.nearest_ms = fleet.nearest_ms(self.eligible_nodes)[self.cities]
         by_class = np.array([self.class_capacity[name] for name in classes])
         self.site_capacity[sites] = by_class[fleet.table.class_numbers[sites]]
 
@@ -341,9 +343,10 @@ class DeploymentState:
         """Return for each site an upper bound of the latency that one more replica saves, or
         `least` where it can save no more than that."""
         if self._gain_cache[0] != (self.version, least):
-            capacity = self.needs.site_capacity
+            needs, capacity = self.needs, self.needs.site_capacity
             gains = np.full(len(capacity), least)
-            if len(self.needs.cities):
+            # Where even a replica at every site would save little, one site need not be looked at.
+            if len(needs.cities) and self.assignment.gain_limit(needs.nearest_ms) > least:
                 sites = np.flatnonzero(capacity > 0)
                 bounds = self.assignment.gain_upper_bounds(sites, capacity[sites], least)
                 gains[sites] = bounds

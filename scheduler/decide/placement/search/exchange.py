@@ -123,10 +123,13 @@ class Exchange:
         self, trade: Callable[[PlannedReplica, PlannedReplica], bool], effort: int
     ) -> bool:
         """Try a trade of each two replicas that could be at each other's site."""
-        draft = self._draft
-        for one, other in combinations(draft.states, 2):
-            of_one = {replica.site: replica for replica in one.new_replicas()}
-            of_other = {replica.site: replica for replica in other.new_replicas()}
+        # Of a thousand deployments, few have a replica that this plan would start.
+        one_per_site = [
+            (state, {replica.site: replica for replica in new})
+            for state in self._draft.states
+            if (new := state.new_replicas())
+        ]
+        for (one, of_one), (other, of_other) in combinations(one_per_site, 2):
             for replica in of_one.values():
                 for counterpart in of_other.values():
                     if replica.site == counterpart.site:

@@ -9,6 +9,7 @@ elsewhere.
 """
 
 from itertools import pairwise
+from math import inf
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -111,6 +112,15 @@ class LoadAssignment:
         after = self.copy()
         after.add_capacity(site, capacity)
         return self.cost() - after.cost()
+
+    def gain_limit(self, nearest_ms: Floats) -> float:
+        """Return an upper bound of `gain` at any site: as if each city's load were served in
+        `nearest_ms[city]`; inf where that is no bound."""
+        if self.is_tight:
+            return inf
+        city = self._city
+        saved = np.maximum(self._ms - nearest_ms[city], 0.0)
+        return float((self.unit[city] * self._amount) @ saved)
 
     def gain_upper_bounds(self, sites: Ints, capacities: Floats, least: float = 0.0) -> Floats:
         """Return for each of `sites` an upper bound of `gain` with one more replica's capacity.

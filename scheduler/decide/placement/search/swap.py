@@ -38,6 +38,9 @@ SITES_TRIED_MAX: Final = 8
 CHAIN_MAX: Final = 2
 """How many times a displaced replica may displace another."""
 
+DISPLACED_SITES_MAX: Final = 4
+"""At how many sites a displaced replica looks for others that it could displace."""
+
 
 class Preemption(msgspec.Struct, frozen=True, kw_only=True):
     """A running replica that is to end for another that wants its slot."""
@@ -210,27 +213,29 @@ class SlotSwap:
             fill(draft, only=touched)
             if len(savepoints) <= CHAIN_MAX:
                 displaced = self.blocked_gains([each for each in touched if each is not state])
-                largest = next(displaced, None)
-                if largest:
-                    self._displace_next(savepoints, largest, state)
+                for gain_of_displaced in islice(displaced, DISPLACED_SITES_MAX):
+                    if self._displace_next(savepoints, gain_of_displaced, state):
+                        break
         return gain
 
     def _displace_next(
         self, savepoints: Sequence[Savepoint], displaced: BlockedGain, displaced_by: DeploymentState
-    ) -> None:
+    ) -> bool:
         """Let a displaced replica displace another, of any deployment but the one that displaced
-        it, if that lowers the cost."""
+        it, if that lowers the cost. Return whether there was any that could leave."""
         holders = {
             node_id: [replica for replica in replicas if replica.state is not displaced_by]
             for node_id, replicas in new_holders(self._draft).items()
         }
         own = self._least_useful_new(displaced.state)
-        for leaving in cheapest_evictions(self._draft, displaced, holders):
+        evictions = cheapest_evictions(self._draft, displaced, holders)
+        for leaving in evictions:
             inner = self._draft.savepoint()
             gain = self._place([*savepoints, inner], displaced, [own, *leaving] if own else leaving)
             if gain and inner.lowered() > IMPROVEMENT_MIN:
-                return
+                return True
             inner.roll_back()
+        return bool(evictions)
 
     def _preempt(self, blocked: BlockedGain, gain: Gain, running: Sequence[PlannedReplica]) -> None:
         pop = self._draft.fleet.sites[blocked.site].pop

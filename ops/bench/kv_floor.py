@@ -1,0 +1,150 @@
+"""What each byte of a KV transfer costs at least: CPU time per megabyte of copies, hashes and TLS.
+
+    python -m ops.bench.kv_floor [--megabytes N]
+
+Everything runs in this process, in pieces as large as a block of the demo's model in bf16. The CPU
+time of both ends counts together, so that other processes disturb it little. disaggregation.md has
+the table, and what follows for the goal of a transfer.
+"""
+
+import argparse
+import hashlib
+import os
+import platform
+import socket
+import ssl
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from isochrone.service.identity import Authority, make_csr, new_key_pem
+from isochrone.wire.control import PeerRole
+from isochrone.wire.ids import PopId
+
+BLOCK_BYTES: Final = 368_640
+RECORD_BYTES: Final = 256 * 1024
+"""What an event loop reads and encrypts at once."""
+
+ROUNDS: Final = 5
+
+
+def cpu_us(work: Callable[[], object]) -> float:
+    """Return the least CPU time of some rounds in microseconds, of all threads of this process."""
+    taken = []
+    for _ in range(ROUNDS):
+        began_s = time.process_time()
+        work()
+        taken.append(time.process_time() - began_s)
+    return 1e6 * min(taken)
+
+
+def blocks_of(content: bytearray) -> Iterator[memoryview]:
+    """Yield the content block by block."""
+    view = memoryview(content)
+    for start in range(0, len(view), BLOCK_BYTES):
+        yield view[start : start + BLOCK_BYTES]
+
+
+def copy_over_loopback(content: bytearray) -> None:
+    """Send the content through a TCP connection of this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver, _ = server.accept()
+
+        def send() -> None:
+            with sender:
+                sender.sendall(content)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        buffer = bytearray(1 << 20)
+        with receiver:
+            while receiver.recv_into(buffer):
+                pass
+        thread.join()
+
+
+def hash_all(content: bytearray, make: Callable[[memoryview], bytes]) -> None:
+    """Hash each block."""
+    for block in blocks_of(content):
+        make(block)
+
+
+def join_chunks(content: bytearray) -> None:
+    """Copy each block into a chunk of a body without a known length, as aiohttp does."""
+    for block in blocks_of(content):
+        b"".join((b"5a000\r\n", block, b"\r\n"))
+
+
+class TlsPair:
+    """Both ends of a TLS connection in memory, with keys as the nodes have them."""
+
+    def __init__(self, folder: Path) -> None:
+        now = datetime.now(UTC)
+        authority = Authority.create(folder / "authority", "bench", now)
+        key = new_key_pem()
+        certificate = authority.issue(
+            make_csr(key, "node-1"), role=PeerRole.AGENT, name="node-1", pop=PopId("ams"), now=now
+        )
+        (folder / "chain.pem").write_text(key + certificate)
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        server.load_cert_chain(folder / "chain.pem")
+        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+        self._to_server, self._from_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._to_client, self._from_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._client = client.wrap_bio(self._to_client, self._from_client)
+        self._server = server.wrap_bio(self._to_server, self._from_server, server_side=True)
+        for _ in range(4):
+            for end in (self._client, self._server):
+                with suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+                self._to_server.write(self._from_client.read())
+                self._to_client.write(self._from_server.read())
+        cipher = self._client.cipher()
+        self.cipher = cipher[0] if cipher is not None else ""
+
+    def send(self, content: bytearray) -> None:
+        """Encrypt the content at one end, and decrypt it at the other."""
+        view = memoryview(content)
+        for start in range(0, len(view), RECORD_BYTES):
+            self._client.write(view[start : start + RECORD_BYTES])
+            self._to_server.write(self._from_client.read())
+            with suppress(ssl.SSLWantReadError):
+                while self._server.read(RECORD_BYTES):
+                    pass
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m ops.bench.kv_floor")
+    parser.add_argument("--megabytes", type=int, default=36)
+    megabytes = parser.parse_args().megabytes
+    content = bytearray(os.urandom(megabytes * 1_000_000))
+    with tempfile.TemporaryDirectory() as folder:
+        tls = TlsPair(Path(folder))
+    rows: dict[str, Callable[[], object]] = {
+        "raw copy over loopback TCP, both ends": lambda: copy_over_loopback(content),
+        f"TLS ({tls.cipher}), both ends, without the socket": lambda: tls.send(content),
+        "xxh3_128, one end": lambda: hash_all(content, lambda block: xxhash.xxh3_128_digest(block)),
+        "SHA-256, one end": lambda: hash_all(content, lambda block: hashlib.sha256(block).digest()),
+        "a chunk of a body without length, one relay": lambda: join_chunks(content),
+    }
+    print(f"{platform.machine()}, Python {platform.python_version()}, {ssl.OPENSSL_VERSION}\n")
+    print("| of each megabyte | CPU us | raw copies |\n|---|---|---|")
+    raw_us = 0.0
+    for name, work in rows.items():
+        each_us = cpu_us(work) / megabytes
+        raw_us = raw_us or each_us
+        print(f"| {name} | {each_us:.0f} | {each_us / raw_us:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
