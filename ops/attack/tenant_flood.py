@@ -38,6 +38,7 @@ SETTLE_S = 12.0
 """Longer than steps stay short after a small tenant's prompt (SHORT_STEPS_S)."""
 
 PROBE_PAUSE_S = 0.5
+REFUSED_PAUSE_S = 0.5
 READY_S = 300.0
 OTHER_TENANT, SAME_TENANT = "another tenant", "the same tenant"
 
@@ -63,6 +64,7 @@ class FloodedFleet:
         self._flood_tokens = flood_tokens
         self._number = 0
         self.flood_statuses: Counter[int] = Counter()
+        self.probes_refused = 0
         self.keys: dict[str, str] = {}
 
     async def start(self) -> None:
@@ -96,17 +98,22 @@ class FloodedFleet:
         return True
 
     async def probe_s(self, key: str) -> float:
-        """Send a short request; return its time to first token."""
+        """Send a short request until it is served; return the time to its first token."""
         self._number += 1
         prompt = f"What is the number after {self._number}?"
         began_s = time.perf_counter()
         took_s = 0.0
-        async with self._post(key, prompt, PROBE_TOKENS) as response:
-            response.raise_for_status()
-            async for line in response.content:
-                took_s = took_s or (has_text(line) and time.perf_counter() - began_s)
-        if not took_s:
-            raise RuntimeError("cannot measure: the answer has no text")
+        while not took_s:
+            async with self._post(key, prompt, PROBE_TOKENS) as response:
+                if response.status != 429:
+                    response.raise_for_status()
+                async for line in response.content:
+                    took_s = took_s or (has_text(line) and time.perf_counter() - began_s)
+            if response.status == 429:
+                self.probes_refused += 1
+                await asyncio.sleep(REFUSED_PAUSE_S)
+            elif not took_s:
+                raise RuntimeError("cannot measure: the answer has no text")
         return took_s
 
     async def flood(self, *, sessions: bool) -> None:
@@ -120,7 +127,7 @@ class FloodedFleet:
                 await response.read()
             self.flood_statuses[response.status] += 1
             if response.status != 200:
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(REFUSED_PAUSE_S)
 
     async def measure(self, found: PhaseFigures, name: str, seconds: float) -> None:
         """Send one probe after the other for some seconds."""
@@ -191,20 +198,23 @@ async def run(given: argparse.Namespace) -> None:
             asyncio.create_task(flooded.flood(sessions=given.sessions))
             for _ in range(given.clients)
         ]
-        await asyncio.sleep(WARM_UP_S)
-        for _ in range(given.rounds):
-            for name in (OTHER_TENANT, SAME_TENANT):
-                await flooded.measure(found[name], name, given.seconds)
-                await asyncio.sleep(SETTLE_S)
-        if ended := [task for task in flooding if task.done()]:
-            await asyncio.gather(*ended)
-        for task in flooding:
-            task.cancel()
-        await asyncio.gather(*flooding, return_exceptions=True)
+        try:
+            await asyncio.sleep(WARM_UP_S)
+            for _ in range(given.rounds):
+                for name in (OTHER_TENANT, SAME_TENANT):
+                    await flooded.measure(found[name], name, given.seconds)
+                    await asyncio.sleep(SETTLE_S)
+            if ended := [task for task in flooding if task.done()]:
+                await asyncio.gather(*ended)
+        finally:
+            for task in flooding:
+                task.cancel()
+            await asyncio.gather(*flooding, return_exceptions=True)
     print(
         f"{given.engine}, {given.clients} clients, answers of {given.flood_tokens} tokens;", end=""
     )
-    print(f" statuses {dict(flooded.flood_statuses)}; load average {os.getloadavg()[0]:.1f}\n")
+    print(f" its statuses {dict(flooded.flood_statuses)}, {flooded.probes_refused} probes refused")
+    print(f"load average {os.getloadavg()[0]:.1f}\n")
     print("\n".join(table(found)))
 
 
