@@ -12,7 +12,7 @@ from isochrone.wire.key_table import BUDGET_PREFIX, KeyTableBuilder
 from isochrone.wire.routes import KeyEntry, KeyLimits, KeyTable
 from isochrone.wire.table_parts import SharedFields
 from scheduler.store.catalogue import EtagMoved
-from scheduler.store.lease import assert_epoch
+from scheduler.store.lease import EpochLost, assert_epoch
 from scheduler.store.pool import (
     Connection,
     Pool,
@@ -134,15 +134,20 @@ async def revoked_among(connection: Connection, key_ids: Sequence[KeyId]) -> set
 async def next_route_generation(
     connection: Connection, epoch: Epoch, above: Generation
 ) -> Generation:
-    """Return the next route table's generation, higher than `above`; raises EpochLost."""
+    """Return the next route table's generation, higher than `above`, the one published before.
+
+    Raises EpochLost, also if the database is behind that one: it has lost history, and what was
+    read from it may lack what routers have.
+    """
     await assert_epoch(connection, epoch)
-    return Generation(
-        await connection.fetchval(
-            "UPDATE cluster SET route_generation = greatest(route_generation, $1) + 1"
-            " RETURNING route_generation",
-            above,
-        )
+    generation = await connection.fetchval(
+        "UPDATE cluster SET route_generation = route_generation + 1 WHERE route_generation >= $1"
+        " RETURNING route_generation",
+        above,
     )
+    if generation is None:
+        raise EpochLost(f"cannot publish routes: the database is older than generation {above}")
+    return Generation(generation)
 
 
 async def add_key(

@@ -15,6 +15,7 @@ from isochrone.wire.ids import Epoch, Generation, KeyId, NodeId
 from isochrone.wire.routes import KeyEntry
 from scheduler.store.history_clock import HistoryClock
 from scheduler.store.keys import ROWS_PER_PAGE, TOMBSTONE_DAYS, KeyPage
+from scheduler.store.lease import EpochLost
 from scheduler.store.retention import DAY_S, RetentionRule
 from tests.simulation.store import SimDbConnection, Tables
 from tests.simulation.store_lease import (
@@ -171,7 +172,9 @@ async def next_route_generation(
     await assert_epoch(connection, epoch)
     await connection.round_trip()
     tables = await connection.write()
-    tables.route_generation = max(tables.route_generation, above) + 1
+    if tables.route_generation < above:
+        raise EpochLost(f"cannot publish routes: the database is older than generation {above}")
+    tables.route_generation += 1
     return Generation(tables.route_generation)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from isochrone.service.clock import JumpFreeClock
 from isochrone.wire.assignment import Tombstone
+from isochrone.wire.ids import Epoch, Generation
 from isochrone.wire.report import ReplicaState
 from nodeagent.decide.reconcile import reconcile
 from router.decide.table_acceptance import check_table
@@ -190,6 +191,15 @@ def stop_what_is_not_assigned(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("nodeagent.loops.converge.reconcile", reconcile_by_absence)
 
 
+def publish_whatever_is_stored(patch: pytest.MonkeyPatch) -> None:
+    async def number_above(connection: Any, epoch: Epoch, above: Generation) -> Generation:
+        tables = await connection.write()
+        tables.route_generation = max(tables.route_generation, above)
+        return await store_functions.next_route_generation(connection, epoch, above)
+
+    replace_function(patch, "next_route_generation", number_above)
+
+
 SEEDS_MAX: Final = 400
 """So many histories may pass without a problem. Most mutations are found in the first few."""
 
@@ -226,6 +236,8 @@ MUTATIONS: Final = (
              ("restore",), seed=98),
     Mutation("a router accepts a table that drops everything", accept_tables_that_drop_everything,
              ("restore",), seed=98),
+    Mutation("routes are published from a database that lost some", publish_whatever_is_stored,
+             ("restore", "operate"), "has no route to"),
     Mutation("a withdrawn replica is not asked again", ask_no_withdrawn_replica,
              ("kill_engine", "crash_database")),
     Mutation("a replica that is not assigned is stopped", stop_what_is_not_assigned,
