@@ -156,7 +156,7 @@ class PrefixFetcher:
     ) -> PrefixHolder:
         """Ask a replica how much it has of the blocks that are missing here.
 
-        What it has of another model or KV format is of no use.
+        Blocks of another model or KV format count as none.
         """
         body = msgspec.msgpack.encode(kv_sharing.BlockQuery(digests=tuple(missing)))
         sent = {headers.REPLICA: peer.replica_id}

@@ -5,6 +5,7 @@ the PoPs in the order of the best that one of their replicas may offer and stops
 worse than what was found. Both give the same numbers, so ranking decides the same with either.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence, Set
 from math import inf
@@ -40,35 +41,35 @@ class BestTwo(NamedTuple):
     second_ms: float
 
 
-class SlotCosts:
+class SlotCosts(ABC):
     """The costs of one query by slot, infinite for a slot that is full, empty or excluded.
 
-    An interface with two implementations below; a plain class, which mypyc compiles.
+    An interface with two implementations below.
     """
 
+    @abstractmethod
     def at(self, slot: int) -> float:
         """Return the cost of one slot."""
-        raise NotImplementedError
 
     def cheapest_of(self, slots: Collection[int]) -> int:
         """Return the first of these slots that has the lowest cost of them."""
         return min(slots, key=self.at)
 
+    @abstractmethod
     def all(self) -> list[float]:
         """Return the costs of all slots."""
-        raise NotImplementedError
 
+    @abstractmethod
     def excluded_count(self) -> int:
         """Return how many of the slots without a finite cost are not full."""
-        raise NotImplementedError
 
+    @abstractmethod
     def best_two(self) -> BestTwo:
         """Return the slot of lowest cost, and the second lowest cost."""
-        raise NotImplementedError
 
+    @abstractmethod
     def up_to(self, limit_ms: float) -> list[int]:
         """Return the slots of at most this cost, in their order."""
-        raise NotImplementedError
 
 
 class ScannedCosts(SlotCosts):

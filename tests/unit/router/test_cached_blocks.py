@@ -2,9 +2,6 @@
 
 import gc
 import importlib.util
-import subprocess
-import sys
-import sysconfig
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodeagent.engine.kernels.cpu.build import compilers
 from router.decide import cached_blocks
 from router.decide.cached_blocks import BlocksInPython, CachedBlocks, PromptUse
+from tests.c_module import compile_now
 
 SOURCE = Path(__file__).parents[3] / "router" / "decide" / "block_table.c"
 KEYS = st.sampled_from([0, 1, 2, 3, 5, 2**63, 2**64 - 1, *range(1 << 20, 101 << 20, 1 << 20)])
@@ -34,19 +31,7 @@ OPERATIONS = st.lists(
 @pytest.fixture(scope="module")
 def in_c(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     """The module of this very source, compiled now."""
-    include = Path(sysconfig.get_path("include"))
-    if not compilers() or not (include / "Python.h").is_file():
-        pytest.skip("no C compiler with Python's headers")
-    library = tmp_path_factory.mktemp("block_table") / "block_table.so"
-    options = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{include}"]
-    command = [*compilers()[0], *options, str(SOURCE), "-o", str(library)]
-    subprocess.run(command, check=True)
-    spec = importlib.util.spec_from_file_location("block_table", library)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.modules.pop("block_table", None)
-    return module
+    return compile_now(SOURCE, tmp_path_factory.mktemp("c"))
 
 
 def ends_of(keys: list[int]) -> list[int]:

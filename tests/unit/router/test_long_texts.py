@@ -1,11 +1,7 @@
 """Taking the long texts out of a body changes neither what is accepted nor what is read."""
 
-import importlib.util
 import json
 import random
-import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -16,12 +12,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from isochrone.wire.errors import ApiError
-from nodeagent.engine.kernels.cpu.build import compilers
 from ops.fuzz import bodies
 from ops.fuzz.bodies import LONG, ROLES, chat_body, is_taken_alike, mutate_body
 from router.apis.openai import long_texts
 from router.apis.openai.decode import CHAT
 from router.apis.openai.long_texts import LONG_BODY_BYTES, read_body, read_textless, take_none
+from tests.c_module import compile_now
 
 SOURCE = Path(__file__).parents[3] / "router" / "apis" / "openai" / "text_bytes.c"
 PIECES = st.sampled_from(bodies.PIECES)
@@ -46,19 +42,7 @@ CHATS = st.fixed_dictionaries(
 @pytest.fixture(scope="module")
 def in_c(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     """The module of this very source, compiled now."""
-    include = Path(sysconfig.get_path("include"))
-    if not compilers() or not (include / "Python.h").is_file():
-        pytest.skip("no C compiler with Python's headers")
-    library = tmp_path_factory.mktemp("text_bytes") / "text_bytes.so"
-    options = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{include}"]
-    command = [*compilers()[0], *options, str(SOURCE), "-o", str(library)]
-    subprocess.run(command, check=True)
-    spec = importlib.util.spec_from_file_location("text_bytes", library)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.modules.pop("text_bytes", None)
-    return module
+    return compile_now(SOURCE, tmp_path_factory.mktemp("c"))
 
 
 @given(CHATS, st.randoms(use_true_random=False))

@@ -1,10 +1,6 @@
 """The loops over a body in C find and hash exactly what those in Python do."""
 
 import base64
-import importlib.util
-import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 from types import ModuleType
 
@@ -22,8 +18,8 @@ from isochrone.wire.body_loops import (
     hash_in_python,
     scan_in_python,
 )
-from nodeagent.engine.kernels.cpu.build import compilers
 from router.decide.prefix_index import block_ends
+from tests.c_module import compile_now
 
 SOURCE = Path(body_loops.__file__).with_name("body_bytes.c")
 BRACKETS = (b"[", b"{" * 30, b"]")
@@ -35,19 +31,7 @@ SEEDS = st.integers(0, 2**64 - 1)
 @pytest.fixture(scope="module")
 def in_c(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     """The module of this very source, compiled now."""
-    include = Path(sysconfig.get_path("include"))
-    if not compilers() or not (include / "Python.h").is_file():
-        pytest.skip("no C compiler with Python's headers")
-    library = tmp_path_factory.mktemp("body_bytes") / "body_bytes.so"
-    options = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{include}"]
-    command = [*compilers()[0], *options, str(SOURCE), "-o", str(library)]
-    subprocess.run(command, check=True)
-    spec = importlib.util.spec_from_file_location("body_bytes", library)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.modules.pop("body_bytes", None)
-    return module
+    return compile_now(SOURCE, tmp_path_factory.mktemp("c"))
 
 
 @given(st.lists(PIECES, max_size=30).map(b"".join), st.integers(0, 130))
