@@ -308,6 +308,10 @@ def lacking_features(driver: str) -> tuple[str, ...]:
     return tuple(name for name in FEATURES if name not in features)
 
 
+MODEL_CONFIGS: Final = frozenset({"config.json", "params.json"})
+"""The files that describe a model of safetensors files; Mistral publishes the second one."""
+
+
 def weights_problem(driver: str, paths: Collection[str]) -> str:
     """Return why an engine cannot load a model of these files, or ""."""
     can_read = capabilities_of(driver).weights
@@ -316,8 +320,7 @@ def weights_problem(driver: str, paths: Collection[str]) -> str:
         return ""
     readable = set(found).intersection(can_read)
     if readable:
-        has_config = any(path.endswith("config.json") for path in paths)
-        if has_config or readable != {"safetensors"}:
+        if readable != {"safetensors"} or not MODEL_CONFIGS.isdisjoint(paths):
             return ""
         return "it has safetensors files without a config.json: add the model with its whole folder"
     others = [name for name, one in ENGINE_CAPABILITIES.items() if found[0] in one.weights]
