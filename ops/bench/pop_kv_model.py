@@ -27,7 +27,7 @@ from ops.bench.pop_kv_requests import (
     read_requests,
     turns_by_session,
 )
-from ops.bench.pop_kv_router import PopRouter, ReplicaAddress, PopAttempt
+from ops.bench.pop_kv_router import PopAttempt, PopRouter, ReplicaAddress
 from ops.sim import data
 from ops.sim.measure import percentile
 
