@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import random
 import secrets
 from collections.abc import AsyncIterator
@@ -19,6 +18,7 @@ from isochrone.service.control_link import ControlLink
 from isochrone.service.http_server import serve_http
 from isochrone.service.joining import load_or_join
 from isochrone.service.loop import Loop
+from isochrone.service.machine_share import usable_cores
 from isochrone.service.revocation import refuse_revoked
 from isochrone.service.systemd import feed_watchdog, notify
 from isochrone.service.tls import client_context, node_server_context
@@ -165,7 +165,7 @@ async def _open_node(config: NodeConfig) -> NodeState:
 def _engine_processes(config: NodeConfig, node: NodeState) -> EngineProcesses:
     return EngineProcesses(
         config.state / "engines",
-        config.engine_threads or (os.cpu_count() or 1),
+        config.engine_threads or usable_cores(),
         standby=config.standby,
         device_memory=node.devices.memory,
         host=urlsplit(config.address).hostname or "127.0.0.1",

@@ -42,8 +42,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     plaintext_rank_ports: tuple[report.Port, report.Port] | None = None
 
     # Engines.
-    cpu_memory_bytes: Count = 0  # for replicas on a machine without a GPU; 0: 80 % of its memory
-    engine_threads: Count = 0  # of an engine on a CPU; 0: one per core
+    cpu_memory_bytes: Count = 0  # for replicas without a GPU; 0: 80 % of what the agent may use
+    engine_threads: Count = 0  # of an engine on a CPU; 0: one per core that the agent may use
     standby: bool = False  # keep a spare engine process with imports done: halves a cold start
     keep_engines_on_stop: bool = False  # leave engines running when the agent is stopped
     load_timeout_s: Seconds = 1800.0

@@ -15,6 +15,7 @@ import msgspec
 from isochrone.service.config import ConfigError, load_config
 from isochrone.service.files import lock_state_folder
 from isochrone.service.logs import setup_logs
+from isochrone.service.machine_share import usable_cores
 from isochrone.service.run import run_service
 from router.config import RouterConfig
 from router.processes import WORKER_ENV
@@ -27,7 +28,7 @@ SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - the folder made in it has a ra
 @click.option(
     "--processes",
     type=click.IntRange(0),
-    help="Processes that share the port; 0: one per core.",
+    help="Processes that share the port; 0: one per usable core.",
 )
 def main(config: Path | None, processes: int | None) -> NoReturn:
     """Serve the public endpoint of a PoP: send each request to the replica that answers soonest."""
@@ -37,7 +38,7 @@ def main(config: Path | None, processes: int | None) -> NoReturn:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from None
     count = settings.processes if processes is None else processes
-    settings = msgspec.structs.replace(settings, processes=count or os.cpu_count() or 1)
+    settings = msgspec.structs.replace(settings, processes=count or usable_cores())
     setup_logs("router", settings.log_level)
     if settings.processes > 1:
         _share_metrics()

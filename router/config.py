@@ -27,7 +27,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # The public endpoint, and the limits of one client.
     host: str = "127.0.0.1"
     port: Port = 8080
-    processes: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0  # sharing the port; 0: one per core
+    processes: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0  # on one port; 0: one per usable core
     tls_certificate: Path | None = None  # set both or neither; reloaded on change
     tls_key: Path | None = None
     # The web pages that may read answers: `https://app.example.net`, or `*` for all; "" for none.

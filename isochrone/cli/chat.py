@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 import msgspec
 
+from isochrone.cli.connection_errors import describe_connection_error
 from isochrone.service.http_responses import parse_error_body
 from isochrone.wire import headers
 
@@ -53,7 +54,8 @@ async def chat(
     except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
         raise ChatFailed(f"cannot use endpoint {endpoint!r}: write it as https://host") from error
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise ChatFailed(f"cannot reach {endpoint}: {error or type(error).__name__}") from error
+        problem = describe_connection_error(endpoint, error)
+        raise ChatFailed(f"cannot reach {endpoint}: {problem}") from error
 
 
 async def _read(

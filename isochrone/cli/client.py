@@ -12,6 +12,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
+from isochrone.cli.connection_errors import describe_connection_error
 from isochrone.service.http_responses import parse_error_body
 from isochrone.wire.errors import ErrorCode
 
@@ -95,14 +96,14 @@ class AdminClient:
                             answer = await response.read()
                 except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                     # The request was not sent, so it is safe to send it to the next URL.
-                    problems.append(f"at {url}: {error or type(error).__name__}")
+                    problems.append(f"at {url}: {describe_connection_error(url, error)}")
                     continue
                 except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
                     raise AdminError(
                         f"cannot use admin API URL {url!r}: write it as https://host:7000"
                     ) from error
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                    problems.append(f"at {url}: {error or type(error).__name__}")
+                    problems.append(f"at {url}: {describe_connection_error(url, error)}")
                     break
                 if response.status >= 400:
                     raise AdminError(_error_message(answer, response.status))

@@ -111,15 +111,23 @@ def revoke(obj: CliContext, name: str, role: str, serial: str, reason: str, unkn
     show_one(obj.api.ask("POST", "/v1/revocations", body), obj.output)
 
 
+_list_routers = list_command(
+    "list",
+    "/v1/routers",
+    ["router_id", "pop", "silent_s", "generation", "revoked"],
+    "List routers.",
+)
+
+
 @click.group(invoke_without_command=True)
 @click.pass_context
 def routers(ctx: click.Context) -> None:
-    """List routers. `routers delete` deletes one."""
+    """Manage routers; without a command, list them."""
     if ctx.invoked_subcommand is None:
-        columns = ["router_id", "pop", "silent_s", "generation", "revoked"]
-        show_rows(ctx.obj.api.list("/v1/routers"), columns, ctx.obj.output)
+        ctx.invoke(_list_routers)
 
 
+routers.add_command(_list_routers)
 add_command(
     routers, "delete", "DELETE", "/v1/routers/{router}",
     "Delete a router that no longer runs. Its certificates are revoked.", "deleted {}",

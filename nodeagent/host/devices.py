@@ -10,6 +10,7 @@ from typing import Any, Final
 import psutil
 from msgspec.structs import replace
 
+from isochrone.service.machine_share import usable_memory_bytes
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.report import NodeDevice
 from nodeagent.drivers.driver import DeviceMemory
@@ -27,7 +28,10 @@ class DeviceReader:
     """Reads the devices. A GPU that disappears is reported as unhealthy, not as removed."""
 
     def __init__(self, cpu_memory_bytes: int, open_nvml: Callable[[], Any] | None = None) -> None:
-        """Limit replicas on a CPU to `cpu_memory_bytes`; 0 is CPU_MEMORY_SHARE of the machine's."""
+        """Limit replicas on a CPU to `cpu_memory_bytes`.
+
+        0 is CPU_MEMORY_SHARE of the memory that the agent may use.
+        """
         self._cpu_memory_bytes = cpu_memory_bytes
         self._nvml = (open_nvml or _open_nvml)()
         self._seen: dict[DeviceId, NodeDevice] = {}
@@ -35,7 +39,7 @@ class DeviceReader:
     def read(self) -> Sequence[NodeDevice]:
         """Return all current devices. Blocks for some milliseconds."""
         if self._nvml is None:
-            usable = self._cpu_memory_bytes or int(psutil.virtual_memory().total * CPU_MEMORY_SHARE)
+            usable = self._cpu_memory_bytes or int(usable_memory_bytes() * CPU_MEMORY_SHARE)
             return (NodeDevice(device_id=CPU, device_class="cpu", memory_bytes=usable),)
         found: dict[DeviceId, NodeDevice] = {}
         reasons: dict[DeviceId, str] = {}

@@ -34,6 +34,7 @@ from ops.bench.relay import (
     cpu_s,
     router_key,
     running,
+    until_idle,
     until_open,
 )
 
@@ -98,6 +99,7 @@ def measure(
             assert line_of(generator.stdout) == "listening"
             with running(router.command, log, router.environment) as process:
                 until_open(router.port)
+                until_idle(process)
                 key = router_key(router, folder)
                 head = (
                     f"POST {PATH} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"

@@ -46,6 +46,9 @@ PLAIN = f'{{"model":"bench",{MESSAGES}}}'
 STREAM_OPTIONS = '{"stream":true,"stream_options":{"include_usage":true},'
 STREAM = STREAM_OPTIONS + PLAIN[1:]
 START_S = 60.0
+IDLE_WINDOW_S = 1.0
+IDLE_SHARE_MAX = 0.1
+"""A server that only waits uses less of a core: ours probes its nodes, and none does more."""
 
 
 class RouterContestant(NamedTuple):
@@ -210,6 +213,22 @@ def cpu_s(process: psutil.Process) -> float:
         times = member.cpu_times()
         total += times.user + times.system
     return total
+
+
+def until_idle(process: psutil.Process) -> None:
+    """Wait until a server and its children have started: they use no CPU time worth mentioning.
+
+    A router with several processes listens when its first process does; the others are still
+    loading, and would be measured as if they served.
+    """
+    deadline = time.monotonic() + START_S
+    used_s = cpu_s(process)
+    while time.monotonic() < deadline:
+        time.sleep(IDLE_WINDOW_S)
+        before_s, used_s = used_s, cpu_s(process)
+        if used_s - before_s <= IDLE_SHARE_MAX * IDLE_WINDOW_S:
+            return
+    raise SystemExit(f"cannot measure: {process.name()} is busy {START_S:g} s after its start")
 
 
 def rss_mib(process: psutil.Process) -> float:

@@ -1,11 +1,12 @@
 """Measures everything that ops/bench/relay.md quotes, in one run of at most a quarter of an hour.
 
-    python -m ops.bench.relay_tables --peers FOLDER --out tables.md
+    python -m ops.bench.relay_tables --peers FOLDER
 
-The tables: requests of five sizes before 1, 8 and 64 replicas (relay.py), the latency at a fixed
-rate below capacity (half_load.py), and paced streams (paced_streams.py); each in one run, in which
-the routers take turns. Run it where nothing else runs. A part that fails, or that does not end in
-its time, is named in the output; the others still run.
+It writes ops/bench/relay_tables.md: requests of five sizes before 1, 8 and 64 replicas (relay.py),
+the same without a C compiler, streams that an engine writes at once, the latency at a fixed rate
+below capacity (half_load.py), and paced streams (paced_streams.py). The routers take
+turns in each. Run it where nothing else runs. A part that fails, or that does not end in its time,
+is named in the output; the others still run.
 """
 
 import argparse
@@ -15,10 +16,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Final, NamedTuple
 
+PEERS: Final = ("vllm-router", "sglang-router", "smg")
 ROUTERS: Final = ("isochrone, compiled", "round_robin", "cache_aware")
 
 
@@ -38,6 +40,13 @@ def parts(peers: str) -> Iterator[Part]:
         ("relay", *chosen, "--replicas", "1", "8", "64", "--rounds", "1", "--seconds", "2"),
         400.0,
     )
+    few = ("relay", "--peers", peers, "--rounds", "1", "--seconds", "2", "--replicas", "8")
+    yield Part("Uncompiled", (*few, "--only", "uncompiled", "--sizes", "0", "4", "16", "100"), 60.0)
+    yield Part(
+        "Streams of 100 tokens that are written at once",
+        (*few, "--stream", "--sizes", "0", "4", "--only", *ROUTERS),
+        120.0,
+    )
     for kib, rate in ((0, 3000), (4, 2000), (100, 400)):
         size = f"{kib} KiB" if kib else "0.1 KiB"
         load = (str(rate), "3", "1", "--kib", str(kib), "--replicas", "8")
@@ -51,10 +60,14 @@ def parts(peers: str) -> Iterator[Part]:
     )
 
 
-def machine() -> str:
-    """Return what the figures were taken with."""
+def machine(peers: Path) -> str:
+    """Return what the figures were taken with, the routers in `peers` included."""
     names = ("uvloop", "httptools", "msgspec")
-    libraries = ", ".join(f"{name} {version(name)}" for name in names)
+    versions = [f"{name} {version(name)}" for name in names]
+    folders = [str(folder) for folder in peers.glob("*/lib/python3*/site-packages")]
+    routers = (found for found in distributions(path=folders) if found.name in PEERS)
+    versions += sorted(f"{router.name} {router.version}" for router in routers)
+    libraries = ", ".join(versions)
     return (
         f"{time.strftime('%Y-%m-%d')}: {os.cpu_count()} processors, {platform.machine()}, Linux"
         f" {platform.release()}, Python {platform.python_version()}, {libraries}; load before the"
@@ -87,9 +100,9 @@ def main() -> None:
     """Run all parts and write the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", default="peers")
-    parser.add_argument("--out", type=Path, default=Path("relay_tables.md"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
     arguments = parser.parse_args()
-    sections = [machine() + "\n"]
+    sections = [machine(Path(arguments.peers)) + "\n"]
     for part in parts(arguments.peers):
         print(f"{part.title} ...", file=sys.stderr, flush=True)
         sections.append(run(part))

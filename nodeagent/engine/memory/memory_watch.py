@@ -12,24 +12,24 @@ from typing import Final
 import psutil
 import torch
 
+from isochrone.service.machine_share import CGROUPS, OWN_CGROUP, memory_limit_of, own_cgroups
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.memory.memory_ceiling import MemoryUse, refusal_reason, tightest
 
-_CGROUPS: Final = Path("/sys/fs/cgroup")
-_OWN_CGROUP: Final = Path("/proc/self/cgroup")
 _MEASURE_INTERVAL_S: Final = 0.2
 _RETRY_AFTER_S: Final = 1.0
 
 
 def memory_uses(
-    ceiling_bytes: int, root: Path = _CGROUPS, own: Path = _OWN_CGROUP
+    ceiling_bytes: int, root: Path = CGROUPS, own: Path = OWN_CGROUP
 ) -> list[MemoryUse]:
     """Return the use of everything that has a limit: this process and its cgroups (v2).
 
     This process has one if `ceiling_bytes` is not 0.
     """
-    uses = _cgroups(root, own)
+    found = (_cgroup_use(cgroup) for cgroup in own_cgroups(root, own))
+    uses = [use for use in found if use is not None]
     if ceiling_bytes:
         resident_bytes = int(psutil.Process().memory_info().rss)
         uses.append(MemoryUse("this engine", resident_bytes, ceiling_bytes))
@@ -89,33 +89,14 @@ class MemoryWatch:
         return self._measured
 
 
-def _cgroups(root: Path, own: Path) -> list[MemoryUse]:
-    """Return the use of this process's cgroup and of its parents, as far as they have limits."""
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return []
-    path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    folder = root / path
-    uses = []
-    for cgroup in (folder, *folder.parents):
-        if cgroup == root.parent:
-            break
-        use = _cgroup_use(cgroup)
-        if use is not None:
-            uses.append(use)
-    return uses
-
-
 def _cgroup_use(folder: Path) -> MemoryUse | None:
+    limit = memory_limit_of(folder)
+    if limit is None:
+        return None
     try:
-        limit = (folder / "memory.max").read_text().strip()
-        if not limit.isdigit():
-            return None
         used = int((folder / "memory.current").read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except OSError:
-        # The root cgroup has no limit, and a system without cgroups v2 has no such files.
         return None
     page_cache = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
-    return MemoryUse("its cgroup", max(used - page_cache, 0), int(limit))
+    return MemoryUse("its cgroup", max(used - page_cache, 0), limit)

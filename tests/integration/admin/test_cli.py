@@ -101,7 +101,14 @@ async def test_an_operator_sets_up_a_fleet(admin: Admin, tmp_path: Path) -> None
     assert "key.limit" in out
     await limit_a_tenant(admin)
     assert "s1" in (await run_cli(admin, "status"))[1]
-    for listing in ("pops list", "nodes list", "routers", "deployments list", "placements"):
+    for listing in (
+        "pops list",
+        "nodes list",
+        "routers",
+        "routers list",
+        "deployments list",
+        "placements",
+    ):
         assert (await run_cli(admin, *listing.split()))[0] == 0
 
 

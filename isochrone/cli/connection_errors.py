@@ -1,0 +1,18 @@
+"""What to tell an operator whose command could not connect, with what to change."""
+
+import aiohttp
+
+
+def describe_connection_error(url: str, error: Exception) -> str:
+    """Return what went wrong, and how to set up TLS where that is the likely cause."""
+    problem = str(error) or type(error).__name__
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return (
+            f"{problem}; if an authority of your own has issued its certificate, set SSL_CERT_FILE"
+            " to that authority's certificate"
+        )
+    if isinstance(error, aiohttp.ClientSSLError):
+        return f"{problem}; if it serves without TLS, write the URL with http:"
+    if isinstance(error, aiohttp.ServerDisconnectedError) and url.startswith("http:"):
+        return f"{problem}; if it serves with TLS, write the URL with https:"
+    return problem
