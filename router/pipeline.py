@@ -23,7 +23,7 @@ from router.dataplane.exchange import AttemptFailed, NodeExchange
 from router.dataplane.http1 import EVENT_STREAM
 from router.dataplane.http_messages import HttpResponse, ResponseWriter
 from router.dataplane.inline_task import inline_sleep
-from router.dataplane.response_checks import check_error_body
+from router.dataplane.response_checks import client_error_body
 from router.dataplane.upstream import Upstream
 from router.dataplane.usage import UsageCount
 from router.decide.attempt import AttemptEvent, FailureCause
@@ -276,7 +276,7 @@ class RequestPipeline:
         else:
             context.is_declined, context.outcome = True, OUTCOME_REFUSED
             self._attempts.forget_prefix(context, attempt)
-            check_error_body(exchange.body, head.status)
+            exchange.body = client_error_body(exchange.body, head.status)
             retry_after = head.fields.get(b"retry-after")
             if retry_after:
                 header_lines += f"retry-after: {retry_after.decode('latin-1')}\r\n"

@@ -382,8 +382,8 @@ def explain(obj: CliContext, words: tuple[str, ...]) -> None:
     for title, rows, columns in (
         (
             "here",
-            answer["here"],
-            ["replica_id", "node_id", "pop", "role", "state", "reason"],
+            [{**row, "memory": _gibibytes(row.get("memory_bytes"))} for row in answer["here"]],
+            ["replica_id", "node_id", "pop", "role", "memory", "state", "reason"],
         ),
         ("elsewhere", answer["elsewhere"], ["node_id", "pop", "feasible", "reason"]),
         ("cities", answer["cities"], ["pop", "requests_per_s", "load", "nearest_pop", "rtt_ms"]),
@@ -397,3 +397,7 @@ def explain(obj: CliContext, words: tuple[str, ...]) -> None:
     for line in (*reasons, *moves):
         if line:
             click.echo(line)
+
+
+def _gibibytes(count: int | None) -> str:
+    return f"{count / 2**30:.1f} GiB" if count else ""

@@ -308,12 +308,21 @@ def lacking_features(driver: str) -> tuple[str, ...]:
     return tuple(name for name in FEATURES if name not in features)
 
 
+MODEL_CONFIGS: Final = frozenset({"config.json", "params.json"})
+"""The files that describe a model of safetensors files; Mistral publishes the second one."""
+
+
 def weights_problem(driver: str, paths: Collection[str]) -> str:
     """Return why an engine cannot load a model of these files, or ""."""
     can_read = capabilities_of(driver).weights
     found = [kind for kind in WEIGHT_FILES if any(path.endswith(f".{kind}") for path in paths)]
-    if not can_read or not found or not set(found).isdisjoint(can_read):
+    if not can_read or not found:
         return ""
+    readable = set(found).intersection(can_read)
+    if readable:
+        if readable != {"safetensors"} or not MODEL_CONFIGS.isdisjoint(paths):
+            return ""
+        return "it has safetensors files without a config.json: add the model with its whole folder"
     others = [name for name, one in ENGINE_CAPABILITIES.items() if found[0] in one.weights]
     return (
         f"its weights are {found[0]} files and {driver} reads {' and '.join(can_read)}; use"

@@ -11,6 +11,8 @@ from typing import Final
 
 import msgspec
 
+from isochrone.wire.engine import EngineConfig
+
 TRUE: Final = frozenset({"", "true"})
 """The values that turn a flag on. `--option enforce_eager=` is one of them."""
 FALSE: Final = frozenset({"false"})
@@ -24,10 +26,13 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of one driver: `values` need a value; `flags` are true or false.
 
     `negatable` are the flags that the engine can turn off with `--no-NAME`, because some versions
-    have them on by default. A false one of the other flags is left out.
+    have them on by default. A false one of the other flags is left out. `numbers` are values that
+    must be whole numbers above 0. Values that are fields of `config` must be of their types.
     """
 
     values: frozenset[str] = frozenset()
+    numbers: frozenset[str] = frozenset()
+    config: type[msgspec.Struct] | None = None
     flags: frozenset[str] = frozenset()
     negatable: frozenset[str] = frozenset()
 
@@ -55,7 +60,24 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
                 return f"option {name!r} is a flag: use true or false, not {value!r}"
             if name in self.values and not value:
                 return f"option {name!r} needs a value"
+            if name in self.numbers and not _is_number(value):
+                return f"option {name!r} is a whole number above 0, not {value!r}"
+        return self._type_problem(options)
+
+    def _type_problem(self, options: Mapping[str, str]) -> str:
+        fields = msgspec.structs.fields(self.config) if self.config else ()
+        for field in fields:
+            if field.name in self.values and field.name in options:
+                value = options[field.name]
+                try:
+                    msgspec.convert(value, field.type, strict=False)
+                except msgspec.ValidationError as error:
+                    return f"cannot use {value!r} for option {field.name!r}: {error}"
         return ""
+
+
+def _is_number(value: str) -> bool:
+    return value.isascii() and value.isdigit() and int(value) > 0
 
 
 ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
@@ -82,7 +104,8 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
                 "adapters_max",
                 "adapter_memory_bytes",
             }
-        )
+        ),
+        config=EngineConfig,
     ),
     "mock": EngineOptions(
         values=frozenset(
@@ -137,6 +160,18 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
                 "seed",
             }
         ),
+        # Others, such as max_num_batched_tokens, may be written as 8k.
+        numbers=frozenset(
+            {
+                "max_num_seqs",
+                "block_size",
+                "pipeline_parallel_size",
+                "data_parallel_size",
+                "max_loras",
+                "max_lora_rank",
+                "max_cpu_loras",
+            }
+        ),
         flags=frozenset(
             {
                 "enforce_eager",
@@ -182,6 +217,7 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
                 "spec_draft_n_max",
             }
         ),
+        numbers=frozenset({"parallel", "batch_size", "ubatch_size"}),
         flags=frozenset({"cpu_moe", "swa_full", "shared_prompt_cache"}),
         negatable=frozenset({"kv_unified", "cont_batching", "repack", "jinja", "kv_offload"}),
     ),
@@ -217,6 +253,7 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
                 "disaggregation_ib_device",
             }
         ),
+        numbers=frozenset({"max_running_requests", "max_loras_per_batch", "ep_size"}),
         flags=frozenset(
             {
                 "enable_lora",
@@ -244,11 +281,13 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
                 "cache_transceiver_backend",
             }
         ),
+        numbers=frozenset({"max_batch_size", "max_num_tokens", "pp_size", "ep_size"}),
         flags=frozenset({"enable_chunked_prefill"}),
     ),
     # Our driver's own: the server's options are those of the node's [commands.NAME].
     "command": EngineOptions(
         values=frozenset({"command", "surfaces", "concurrency"}),
+        numbers=frozenset({"concurrency"}),
         flags=frozenset({"shared_prompt_cache"}),
     ),
 }

@@ -17,6 +17,9 @@ GENERATION_PROMPT: Final = "add_generation_prompt"
 TOOLS_OPTION: Final = "tool_call_parser"
 REASONING_OPTION: Final = "reasoning_parser"
 AUTO_TOOLS_FLAG: Final = "enable_auto_tool_choice"
+DEFAULT_TOOLS: Final = "hermes"
+TOOLS_VARIABLE: Final = "tools"
+"""The name of a request's tools in chat templates."""
 
 
 class OutputParsers(msgspec.Struct, frozen=True):
@@ -124,9 +127,13 @@ FORMATS: Final = (
 def with_parsers(engine: str, options: Mapping[str, str], model_path: Path) -> dict[str, str]:
     """Return a deployment's options with the parsers for its model, where they name none. Blocks.
 
+    Without a parser vLLM refuses every request with tools. A model that has learned no tools gets
+    one, too: vLLM makes it call a required or named tool, and the parser reads that call.
     `none` as the name of a parser, or `enable_auto_tool_choice=false`, turns it off.
     """
     chosen = output_parsers(engine, model_path)
+    if engine == "vllm" and not chosen.tools and _knows_no_tools(model_path):
+        chosen = msgspec.structs.replace(chosen, tools=DEFAULT_TOOLS)
     parsers = {
         TOOLS_OPTION: options.get(TOOLS_OPTION, chosen.tools),
         REASONING_OPTION: options.get(REASONING_OPTION, chosen.reasoning),
@@ -146,9 +153,7 @@ def output_parsers(engine: str, model_path: Path) -> OutputParsers:
     without a config.json or a chat template, such as one with a GGUF file. Blocks.
     """
     model_type = _field(model_path / "config.json", "model_type")
-    template = _read(model_path / "chat_template.jinja") or _field(
-        model_path / "tokenizer_config.json", "chat_template"
-    )
+    template = _template(model_path)
     for form in FORMATS:
         has_marks = bool(form.marks) and all(mark in template for mark in form.marks)
         if has_marks or (form.model_type and form.model_type == model_type):
@@ -156,6 +161,23 @@ def output_parsers(engine: str, model_path: Path) -> OutputParsers:
             reasons = _reasons(template, form.reasons)
             return OutputParsers(parsers.tools, parsers.reasoning if reasons else "")
     return OutputParsers()
+
+
+def _knows_no_tools(model_path: Path) -> bool:
+    """Say whether a model has a chat template without tools.
+
+    One with tools in a format that is not listed gets no parser: the wrong one would leave its
+    calls in the text of answers.
+    """
+    template = _template(model_path)
+    return bool(template) and TOOLS_VARIABLE not in template
+
+
+def _template(model_path: Path) -> str:
+    """Return a model's chat template, "" if it has none."""
+    return _read(model_path / "chat_template.jinja") or _field(
+        model_path / "tokenizer_config.json", "chat_template"
+    )
 
 
 def _reasons(template: str, mark: str) -> bool:

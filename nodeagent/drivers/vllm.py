@@ -241,8 +241,6 @@ def _pipeline_stages(spec: ReplicaSpec) -> int:
     nodes = spec.group.nodes if spec.group else 1
     given = spec.engine.options.get(STAGES_OPTION, "")
     devices = len(spec.device_ids) * nodes
-    if given and not (given.isascii() and given.isdigit() and int(given) > 0):
-        raise UnknownOption(f"cannot use {STAGES_OPTION} {given!r}: expected a positive number")
     count = int(given) if given else nodes
     if devices % count or count % nodes:
         raise UnknownOption(

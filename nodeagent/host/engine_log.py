@@ -15,24 +15,46 @@ TRIM_INTERVAL_S: Final = 10.0
 ERROR_LINE: Final = re.compile(rb"\b[A-Za-z_.]*(?:Error|Exception): \S|\b(?:FATAL|fatal|error): \S")
 SECOND_HAND: Final = re.compile(rb"root cause|Engine core initialization failed")
 """Lines with an error that refer to an earlier one."""
+ERROR_LEVEL: Final = re.compile(rb"\bERROR\b")
+"""A line that its engine calls an error, though it names none."""
+NO_ERROR: Final = re.compile(rb"\b(?:DEBUG|INFO|WARNING)\b")
+"""Lines that their engine does not call an error, such as vLLM's warning of a low `ulimit`."""
+UNFINISHED: Final = re.compile(rb":$|\bvalidation errors? for \w+$")
+"""An error whose reason is on the lines that follow."""
+LINES_MAX: Final = 4
+"""The lines of an unfinished error that are quoted."""
+CHARS_MAX: Final = 300
 CONTROL: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Colours and other control characters, which would reach an operator's terminal."""
 
 
 def last_error(log: Path) -> str:
-    """Return the last line of an engine's log that reports an error, else its last line.
+    """Return the last error in an engine's log, else its last line.
 
     The last line of all is often a warning or a message about the shutdown.
     """
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
-        lines = [line for line in file.read(LOG_TAIL_BYTES).splitlines() if line.strip()]
-        errors = [line for line in lines if ERROR_LINE.search(line)]
-        first_hand = [line for line in errors if not SECOND_HAND.search(line)]
-        for found in (first_hand, errors, lines):
+        lines = [line.rstrip() for line in file.read(LOG_TAIL_BYTES).splitlines() if line.strip()]
+        errors = [n for n, line in enumerate(lines) if _is_error(line)]
+        first_hand = [n for n in errors if not SECOND_HAND.search(lines[n])]
+        reported = [n for n, line in enumerate(lines) if ERROR_LEVEL.search(line)]
+        for found in (first_hand, errors, reported, range(len(lines))):
             if found:
-                return CONTROL.sub("", found[-1].decode(errors="replace")).strip()[:300]
+                return _quote(lines[found[-1] :])
     return ""
+
+
+def _is_error(line: bytes) -> bool:
+    found = ERROR_LINE.search(line)
+    return found is not None and NO_ERROR.search(line, 0, found.start()) is None
+
+
+def _quote(lines: list[bytes]) -> str:
+    """Return the first line as text, with those that follow it if it does not say the reason."""
+    count = LINES_MAX if UNFINISHED.search(lines[0]) else 1
+    texts = [CONTROL.sub("", line.decode(errors="replace")).strip() for line in lines[:count]]
+    return " ".join(texts)[:CHARS_MAX]
 
 
 def trim_log(path: Path) -> None:

@@ -1,11 +1,12 @@
 """Checks a node's response: may it go to the client, or should another replica be tried?"""
 
+import re
 from typing import Final
 
 import msgspec
 
 from isochrone.wire import headers
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from router.dataplane.exchange import AttemptFailed, ResponseHead
 from router.dataplane.usage import (
     RESPONSE_USAGE,
@@ -16,6 +17,18 @@ from router.dataplane.usage import (
 from router.decide.attempt import FailureCause
 
 _ENGINE_LOST: Final = headers.ENGINE_LOST.encode()
+_CODES: Final = {
+    404: ErrorCode.NOT_FOUND,
+    413: ErrorCode.TOO_LARGE,
+    429: ErrorCode.OUT_OF_CAPACITY,
+}
+"""The code of an engine's error that has none, by status. Others are invalid requests."""
+
+_TOO_LONG: Final = re.compile(
+    r"maximum context length|model's context length|max_model_len=|available context size"
+    r"|max_seq_len|max_input_len"
+)
+"""How vLLM, SGLang, llama.cpp and TensorRT-LLM refuse what does not fit into the context."""
 
 
 def check_status(node_id: str, head: ResponseHead) -> None:
@@ -73,14 +86,38 @@ def _not_an_object(node_id: str) -> AttemptFailed:
     return AttemptFailed(FailureCause.BROKEN, f"{node_id} sent no JSON object")
 
 
-def check_error_body(body: bytes, status: int) -> None:
-    """Raise ApiError if a 4xx response has no error object that a client could read."""
+def client_error_body(body: bytes, status: int) -> bytes:
+    """Return the body of an engine's 4xx response as an OpenAI error object with a code.
+
+    vLLM and llama.cpp have the status as `code`, SGLang and TensorRT-LLM have the fields without
+    `error` around them, FastAPI has `detail`. Raises ApiError if the body names no reason.
+    """
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError):
         decoded = None
-    if not isinstance(decoded, dict) or "error" not in decoded:
+    fields = decoded.get("error", decoded) if isinstance(decoded, dict) else None
+    if isinstance(fields, dict) and fields is not decoded and isinstance(fields.get("code"), str):
+        return body
+    message = _reason(fields)
+    if not message:
         raise ApiError(
             ErrorCode.INVALID_REQUEST,
             f"cannot answer: the replica refused the request with status {status} and no reason",
         )
+    code = _CODES.get(status, ErrorCode.INVALID_REQUEST)
+    if status == 400 and _TOO_LONG.search(message):
+        code = ErrorCode.CONTEXT_LENGTH_EXCEEDED
+    param = fields.get("param") if isinstance(fields, dict) else None
+    error = ApiError(code, message, param=param if isinstance(param, str) else None)
+    return msgspec.json.encode(openai_error(error))
+
+
+def _reason(fields: object) -> str:
+    """Return the message of an engine's error, "" if there is none."""
+    if isinstance(fields, dict):
+        for name in ("message", "detail", "error"):
+            found = fields.get(name)
+            if found:
+                return found if isinstance(found, str) else msgspec.json.encode(found).decode()
+    return fields if isinstance(fields, str) else ""

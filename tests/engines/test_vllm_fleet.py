@@ -169,6 +169,36 @@ async def test_cached_tokens_are_in_the_usage_of_each_answer(fleet: Fleet) -> No
     assert counts[1] >= 128
 
 
+async def post(fleet: Fleet, **fields: Any) -> tuple[int, dict[str, Any]]:
+    """Return the status and the body of a request's answer."""
+    body = {"model": "smol", "messages": [{"role": "user", "content": "Rain?"}], **fields}
+    sent = {"authorization": f"Bearer {fleet.key}"}
+    url = f"{fleet.endpoint('ams')}/v1/chat/completions"
+    async with aiohttp.ClientSession() as http, http.post(url, json=body, headers=sent) as response:
+        return response.status, await response.json()
+
+
+async def test_a_model_whose_template_has_no_tools_takes_requests_with_tools(fleet: Fleet) -> None:
+    tool = {"name": "rain", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": tool}]
+    for choice in ("auto", "required"):
+        status, body = await post(fleet, tools=tools, tool_choice=choice, max_tokens=24)
+        assert status == 200, body
+        (answer,) = body["choices"]
+        assert answer["finish_reason"] in ("stop", "length", "tool_calls")
+
+
+async def test_an_error_of_the_engine_has_a_code_for_programs(fleet: Fleet) -> None:
+    for fields, code in (
+        ({"max_tokens": 100_000}, "context_length_exceeded"),
+        ({"messages": [{"role": "user", "content": "rain " * 5000}]}, "context_length_exceeded"),
+        ({"logprobs": True, "top_logprobs": 21}, "invalid_request"),
+    ):
+        status, body = await post(fleet, **{"max_tokens": 4, **fields})
+        assert (status, body["error"]["code"]) == (400, code), body
+        assert body["error"]["type"] == "invalid_request_error"
+
+
 @pytest.mark.parametrize(
     ("name", "number"),
     [("EngineCore", signal.SIGKILL), ("Worker", signal.SIGSTOP)],

@@ -68,6 +68,8 @@ class ReplicaSizes(msgspec.Struct, frozen=True, kw_only=True):
     tokens_in_flight: int
     sequences: int
     step_tokens: int
+    context_tokens: int = 0
+    model_context_tokens: int = 0
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
 
@@ -117,6 +119,8 @@ def replica_sizes(
         tokens_in_flight=engine.tokens_in_flight_max or max(1, in_flight),
         sequences=sequences,
         step_tokens=_step_tokens(rates),
+        context_tokens=context,
+        model_context_tokens=model.context_tokens,
         prefill_tokens_per_s=rates.prefill_tokens_per_s if rates else 0.0,
         decode_tokens_per_s=rates.decode_tokens_per_s if rates else 0.0,
     )
@@ -147,8 +151,10 @@ def in_words(sizes: ReplicaSizes) -> str:
     line = (
         f"on {sizes.device_class}: {sizes.memory_bytes / GIB:.1f} GiB of each device, {kv}, "
         f"{sizes.tokens_in_flight:,} tokens in flight, {sizes.sequences} sequences, "
-        f"{sizes.step_tokens:,} tokens a step"
+        f"{sizes.step_tokens:,} tokens a step, {sizes.context_tokens:,} tokens of context"
     )
+    if sizes.context_tokens < sizes.model_context_tokens:
+        line += f" (the model has {sizes.model_context_tokens:,}: --context-tokens)"
     if not sizes.decode_tokens_per_s:
         return f"{line}; rates are measured when it runs"
     return (

@@ -22,7 +22,10 @@ from scheduler.decide.placement.unmet import slot_refusals
 
 
 class ReplicaReason(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica, its role, why it was placed there, and what its node reported of it."""
+    """One replica, its role, why it was placed there, and what its node reported of it.
+
+    `memory_bytes` is what it may take of each of its devices.
+    """
 
     replica_id: ReplicaId
     node_id: NodeId
@@ -31,6 +34,7 @@ class ReplicaReason(msgspec.Struct, frozen=True, kw_only=True):
     state_reason: str
     reason: str
     role: Role = Role.UNIFIED
+    memory_bytes: int = 0
 
 
 class NodeReason(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +107,7 @@ def explain_placement(
             state_reason=part.state_reason,
             reason=part.reason,
             role=placement.role,
+            memory_bytes=placement.memory_bytes,
         )
         for placement in placements
         for part in placement.parts

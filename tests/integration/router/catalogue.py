@@ -8,7 +8,8 @@ from tests.lora_files import DIMENSIONS
 
 async def add_deployment(admin: Admin, model_id: str, driver: str, name: str) -> None:
     """Add a model and a deployment of it, both with this id, that clients call `name`."""
-    files = [{"path": "model.safetensors", "size_bytes": 1, "sha256": "a" * 64}]
+    paths = ("config.json", "model.safetensors")
+    files = [{"path": path, "size_bytes": 1, "sha256": "a" * 64} for path in paths]
     body: dict[str, Any] = {
         "model_id": model_id,
         "architecture": "LlamaForCausalLM",

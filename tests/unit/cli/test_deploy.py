@@ -77,7 +77,7 @@ EXPLAINED: dict[str, Any] = {
             "state": "failed",
             "state_reason": "failed 6 times: [rank0]: ValueError: no :x: in [/model]",
         },
-        {"replica_id": "d-2", "state": "warm", "state_reason": ""},
+        {"replica_id": "d-2", "state": "warm", "state_reason": "", "memory_bytes": 3_512_083_036},
     ],
     "elsewhere": [],
     "cities": [],
@@ -102,4 +102,5 @@ def test_deploy_and_explain_print_what_was_derived_and_what_engines_say() -> Non
     assert lines[0] == EXPLAINED["sizes_in_words"][0]
     assert "d-1: failed 6 times: [rank0]: ValueError: no :x: in [/model]" in lines
     assert "no node has the memory" in lines
+    assert any("d-2" in line and "3.3 GiB" in line for line in lines)
     assert not any(line.startswith("d-2:") for line in lines)

@@ -299,7 +299,7 @@ def test_sglang_over_nodes_gets_the_leaders_address() -> None:
         ("tensorrt_llm", {}, "over 2 nodes: mpirun or srun must start its ranks"),
         ("mock", {}, "over 2 nodes: the mock runs on one node"),
         ("vllm", {"pipeline_parallel_size": "1"}, "be a multiple of the number of nodes"),
-        ("vllm", {"pipeline_parallel_size": "many"}, "expected a positive number"),
+        ("vllm", {"pipeline_parallel_size": "many"}, "a whole number above 0"),
         ("embedded", {"pipeline_parallel": "3"}, "with whole stages on each"),
     ],
 )

@@ -88,6 +88,19 @@ def test_options_replace_and_remove_the_chosen_parsers(tmp_path: Path) -> None:
     assert with_parsers("vllm", removed, folder) == {"reasoning_parser": "qwen3"}
 
 
+def test_a_model_without_tools_can_be_made_to_call_one(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path, "{% for message in messages %}{{ message.content }}{% endfor %}")
+    auto = {"enable_auto_tool_choice": "true"}
+    assert with_parsers("vllm", {}, folder) == {"tool_call_parser": "hermes", **auto}
+    assert with_parsers("vllm", {"tool_call_parser": "none"}, folder) == {}
+    assert with_parsers("sglang", {}, folder) == {}
+
+
+def test_tools_in_an_unknown_format_get_no_parser(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path, "{% if tools %}<<CALL>>{% endif %}{{ messages }}")
+    assert with_parsers("vllm", {}, folder) == {}
+
+
 def test_each_format_names_parsers_of_vllm() -> None:
     assert all(form.vllm.tools or form.vllm.reasoning for form in FORMATS)
     assert all(form.marks or form.model_type for form in FORMATS)

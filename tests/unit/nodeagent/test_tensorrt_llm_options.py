@@ -97,5 +97,5 @@ def test_an_option_of_the_wrong_kind_is_refused() -> None:
     """The parser of this test is as strict as the engine's."""
     with pytest.raises(Refused, match="invalid choice"):
         a_parser(CURRENT).parse_args(arguments(tool_parser="unknown"))
-    with pytest.raises(Refused, match="invalid int value"):
-        a_parser(CURRENT).parse_args(arguments(max_batch_size="many"))
+    with pytest.raises(Refused, match="invalid float value"):
+        a_parser(CURRENT).parse_args(arguments(kv_cache_free_gpu_memory_fraction="many"))

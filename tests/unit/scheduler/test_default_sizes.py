@@ -121,6 +121,7 @@ def test_explain_states_the_sizes() -> None:
     (line,) = explained.sizes_in_words
     assert line.startswith("on h100-80g: ")
     assert "tokens in flight, 512 sequences" in line
+    assert "4,096 tokens of context (the model has 131,072: --context-tokens)" in line
 
 
 def test_estimates_agree_with_published_rates() -> None:

@@ -1,0 +1,45 @@
+"""Which line of an engine's log an operator sees as the reason of its end."""
+
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from nodeagent.host.engine_log import last_error
+
+ULIMIT: Final = (
+    "(APIServer pid=2) WARNING 11-23 16:54:03 [system_utils.py:255] Found ulimit of 20000 and"
+    " failed to automatically increase with error current limit exceeds error: maximum limit."
+)
+DIED: Final = "(APIServer pid=2) ERROR 11-23 [core_client.py:1] Engine core died unexpectedly."
+WEIGHTS: Final = "(Worker pid=3) ERROR 11-23 [executor.py:953] ValueError: no weights for layer 30"
+CORE: Final = "RuntimeError: Engine core initialization failed. See root cause above."
+PYDANTIC: Final = "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig"
+HUB: Final = "  Value error, Invalid repository ID or local directory specified: '/m'"
+TOKENIZER: Final = "ValueError: Couldn't instantiate the backend tokenizer from one of:"
+INFO: Final = "(APIServer pid=2) INFO:     Application shutdown complete."
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ([ULIMIT, "loading", DIED, INFO], DIED),
+        ([ULIMIT, WEIGHTS, CORE, INFO], WEIGHTS),
+        ([ULIMIT, CORE, INFO], CORE),
+        ([ULIMIT, INFO], INFO),
+        ([ULIMIT, PYDANTIC, HUB], f"{PYDANTIC} {HUB.strip()}"),
+        ([TOKENIZER, "(1) a library,", "(2) a slow one", INFO, "x", "y"],
+         f"{TOKENIZER} (1) a library, (2) a slow one {INFO}"),
+        (["\x1b[31mKeyError: 'lm_head'\x1b[0m"], "KeyError: 'lm_head'"),
+        (["", "  "], ""),
+    ],
+    ids=["killed", "first hand", "second hand", "silent", "pydantic", "colon", "colours", "none"],
+)  # fmt: skip
+def test_the_line_that_says_why_is_found(tmp_path: Path, lines: list[str], reason: str) -> None:
+    log = tmp_path / "engine.log"
+    log.write_text("".join(f"{line}\n" for line in lines))
+    assert last_error(log) == reason
+
+
+def test_an_engine_without_a_log_has_no_reason(tmp_path: Path) -> None:
+    assert last_error(tmp_path / "engine.log") == ""
