@@ -20,11 +20,11 @@ TRACEPARENT: Final = "traceparent"
 
 PRIORITY: Final = "x-isochrone-priority"
 PRIORITY_DEFAULT: Final = 50
-PRIORITY_LOWEST: Final = "0"
-"""That of items of batches and of flexible requests."""
-
 """The priority of a request without the header, and the highest that a client may give: a higher
 one would put it before the requests of other tenants. Engines accept up to 100."""
+
+PRIORITY_LOWEST: Final = "0"
+"""The priority of items of batches and of flexible requests (`service_tier: flex`)."""
 
 TTFT_MS: Final = "x-isochrone-ttft-ms"
 """The time in ms within which the client needs the first token. A router sends a node the time that
