@@ -56,7 +56,10 @@ class FetchChoice(StrEnum):
 
     FETCH = "fetch"
     NOT_HELD = "not_held"
-    """No other replica has more of it."""
+    """No other replica has more of it: those that the router believed to have it, neither."""
+    NO_COPY = "no_copy"
+    """The router named only the replica that would keep a copy, which has none: mostly a new
+    prompt."""
     SLOW = "slow"
     """Computing it takes no longer, as measured."""
     BUDGET = "budget"
@@ -168,11 +171,15 @@ class FetchRate:
 
 
 class PrefixHolder(NamedTuple):
-    """A replica of the PoP, how many blocks of the prompt's prefix it has, and its node's rate."""
+    """A replica of the PoP, how many blocks of the prompt's prefix it has, and its node's rate.
+
+    `keeps_copy`: the router named it as the keeper of a copy, whether it has one or not.
+    """
 
     peer: PeerReplica
     blocks: int
     rate: FetchRate
+    keeps_copy: bool = False
 
 
 class LinkBudget:
@@ -209,7 +216,9 @@ def plan_fetch(
     # If the fetch fails, all that is missing must be computed before the deadline.
     prompt_s = (prompt.blocks - prompt.held_blocks) * prompt.block_s
     left_s = limits.deadline_s - prompt_s
-    best, best_saved_s, refused = None, 0.0, FetchChoice.NOT_HELD
+    is_unknown = all(holder.keeps_copy for holder in holders)
+    best, best_saved_s = None, 0.0
+    refused = FetchChoice.NO_COPY if is_unknown else FetchChoice.NOT_HELD
     for holder in holders:
         wanted = min(holder.blocks, prompt.blocks) - prompt.held_blocks
         if wanted <= 0:

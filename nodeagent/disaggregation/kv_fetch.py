@@ -126,6 +126,9 @@ class PrefixFetcher:
         found = await asyncio.gather(
             *[self._locate(peer, missing, expected, prompt.locate_timeout_s) for peer in asked]
         )
+        found = [
+            holder._replace(keeps_copy=holder.peer.replica_id == holders.store) for holder in found
+        ]
         now_s = self._clock()
         limits = FetchLimits(
             self._quota.link_bytes(now_s),

@@ -22,27 +22,15 @@ import platform
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from statistics import fmean
 from typing import Final, NamedTuple
 
 import msgspec
 
 from isochrone.wire import headers
-from isochrone.wire.headers import ReportedLoad
-from isochrone.wire.ids import (
-    ClusterId,
-    DeploymentId,
-    Epoch,
-    Generation,
-    ModelId,
-    NodeId,
-    PopId,
-    ReplicaId,
-)
 from isochrone.wire.kv_sharing import (
     FETCH_MS,
     KV_FOUND,
@@ -51,7 +39,6 @@ from isochrone.wire.kv_sharing import (
     FoundTokens,
     parse_found,
 )
-from isochrone.wire.routes import DeploymentEntry, Pop, Route, RouteTable
 from ops.bench.disaggregation import TRACE, bundled_model
 from ops.bench.disaggregation_load import ask, random_request
 from ops.bench.engine_node import NodeClient, NodeSetup, bench_node
@@ -60,29 +47,26 @@ from ops.bench.pop_kv_requests import (
     SharedRequest,
     one_cache_hits,
     read_requests,
+    turns_by_session,
+)
+from ops.bench.pop_kv_router import (
+    CONTEXT_TOKENS,
+    POLICIES,
+    ChosenReplica,
+    PopRouter,
+    ReplicaAddress,
 )
 from ops.sim import data
 from ops.sim.measure import percentile
-from router.decide.affinity import hash64, rendezvous_winner
-from router.decide.prefix_index import NO_MATCHES
-from router.decide.ranked_route import RankedRoute
-from router.decide.ranking import RouteQuery, rank
-from router.decide.shared_kv import NO_SHARED_KV_PEERS, SharedKvPeers, shared_kv_peers
-from router.feedback import AttemptFeedback, ProbeFeedback
-from router.fleet_state import FleetState
 
 NAMES: Final = ("a", "b", "c", "d")
 KV_MEMORY_BYTES: Final = 128 * 1024**2
-CONTEXT_TOKENS: Final = 2048
 WARM_TOKENS: Final = 1000
 DECODE_TOKENS: Final = 32
 STREAMS: Final = 4
 PROBE_S: Final = 1.0
 SAMPLE_S: Final = 0.1
 RETRY_S: Final = 0.05
-LAN_RTT_MS: Final = 0.6
-DEPLOYMENT: Final = DeploymentId("bench")
-POLICIES: Final = ("affinity", "ours", "ours, sharing")
 
 
 class SharedAnswer(NamedTuple):
@@ -101,69 +85,20 @@ class MeasuredRates(NamedTuple):
     decode_tokens_per_s: float
 
 
-class ChosenReplica(NamedTuple):
-    """The replica that a request goes to, and the replicas that may have its prefix."""
-
-    ranked: RankedRoute
-    peers: SharedKvPeers
-
-
-class PopRouter:
-    """One router of the PoP: the product's own decisions over the replicas of the benchmark."""
+class PopClients:
+    """The clients of the PoP: they send what its router decides, and tell it the answers."""
 
     def __init__(self, nodes: Sequence[NodeClient], policy: str, rate: float) -> None:
         self._nodes = {node.name: node for node in nodes}
         self._policy = policy
-        self.fleet = FleetState(PopId("pop"), time.monotonic, "bench")
-        self.fleet.adopt(a_table(nodes, rate))
-        self.attempts = AttemptFeedback(self.fleet)
-        self._probes = ProbeFeedback(self.fleet)
-        for name in self._nodes:
-            self._probes.record_round_trip(NodeId(name), LAN_RTT_MS)
-        self.in_flight = dict.fromkeys(self._nodes, 0)
-        self.tokens_seen: dict[str, list[int]] = {name: [] for name in self._nodes}
+        addresses = [ReplicaAddress(node.name, node.address) for node in nodes]
+        self.router = PopRouter(addresses, policy, rate, time.monotonic)
 
-    def choose(self, shared: SharedRequest, refusals: int) -> ChosenReplica | None:
-        """Rank the replicas as the router does; None if all are full."""
-        request, session, keys = shared
-        routing = self.fleet.routing(DEPLOYMENT)
-        own = routing.prefix_matches(keys)
-        binding = self.fleet.sessions.lookup(session, time.monotonic())
-        matches, is_shared = own, self._policy.endswith("sharing")
-        if is_shared and own is not NO_MATCHES and routing.fetch_value.is_worth_pooling:
-            matches, session, binding = routing.pooled_matches(own), "", None
-        query = RouteQuery(
-            "bench", len(request.prompt), request.output_tokens, session, binding, matches, refusals
-        )
-        ranked = rank(self.fleet.snapshot(DEPLOYMENT), query, frozenset())
-        if not ranked:
-            return None
-        if self._policy == "affinity":
-            table = routing.replicas
-            slots = list(table.slots.values())
-            slot = rendezvous_winner(hash64(shared.session), slots, table.hashes, table.weights)
-            route = table.routes[slot]
-            assert route is not None
-            found = ranked.route_to(route.replica_id)
-            return ChosenReplica(found, NO_SHARED_KV_PEERS) if found is not None else None
-        peers = NO_SHARED_KV_PEERS
-        if is_shared:
-            peers = shared_kv_peers(
-                routing.replicas,
-                ranked[0],
-                len(request.prompt),
-                keys,
-                own,
-                shared.session,
-                frozenset(),
-            )
-        return ChosenReplica(ranked[0], peers)
-
-    async def send(self, shared: SharedRequest) -> SharedAnswer:
+    async def ask(self, shared: SharedRequest) -> SharedAnswer:
         """Send a request, again while it is refused; learn from the answer."""
         began_s, refusals = time.monotonic(), 0
         while True:
-            chosen = self.choose(shared, refusals)
+            chosen = self.router.choose(shared, refusals)
             if chosen is not None:
                 answer = await self._attempt(shared, chosen, began_s)
                 if answer is not None:
@@ -174,17 +109,10 @@ class PopRouter:
     async def _attempt(
         self, shared: SharedRequest, chosen: ChosenReplica, began_s: float
     ) -> SharedAnswer | None:
-        request, ranked = shared.request, chosen.ranked
-        route, tokens = ranked.route, len(shared.request.prompt)
-        reservation = self.attempts.reserve(
-            route, prefill=ranked.uncached_tokens, decode=request.output_tokens, prompt=tokens
-        )
-        sent = self.attempts.record_sent(ranked, shared.keys)
-        in_flight = tokens + request.output_tokens
-        self.in_flight[route.replica_id] += in_flight
-        sent_s = time.monotonic()
-        cached, ttft_s, found, waited_ms = 0, 0.0, FoundTokens(), 0
-        node = self._nodes[route.replica_id]
+        request, router = shared.request, self.router
+        sent = router.send(shared, chosen)
+        cached, ttft_s = 0, 0.0
+        node = self._nodes[sent.route.replica_id]
         body = {
             "prompt": request.prompt,
             "max_tokens": request.output_tokens,
@@ -198,8 +126,7 @@ class PopRouter:
             async with node.http.post("/v1/completions", json=body, headers=fields) as response:
                 load = headers.parse_load(response.headers.get(headers.LOAD, ""))
                 if response.status == 429:
-                    self.attempts.undo_sent(route, sent, shared.keys)
-                    self.attempts.record_answer_head(route, load, "queued", reservation)
+                    router.record_refused(sent, load)
                     return None
                 if response.status != 200:
                     raise SystemExit(f"cannot measure: {response.status} {await response.text()}")
@@ -211,22 +138,13 @@ class PopRouter:
                     event = msgspec.json.decode(line[6:])
                     if event.get("choices") and not ttft_s:
                         ttft_s = time.monotonic() - began_s
-                        took_ms = 1000 * (time.monotonic() - sent_s)
-                        self.attempts.record_first_token(ranked, took_ms, reservation)
-                        self.attempts.record_answer_head(route, load)
+                        router.record_first_token(sent, load)
                     if usage := event.get("usage"):
                         cached = usage["prompt_tokens_details"]["cached_tokens"]
         finally:
-            self.in_flight[route.replica_id] -= in_flight
-            reservation.release()
-        prompt_ms = tokens * ranked.ms_per_token
-        fetch_value = self.fleet.routing(DEPLOYMENT).fetch_value
-        fetch_value.record(chosen.peers, cached / tokens, waited_ms, prompt_ms)
-        self.attempts.learn_cached_tokens(route, sent, tokens, cached, shared.keys)
-        self.fleet.sessions.bind(
-            shared.session, route.replica_id, tokens + request.output_tokens, time.monotonic()
-        )
-        return SharedAnswer(ttft_s, tokens, cached, found)
+            router.close(sent)
+        router.learn(sent, cached, waited_ms)
+        return SharedAnswer(ttft_s, sent.tokens, cached, found)
 
     def _headers(self, shared: SharedRequest, chosen: ChosenReplica) -> dict[str, str]:
         """Return what a router sends with the request; queues are not limited with affinity."""
@@ -249,9 +167,7 @@ class PopRouter:
         """Read the loads of all nodes every second, and sample the tokens in flight."""
         next_probe_s = 0.0
         while True:
-            if any(self.in_flight.values()):
-                for name, tokens in self.in_flight.items():
-                    self.tokens_seen[name].append(tokens)
+            self.router.sample()
             if time.monotonic() >= next_probe_s:
                 next_probe_s = time.monotonic() + PROBE_S
                 for node in self._nodes.values():
@@ -260,40 +176,8 @@ class PopRouter:
 
     async def _ping(self, node: NodeClient) -> None:
         async with node.http.get("/ping", headers={headers.ROUTER: "bench"}) as answer:
-            found = headers.parse_loads(answer.headers.get(headers.LOADS, ""))
-        loads: Mapping[ReplicaId, ReportedLoad] = found
-        self._probes.record_ping(NodeId(node.name), LAN_RTT_MS, loads)
-
-
-def a_table(nodes: Sequence[NodeClient], rate: float) -> RouteTable:
-    """Return the route table of the benchmark."""
-    return RouteTable(
-        cluster_id=ClusterId("c"),
-        generation=Generation(1),
-        epoch=Epoch(1),
-        pops=(Pop(pop=PopId("pop"), city="pop", country="", latitude=0, longitude=0),),
-        deployments=(
-            DeploymentEntry(
-                deployment_id=DEPLOYMENT,
-                name="bench",
-                model_id=ModelId("bench"),
-                context_tokens=CONTEXT_TOKENS,
-            ),
-        ),
-        routes=tuple(
-            Route(
-                replica_id=ReplicaId(node.name),
-                deployment_id=DEPLOYMENT,
-                version=1,
-                node_id=NodeId(node.name),
-                pop=PopId("pop"),
-                address=node.address,
-                tokens_in_flight_max=1_000_000,
-                prefill_tokens_per_s=rate,
-            )
-            for node in nodes
-        ),
-    )
+            loads = headers.parse_loads(answer.headers.get(headers.LOADS, ""))
+        self.router.record_loads(node.name, loads)
 
 
 @asynccontextmanager
@@ -344,22 +228,30 @@ async def run_policy(
     rate: float,
     speed: float,
 ) -> tuple[list[SharedAnswer], float]:
-    """Send all requests at their times; return the answers, and tokens in flight max / mean."""
-    router = PopRouter(nodes, policy, rate)
-    probing = asyncio.create_task(router.probe())
+    """Send all requests at their times; return the answers, and tokens in flight max / mean.
 
-    async def at_its_time(shared: SharedRequest) -> SharedAnswer:
-        await asyncio.sleep(shared.request.at_s / speed)
-        return await router.send(shared)
+    A client sends the next request of a session after the answer to the one before.
+    """
+    clients = PopClients(nodes, policy, rate)
+    probing = asyncio.create_task(clients.probe())
+    began_s = time.monotonic()
 
+    async def have_session(turns: Sequence[SharedRequest]) -> list[SharedAnswer]:
+        answers = []
+        for shared in turns:
+            due_s = began_s + shared.request.at_s / speed
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            answers.append(await clients.ask(shared))
+        return answers
+
+    sessions = turns_by_session(requests)
     try:
-        answers = await asyncio.gather(*[at_its_time(shared) for shared in requests])
+        answered = await asyncio.gather(*[have_session(turns) for turns in sessions])
     finally:
         probing.cancel()
         with suppress(asyncio.CancelledError):
             await probing
-    means = [fmean(seen or [0]) for seen in router.tokens_seen.values()]
-    return answers, max(means) / max(1e-9, fmean(means))
+    return [answer for answers in answered for answer in answers], clients.router.balance()
 
 
 async def kv_blocks(node: NodeClient) -> int:

@@ -27,15 +27,17 @@ class SharedRequest(NamedTuple):
     keys: PrefixKeys
 
 
-def read_requests(path: Path, count: int) -> list[SharedRequest]:
+def read_requests(path: Path, count: int, draw: str = "") -> list[SharedRequest]:
     """Return whole sessions of several turns, at most `count` requests, scaled.
+
+    Another `draw` chooses other sessions.
 
     The first hundreds of requests of the trace have next to no prefixes in common.
     """
     rows = mooncake(path, TraceSlice(TRACE_REQUESTS))
     turns = Counter(row.session for row in rows)
     chosen: set[str] = set()
-    for session in sorted(turns, key=hash64):
+    for session in sorted(turns, key=lambda name: hash64(draw + name)):
         if turns[session] >= TURNS_MIN and turns[session] <= count:
             chosen.add(session)
             count -= turns[session]
@@ -55,23 +57,38 @@ def read_requests(path: Path, count: int) -> list[SharedRequest]:
     ]
 
 
+def turns_by_session(requests: Sequence[SharedRequest]) -> list[list[SharedRequest]]:
+    """Return the requests of each session, in their order."""
+    sessions: dict[str, list[SharedRequest]] = {}
+    for shared in requests:
+        sessions.setdefault(shared.session, []).append(shared)
+    return list(sessions.values())
+
+
 def token_bytes(tokens: Sequence[int]) -> bytes:
     """Return a prompt as bytes, as a router sees one: equal beginnings for equal prefixes."""
     return struct.pack(f"<{len(tokens)}I", *tokens)
 
 
+def chain_keys(prompt: Sequence[int]) -> list[bytes]:
+    """Return the keys of a prompt's whole blocks, each of all tokens up to its end.
+
+    The last token is always computed.
+    """
+    chain, key = [], 0
+    for first in range(0, (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS):
+        key = hash((key, tuple(prompt[first : first + BLOCK_TOKENS])))
+        chain.append(key.to_bytes(8, "little", signed=True))
+    return chain
+
+
 def one_cache_hits(requests: Sequence[SharedRequest], blocks_max: int) -> float:
     """Return the share of prompt tokens that one LRU cache would have."""
-    cache: OrderedDict[int, None] = OrderedDict()
+    cache: OrderedDict[bytes, None] = OrderedDict()
     hits = total = 0
     for request, _, _ in requests:
-        prompt, key = request.prompt, 0
-        total += len(prompt)
-        # The last token is always computed.
-        chain = []
-        for first in range(0, (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS):
-            key = hash((key, tuple(prompt[first : first + BLOCK_TOKENS])))
-            chain.append(key)
+        total += len(request.prompt)
+        chain = chain_keys(request.prompt)
         found = next((n for n, key in enumerate(chain) if key not in cache), len(chain))
         hits += BLOCK_TOKENS * found
         for key in reversed(chain):

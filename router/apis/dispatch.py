@@ -28,6 +28,7 @@ from router.apis.openai.surface import DECODERS, OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.apis.responses.adapter import PATH as RESPONSES_PATH
 from router.apis.responses.adapter import read_responses_request
+from router.apis.responses.counting import INPUT_TOKENS_PATH, read_input_tokens_request
 from router.apis.responses.stored_routes import StoredRoutes, is_stored_path
 from router.apis.workers_ai.adapter import is_workers_ai, model_of, read_run_request
 from router.apis.workers_ai.auxiliary import AUXILIARY_PATHS, auxiliary_path
@@ -44,7 +45,10 @@ from router.metrics import Metrics
 from router.pipeline import RequestPipeline
 
 INFERENCE_PATHS: Final = (
-    frozenset(DECODERS) | MESSAGES_PATHS | {RESPONSES_PATH, MODERATIONS_PATH} | MEDIA_PATHS
+    frozenset(DECODERS)
+    | MESSAGES_PATHS
+    | {RESPONSES_PATH, INPUT_TOKENS_PATH, MODERATIONS_PATH}
+    | MEDIA_PATHS
 )
 WORKERS_AI_ROUTES: Final = "POST /ai/run/{model} and /ai/v1/..., " + ", ".join(AUXILIARY_PATHS)
 REQUEST_ID: Final = headers.REQUEST_ID.encode()
@@ -93,10 +97,12 @@ class ApiDispatcher:
         body whose key is over a limit. The refusal closes the connection, which costs less than
         reading such a body and more than reading a small one: that is refused once it is read.
         """
-        openai_path = _openai_path(path)
-        if is_batch_path(openai_path) or is_stored_path(openai_path) or finetune_path(path):
+        openai_path, is_inference = _openai_path(path), _is_inference(path)
+        if not is_inference and (
+            is_batch_path(openai_path) or is_stored_path(openai_path) or finetune_path(path)
+        ):
             return self._openai.key_of(fields)
-        if method != b"POST" or not (_is_inference(path) or auxiliary_path(path)):
+        if method != b"POST" or not (is_inference or auxiliary_path(path)):
             return None
         key = self._openai.key_of(fields)
         if is_costly_body(fields):
@@ -185,6 +191,8 @@ class ApiDispatcher:
             return self._openai.read(request, path, request.body, openai_error_event), writer
         if path == RESPONSES_PATH:
             return read_responses_request(self._openai, request, writer)
+        if path == INPUT_TOKENS_PATH:
+            return read_input_tokens_request(self._openai, request, writer)
         if path == MODERATIONS_PATH:
             return read_moderation_request(self._openai, request, writer)
         if path in MESSAGES_PATHS:

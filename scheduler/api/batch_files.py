@@ -108,6 +108,8 @@ class FileEndpoints:
                 limit=limit + 1,
                 newest=request.query.get("order", "desc") != "asc",
             )
+            if not files and (after := request.query.get("after")):
+                require_after(await read_file(connection, tenant_id, after), after)
         return _json(list_body([file_body(file) for file in files], limit))
 
     async def show(self, request: web.Request, tenant_id: str) -> web.StreamResponse:
@@ -182,8 +184,26 @@ def parse_limit(request: web.Request, default: int, largest: int) -> int:
     """Return how many objects a page may have. Raises ApiError 400."""
     text = request.query.get("limit", str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= largest):
-        raise _invalid(f"'limit' is {text[:20]!r}, expected 1 to {largest}", "limit")
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot use 'limit': expected 1 to {largest}, got {text[:20]!r}",
+            param="limit",
+        )
     return int(text)
+
+
+def require_after(named: object | None, after: str) -> None:
+    """Raise ApiError 400 if a page is wanted after an object that does not exist.
+
+    An empty page would end the client's loop over all pages. This happens if it deletes objects
+    while it lists them.
+    """
+    if named is None:
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot use 'after': there is no {after[:64]!r}; list again from the start",
+            param="after",
+        )
 
 
 def _expiry(fields: dict[str, str]) -> int | None:

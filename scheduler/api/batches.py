@@ -7,10 +7,10 @@ import msgspec
 from aiohttp import web
 
 from isochrone.service.http_server import read_body
-from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.invalid_field import decode_public
 from isochrone.wire.public_bodies import CreateBatch
-from scheduler.api.batch_files import list_body, parse_limit
+from scheduler.api.batch_files import list_body, parse_limit, require_after
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.batch_lines import ENDPOINTS
 from scheduler.store.batch_files import read_file
@@ -44,10 +44,7 @@ class BatchEndpoints:
     async def create(self, request: web.Request, tenant_id: str, key_id: str) -> web.Response:
         """Begin a batch."""
         raw = await read_body(request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
-        try:
-            given = codec.decode_json(raw, _CREATE)
-        except codec.MalformedFrame as error:
-            raise ApiError(ErrorCode.INVALID_REQUEST, str(error)[:300]) from error
+        given = decode_public(raw, _CREATE)
         if given.endpoint not in ENDPOINTS:
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,
@@ -82,6 +79,8 @@ class BatchEndpoints:
             batches = await list_batches(
                 connection, tenant_id, request.query.get("after", ""), limit + 1
             )
+            if not batches and (after := request.query.get("after")):
+                require_after(await read_batch(connection, after, tenant_id=tenant_id), after)
         return web.json_response(list_body([batch_body(batch) for batch in batches], limit))
 
     async def show(self, request: web.Request, tenant_id: str) -> web.Response:

@@ -7,10 +7,10 @@ import msgspec
 from aiohttp import web
 
 from isochrone.service.http_server import read_body
-from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.invalid_field import decode_public
 from isochrone.wire.public_bodies import AddItems, CreateConversation, UpdateConversation
-from scheduler.api.batch_files import parse_limit
+from scheduler.api.batch_files import parse_limit, require_after
 from scheduler.api.responses import (
     LIST_LIMIT_DEFAULT,
     LIST_LIMIT_MAX,
@@ -95,6 +95,8 @@ class ConversationEndpoints:
                 is_ascending=parse_order(request),
                 limit=limit + 1,
             )
+            if not items and (after := request.query.get("after")):
+                require_after(await read_item(connection, _id(request), after), after)
         raw = [msgspec.Raw(item.item) for item in items[:limit]]
         return items_response(ItemPage(raw, len(items) > limit))
 
@@ -131,10 +133,7 @@ class ConversationEndpoints:
         raw = await read_body(
             request, bytes_max=self._limits.context_bytes_max, timeout_s=BODY_TIMEOUT_S
         )
-        try:
-            return codec.decode_json(raw, msgspec.json.Decoder(kind))
-        except codec.MalformedFrame as error:
-            raise ApiError(ErrorCode.INVALID_REQUEST, str(error)[:300]) from error
+        return decode_public(raw, msgspec.json.Decoder(kind))
 
     async def _locked(
         self, connection: Connection, conversation_id: str, tenant_id: str

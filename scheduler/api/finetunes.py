@@ -10,8 +10,8 @@ from aiohttp import web
 
 from isochrone.service.http_server import FORM_ERRORS, read_body
 from isochrone.wire.adapter import ADAPTER_FILES
-from isochrone.wire.codec import describe
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.invalid_field import decode_public
 from isochrone.wire.public_bodies import NewFinetune
 from scheduler.api.adapter_intake import NAMES, AdapterIntake, NewAdapter, refuse_complete
 from scheduler.store.adapters import (
@@ -46,10 +46,7 @@ class FinetuneEndpoints:
     async def create(self, request: web.Request, tenant_id: str) -> web.StreamResponse:
         """Describe an adapter for the model of a deployment."""
         body = await read_body(request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
-        try:
-            given = _NEW.decode(body)
-        except (msgspec.DecodeError, RecursionError, ValueError) as error:
-            raise _invalid(describe(error)) from error
+        given = decode_public(body, _NEW)
         new = NewAdapter(
             tenant_id, given.model, given.name, given.description or "", bool(given.public)
         )

@@ -16,7 +16,7 @@ from isochrone.wire.responses import (
     LeasedResponses,
     LeaseResponses,
 )
-from scheduler.api.batch_files import parse_limit
+from scheduler.api.batch_files import parse_limit, require_after
 from scheduler.decide.response_items import (
     ItemPage,
     ended_body,
@@ -209,13 +209,15 @@ class ResponseEndpoints:
         """List the items that a response was generated from, those before its own included."""
         limit = parse_limit(request, LIST_LIMIT_DEFAULT, LIST_LIMIT_MAX)
         row = await self._response(request, tenant_id)
+        after = request.query.get("after", "")
         page = page_of(
             join_items(row.context_items, row.input_items),
-            after=request.query.get("after", ""),
+            after=after,
             is_ascending=parse_order(request),
             limit=limit,
         )
-        return items_response(page)
+        require_after(page, after)
+        return items_response(page or ItemPage([], has_more=False))
 
     async def _response(self, request: web.Request, tenant_id: str) -> ResponseRow:
         response_id = request.match_info["response_id"]

@@ -54,14 +54,16 @@ def stored_items(array: bytes) -> list[StoredItem]:
     ]
 
 
-def page_of(array: bytes, *, after: str, is_ascending: bool, limit: int) -> ItemPage:
-    """Return up to `limit` items after the item `after`; nothing comes after an unknown one."""
+def page_of(array: bytes, *, after: str, is_ascending: bool, limit: int) -> ItemPage | None:
+    """Return up to `limit` items after the item `after`; None if there is no such item."""
     items = stored_items(array)
     if not is_ascending:
         items.reverse()
     if after:
         places = [place for place, item in enumerate(items) if item.item_id == after]
-        items = items[places[0] + 1 :] if places else []
+        if not places:
+            return None
+        items = items[places[0] + 1 :]
     return ItemPage([msgspec.Raw(item.item) for item in items[:limit]], len(items) > limit)
 
 

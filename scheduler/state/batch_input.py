@@ -1,6 +1,7 @@
 """Reads a batch's input file line by line, a part at a time, in a thread."""
 
 import asyncio
+from codecs import BOM_UTF8
 from collections.abc import Set
 from typing import BinaryIO, Final
 
@@ -47,6 +48,10 @@ class BatchInput:
                 break
             offset = self._offset
             self._offset += len(line)
+            if offset == 0 and line.startswith(BOM_UTF8):
+                # Editors on Windows begin files with it.
+                offset = len(BOM_UTF8)
+                line = line[offset:]
             is_too_long = len(line) > ITEM_BYTES_MAX
             while is_too_long and line and not line.endswith(b"\n"):
                 line = self._source.readline(PART_BYTES_MAX)

@@ -40,6 +40,9 @@ class GrammarCompiler:
 
     async def compile(self, grammar: Grammar) -> Constraint:
         """Compile `grammar`, or raise ApiError with the reason why it cannot be used."""
+        if self._tokenizer is None:
+            # No part of any grammar's time: on a busy machine it takes seconds.
+            await asyncio.wrap_future(self._threads.submit(self._shared_tokenizer))
         work = self._threads.submit(self.compile_now, grammar)
         try:
             async with asyncio.timeout(self._timeout_s):

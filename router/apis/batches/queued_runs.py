@@ -32,10 +32,17 @@ _TEXT: Final = msgspec.json.Decoder(str | None)
 
 
 def is_queued_run(request: HttpRequest, path: str) -> bool:
-    """Return whether a request queues runs, or asks for queued ones."""
+    """Return whether a request queues runs, or asks for queued ones. Raises ApiError."""
     if "queueRequest" not in request.query or model_of(path) is None:
         return False
-    return parse_qs(request.query).get("queueRequest") == ["true"]
+    value = parse_qs(request.query).get("queueRequest", ["false"])[-1]
+    if value.lower() not in ("true", "false"):
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot use 'queueRequest': expected true or false, got {value[:20]!r}",
+            param="queueRequest",
+        )
+    return value.lower() == "true"
 
 
 async def answer_queued_run(

@@ -8,15 +8,41 @@ from typing import Any, Final, TypeVar
 
 from isochrone.wire import batches as wire
 from isochrone.wire import headers
+from isochrone.wire.errors import ApiError, ErrorCode
 from router.batch_client import BatchClient
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
 from router.dataplane.inline_task import InlineEvent
 from router.dataplane.upload_spool import SpooledBody
 
-_PATH: Final = re.compile(r"/v1/(?:files|batches)(?:/[A-Za-z0-9_-]{1,64}){0,2}")
+_ID: Final = "[A-Za-z0-9_-]{1,64}"
+_PATH: Final = re.compile(rf"/v1/(?:files|batches)(?:/{_ID}){{0,2}}")
 _CONTENT: Final = re.compile(r"/v1/files/[^/]+/content")
 CHUNK_BYTES: Final = 64 * 1024
 T = TypeVar("T")
+
+_METHODS: Final = {
+    rf"/v1/(?:files|batches)|/v1/conversations/{_ID}/items": ("GET", "POST"),
+    rf"/v1/(?:files|responses)/{_ID}|/v1/conversations/{_ID}/items/{_ID}": ("GET", "DELETE"),
+    rf"/v1/files/{_ID}/content|/v1/batches/{_ID}|/v1/responses/{_ID}/input_items": ("GET",),
+    rf"/v1/(?:batches|responses)/{_ID}/cancel|/v1/conversations": ("POST",),
+    rf"/v1/conversations/{_ID}": ("GET", "POST", "DELETE"),
+}
+_ROUTES: Final = tuple((re.compile(path), methods) for path, methods in _METHODS.items())
+"""The methods of each path that is relayed."""
+
+
+def check_route(method: str, path: str) -> None:
+    """Raise ApiError 404 or 405 for a route that the scheduler does not have."""
+    for pattern, methods in _ROUTES:
+        if pattern.fullmatch(path):
+            if method not in methods:
+                raise ApiError(
+                    ErrorCode.METHOD_NOT_ALLOWED,
+                    f"cannot use the method {method} for {path}: use {' or '.join(methods)}",
+                    headers={"allow": ", ".join(methods)},
+                )
+            return
+    raise ApiError(ErrorCode.NOT_FOUND, f"cannot find {method} {path}: there is no such path")
 
 
 def is_batch_path(path: str) -> bool:
@@ -56,6 +82,7 @@ def body_of(request: HttpRequest) -> Iterator[Any]:
 async def _relay(client: BatchClient, request: HttpRequest, writer: ResponseWriter) -> None:
     key = request.key
     assert key is not None
+    check_route(request.method.decode(), request.path)
     if is_batch_path(request.path):
         client.require_batches()
     sent = {wire.TENANT: key.tenant_id, wire.KEY: key.key_id}

@@ -153,6 +153,13 @@ class TokenCountAnswer(msgspec.Struct):
     input_tokens: int
 
 
+class InputTokensAnswer(msgspec.Struct):
+    """The number of tokens of a response's input."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class TranscriptionAnswer(msgspec.Struct):
     """The text of a sound."""
 

@@ -11,7 +11,8 @@ from isochrone.ttft_order import TTFT_MS_MAX
 from isochrone.wire import headers
 from isochrone.wire.kv_transfer import ENGINE_FIELDS
 from router.apis.document import answers
-from router.apis.document.routes import JSON, ROUTES, PublicRoute, Surface
+from router.apis.document.public_route import JSON, PublicRoute, Surface
+from router.apis.document.routes import ROUTES
 from router.apis.responses.translate import ResponsesRequest
 from router.apis.workers_ai.catalog import input_schema
 from router.apis.workers_ai.translate import FIELDS_OF_TASK

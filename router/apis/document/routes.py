@@ -1,64 +1,33 @@
 """The routes of the public API: the table that its OpenAPI document is made from."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
 from isochrone.wire import public_bodies
 from router.apis.batches.queued_runs import QueuedRequests
 from router.apis.document import answers, forms
+from router.apis.document.public_route import (
+    BYTES,
+    EVENTS,
+    ORDERED_PAGE,
+    PAGE,
+    SOUND,
+    TEXT,
+    FileLimit,
+    Order,
+    PublicRoute,
+)
 from router.apis.media import schema as media
 from router.apis.messages import schema as messages
 from router.apis.openai import schema as openai
 from router.apis.openai.moderations import MODERATIONS_PATH, ClassifyAnswer, ModerationRequest
 from router.apis.responses.adapter import PATH as RESPONSES_PATH
+from router.apis.responses.counting import INPUT_TOKENS_PATH, InputTokensRequest
 from router.apis.responses.translate import InputItem, ResponsesRequest
 from router.apis.workers_ai.catalog import ModelQuery, SchemaQuery
 
-Surface = Literal["openai", "anthropic", "workers_ai", "open"]
-"""The API whose error format a route uses; an `open` route needs no key."""
-
-JSON: Final = "application/json"
-EVENTS: Final = "text/event-stream"
-SOUND: Final = "audio/*"
-BYTES: Final = "application/octet-stream"
-TEXT: Final = "text/plain"
-
-PageLimit = Annotated[int, Meta(ge=1, le=100)]
-FileLimit = Annotated[int, Meta(ge=1, le=10_000)]
-Order = Literal["asc", "desc"]
-ObjectId = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
 NewItems = Annotated[list[InputItem], Meta(max_length=public_bodies.ITEMS_MAX)]
-
-PAGE: Final[Mapping[str, Any]] = {"after": str, "limit": PageLimit}
-ORDERED_PAGE: Final[Mapping[str, Any]] = {**PAGE, "order": Order}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublicRoute:
-    """One route.
-
-    - `body`: the struct of a JSON body, or of a form's fields if `files` names its files.
-      Several structs: the body is one of them. `fields` have a narrower type than in the struct.
-    - `answer`: the struct of a JSON answer. `is_list`: OpenAI's list of them. `media_types` are
-      those of answers that are not JSON.
-    - `query`: the type of each query parameter, or a struct that has them.
-    """
-
-    method: Literal["GET", "POST", "DELETE"]
-    path: str
-    summary: str
-    surface: Surface = "openai"
-    body: Any = None
-    files: tuple[str, ...] = ()
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    answer: Any = None
-    is_list: bool = False
-    media_types: tuple[str, ...] = ()
-    query: Any = None
-    is_inference: bool = False
 
 
 def _inference(path: str, summary: str, **fields: Any) -> PublicRoute:
@@ -125,6 +94,12 @@ INFERENCE: Final = (
         surface="anthropic",
         body=messages.CountTokensRequest,
         answer=answers.TokenCountAnswer,
+    ),
+    _inference(
+        INPUT_TOKENS_PATH,
+        "Count the tokens of a response's input",
+        body=InputTokensRequest,
+        answer=answers.InputTokensAnswer,
     ),
     _inference(
         media.TRANSCRIPTIONS_PATH,

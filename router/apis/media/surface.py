@@ -12,6 +12,7 @@ import msgspec
 from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.ids import RequestId
+from isochrone.wire.invalid_field import invalid_field
 from isochrone.wire.routes import DeploymentEntry
 from router.apis.media.multipart import read_form
 from router.apis.media.schema import (
@@ -25,7 +26,7 @@ from router.apis.media.schema import (
     TranscriptionRequest,
     TranslationRequest,
 )
-from router.apis.openai.decode import decode, invalid_field
+from router.apis.openai.decode import decode
 from router.apis.openai.engine_features import refuse_lacking_route
 from router.apis.openai.surface import OpenAiSurface, relayed_headers, ttft_ms_of
 from router.dataplane.http_messages import HttpRequest

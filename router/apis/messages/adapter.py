@@ -1,5 +1,6 @@
 """`POST /v1/messages` and its token counts: translated to engine requests, and back."""
 
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -55,7 +56,7 @@ def read_messages_request(
         writer,
         translate_frame=events.translate_frame,
         translate_body=events.translate_body,
-        translate_refusal=translate_refusal,
+        translate_refusal=partial(translate_refusal, request_id=request.client_request_id),
         header_lines=_request_id_line(request),
     )
     return inference, translating
@@ -69,7 +70,7 @@ def _read_count_request(
         writer,
         translate_frame=bytes,
         translate_body=translate_count,
-        translate_refusal=translate_refusal,
+        translate_refusal=partial(translate_refusal, request_id=request.client_request_id),
         header_lines=_request_id_line(request),
     )
     return openai.read_count(request, to_tokenize(given)), translating

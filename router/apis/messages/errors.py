@@ -21,6 +21,12 @@ _KINDS: Final = {
 }
 """The type of an error by its status. Other statuses from 500 on are `api_error`."""
 
+_DETAILS: Final[dict[str, dict[str, Any]]] = {
+    "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+}
+"""Details of the error, by the field that is refused. The tool runners of Anthropic's SDKs ask the
+server to keep the conversation (`thread`); these details make them send all messages instead."""
+
 
 def error_status(error: ApiError) -> int:
     """Return the HTTP status of an error on this surface."""
@@ -35,16 +41,15 @@ def error_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]
         kind = "overloaded_error"
     elif status == 504:
         kind = "timeout_error"
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": error.message},
-        "request_id": request_id,
-    }
+    described: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.param in _DETAILS:
+        described["details"] = _DETAILS[error.param]
+    return {"type": "error", "error": described, "request_id": request_id}
 
 
-def translate_refusal(body: bytes) -> bytes:
+def translate_refusal(body: bytes, request_id: str) -> bytes:
     """Translate a replica's 4xx answer, which has OpenAI's format."""
     error = msgspec.json.decode(body)["error"]
     message = error.get("message") if isinstance(error, dict) else error
     refused = ApiError(ErrorCode.INVALID_REQUEST, str(message)[:400])
-    return msgspec.json.encode(error_body(refused))
+    return msgspec.json.encode(error_body(refused, request_id))

@@ -4,7 +4,6 @@ The node gets the client's own bytes. Only a stream whose client does not ask fo
 changed to ask for it, because the router needs the count; the frame is then not sent to the client.
 """
 
-import re
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -13,6 +12,7 @@ from msgspec import UNSET
 
 from isochrone.wire import codec, headers
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.invalid_field import invalid_field
 from isochrone.wire.json_body import UnsafeJson, check_json_body
 from isochrone.wire.kv_transfer import ENGINE_FIELDS
 from router.apis.openai.prompt import OpenAiRequest, count_answers
@@ -33,10 +33,6 @@ EMBEDDING: Final = msgspec.json.Decoder(EmbeddingRequest)
 CLASSIFY: Final = msgspec.json.Decoder(ClassifyRequest)
 RERANK: Final = msgspec.json.Decoder(RerankRequest)
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_INVALID_FIELD: Final = re.compile(r" - at `\$\.?(.{1,120})`$")
-_MISSING_FIELD: Final = re.compile(r"missing required field `(.{1,60}?)`")
-_UNKNOWN_FIELD: Final = re.compile(r"object contains unknown field `(.{1,60}?)`", re.IGNORECASE)
-_NOT_NULL: Final = re.compile(r"expected `null`, got `[a-z]+`", re.IGNORECASE)
 _STATEFUL: Final = frozenset(
     {
         "tools",
@@ -75,22 +71,6 @@ def decode_checked(body: bytes, decoder: "msgspec.json.Decoder[R]") -> R:
         return decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise invalid_field(codec.describe(error)) from None
-
-
-def invalid_field(reason: str) -> ApiError:
-    """Return the error 400 for what a decoder reports, with the name of the field."""
-    at, missing = _INVALID_FIELD.search(reason), _MISSING_FIELD.search(reason)
-    unknown = _UNKNOWN_FIELD.search(reason)
-    field = ".".join([match.group(1) for match in (at, missing, unknown) if match])
-    if missing:
-        reason = "it is required"
-    elif unknown or _NOT_NULL.search(reason):
-        reason = "it is not supported"
-    else:
-        reason = _INVALID_FIELD.sub("", reason)
-    subject = f"field '{field}'" if field else "the request body"
-    message = f"cannot use {subject}: {reason[:1].lower()}{reason[1:]}"
-    return ApiError(ErrorCode.INVALID_REQUEST, message[:400], param=field or None)
 
 
 def refuse_storing(store: bool | None) -> None:

@@ -66,12 +66,13 @@ class RequestMessage(msgspec.Struct, frozen=True):
 
 
 class RequestStreamOptions(msgspec.Struct, frozen=True):
-    """`stream_options`: whether the client wants the usage frame."""
+    """`stream_options`: whether the client wants the usage frame. Events are not padded."""
 
     include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
-class RouterOptions(msgspec.Struct, frozen=True, rename="camel"):
+class RouterOptions(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """`options`: the router's own options, named as in Workers AI."""
 
     reject_if_busy: bool = False

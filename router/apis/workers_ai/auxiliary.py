@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import web
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.invalid_field import invalid_field
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.workers_ai.catalog import (
@@ -136,6 +137,4 @@ def _query(request: web.Request, struct: type[Q]) -> Q:
     try:
         return msgspec.convert(dict(request.query), struct, strict=False)
     except msgspec.ValidationError as error:
-        raise ApiError(
-            ErrorCode.INVALID_REQUEST, f"cannot use the query of {request.path}: {error}"
-        ) from error
+        raise invalid_field(str(error)) from error

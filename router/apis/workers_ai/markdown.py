@@ -1,6 +1,7 @@
 """`/ai/tomarkdown`: documents in, Markdown out; and the list of formats."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
@@ -22,6 +23,9 @@ from router.fleet_state import FleetState
 TO_MARKDOWN_PATH: Final = "/ai/tomarkdown"
 SUPPORTED_PATH: Final = "/ai/tomarkdown/supported"
 OPTIONS: Final = "conversionOptions"
+FILES_FIELD: Final = re.compile(r"files(?:\[\d{0,4}\])?")
+"""Cloudflare's SDKs name each file of a list `files[]`."""
+
 FILES_MAX: Final = 8
 NAME_BYTES_MAX: Final = 255
 
@@ -89,7 +93,7 @@ async def _uploads(request: web.Request) -> AsyncIterator[UploadedDocument]:
         async for part in reader:
             if not isinstance(part, BodyPartReader):
                 raise _invalid("a part of the form is a form itself")
-            if part.name not in ("files", OPTIONS):
+            if part.name != OPTIONS and not FILES_FIELD.fullmatch(part.name or ""):
                 raise _invalid(f"there is no field {str(part.name)[:60]!r}")
             content = bytes(await part.read(decode=True))
             if part.name == OPTIONS:

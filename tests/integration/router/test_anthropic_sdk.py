@@ -72,6 +72,26 @@ async def test_tokens_are_counted_and_cost_nothing(tmp_path: Path) -> None:
             await client.messages.count_tokens(model="tiny", messages=HELLO)
 
 
+@anthropic.beta_async_tool
+async def weather(city: str) -> str:
+    """Return the weather in a city."""
+    return f"sunny in {city}"
+
+
+async def test_the_sdks_tool_runner_continues_without_a_thread(tmp_path: Path) -> None:
+    """It asks the server to keep the conversation, and sends it whole once that is refused."""
+    async with a_bench(tmp_path) as bench, a_client(bench) as client:
+        runner = client.beta.messages.tool_runner(
+            model="tiny",
+            max_tokens=4,
+            messages=[{"role": "user", "content": "hi there"}],
+            tools=[weather],
+        )
+        answers = [answer async for answer in runner]
+        assert [answer.stop_reason for answer in answers] == ["end_turn"]
+        assert len(bench.nodes[0].bodies) == 1
+
+
 async def test_models_are_listed_in_pages_and_retrieved(tmp_path: Path) -> None:
     names = [f"m{number}" for number in range(5)]
     async with a_bench(tmp_path) as bench, a_client(bench) as client:
@@ -91,7 +111,7 @@ async def test_models_are_listed_in_pages_and_retrieved(tmp_path: Path) -> None:
 
 async def test_errors_raise_the_sdks_own_exceptions(tmp_path: Path) -> None:
     node = FakeNode()
-    limits = KeyLimits(requests_per_min=3)
+    limits = KeyLimits(requests_per_min=4)
     async with a_bench(tmp_path, [node], limits=limits) as bench, a_client(bench) as client:
         create = client.messages.create
         async with a_client(bench, api_key="sk-ant-none") as stranger:
@@ -105,6 +125,12 @@ async def test_errors_raise_the_sdks_own_exceptions(tmp_path: Path) -> None:
             await create(model="none", max_tokens=3, messages=HELLO)
         with pytest.raises(anthropic.BadRequestError, match="cannot use field 'max_tokens'"):
             await create(model="tiny", messages=HELLO, max_tokens=0)
+        node.status = 400
+        with pytest.raises(anthropic.BadRequestError, match="broken") as by_engine:
+            await create(model="tiny", max_tokens=3, messages=HELLO)
+        body: Any = by_engine.value.body
+        assert body["request_id"] == by_engine.value.request_id
+        node.status = 200
         with pytest.raises(anthropic.NotFoundError, match="the routes of this API are"):
             await client.messages.batches.list()
         node.refuse = "busy"

@@ -203,6 +203,13 @@ async def test_files_belong_to_their_tenant(bench: BatchBench) -> None:
     listed = [file.id async for file in bench.other.files.list(limit=2)]
     assert listed == theirs[::-1]
     assert [file.id async for file in bench.client.files.list()] == [file_id]
+    await bench.other.files.delete(theirs[1])
+    with pytest.raises(openai.BadRequestError, match="cannot use 'after'") as unknown:
+        # An empty page would end a client's loop that deletes what it lists.
+        await bench.other.files.list(after=theirs[1])
+    assert unknown.value.param == "after"
+    with pytest.raises(openai.BadRequestError, match="cannot use 'limit'"):
+        await bench.other.files.list(limit=0)
     assert (await bench.client.files.delete(file_id)).deleted
     with pytest.raises(openai.NotFoundError):
         await bench.client.files.content(file_id)
@@ -402,6 +409,8 @@ async def test_a_batch_is_cancelled(bench: BatchBench) -> None:
     assert {line["error"]["code"] for line in unanswered} == {"batch_cancelled"}
     assert [each.id async for each in bench.client.batches.list()] == [batch.id]
     assert [each.id async for each in bench.other.batches.list()] == []
+    with pytest.raises(openai.BadRequestError, match="cannot use 'after'"):
+        await bench.other.batches.list(after=batch.id)
 
 
 async def test_a_batch_expires_with_what_it_has(bench: BatchBench, pool: Pool) -> None:

@@ -13,7 +13,7 @@ from anthropic.types import message_count_tokens_params, message_create_params
 from cloudflare.types.ai import ai_run_params
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from openai.types.responses import response_create_params
+from openai.types.responses import input_token_count_params, response_create_params
 
 from tests.integration.router.fleet_of import Bench, a_bench
 
@@ -198,6 +198,22 @@ COUNT: Final = Surface(
     {},
     {"speed": "fast", "messages": []},
 )
+INPUT_TOKENS: Final = Surface(
+    "/v1/responses/input_tokens",
+    {"model": "tiny", "input": "hi"},
+    fields_of(input_token_count_params.InputTokenCountParams),
+    {
+        "input": "hi",
+        "instructions": "be brief",
+        "parallel_tool_calls": True,
+        "reasoning": {"effort": "low"},
+        "text": {"format": {"type": "json_object"}},
+        "tool_choice": "auto",
+        "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}],
+        "truncation": "disabled",
+    },
+    {"conversation": "c", "personality": "friendly", "previous_response_id": "r"},
+)
 RUN_MESSAGES: Final = Surface(
     "/ai/run/tiny",
     {"messages": USER},
@@ -249,6 +265,7 @@ SURFACES: Final = {
     "responses": RESPONSES,
     "messages": MESSAGES,
     "count_tokens": COUNT,
+    "input_tokens": INPUT_TOKENS,
     "run messages": RUN_MESSAGES,
     "run prompt": RUN_PROMPT,
     "run translation": RUN_TRANSLATION,

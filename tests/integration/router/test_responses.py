@@ -1,5 +1,6 @@
 """`/v1/responses` through the router, with the official SDK."""
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,25 @@ async def a_client(bench: Bench, prefix: str = "") -> AsyncIterator[openai.Async
     base = f"{bench.url}{prefix}/v1"
     async with openai.AsyncOpenAI(base_url=base, api_key=KEY, max_retries=0) as client:
         yield client
+
+
+async def test_the_tokens_of_an_input_are_counted(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench, a_client(bench) as client:
+        count = await client.responses.input_tokens.count(
+            model="tiny",
+            input=[{"role": "user", "content": "hi"}],
+            instructions="be brief",
+            tools=[{"type": "function", "name": "f", "parameters": {}, "strict": False}],
+        )
+        assert (count.object, count.input_tokens) == ("response.input_tokens", 3)
+        sent = json.loads(bench.nodes[0].bodies[-1])
+        assert [message["role"] for message in sent["messages"]] == ["system", "user"]
+        assert sent["tools"][0]["function"]["name"] == "f"
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            await client.responses.input_tokens.count(model="tiny", previous_response_id="resp_1")
+        with pytest.raises(openai.APIStatusError, match="use GET or DELETE") as not_here:
+            await client.responses.compact(model="tiny", input="hi")
+        assert not_here.value.response.headers["allow"] == "GET, DELETE"
 
 
 @pytest.mark.parametrize("prefix", ["", "/client/v4/accounts/acme/ai"])

@@ -68,6 +68,8 @@ async def test_a_stored_response_is_read_continued_and_deleted(bench: BatchBench
         await responses.retrieve(events[-1].response.id)
     items = [item async for item in responses.input_items.list(second.id, order="asc", limit=2)]
     assert [item.type for item in items] == ["message"] * 3
+    with pytest.raises(openai.BadRequestError, match="cannot use 'after'"):
+        await responses.input_items.list(second.id, after="gone")
     newest = await responses.input_items.list(second.id, limit=1)
     assert newest.has_more
     assert json.loads(newest.data[0].to_json())["content"][0]["text"] == "two"

@@ -21,13 +21,24 @@ needs_landlock = pytest.mark.skipif(
 )
 
 
-async def convert(bench: Bench, *files: tuple[str, bytes], **fields: str) -> tuple[int, Any]:
+async def convert(
+    bench: Bench, *files: tuple[str, bytes], field: str = "files", **fields: str
+) -> tuple[int, Any]:
     form = aiohttp.FormData(fields)
     for name, content in files:
-        form.add_field("files", io.BytesIO(content), filename=name)
+        form.add_field(field, io.BytesIO(content), filename=name)
     url = f"{bench.url}/client/v4/accounts/acme/ai/tomarkdown"
     async with bench.http.post(url, data=form) as response:
         return response.status, await response.json()
+
+
+@needs_landlock
+@pytest.mark.parametrize("field", ["files[]", "files[0]"])
+async def test_files_may_be_named_as_the_official_sdks_do(tmp_path: Path, field: str) -> None:
+    async with a_bench(tmp_path) as bench:
+        status, answer = await convert(bench, ("program.exe", b"MZ"), field=field)
+        assert (status, answer["result"][0]["format"]) == (200, "error")
+        assert (await convert(bench, ("a.csv", b"x"), field="file"))[0] == 400
 
 
 @needs_landlock

@@ -29,6 +29,14 @@ def test_a_template_cannot_leave_its_sandbox() -> None:
         ChatTemplate("", "", "", ["x" * 100_000])
 
 
+def test_a_refusal_of_an_earlier_answer_is_text() -> None:
+    parts = [{"type": "text", "text": "I am sorry. "}, {"type": "refusal", "refusal": "No."}]
+    chat = read_chat(
+        json.dumps({"messages": [{"role": "assistant", "content": parts}]}).encode(), 10_000
+    )
+    assert template_messages(chat)[0]["content"] == "I am sorry. No."
+
+
 @pytest.mark.parametrize(
     ("source", "text"),
     [

@@ -1,7 +1,9 @@
 """Structured outputs: samples obey their grammars, and hostile grammars are refused."""
 
+import asyncio
 import json
 import re
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLTokenizer
 
 from isochrone.wire.errors import ApiError
 from nodeagent.engine.sampling.sampler import InvalidLogits, SampledToken, Sampler, SamplingParams
@@ -318,6 +321,23 @@ def test_a_model_without_stop_tokens_cannot_be_constrained() -> None:
     compiler = GrammarCompiler(replace(VOCABULARY, stop_ids=frozenset()))
     with pytest.raises(GrammarError, match="no token that ends an output"):
         compiler.compile_now(grammar.json_object_grammar("x"))
+
+
+class _SlowlyPrepared(GrammarCompiler):
+    """Takes longer for its tokenizer than a grammar may take."""
+
+    prepared = threading.Event()
+
+    def _shared_tokenizer(self) -> LLTokenizer:
+        self.prepared.wait(5)
+        return super()._shared_tokenizer()
+
+
+async def test_preparing_the_tokenizer_is_no_part_of_a_grammars_time() -> None:
+    compiler = _SlowlyPrepared(VOCABULARY, timeout_s=0.5)
+    asyncio.get_running_loop().call_later(0.6, compiler.prepared.set)
+    assert await compiler.compile(grammar.json_object_grammar("response_format"))
+    compiler.close()
 
 
 async def test_a_slow_compilation_is_refused() -> None:

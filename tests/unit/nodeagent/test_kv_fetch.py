@@ -48,6 +48,11 @@ def a_holder(name: str, blocks: int, bytes_per_s: float = 1e9) -> PrefixHolder:
     return PrefixHolder(peer, blocks, rate_of(bytes_per_s))
 
 
+def a_keeper(name: str, blocks: int, bytes_per_s: float = 1e9) -> PrefixHolder:
+    """Return the replica that would keep a copy."""
+    return a_holder(name, blocks, bytes_per_s)._replace(keeps_copy=True)
+
+
 def a_prompt(**fields: int) -> MissingPrefix:
     values = {
         "held_blocks": 10,
@@ -79,7 +84,9 @@ def test_a_nearer_holder_of_less_may_save_more() -> None:
 @pytest.mark.parametrize(
     ("prompt", "holders", "allowed", "choice"),
     [
-        (a_prompt(), [], limits(), FetchChoice.NOT_HELD),
+        (a_prompt(), [a_keeper("a", 10)], limits(), FetchChoice.NO_COPY),
+        (a_prompt(), [a_holder("a", 10), a_keeper("b", 0)], limits(), FetchChoice.NOT_HELD),
+        (a_prompt(), [a_keeper("a", 90, 125_000)], limits(), FetchChoice.SLOW),
         (a_prompt(), [a_holder("a", 10)], limits(), FetchChoice.NOT_HELD),
         (a_prompt(held_blocks=100), [a_holder("a", 900)], limits(), FetchChoice.NOT_HELD),
         # 1 Mbit/s.

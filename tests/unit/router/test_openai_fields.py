@@ -90,3 +90,31 @@ def test_only_storing_is_refused() -> None:
     refuse_storing(False)
     with pytest.raises(ApiError, match="answers are not stored"):
         refuse_storing(True)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{", "cannot use the request body: input data was truncated"),
+        (b"{x", "cannot use the request body: JSON is malformed: object keys must be strings"),
+        (b"[]", "cannot use the request body: expected `object`, got `array`"),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_described(body: bytes, message: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        decode(body, CHAT)
+    assert refused.value.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stream_options.include_obfuscation", {"stream_options": {"include_obfuscation": True}}),
+        ("options.x", {"options": {"rejectIfBusy": True, "x": 1}}),
+    ],
+)
+def test_an_option_that_does_not_exist_is_refused(field: str, value: dict[str, Any]) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **value}
+    with pytest.raises(ApiError) as refused:
+        decode(json.dumps(body).encode(), CHAT)
+    assert refused.value.param == field

@@ -2,6 +2,7 @@
 
 import io
 import json
+from codecs import BOM_UTF8
 from typing import Any
 
 import pytest
@@ -117,6 +118,15 @@ async def test_an_input_is_read_in_parts_with_the_place_of_each_line() -> None:
         place = slice(item.byte_offset, item.byte_offset + item.byte_length)
         assert whole[place].strip() == texts[number]
         assert item.custom_id == str(number)
+
+
+async def test_an_input_may_begin_with_a_byte_order_mark() -> None:
+    text = BOM_UTF8 + a_line(custom_id="a") + b"\n" + a_line(custom_id="b")
+    items = await BatchInput(io.BytesIO(text), CHAT, KNOWN).next_items()
+    assert [(item.custom_id, item.error_code) for item in items] == [("a", ""), ("b", "")]
+    first = items[0]
+    place = slice(first.byte_offset, first.byte_offset + first.byte_length)
+    assert text[place] == a_line(custom_id="a") + b"\n"
 
 
 @pytest.mark.parametrize(

@@ -28,15 +28,19 @@ ITEMS = json.dumps([{"id": name} for name in "abcd"]).encode()
         ("c", True, 9, "d", False),
         ("c", False, 1, "b", True),
         ("d", True, 9, "", False),
-        ("unknown", True, 9, "", False),
     ],
 )
 def test_items_are_listed_in_pages(
     after: str, is_ascending: bool, limit: int, expected: str, has_more: bool
 ) -> None:
     page = page_of(ITEMS, after=after, is_ascending=is_ascending, limit=limit)
+    assert page is not None
     ids = [json.loads(bytes(item))["id"] for item in page.items]
     assert ("".join(ids), page.has_more) == (expected, has_more)
+
+
+def test_nothing_comes_after_an_unknown_item() -> None:
+    assert page_of(ITEMS, after="unknown", is_ascending=True, limit=9) is None
 
 
 def test_items_keep_every_field() -> None:

@@ -28,10 +28,11 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
-class StreamOptionsSpec(msgspec.Struct):
-    """OpenAI's `stream_options`."""
+class StreamOptionsSpec(msgspec.Struct, forbid_unknown_fields=True):
+    """OpenAI's `stream_options`. Events are not padded."""
 
     include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class UnsupportedFields(StructuredOutputFields, kw_only=True):
@@ -278,11 +279,15 @@ def _refuse_unsupported(body: GenerationFields) -> None:
             raise unsupported_field(name)
 
 
+TEXT_PARTS: Final = ("text", "refusal")
+"""Types of content parts whose text is in the field of that name."""
+
+
 def _content_text(content: str | list[dict[str, Any]] | None) -> str:
     """Return a message's content as one text; refuse parts of other types."""
     if content is None or isinstance(content, str):
         return content or ""
-    texts = [part.get("text") for part in content if part.get("type") == "text"]
+    texts = [part.get(part["type"]) for part in content if part.get("type") in TEXT_PARTS]
     if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
         raise unsupported_field("messages", "only content parts of type 'text' are supported")
     return "".join(str(text) for text in texts)

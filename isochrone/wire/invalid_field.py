@@ -1,0 +1,43 @@
+"""The error 400 for a public body that a decoder refuses, with the name of its field."""
+
+import re
+from typing import Final, TypeVar
+
+import msgspec
+
+from isochrone.wire import codec
+from isochrone.wire.errors import ApiError, ErrorCode
+
+T = TypeVar("T")
+
+_INVALID_FIELD: Final = re.compile(r" - at `\$\.?(.{1,120})`$")
+_MISSING_FIELD: Final = re.compile(r"missing required field `(.{1,60}?)`")
+_UNKNOWN_FIELD: Final = re.compile(r"object contains unknown field `(.{1,60}?)`", re.IGNORECASE)
+_NOT_NULL: Final = re.compile(r"expected `null`, got `[a-z]+`", re.IGNORECASE)
+
+
+def decode_public(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
+    """Decode a public body. Raises ApiError 400 whose `param` names the invalid field."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise invalid_field(codec.describe(error)) from None
+
+
+def invalid_field(reason: str) -> ApiError:
+    """Return the error 400 for what a decoder reports, with the name of the field."""
+    at, missing = _INVALID_FIELD.search(reason), _MISSING_FIELD.search(reason)
+    unknown = _UNKNOWN_FIELD.search(reason)
+    field = ".".join([match.group(1) for match in (at, missing, unknown) if match])
+    if missing:
+        reason = "it is required"
+    elif unknown or _NOT_NULL.search(reason):
+        reason = "it is not supported"
+    else:
+        reason = _INVALID_FIELD.sub("", reason)
+    subject = f"field '{field}'" if field else "the request body"
+    if reason[1:2].islower():
+        # "Expected", but not "JSON".
+        reason = f"{reason[:1].lower()}{reason[1:]}"
+    message = f"cannot use {subject}: {reason}"
+    return ApiError(ErrorCode.INVALID_REQUEST, message[:400], param=field or None)

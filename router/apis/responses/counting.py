@@ -1,0 +1,80 @@
+"""`POST /v1/responses/input_tokens`: how many tokens the input of a response has."""
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from isochrone.wire.errors import ApiError, ErrorCode
+from router.apis.openai.decode import decode
+from router.apis.openai.schema import ModelField
+from router.apis.openai.surface import OpenAiSurface
+from router.apis.responses.translate import (
+    ITEMS_MAX,
+    FunctionTool,
+    InputItem,
+    NamedToolChoice,
+    ReasoningSettings,
+    ResponsesRequest,
+    TextSettings,
+    to_chat,
+)
+from router.apis.translating_writer import TranslatingWriter
+from router.dataplane.http_messages import HttpRequest, ResponseWriter
+from router.inference_request import InferenceRequest
+
+INPUT_TOKENS_PATH: Final = "/v1/responses/input_tokens"
+
+
+class InputTokensRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/responses/input_tokens`: the fields of a response that make its prompt."""
+
+    model: ModelField
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=ITEMS_MAX)]
+    instructions: str | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=1024)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningSettings | None = None
+    text: TextSettings | None = None
+    """No part of the prompt: the format is enforced while the answer is generated."""
+    truncation: Literal["disabled"] | None = None
+    conversation: None = None
+    previous_response_id: None = None
+
+
+INPUT_TOKENS_REQUEST: Final = msgspec.json.Decoder(InputTokensRequest)
+
+
+def read_input_tokens_request(
+    openai: OpenAiSurface, request: HttpRequest, writer: ResponseWriter
+) -> tuple[InferenceRequest, ResponseWriter]:
+    """Return the request for the count, and a writer that translates it. Raises ApiError."""
+    given = decode(request.body, INPUT_TOKENS_REQUEST)
+    chat = to_chat(
+        ResponsesRequest(
+            model=given.model,
+            input=given.input,
+            instructions=given.instructions,
+            tools=given.tools,
+            tool_choice=given.tool_choice,
+            reasoning=given.reasoning,
+        )
+    )
+    translating = TranslatingWriter(
+        writer,
+        translate_frame=bytes,
+        translate_body=translate_input_tokens,
+        # A refusal is in OpenAI's format already.
+        translate_refusal=bytes,
+    )
+    return openai.read_count(request, chat), translating
+
+
+def translate_input_tokens(body: bytes) -> bytes:
+    """Translate an engine's count of tokens. Raises ApiError if there is none."""
+    answer: Any = msgspec.json.decode(body)
+    count = answer.get("count")
+    if not isinstance(count, int):
+        raise ApiError(ErrorCode.UPSTREAM, "cannot answer: the replica did not count the tokens")
+    return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": count})
