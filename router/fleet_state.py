@@ -106,15 +106,20 @@ class FleetState:
         if route is not None:
             self.routing(route.deployment_id).changed.add(replica_id)
 
+    def refresh_changed(self, deployment_ids: Iterable[DeploymentId]) -> None:
+        """Recompute the estimates that are out of date, so that the next requests need not."""
+        now_s = self.clock()
+        for deployment_id in deployment_ids:
+            deployment = self.routing(deployment_id)
+            self._refresh_slots(deployment.replicas, deployment.take_changed(), now_s)
+
     def snapshot(self, deployment_id: DeploymentId) -> RoutingSnapshot:
         """Return a frozen view of one deployment as it is now."""
         now_s = self.clock()
         deployment = self.routing(deployment_id)
         replicas = deployment.replicas
-        for slot in (*deployment.take_changed(), *deployment.slots_due(now_s)):
-            route = replicas.routes[slot]
-            if route is not None:
-                self._refresh(replicas, slot, route, now_s)
+        self._refresh_slots(replicas, deployment.take_changed(), now_s)
+        self._refresh_slots(replicas, deployment.slots_due(now_s), now_s)
         return RoutingSnapshot(
             replicas, now_s, self.health.ejected_until_s(now_s), self._busy_starting(now_s)
         )
@@ -175,8 +180,11 @@ class FleetState:
         if load.cache_age_ms > NOT_REPORTED:
             routing = self.routing(route.deployment_id)
             slot = routing.slot_of(route.replica_id)
+            used_before_s = reported_at_s - load.cache_age_ms / 1000
             if slot >= 0:
-                routing.record_evicted(slot, reported_at_s - load.cache_age_ms / 1000)
+                routing.record_evicted(slot, used_before_s)
+            else:
+                routing.prefill_replicas.record_evicted(route.replica_id, used_before_s)
 
     def learn_prompts(self, prompts: Iterable[SharedPrompt]) -> None:
         """Note prompts that another process of this router had answered."""
@@ -186,6 +194,9 @@ class FleetState:
             slot = deployment.slot_of(prompt.replica_id)
             if slot >= 0:
                 deployment.record_peer_prompt(slot, prompt.prefix_keys, now_s)
+            else:
+                keys = prompt.prefix_keys
+                deployment.prefill_replicas.record_sent(prompt.replica_id, keys, now_s)
 
     def panicking_deployments(self) -> int:
         """Return in how many deployments more than half of the replicas are unhealthy."""
@@ -217,6 +228,13 @@ class FleetState:
         deployment = self._deployments.get(deployment_id)
         if deployment is not None:
             self.slow_start.begin(deployment.set_routes(routes), self.clock())
+
+    def _refresh_slots(self, replicas: ReplicaTable, slots: Iterable[int], now_s: float) -> None:
+        """Recompute the estimates of some replicas."""
+        for slot in slots:
+            route = replicas.routes[slot]
+            if route is not None:
+                self._refresh(replicas, slot, route, now_s)
 
     def _refresh(self, replicas: ReplicaTable, slot: int, route: Route, now_s: float) -> None:
         """Recompute the estimate of one replica."""
