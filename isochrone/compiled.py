@@ -60,10 +60,14 @@ HOT: Final = (
 """The modules that are compiled, as patterns. Left out are modules with structs, which only msgspec
 can make, and those that no request passes through."""
 
+INTERPRETED: Final = frozenset({"router/decide/columns_in_numpy.py"})
+"""Modules that the patterns match but that only uncompiled routers use."""
+
 C_SOURCES: Final = (
     "isochrone/wire/body_bytes.c",
     "router/apis/openai/text_bytes.c",
     "router/decide/block_table.c",
+    "router/decide/column_scan.c",
 )
 """Extension modules that are written in C."""
 
@@ -87,7 +91,8 @@ uncompiled modules into the compiled ones."""
 
 def hot_modules(root: Path) -> list[str]:
     """Return the paths of the modules to compile, relative to `root`."""
-    return [str(path.relative_to(root)) for name in HOT for path in sorted(root.glob(name))]
+    found = [str(path.relative_to(root)) for name in HOT for path in sorted(root.glob(name))]
+    return [path for path in found if path not in INTERPRETED]
 
 
 def sources(root: Path) -> list[Path]:

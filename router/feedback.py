@@ -1,6 +1,6 @@
 """Updates the fleet state from requests and probes: each event updates every part it concerns."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from isochrone.wire.headers import ReportedLoad
 from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
@@ -195,14 +195,16 @@ class ProbeFeedback:
             load, route = loads.get(replica_id), fleet.directory.route(replica_id)
             if load is not None and route is not None:
                 fleet.record_load(route, load, answered_at_s)
+                fleet.in_flight.record_sequences(replica_id, load.sequences_max, load.running)
 
     def record_relayed(
         self, node_id: NodeId, age_s: float, loads: Mapping[ReplicaId, ReportedLoad]
-    ) -> None:
+    ) -> Set[DeploymentId]:
         """Note the loads of a node that another node of its PoP has read `age_s` ago.
 
-        They count the requests of all routers, this one's too.
+        They count the requests of all routers, this one's too. Return the deployments concerned.
         """
+        deployment_ids = set()
         fleet = self._fleet
         now_s = fleet.clock()
         fleet.nodes.record_answer(node_id, now_s - age_s)
@@ -210,8 +212,10 @@ class ProbeFeedback:
             load, route = loads.get(replica_id), fleet.directory.route(replica_id)
             if load is None or route is None:
                 continue
+            deployment_ids.add(route.deployment_id)
             reported_at_s = now_s - age_s - fleet.nodes.rtt_ms(route) / 2000
             fleet.record_cache_age(route, load, reported_at_s)
+            fleet.in_flight.record_sequences(replica_id, load.sequences_max, load.running)
             if load.others_pending_prefill_tokens < 0:
                 continue
             fleet.in_flight.record_report(
@@ -220,6 +224,7 @@ class ProbeFeedback:
                 load.others_decode_tokens,
                 reported_at_s,
             )
+        return deployment_ids
 
     def record_round_trip(self, node_id: NodeId, rtt_ms: float) -> None:
         """Note that a node answered a ping after `rtt_ms`."""

@@ -106,15 +106,20 @@ class FleetState:
         if route is not None:
             self.routing(route.deployment_id).changed.add(replica_id)
 
+    def refresh_changed(self, deployment_ids: Iterable[DeploymentId]) -> None:
+        """Recompute the estimates that are out of date, so that the next requests need not."""
+        now_s = self.clock()
+        for deployment_id in deployment_ids:
+            deployment = self.routing(deployment_id)
+            self._refresh_slots(deployment.replicas, deployment.take_changed(), now_s)
+
     def snapshot(self, deployment_id: DeploymentId) -> RoutingSnapshot:
         """Return a frozen view of one deployment as it is now."""
         now_s = self.clock()
         deployment = self.routing(deployment_id)
         replicas = deployment.replicas
-        for slot in (*deployment.take_changed(), *deployment.slots_due(now_s)):
-            route = replicas.routes[slot]
-            if route is not None:
-                self._refresh(replicas, slot, route, now_s)
+        self._refresh_slots(replicas, deployment.take_changed(), now_s)
+        self._refresh_slots(replicas, deployment.slots_due(now_s), now_s)
         return RoutingSnapshot(
             replicas, now_s, self.health.ejected_until_s(now_s), self._busy_starting(now_s)
         )
@@ -223,6 +228,13 @@ class FleetState:
         deployment = self._deployments.get(deployment_id)
         if deployment is not None:
             self.slow_start.begin(deployment.set_routes(routes), self.clock())
+
+    def _refresh_slots(self, replicas: ReplicaTable, slots: Iterable[int], now_s: float) -> None:
+        """Recompute the estimates of some replicas."""
+        for slot in slots:
+            route = replicas.routes[slot]
+            if route is not None:
+                self._refresh(replicas, slot, route, now_s)
 
     def _refresh(self, replicas: ReplicaTable, slot: int, route: Route, now_s: float) -> None:
         """Recompute the estimate of one replica."""

@@ -23,6 +23,9 @@ PRIORITY_DEFAULT: Final = 50
 """The priority of a request without the header, and the highest that a client may give: a higher
 one would put it before the requests of other tenants. Engines accept up to 100."""
 
+PRIORITY_LOWEST: Final = "0"
+"""The priority of items of batches and of flexible requests (`service_tier: flex`)."""
+
 TTFT_MS: Final = "x-isochrone-ttft-ms"
 """The time in ms within which the client needs the first token. A router sends a node the time that
 is left, at least 0. It orders a tenant's requests that wait at a replica."""
@@ -152,7 +155,8 @@ class ReportedLoad(msgspec.Struct, frozen=True):
     the requests of the router that gets this answer, and the estimated progress on the current
     prompt. The prefix cache has lost the blocks last used more than `cache_age_ms` ago, and still
     has the others. -1 means that the node does not report the value. A replica that sleeps needs
-    `wake_ms` before it can serve.
+    `wake_ms` before it can serve. Only answers to pings have `sequences_max`, the number of
+    requests that the engine runs at once; 0 if that is unknown.
     """
 
     prefill_tokens: int
@@ -164,6 +168,7 @@ class ReportedLoad(msgspec.Struct, frozen=True):
     others_decode_tokens: int = -1
     wake_ms: int = 0
     cache_age_ms: int = -1
+    sequences_max: int = 0
 
 
 class TokenEstimate(NamedTuple):
@@ -184,6 +189,8 @@ def format_load(load: ReportedLoad) -> str:
         value += f";z={load.wake_ms}"
     if load.cache_age_ms >= 0:
         value += f";c={load.cache_age_ms}"
+    if load.sequences_max:
+        value += f";s={load.sequences_max}"
     return value
 
 
@@ -204,6 +211,7 @@ def parse_load(value: str) -> ReportedLoad | None:
             fields.get("u", -1),
             wake_ms=fields.get("z", 0),
             cache_age_ms=fields.get("c", -1),
+            sequences_max=fields.get("s", 0),
         )
     except KeyError:
         return None

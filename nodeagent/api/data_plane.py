@@ -397,7 +397,9 @@ class DataPlaneServer:
                     return refusal(refused.word, refused.status)
         now_s = monotonic()
         loads = {
-            replica_id: replica.admission.load(headers.router_name(request.headers), now_s)
+            replica_id: replica.admission.load(
+                headers.router_name(request.headers), now_s, is_ping=True
+            )
             for replica_id, replica in self._supervisor.replicas.items()
             if replica.state is ReplicaState.WARM
         }

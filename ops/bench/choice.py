@@ -27,6 +27,7 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.routes import DeploymentEntry, Pop, Route, RouteTable
 from router.decide.prefix_index import PrefixKeys, block_ends, prefix_keys
+from router.decide.probe_plan import plan_groups
 from router.decide.ranked_route import RankedRoute
 from router.decide.ranking import RouteQuery, rank
 from router.decide.tokens_in_flight import Reservation
@@ -40,6 +41,21 @@ ROUNDS: Final = 4000
 WARM_UP_ROUNDS: Final = 3000
 PROMPTS: Final = 300
 HASHED_PROMPTS: Final = 2000
+CONCURRENT_MAX: Final = 2000
+"""This router's requests in flight, at most: with more, none would be answered before the end."""
+
+TURN_S: Final = 0.004
+LOADS_EVERY_S: Final = 2.0
+"""In a fleet of more than PING_ALL_NODES_MAX nodes, another node reports the loads of a group of
+them. Each node's load arrives this often (`router/config.py`: probe_interval_s)."""
+
+IDLE_SHARE: Final = 0.3
+"""The share of reports without prompts that wait, and the mean of the prompts' tokens otherwise."""
+
+PENDING_TOKENS_MEAN: Final = 4000.0
+
+HARDLY_USED: Final = 0.95
+"""The share of idle reports in a fleet at night, in which thousands of replicas cost the same."""
 DEPLOYMENT: Final = DeploymentId("d")
 BEST_OF: Final = "all, best of 4"
 
@@ -106,16 +122,49 @@ def make_prompt(chance: random.Random) -> PrefixKeys:
     return prefix_keys(bytes(2048) + text[2048:], 7)
 
 
+def load_reports(
+    fleet: FleetState, clock: ManualClock, chance: random.Random, idle_share: float
+) -> Callable[[], None]:
+    """Return a function that delivers the loads of other routers' requests that are due now."""
+    plan = plan_groups(fleet.directory.node_pops(), router="r", failed_at_s={}, now_s=0.0)
+    probes = ProbeFeedback(fleet)
+    began_s, group_count, delivered = clock.now_s, len(plan.groups), 0
+
+    def report() -> None:
+        nonlocal delivered
+        due = int((clock.now_s - began_s) / LOADS_EVERY_S * group_count)
+        for number in range(delivered, due):
+            for node_id in plan.groups[number % group_count].node_ids:
+                is_idle = chance.random() < idle_share
+                pending = 0 if is_idle else int(chance.expovariate(1 / PENDING_TOKENS_MEAN))
+                load = ReportedLoad(pending, 4000, 9, pending, pending, 4000)
+                replica_ids = fleet.directory.replicas_on(node_id)
+                probes.record_relayed(node_id, 0.2, dict.fromkeys(replica_ids, load))
+            fleet.refresh_changed((DEPLOYMENT,))
+        delivered = due
+
+    return report
+
+
 def traffic_turn(
-    fleet: FleetState, clock: ManualClock, chance: random.Random, concurrent: int
+    fleet: FleetState,
+    clock: ManualClock,
+    chance: random.Random,
+    concurrent: int,
+    idle_share: float,
 ) -> Callable[[int], None]:
-    """Return a function that sends one request and lets an earlier one be answered."""
+    """Return a function that sends one request and lets an earlier one be answered.
+
+    In a large fleet it also delivers the loads that other nodes report meanwhile.
+    """
     prompts = [make_prompt(chance) for _ in range(PROMPTS)]
     attempts = AttemptFeedback(fleet)
     in_flight: list[tuple[RankedRoute, Reservation]] = []
+    report = load_reports(fleet, clock, chance, idle_share)
 
     def turn(number: int) -> None:
-        clock.now_s += 0.004
+        clock.now_s += TURN_S
+        report()
         keys = prompts[number % len(prompts)]
         matches = fleet.routing(DEPLOYMENT).prefix_matches(keys)
         query = RouteQuery(f"q{number}", 6000, 300, matches=matches)
@@ -186,16 +235,17 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     print("| case | p50 us | p90 us | p99 us |\n|---|---|---|---|")
-    for name, routes, pop_count, is_equally_near in (
-        (f"{ROUTES} routes in {POPS} PoPs", ROUTES, POPS, False),
-        (f"{ROUTES} routes, all equally near", ROUTES, POPS, True),
-        ("3 routes", 3, POPS, False),
-        ("1,000 routes in 20 PoPs", 1000, 20, False),
-        ("10,000 routes in 200 PoPs", 10_000, 200, False),
+    for name, routes, pop_count, is_equally_near, idle_share in (
+        (f"{ROUTES} routes in {POPS} PoPs", ROUTES, POPS, False, IDLE_SHARE),
+        (f"{ROUTES} routes, all equally near", ROUTES, POPS, True, IDLE_SHARE),
+        ("3 routes", 3, POPS, False, IDLE_SHARE),
+        ("1,000 routes in 20 PoPs", 1000, 20, False, IDLE_SHARE),
+        ("10,000 routes in 200 PoPs", 10_000, 200, False, IDLE_SHARE),
+        ("10,000 routes, hardly used", 10_000, 200, False, HARDLY_USED),
     ):
         clock, chance = ManualClock(), random.Random(1)
         fleet = make_fleet(clock, routes, 2, pop_count)
-        turn = traffic_turn(fleet, clock, chance, routes * 2)
+        turn = traffic_turn(fleet, clock, chance, min(CONCURRENT_MAX, routes * 2), idle_share)
         if is_equally_near:
             probes = ProbeFeedback(fleet)
             for node_id in fleet.directory.node_addresses():

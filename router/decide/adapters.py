@@ -26,13 +26,6 @@ HOLDERS_MAX: Final = 4
 """How many nodes a request names from which its adapter may be fetched."""
 
 
-def add_load_times(costs: list[float], load_ms: float, loaded_mask: int) -> None:
-    """Add the time to load an adapter to the costs of all slots that do not have it loaded."""
-    for slot in range(len(costs)):
-        if not loaded_mask >> slot & 1:
-            costs[slot] += load_ms
-
-
 class AdapterDirectory:
     """The adapters of the route table, by what a request may call them."""
 

@@ -8,19 +8,19 @@ request is also charged for the delay that its prefill causes to those behind it
 charge), which favours replicas that have its prompt cached.
 """
 
+import sys
 from collections.abc import Sequence, Set
 from math import inf
 from typing import Final
 
 from isochrone.wire.ids import ReplicaId
-from router.decide.adapters import add_load_times
 from router.decide.affinity import hash64, rendezvous_winner, within_load_bound
 from router.decide.latency import prefill_work
 from router.decide.prefix_index import NO_MATCHES
 from router.decide.ranked_route import RankedRoute
 from router.decide.replica_table import RoutingSnapshot
 from router.decide.route_query import RouteQuery as RouteQuery
-from router.decide.slot_costs import ScannedCosts, SlotCosts, slot_costs
+from router.decide.slot_costs import SlotCosts, slot_costs
 
 ALIKE_MS: Final = 2.0
 ALIKE_RATIO: Final = 0.05
@@ -52,6 +52,10 @@ QUEUE_REFUSALS_MAX: Final = 12
 knows, and each further refusal costs a round trip. So a burst of short prompts does not wander."""
 
 
+MAX_MS: Final = sys.float_info.max
+"""Any cost but an infinite one is at most this."""
+
+
 class RankedRoutes(Sequence[RankedRoute]):
     """The replicas with capacity, best first. A route is computed when it is read.
 
@@ -77,8 +81,7 @@ class RankedRoutes(Sequence[RankedRoute]):
         self._order: Sequence[int] | None = None
 
     def __len__(self) -> int:
-        costs = self._costs.all()
-        return len(costs) - costs.count(inf)
+        return self._costs.values.count_up_to(MAX_MS)
 
     def __bool__(self) -> bool:
         return self._first >= 0
@@ -92,7 +95,7 @@ class RankedRoutes(Sequence[RankedRoute]):
     @property
     def full_count(self) -> int:
         """Return how many replicas were passed over because they have no capacity."""
-        return self._costs.all().count(inf) - self._costs.excluded_count()
+        return len(self._costs.values) - len(self) - self._costs.excluded_count
 
     def route_to(self, replica_id: ReplicaId) -> RankedRoute | None:
         """Return the route to the replica that a request was handed to, None if it is unknown."""
@@ -112,9 +115,9 @@ class RankedRoutes(Sequence[RankedRoute]):
 
     def _slots(self) -> Sequence[int]:
         if self._order is None:
-            costs = self._costs.all()
-            rest = [slot for slot in range(len(costs)) if costs[slot] < inf and slot != self._first]
-            rest.sort(key=costs.__getitem__)
+            values = self._costs.values
+            rest = [slot for slot in values.up_to(MAX_MS) if slot != self._first]
+            rest.sort(key=values.__getitem__)
             self._order = [self._first, *rest] if self._first >= 0 else rest
         return self._order
 
@@ -161,15 +164,7 @@ def rank(
     snapshot: RoutingSnapshot, query: RouteQuery, excluded: Set[ReplicaId] = frozenset()
 ) -> RankedRoutes:
     """Rank the replicas that have capacity, best first, without those `excluded`."""
-    if query.adapter_ms:
-        scanned = ScannedCosts(snapshot, query, excluded)
-        add_load_times(scanned.all(), query.adapter_ms, query.adapter_mask)
-        return rank_by_costs(snapshot, query, scanned)
-    return rank_by_costs(snapshot, query, slot_costs(snapshot, query, excluded))
-
-
-def rank_by_costs(snapshot: RoutingSnapshot, query: RouteQuery, costs: SlotCosts) -> RankedRoutes:
-    """Rank the replicas that have capacity by their costs, best first."""
+    costs = slot_costs(snapshot, query, excluded)
     best, second_ms = costs.best_two()
     if best < 0:
         return RankedRoutes(snapshot, query, costs)
@@ -247,9 +242,10 @@ def _choose_among_alike(
     limit_ms = best_ms + slack_ms
     if second_ms > limit_ms:
         return best
-    alike = costs.up_to(limit_ms)
     if not is_new:
-        return alike[hash64(query.request_id) % len(alike)]
+        count = costs.values.count_up_to(limit_ms)
+        return costs.values.nth_up_to(limit_ms, hash64(query.request_id) % count)
+    alike = costs.values.up_to(limit_ms)
     tokens = {slot: snapshot.estimates[slot].in_flight_tokens for slot in alike}
     alike = within_load_bound(alike, tokens, snapshot.weights)
     return rendezvous_winner(hash64(query.session), alike, snapshot.hashes, snapshot.weights)

@@ -11,7 +11,7 @@ from typing import Final
 from isochrone.wire.ids import PopId, ReplicaId
 from isochrone.wire.routes import Route
 from router.decide.affinity import hash64
-from router.decide.estimates import EMPTY_SLOT, Estimates, PopBounds, ReplicaEstimate
+from router.decide.estimates import EMPTY_SLOT, Estimates, ReplicaEstimate
 from router.decide.latency import (
     UNUSED_REPLICA_MS,
     DepthCost,
@@ -21,6 +21,7 @@ from router.decide.latency import (
     prefill_work,
 )
 from router.decide.ranked_route import RankedRoute
+from router.decide.slot_columns import new_slot_columns, new_slot_values
 from router.decide.tokens_in_flight import ReplicaLoad
 
 NEAREST_RATIO: Final = 1.1
@@ -61,7 +62,8 @@ class ReplicaTable:
         self.slots: dict[ReplicaId, int] = {}
         self.routes: list[Route | None] = []
         self.estimates = Estimates()
-        self.bounds = PopBounds([], 0)
+        self.columns = new_slot_columns()
+        """What ranking compares of the estimates."""
         self.corrections: list[LatencyCorrection] = []
         self.hashes: list[int] = []
         self.weights: list[float] = []
@@ -76,6 +78,7 @@ class ReplicaTable:
         self.queued_share = 0.0
         self._free_slots: list[int] = []
         self._nearest: frozenset[int] | None = None
+        self._rtt_ms = new_slot_values()
 
     def __len__(self) -> int:
         """Return the number of slots, including those without a replica."""
@@ -103,7 +106,6 @@ class ReplicaTable:
         for route in routes:
             self.slots_by_pop.setdefault(route.pop, []).append(self.slots[route.replica_id])
         self.all_slots_mask = sum(1 << slot for slot in self.slots.values())
-        self.bounds = PopBounds(self.slots_by_pop.values(), len(self.routes))
         return freed
 
     def refresh(
@@ -121,7 +123,7 @@ class ReplicaTable:
         route = self.routes[slot]
         if route is None:
             return
-        if rtt_ms != self.estimates[slot].rtt_ms:
+        if rtt_ms != self._rtt_ms[slot]:
             self._note_round_trip(slot, rtt_ms)
         correction = self.corrections[slot]
         # As gain_at and overhead_ms_at do, but fading once: this runs a dozen times per request.
@@ -147,8 +149,7 @@ class ReplicaTable:
             tokens,
             others.assumed_prefill * ms_per_token,
         )
-        self.estimates.replace(slot, estimate)
-        self.bounds.lower(slot, estimate)
+        self._set_estimate(slot, estimate)
 
     def prefill_time_ms(self, slot: int, prompt_tokens: float, cached_tokens: float) -> float:
         """Return how long a replica takes to read the uncached part of a prompt."""
@@ -189,17 +190,20 @@ class ReplicaTable:
     def nearest(self) -> frozenset[int]:
         """Return the slots of the nearest replicas."""
         if self._nearest is None:
-            self._nearest = self.bounds.nearest(self.estimates, NEAREST_RATIO, NEAREST_MS)
+            shortest = self._rtt_ms.best_two()[0]
+            limit_ms = NEAREST_RATIO * self._rtt_ms[shortest] + NEAREST_MS if shortest >= 0 else 0.0
+            self._nearest = frozenset(self._rtt_ms.up_to(limit_ms))
         return self._nearest
 
     def _note_round_trip(self, slot: int, rtt_ms: float) -> None:
-        """Forget which replicas are nearest if a new round trip may change that."""
+        """Take a new round trip; forget which replicas are nearest if it may change that."""
+        self._rtt_ms[slot] = rtt_ms
         nearest = self._nearest
         if nearest is None or slot in nearest:
             self._nearest = None
             return
         # One of these has the shortest round trip, so this is at least the limit.
-        farthest_ms = NEAREST_RATIO * max([self.estimates[near].rtt_ms for near in nearest])
+        farthest_ms = NEAREST_RATIO * max([self._rtt_ms[near] for near in nearest])
         if rtt_ms <= farthest_ms + NEAREST_MS:
             self._nearest = None
 
@@ -215,13 +219,26 @@ class ReplicaTable:
             self.hashes.append(hash64(route.replica_id))
             self.weights.append(1.0)
             self.estimates.append(EMPTY_SLOT)
+            self.columns.append()
+            self._rtt_ms.append(inf)
         self.slots[route.replica_id] = slot
         return slot
 
     def _free_slot(self, slot: int) -> None:
         self.routes[slot] = None
-        self.estimates.replace(slot, EMPTY_SLOT)
+        self._set_estimate(slot, EMPTY_SLOT)
+        self._rtt_ms[slot] = inf
         self._free_slots.append(slot)
+
+    def _set_estimate(self, slot: int, estimate: ReplicaEstimate) -> None:
+        self.estimates.replace(slot, estimate)
+        self.columns.replace(
+            slot,
+            estimate.ready_at_ms,
+            estimate.wait_min_ms,
+            estimate.ms_per_token,
+            estimate.free_tokens,
+        )
 
 
 class RoutingSnapshot:
@@ -242,15 +259,7 @@ class RoutingSnapshot:
         self.slots, self.routes = table.slots, table.routes
         self.slots_by_pop, self.nearest = table.slots_by_pop, table.nearest
         self.hashes, self.weights = table.hashes, table.weights
-        bounds = table.bounds
-        bounds.tighten_next(table.estimates)
-        self.estimates = table.estimates.copy()
-        self.pop_slots, self.pop_of = bounds.slots, bounds.pop_of
-        self.pop_wait_min_ms = bounds.wait_min_ms.copy()
-        self.pop_ready_at_ms = bounds.ready_at_ms.copy()
-        self.pop_ms_per_token = bounds.ms_per_token.copy()
-        self.pop_order, self.pop_floors = bounds.order, bounds.floors
-        self.pop_loose, self.fastest_ms_per_token = bounds.loose, bounds.fastest_ms_per_token
+        self.estimates, self.columns = table.estimates.copy(), table.columns.copy()
         self.depth_cost_per_token = table.depth_cost.per_token
         self.congestion_charge = CONGESTION_CHARGE_MAX * table.queued_share
         self.is_spilling = self.now_ms - table.spilled_at_ms < SPILLOVER_LASTS_MS

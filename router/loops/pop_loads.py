@@ -8,7 +8,7 @@ from collections.abc import Mapping, Set
 from typing import Final, NamedTuple
 
 from isochrone.wire import codec, headers
-from isochrone.wire.ids import NodeId
+from isochrone.wire.ids import DeploymentId, NodeId
 from isochrone.wire.pop_loads import ANSWER_BYTES_MAX, LoadsQuery, PopLoads, ProbedNode
 from router.dataplane.exchange import AttemptFailed, NodeRequest
 from router.dataplane.http1 import format_headers
@@ -96,9 +96,13 @@ class PopLoadPoller:
         """Note the loads of the members that are recent; return the age of each in ms."""
         ages_ms = {node.node_id: node.age_ms for node in loads.nodes if node.node_id in members}
         too_old = unanswered(ages_ms, ages_ms)
+        deployment_ids: set[DeploymentId] = set()
         for node in loads.nodes:
             if node.node_id in ages_ms and node.node_id not in too_old:
                 reported = headers.parse_loads(node.loads)
-                self._probes.record_relayed(node.node_id, node.age_ms / 1000, reported)
+                deployment_ids |= self._probes.record_relayed(
+                    node.node_id, node.age_ms / 1000, reported
+                )
                 self._metrics.pop_loads.inc()
+        self._fleet.refresh_changed(deployment_ids)
         return ages_ms

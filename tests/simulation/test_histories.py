@@ -20,6 +20,7 @@ from router.decide.withdrawn_routes import WithdrawnRoutes
 from router.loops import follow_routes
 from scheduler.decide.membership import judge_liveness
 from scheduler.loops.hold_lease import HoldLease
+from scheduler.state.first_reports import FirstReports
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.peer_registry import PeerRegistry
 from tests.simulation import store_functions, store_lease, store_reads, store_reports
@@ -28,7 +29,7 @@ from tests.simulation.patches import replace_function, simulated
 from tests.simulation.store import SimStore
 
 HISTORIES: Final = 30
-PAST: Final = (1060, 1445, 5491, 5769)
+PAST: Final = (812, 958, 1060, 1155, 1445, 1672, 5491, 5769)
 """Seeds that have found a fault."""
 
 
@@ -191,6 +192,23 @@ def stop_what_is_not_assigned(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("nodeagent.loops.converge.reconcile", reconcile_by_absence)
 
 
+def remember_only_the_last_withdrawn(patch: pytest.MonkeyPatch) -> None:
+    adopt = WithdrawnRoutes.adopt
+
+    def adopt_and_forget(self: Any, old: Any, new: Any, now_s: float) -> bool:
+        has_lost_all = adopt(self, old, new, now_s)
+        for replica_id, route in list(self._routes.items()):
+            if route.deployment_id not in self._unrouted:
+                self._forget(replica_id)
+        return has_lost_all
+
+    patch.setattr(WithdrawnRoutes, "adopt", adopt_and_forget)
+
+
+def publish_before_nodes_report(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FirstReports, "note_lost_history", lambda self: None)
+
+
 def publish_whatever_is_stored(patch: pytest.MonkeyPatch) -> None:
     async def number_above(connection: Any, epoch: Epoch, above: Generation) -> Generation:
         tables = await connection.write()
@@ -238,6 +256,10 @@ MUTATIONS: Final = (
              ("restore",), seed=98),
     Mutation("routes are published from a database that lost some", publish_whatever_is_stored,
              ("restore", "operate"), "has no route to"),
+    Mutation("the first table after a loss waits for no report", publish_before_nodes_report,
+             ("restore", "operate", "crash_peer", "cut_all"), "has no route to", seed=34),
+    Mutation("only the last withdrawn replicas are asked", remember_only_the_last_withdrawn,
+             ("break_engines", "crash_database", "lose_power"), "has no route to", seed=17),
     Mutation("a withdrawn replica is not asked again", ask_no_withdrawn_replica,
              ("kill_engine", "crash_database")),
     Mutation("a replica that is not assigned is stopped", stop_what_is_not_assigned,

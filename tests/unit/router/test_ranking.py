@@ -1,6 +1,7 @@
 """Ranking of replicas, by examples and by properties."""
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 from hypothesis import given, settings
@@ -310,13 +311,15 @@ def test_a_snapshot_does_not_change_with_the_table() -> None:
     snapshot = RoutingSnapshot(table, NOW_S, {}, {})
     columns = (snapshot.routes, snapshot.hashes, snapshot.weights)
     before = [list(column) for column in columns]
-    estimates = snapshot.estimates.all()
+    estimates = [snapshot.estimates[slot] for slot in range(2)]
+    waits_ms = snapshot.columns.costs(0.0, 1.0, 0.0).up_to(inf)
     table.set_routes([Candidate("c").route])
     table.refresh(
         table.slots[ReplicaId("c")], 99.0, InFlightLedger().load_of(ReplicaId("c")), NOW_S
     )
     assert [list(column) for column in columns] == before
-    assert snapshot.estimates.all() == estimates
+    assert [snapshot.estimates[slot] for slot in range(2)] == estimates
+    assert snapshot.columns.costs(0.0, 1.0, 0.0).up_to(inf) == waits_ms
     assert set(snapshot.slots) == {"a", "b"}
 
 

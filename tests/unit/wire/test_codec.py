@@ -118,7 +118,7 @@ def test_a_load_survives_its_header(
 
 def test_loads_survive_their_header_and_what_is_none_is_left_out() -> None:
     loads = {
-        ReplicaId(f"m-{n}"): headers.ReportedLoad(n, 2 * n, 3, 0, n)
+        ReplicaId(f"m-{n}"): headers.ReportedLoad(n, 2 * n, 3, 0, n, sequences_max=n % 3)
         for n in range(headers.LOADS_MAX + 9)
     }
     read = headers.parse_loads(headers.format_loads(loads))
