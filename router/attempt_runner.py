@@ -247,6 +247,7 @@ class AttemptRunner:
             context.excluded.all(),
             self._clock(),
             context.request.deployment.needs_prefill,
+            context.request.prefix_keys,
         )
 
     def _holders(self, context: RequestContext, target: RankedRoute) -> SharedKvPeers:
@@ -269,7 +270,10 @@ class AttemptRunner:
         self, context: RequestContext, attempt: ReplicaAttempt, replica_id: ReplicaId
     ) -> None:
         """Move the prompt's tokens to the replica that reads it now."""
-        attempt.end_prefill()
+        deployment_id, keys = context.request.deployment_id, context.request.prefix_keys
+        if attempt.prefill is not None:
+            self._feedback.undo_prefill(deployment_id, attempt.prefill, keys)
+            attempt.prefill = None
         ranked = attempt.ranked
         if replica_id == ranked.route.replica_id:
             attempt.prefill_id = None
@@ -280,11 +284,9 @@ class AttemptRunner:
         attempt.prefill_id = replica_id
         if attempt.reservation is not None:
             attempt.reservation.finish_prefill()
-        if self._fleet.directory.route(replica_id) is not None:
-            # An account of a replica that the table does not have would stay forever.
-            attempt.prefill_reservation = self._fleet.in_flight.reserve(
-                replica_id, prefill=context.expected.prompt, decode=0
-            )
+        attempt.prefill = self._feedback.begin_prefill(
+            deployment_id, replica_id, context.expected.prompt, keys
+        )
 
     def take_answer(
         self,
@@ -427,16 +429,15 @@ class AttemptRunner:
         """Learn from an answer: bytes per token, the cached share, and where the session ran."""
         request, route, counted = context.request, attempt.ranked.route, context.engine_usage
         if counted is not None:
+            tokens, cached, keys = counted.prompt_tokens, counted.cached_tokens, request.prefix_keys
             routing = self._fleet.routing(request.deployment_id)
-            routing.learn_prompt_tokens(request.text_bytes, counted.prompt_tokens)
+            routing.learn_prompt_tokens(request.text_bytes, tokens)
             if attempt.prefill_id is None:
-                self._learn_fetch(attempt, counted.prompt_tokens, counted.cached_tokens)
-                self._feedback.learn_cached_tokens(
-                    route,
-                    attempt.sent_prompt,
-                    counted.prompt_tokens,
-                    counted.cached_tokens,
-                    request.prefix_keys,
+                self._learn_fetch(attempt, tokens, cached)
+                self._feedback.learn_cached_tokens(route, attempt.sent_prompt, tokens, cached, keys)
+            elif attempt.prefill is not None:
+                self._feedback.learn_prefill(
+                    request.deployment_id, attempt.prefill, tokens, cached, keys
                 )
         if request.session and context.outcome is OUTCOME_COMPLETE:
             usage, now_s = context.usage(), self._clock()

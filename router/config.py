@@ -89,9 +89,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     queue_timeout_s: Seconds = 10.0
 
     # How many requests of batches this router runs at once on each replica, with capacity that
-    # requests of clients leave free; 0: none. As many as the engine has sequences can use all of
-    # it. Engines that do not order their queue by priority get 4 at most.
-    batch_requests_max: Annotated[int, msgspec.Meta(ge=0, le=256)] = 4
+    # requests of clients leave free; 0: none. Unset, it follows from the sequences of the engine:
+    # all that are free, or all but a sixteenth where the engine cannot preempt an item for a
+    # client. At most 70 % of a replica's tokens in flight are used either way.
+    batch_requests_max: Annotated[int, msgspec.Meta(ge=0, le=256)] | None = None
 
     # Whether a response of `/v1/responses` is stored if its request does not say so (`store`). At
     # OpenAI it is. Here only requests that ask for it wait for the scheduler and its database.

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Set
 from isochrone.wire.headers import ReportedLoad
 from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
 from isochrone.wire.routes import Route
+from router.decide.prefill_replicas import PrefillReading
 from router.decide.prefix_index import NO_KEYS, PrefixKeys, SentPrompt
 from router.decide.ranked_route import RankedRoute
 from router.decide.tokens_in_flight import Reservation
@@ -60,6 +61,48 @@ class AttemptFeedback:
         deployment = self._fleet.routing(route.deployment_id)
         if sent is not None and deployment.slot_of(route.replica_id) == sent.slot:
             deployment.undo_sent(sent, keys)
+
+    def begin_prefill(
+        self, deployment_id: DeploymentId, replica_id: ReplicaId, tokens: int, keys: PrefixKeys
+    ) -> PrefillReading | None:
+        """Note that a prefill replica reads a prompt of `tokens`.
+
+        None if the table does not have it: an account of it would stay forever.
+        """
+        fleet = self._fleet
+        if fleet.directory.route(replica_id) is None:
+            return None
+        readers = fleet.routing(deployment_id).prefill_replicas
+        prompt = readers.record_sent(replica_id, keys, fleet.clock())
+        uncached = max(1, round(tokens * (1 - prompt.share))) if prompt is not None else tokens
+        reservation = fleet.in_flight.reserve(replica_id, prefill=uncached, decode=0)
+        return PrefillReading(replica_id, reservation, prompt)
+
+    def undo_prefill(
+        self, deployment_id: DeploymentId, reading: PrefillReading, keys: PrefixKeys
+    ) -> None:
+        """Note that the prefill replica did not read the prompt after all."""
+        reading.reservation.release()
+        if reading.prompt is not None:
+            readers = self._fleet.routing(deployment_id).prefill_replicas
+            readers.undo_sent(reading.replica_id, reading.prompt, keys)
+
+    def learn_prefill(
+        self,
+        deployment_id: DeploymentId,
+        reading: PrefillReading,
+        prompt_tokens: int,
+        cached_tokens: int,
+        keys: PrefixKeys,
+    ) -> None:
+        """Learn from an answer how much of its prompt the prefill replica had cached."""
+        prompt = reading.prompt
+        if prompt is None or prompt_tokens <= 0:
+            return
+        fleet, share = self._fleet, cached_tokens / prompt_tokens
+        readers = fleet.routing(deployment_id).prefill_replicas
+        readers.learn_cached_share(reading.replica_id, prompt, share, fleet.clock())
+        fleet.prompt_outbox.add(deployment_id, reading.replica_id, prompt, keys)
 
     def record_answer_head(
         self,
@@ -152,6 +195,7 @@ class ProbeFeedback:
             load, route = loads.get(replica_id), fleet.directory.route(replica_id)
             if load is not None and route is not None:
                 fleet.record_load(route, load, answered_at_s)
+                fleet.in_flight.record_sequences(replica_id, load.sequences_max, load.running)
 
     def record_relayed(
         self, node_id: NodeId, age_s: float, loads: Mapping[ReplicaId, ReportedLoad]
@@ -171,6 +215,7 @@ class ProbeFeedback:
             deployment_ids.add(route.deployment_id)
             reported_at_s = now_s - age_s - fleet.nodes.rtt_ms(route) / 2000
             fleet.record_cache_age(route, load, reported_at_s)
+            fleet.in_flight.record_sequences(replica_id, load.sequences_max, load.running)
             if load.others_pending_prefill_tokens < 0:
                 continue
             fleet.in_flight.record_report(

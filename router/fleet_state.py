@@ -180,8 +180,11 @@ class FleetState:
         if load.cache_age_ms > NOT_REPORTED:
             routing = self.routing(route.deployment_id)
             slot = routing.slot_of(route.replica_id)
+            used_before_s = reported_at_s - load.cache_age_ms / 1000
             if slot >= 0:
-                routing.record_evicted(slot, reported_at_s - load.cache_age_ms / 1000)
+                routing.record_evicted(slot, used_before_s)
+            else:
+                routing.prefill_replicas.record_evicted(route.replica_id, used_before_s)
 
     def learn_prompts(self, prompts: Iterable[SharedPrompt]) -> None:
         """Note prompts that another process of this router had answered."""
@@ -191,6 +194,9 @@ class FleetState:
             slot = deployment.slot_of(prompt.replica_id)
             if slot >= 0:
                 deployment.record_peer_prompt(slot, prompt.prefix_keys, now_s)
+            else:
+                keys = prompt.prefix_keys
+                deployment.prefill_replicas.record_sent(prompt.replica_id, keys, now_s)
 
     def panicking_deployments(self) -> int:
         """Return in how many deployments more than half of the replicas are unhealthy."""

@@ -14,6 +14,7 @@ from router.dataplane.media_relay import MediaRelay
 from router.dataplane.sse import DONE_FRAME, GeneratedOutput, StreamRelay, usage_frame
 from router.dataplane.usage import UsageCount
 from router.decide.attempt import FAULTY, TRANSITIONS, AttemptEvent, AttemptState, after
+from router.decide.prefill_replicas import PrefillReading
 from router.decide.prefix_index import SentPrompt
 from router.decide.ranked_route import RankedRoute
 from router.decide.shared_kv import NO_SHARED_KV_PEERS
@@ -55,13 +56,13 @@ class ReplicaAttempt:
     `target` is the replica that it was sent to. `ranked` is the one that answers: the target, or
     the peer replica that the target handed the request to. `sent_prompt` is what the prefix index
     expects that replica to have cached. `prefill_id` is the replica that reads the prompt for it,
-    if another one does, and `prefill_reservation` the prompt's tokens there. `kv_peers` are the
-    replicas that may have its prefix.
+    if another one does, and `prefill` what is counted there. `kv_peers` are the replicas that may
+    have its prefix.
     """
 
     __slots__ = (
-        "exchange", "kv_peers", "prefill_id", "prefill_reservation", "ranked", "reservation",
-        "sent_at_s", "sent_prompt", "state", "target",
+        "exchange", "kv_peers", "prefill", "prefill_id", "ranked", "reservation", "sent_at_s",
+        "sent_prompt", "state", "target",
     )  # fmt: skip
 
     def __init__(self, target: RankedRoute) -> None:
@@ -72,7 +73,7 @@ class ReplicaAttempt:
         self.kv_peers = NO_SHARED_KV_PEERS
         self.reservation: Reservation | None = None
         self.prefill_id: ReplicaId | None = None
-        self.prefill_reservation: Reservation | None = None
+        self.prefill: PrefillReading | None = None
         self.exchange: NodeExchange | None = None
         self.sent_at_s = 0.0
 
@@ -97,9 +98,8 @@ class ReplicaAttempt:
 
     def end_prefill(self) -> None:
         """Give back the tokens at the replica that reads the prompt, which is read or given up."""
-        reservation, self.prefill_reservation = self.prefill_reservation, None
-        if reservation is not None:
-            reservation.release()
+        if self.prefill is not None:
+            self.prefill.reservation.release()
 
 
 class ExcludedReplicas:

@@ -172,6 +172,7 @@ def _make_state(config: SchedulerConfig, database: Database, nudges: JobNudges) 
         lease_ttl_s=config.lease_ttl_s,
         admissions_per_s=config.admissions_per_s,
         lost_after_s=config.liveness.lost_after_s,
+        hear_first_s=config.hear_first_s,
         unregistered=ConnectionCount(
             config.unregistered_peers_max, config.unregistered_peers_per_network_max
         ),
@@ -238,12 +239,12 @@ def _placement_loops(made: Composition) -> tuple[Loop, ...]:
         pool=pool,
         planner=made.planner,
         authority=made.authority,
-        hear_first_s=config.hear_first_s,
         lease=state.lease,
         peers=state.peers,
         heartbeats=state.heartbeats,
         assignments=state.assignments,
         routes=state.routes,
+        first_reports=state.first_reports,
         status=state.placement,
         nudge_place=nudges.place.set,
     )
@@ -256,6 +257,7 @@ def _placement_loops(made: Composition) -> tuple[Loop, ...]:
         heartbeats=state.heartbeats,
         routes=state.routes,
         reports=made.reports,
+        first_reports=state.first_reports,
     )
     learn = LearnDemand(
         planner=made.planner,

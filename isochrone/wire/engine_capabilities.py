@@ -72,7 +72,8 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     of prompts without a request that has two legs. `resumes` says which interrupted answers it
     continues exactly: SEEDED (greedy and seeded), INEXACT (with another text), or "" for none.
     `salt` says where it reads the tenant's cache salt, and `priority` whether it orders its own
-    queue by priority. `memory_options` name what limits its memory; the agent sets them from the
+    queue by priority. With `preempts`, a waiting request also takes the place of a running one of
+    lower priority. `memory_options` name what limits its memory; the agent sets them from the
     plan. Versions are those that were tried: at least `version_min`, below `version_below`; "" for
     any. `weights` are the files of weights that it reads, () for any.
 
@@ -110,6 +111,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     resumes: str = ""
     salt: Literal["", "body", "chat_body", "header"] = ""
     priority: bool = False
+    preempts: bool = False
     memory_options: tuple[str, ...] = ()
     version_min: str = ""
     version_below: str = ""
@@ -157,6 +159,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         resumes=SEEDED,
         salt="header",
         priority=True,
+        preempts=True,
         memory_options=("kv_memory_bytes",),
         weights=("safetensors", "gguf"),
         sequences_option="sequences_max",

@@ -1,5 +1,6 @@
 """The HTTP headers between client, router and node, and the load that each answer carries."""
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Final, NamedTuple
@@ -22,6 +23,9 @@ PRIORITY: Final = "x-isochrone-priority"
 PRIORITY_DEFAULT: Final = 50
 """The priority of a request without the header, and the highest that a client may give: a higher
 one would put it before the requests of other tenants. Engines accept up to 100."""
+
+PRIORITY_LOWEST: Final = "0"
+"""The priority of items of batches and of flexible requests (`service_tier: flex`)."""
 
 TTFT_MS: Final = "x-isochrone-ttft-ms"
 """The time in ms within which the client needs the first token. A router sends a node the time that
@@ -152,7 +156,8 @@ class ReportedLoad(msgspec.Struct, frozen=True):
     the requests of the router that gets this answer, and the estimated progress on the current
     prompt. The prefix cache has lost the blocks last used more than `cache_age_ms` ago, and still
     has the others. -1 means that the node does not report the value. A replica that sleeps needs
-    `wake_ms` before it can serve.
+    `wake_ms` before it can serve. Only answers to pings have `sequences_max`, the number of
+    requests that the engine runs at once; 0 if that is unknown.
     """
 
     prefill_tokens: int
@@ -164,6 +169,7 @@ class ReportedLoad(msgspec.Struct, frozen=True):
     others_decode_tokens: int = -1
     wake_ms: int = 0
     cache_age_ms: int = -1
+    sequences_max: int = 0
 
 
 class TokenEstimate(NamedTuple):
@@ -184,11 +190,36 @@ def format_load(load: ReportedLoad) -> str:
         value += f";z={load.wake_ms}"
     if load.cache_age_ms >= 0:
         value += f";c={load.cache_age_ms}"
+    if load.sequences_max:
+        value += f";s={load.sequences_max}"
     return value
+
+
+_USUAL_LOAD: Final = re.compile(
+    r"p=(\d{1,15});d=(\d{1,15});r=(\d{1,15});w=(\d{1,15})"
+    r"(?:;u=(\d{1,15}))?(?:;o=(\d{1,15});e=(\d{1,15}))?(?:;z=(\d{1,15}))?(?:;c=(\d{1,15}))?"
+    r"(?:;s=(\d{1,15}))?",
+    re.ASCII,
+)
+"""A load as `format_load` writes it. A router of a large fleet reads 20,000 of them a second."""
 
 
 def parse_load(value: str) -> ReportedLoad | None:
     """Parse a header value; return None if it is malformed: the answer is still usable."""
+    if (usual := _USUAL_LOAD.fullmatch(value)) is not None:
+        p, d, r, w, u, o, e, z, c, s = usual.groups()
+        return ReportedLoad(
+            int(p),
+            int(d),
+            int(r),
+            int(w),
+            int(u) if u else -1,
+            int(o) if o else -1,
+            int(e) if e else -1,
+            int(z) if z else 0,
+            int(c) if c else -1,
+            int(s) if s else 0,
+        )
     fields: dict[str, int] = {}
     for part in value.split(";", LOAD_FIELDS_MAX)[:LOAD_FIELDS_MAX]:
         name, equals, number = part.partition("=")
@@ -204,6 +235,7 @@ def parse_load(value: str) -> ReportedLoad | None:
             fields.get("u", -1),
             wake_ms=fields.get("z", 0),
             cache_age_ms=fields.get("c", -1),
+            sequences_max=fields.get("s", 0),
         )
     except KeyError:
         return None

@@ -75,7 +75,11 @@ def seat(
     if not needs_seat(request, replica):
         return nullcontext()
     objective = first_token_objective(request, estimate.prefill_ms, monotonic())
-    return replica.seats.seat(request.headers.get(headers.CACHE_SALT, ""), objective)
+    return replica.seats.seat(
+        request.headers.get(headers.CACHE_SALT, ""),
+        objective,
+        yields=request.headers.get(headers.PRIORITY) == headers.PRIORITY_LOWEST,
+    )
 
 
 def count_objective(request: web.Request, admitted_s: float, now_s: float) -> None:

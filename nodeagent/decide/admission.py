@@ -44,6 +44,7 @@ class ReplicaAdmission:
         `is_engine_fair` says that its own queue is fair between tenants.
         """
         self.tokens_max = tokens_max
+        self.sequences_max = sequences_max
         self.generations_max = 0
         """The limit of generations in flight; 0 for none."""
         share = FAIR_SURPLUS_SHARE if is_engine_fair else SURPLUS_SHARE
@@ -124,9 +125,10 @@ class ReplicaAdmission:
         self._in_prefill[reservation] = None
         return reservation
 
-    def load(self, router: str = "", now_s: float = 0.0) -> ReportedLoad:
+    def load(self, router: str = "", now_s: float = 0.0, *, is_ping: bool = False) -> ReportedLoad:
         """Return the load that answers carry; with `router`, also the load of all other routers.
 
+        Answers to pings also say how many requests the engine runs at once.
         A closed replica reports its whole token limit as taken, so that no router sees capacity.
         """
         decode_tokens = self._decode_tokens + (self.tokens_max if self.is_closed else 0)
@@ -144,6 +146,7 @@ class ReplicaAdmission:
             others_decode_tokens=others_decode,
             wake_ms=self.wake_ms(),
             cache_age_ms=self._cache_age_ms(now_s),
+            sequences_max=self.sequences_max if is_ping else 0,
         )
 
     def _cache_age_ms(self, now_s: float) -> int:

@@ -8,6 +8,7 @@ first token is due first (isochrone/ttft_order.py). Without objectives this is t
 Rule 2: a tenant without a seat may also take one of the spare seats. The engine is started with
 this many more than its option says, so that a tenant that floods it still gets all seats of the
 option.
+Rule 3: requests of the lowest priority (items of batches) wait until no other request waits.
 """
 
 from collections import Counter
@@ -27,12 +28,13 @@ def spare_seats(seats: int) -> int:
 class SeatRequest:
     """One generation that waits for a seat or has one. `number` gives the order of arrival."""
 
-    __slots__ = ("is_seated", "number", "objective", "tenant")
+    __slots__ = ("is_seated", "number", "objective", "tenant", "yields")
 
-    def __init__(self, tenant: str, number: int, objective: TtftObjective) -> None:
+    def __init__(self, tenant: str, number: int, objective: TtftObjective, *, yields: bool) -> None:
         self.tenant = tenant
         self.number = number
         self.objective = objective
+        self.yields = yields
         self.is_seated = False
 
 
@@ -47,9 +49,14 @@ class Seats:
         self._waiting: dict[str, dict[SeatRequest, None]] = {}
         """Requests by tenant, in order of arrival (a dict used as an ordered set)."""
 
-    def request(self, tenant: str, objective: TtftObjective, now_s: float) -> SeatRequest:
-        """Ask for a seat; the request has it at once if one is free."""
-        request = SeatRequest(tenant, self._next_number, objective)
+    def request(
+        self, tenant: str, objective: TtftObjective, now_s: float, *, yields: bool = False
+    ) -> SeatRequest:
+        """Ask for a seat; the request has it at once if one is free.
+
+        `yields` says that it has the lowest priority.
+        """
+        request = SeatRequest(tenant, self._next_number, objective, yields=yields)
         self._next_number += 1
         self._waiting.setdefault(tenant, {})[request] = None
         self._fill(now_s)
@@ -75,7 +82,11 @@ class Seats:
                 break
             request = min(
                 self._waiting[tenant],
-                key=lambda waiting: (waiting.objective.counts_due_s(now_s), waiting.number),
+                key=lambda waiting: (
+                    waiting.yields,
+                    waiting.objective.counts_due_s(now_s),
+                    waiting.number,
+                ),
             )
             self._remove(request)
             self._taken[tenant] += 1
@@ -83,9 +94,14 @@ class Seats:
             seated.append(request)
         return seated
 
-    def _turn_of(self, tenant: str) -> tuple[int, int]:
-        """Sort key of the waiting tenants: fewest seats, then the one that waits longest."""
-        return self._taken[tenant], next(iter(self._waiting[tenant])).number
+    def _turn_of(self, tenant: str) -> tuple[bool, int, int]:
+        """Sort key of the waiting tenants: fewest seats, then the one that waits longest.
+
+        Tenants of which only requests of the lowest priority wait come last.
+        """
+        waiting = self._waiting[tenant]
+        yields = all(request.yields for request in waiting)
+        return yields, self._taken[tenant], next(iter(waiting)).number
 
     def _remove(self, request: SeatRequest) -> None:
         queue = self._waiting[request.tenant]

@@ -79,6 +79,11 @@ class VllmDriver:
         """Return the server's command, split by tensor and pipeline parallelism."""
         spec = launch.spec
         check_options(spec)
+        if spec.overcommit > 1 and spec.device_ids == ("cpu",):
+            raise UnknownOption(
+                "cannot over-commit vllm on a CPU: its sleep mode frees no memory there; use GPUs,"
+                " or --driver embedded"
+            )
         given = with_parsers("vllm", spec.engine.options, launch.model_path)
         defaults = {"scheduling_policy": "priority", **_device_options(spec)}
         options = {**defaults, **_memory_options(launch), **given}

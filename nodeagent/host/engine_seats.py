@@ -22,11 +22,16 @@ class EngineSeats:
 
     @asynccontextmanager
     async def seat(
-        self, tenant: str, objective: TtftObjective | None = None
+        self, tenant: str, objective: TtftObjective | None = None, *, yields: bool = False
     ) -> AsyncIterator[None]:
-        """Wait for a seat, and give it back at the end, or when the wait is cancelled."""
+        """Wait for a seat, and give it back at the end, or when the wait is cancelled.
+
+        `yields` says that the request has the lowest priority.
+        """
         now_s = self._clock()
-        request = self._seats.request(tenant, objective or TtftObjective(now_s), now_s)
+        request = self._seats.request(
+            tenant, objective or TtftObjective(now_s), now_s, yields=yields
+        )
         try:
             if not request.is_seated:
                 event = self._seated[request] = asyncio.Event()

@@ -1,6 +1,6 @@
 """kill -9 of each part of two-leg requests at seeded instants under load: is any token lost?
 
-    python -m ops.attack.two_leg_kills [--instants 50] [--seed 1] [--victim NAME ...]
+    python -m ops.attack.two_leg_kills [--instants 50] [--first 0] [--seed 1] [--victim NAME ...]
 
 One node answers, and two have replicas that read its prompts; each node's agent and engine are
 processes. At each instant several streams are under way and one process is killed: the prefill
@@ -205,11 +205,11 @@ async def is_rounding(pair: Pair, request: NumberedRequest, text: str) -> bool:
 
 
 async def attack(
-    instants: int, seed: int, victims: Sequence[str] = VICTIMS, *, echo: bool = False
+    instants: Sequence[int], seed: int, victims: Sequence[str] = VICTIMS, *, echo: bool = False
 ) -> dict[str, list[KillOutcome]]:
     """Run the attack; return the outcomes of each victim. Raises AttackFailed."""
     outcomes: dict[str, list[KillOutcome]] = {victim: [] for victim in victims}
-    kills = [(victim, instant) for instant in range(instants) for victim in victims]
+    kills = [(victim, instant) for instant in instants for victim in victims]
     for first in range(0, len(kills), KILLS_PER_FLEET):
         with tempfile.TemporaryDirectory(prefix="kill") as folder:
             async with a_pair(Path(folder)) as pair:
@@ -240,13 +240,13 @@ def main() -> int:
     """Run the attack and print its figures."""
     parser = argparse.ArgumentParser(prog="python -m ops.attack.two_leg_kills")
     parser.add_argument("--instants", type=int, default=50, help="of each victim")
+    parser.add_argument("--first", type=int, default=0, help="number of the first instant")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--victim", nargs="*", choices=VICTIMS, default=VICTIMS)
     arguments = parser.parse_args()
+    instants = range(arguments.first, arguments.first + arguments.instants)
     try:
-        outcomes = asyncio.run(
-            attack(arguments.instants, arguments.seed, tuple(arguments.victim), echo=True)
-        )
+        outcomes = asyncio.run(attack(instants, arguments.seed, tuple(arguments.victim), echo=True))
     except AttackFailed as failure:
         sys.stdout.write(f"failed: {failure}\n")
         return 1

@@ -1,6 +1,8 @@
 """Interactive time to first token with and without a backlog of batch items, over mock engines.
 
-    python -m ops.bench.batch [--rounds 4] [--requests 120]
+    python -m ops.bench.batch [--rounds 4] [--requests 120] [--write]
+
+`--write` writes ops/bench/batch.md.
 
 Rounds without and with a backlog take turns on one fleet of two cities, with the same interactive
 load, so that a machine that is busy with something else disturbs both alike. An engine runs SLOTS
@@ -11,7 +13,10 @@ its capacity is known, and the processors of this machine are not it.
 import argparse
 import asyncio
 import json
+import os
+import platform
 import time
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Final
 
@@ -149,12 +154,10 @@ def table(without: list[list[float]], beside: list[list[float]], rates: list[flo
     )
 
 
-async def run(rounds: int, requests: int) -> None:
-    """Measure, and print the table."""
+async def run(rounds: int, requests: int) -> str:
+    """Measure, and return the table."""
     async with a_fleet(comes_up=False) as fleet:
         fleet.settings["scheduler-a"] = {"batch_folder": str(fleet.folder / "batches")}
-        for router in ("router-ams", "router-sin"):
-            fleet.settings[router] = {"batch_requests_max": SLOTS}
         await fleet.up()
         options = {"ttft_ms": str(TTFT_MS), "itl_ms": str(ITL_MS), "sequences": str(SLOTS)}
         await fleet.deploy(replicas=REPLICAS, options=options)
@@ -172,7 +175,43 @@ async def run(rounds: int, requests: int) -> None:
                 after = await answered(client, batch_id)
                 rates.append((after - before) / (time.perf_counter() - began_s))
                 await end_backlog(client, batch_id)
-    print(table(without, beside, rates))
+    return table(without, beside, rates)
+
+
+def report(printed: str, rounds: int, requests: int, seconds: float) -> str:
+    """Return the page with the table: what was measured, and on what machine."""
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    arguments = f"--rounds {rounds} --requests {requests} --write"
+    lines = (
+        "# Batches beside interactive requests",
+        "",
+        f"`python -m ops.bench.batch {arguments}`",
+        "",
+        f"{rounds} rounds without and {rounds} with a backlog of {BACKLOG_ITEMS:,} items take"
+        " turns on one fleet of two cities.",
+        f"A round sends {requests} streams, {RATE_PER_S:g} a second. {REPLICAS} mock engines run"
+        f" {SLOTS} requests each: the first token",
+        f"after {TTFT_MS} ms, and {ITL_MS} ms for each further one, {TOKENS} tokens in all. They"
+        " serve first come, first served, as most",
+        "engines do, so the routers keep sequences free for clients"
+        " (`router/decide/batch_room.py`). Idle is what these engines",
+        "could answer beside the streams.",
+        "",
+        "Goals: a ratio of at most 1.05 at p99, and at least 90 % of the idle capacity.",
+        '"no backlog, 2nd / 1st half" compares rounds without a backlog with each other: it shows'
+        " what the machine alone",
+        "changes.",
+        "",
+        "```",
+        printed,
+        "```",
+        "",
+        f"{os.cpu_count()} processors, Python {platform.python_version()}, {seconds / 60:.0f}"
+        f" minutes; load average at the end {load}",
+        "(of 1, 5 and 15 minutes).",
+        "",
+    )
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -180,8 +219,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--write", action="store_true", help="write the table to batch.md")
     given = parser.parse_args()
-    asyncio.run(run(given.rounds, given.requests))
+    began_s = time.monotonic()
+    printed = asyncio.run(run(given.rounds, given.requests))
+    print(printed)
+    if given.write:
+        seconds = time.monotonic() - began_s
+        page = report(printed, given.rounds, given.requests, seconds)
+        Path(__file__).with_suffix(".md").write_text(page)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ def capability_table() -> str:
         ("prompts cached in units of", *(_tokens(one.cache_block_tokens) for one in engines)),
         ("cache salt of a tenant", *(salts.get(one.salt, one.salt) for one in engines)),
         ("orders its queue by priority", *(_yes(one.priority) for one in engines)),
+        ("preempts for a higher priority", *(_yes(one.preempts) for one in engines)),
         ("always calls a tool that is named", *(_yes(one.forces_named_tools) for one in engines)),
         ("refuses other models' names", *(_yes(one.checks_model_name) for one in engines)),
         ("refuses fields it does not know", *(_yes(one.refuses_unknown_fields) for one in engines)),

@@ -1,4 +1,9 @@
-"""Decides how many requests of batches may run: only what interactive requests leave free. Pure."""
+"""Decides how many requests of batches may run: only what interactive requests leave free. Pure.
+
+Rule 1: an engine that preempts runs a request of a client at once, in the place of an item. So
+items may take all of its sequences, and a few wait in its queue, for when a sequence ends.
+Rule 2: other engines keep some sequences free: a client's request begins there without waiting.
+"""
 
 from collections.abc import Sequence
 from typing import Final
@@ -10,39 +15,67 @@ The rest stays free for interactive requests."""
 QUEUE_FACTOR: Final = 2
 """Items are leased ahead of their turn, so that the next one begins when one ends."""
 
+SURPLUS_SHARE: Final = 0.125
+"""Items that wait in the queue of an engine that preempts, as a share of its sequences: the next
+one begins without a round trip to a router."""
 
-UNORDERED_MAX: Final = 4
-"""Items at once on a replica whose engine does not order its queue by priority: there a request of
-a client waits behind each of them."""
+SPARE_SHARE: Final = 0.0625
+"""The sequences of other engines that stay free, as a share; at least one. Items may use 90 % of
+what is idle (ops/bench/batch.md)."""
+
+UNKNOWN_ITEMS: Final = 4
+"""Items at once on a replica that has not said how many sequences its engine runs."""
 
 
 class ReplicaRoom:
-    """A replica: its limit of tokens in flight, and the tokens that are in flight there."""
+    """A replica: its limit of tokens in flight, and the tokens that are in flight there.
 
-    __slots__ = ("in_flight_tokens", "tokens_max")
+    Its engine runs `sequences_max` requests at once (0 if unknown); `requests` are there, of
+    clients and of batches.
+    """
 
-    def __init__(self, tokens_max: int, in_flight_tokens: int) -> None:
+    __slots__ = ("in_flight_tokens", "requests", "sequences_max", "tokens_max")
+
+    def __init__(
+        self, tokens_max: int, in_flight_tokens: int, sequences_max: int = 0, requests: int = 0
+    ) -> None:
         self.tokens_max = tokens_max
         self.in_flight_tokens = in_flight_tokens
+        self.sequences_max = sequences_max
+        self.requests = requests
 
 
-def per_replica_limit(items_max: int, *, yields: bool) -> int:
-    """Return how many items one replica takes: `items_max`, or less if they do not yield there.
-
-    Items yield where the engine lets requests of a higher priority pass.
-    """
-    return items_max if yields else min(items_max, UNORDERED_MAX)
+def free_places(replica: ReplicaRoom, *, preempts: bool) -> int:
+    """Return how many more items a replica takes, whose engine `preempts` or does not."""
+    sequences = replica.sequences_max
+    if preempts:
+        allowed = sequences + max(1, int(SURPLUS_SHARE * sequences))
+    else:
+        # An engine with a single sequence runs items while no client uses it.
+        allowed = max(1, sequences - max(1, int(SPARE_SHARE * sequences)))
+    return max(0, allowed - replica.requests)
 
 
 def requests_max(
-    replicas: Sequence[ReplicaRoom], running: int, item_tokens: int, per_replica_max: int
+    replicas: Sequence[ReplicaRoom],
+    running: int,
+    item_tokens: int,
+    *,
+    preempts: bool,
+    per_replica_max: int | None = None,
 ) -> int:
     """Return how many items of a deployment may run now, `running` of which do.
 
-    `item_tokens` is what an item is expected to take. A replica takes at most `per_replica_max`
-    items, and none beyond TOKENS_SHARE of its tokens.
+    `item_tokens` is what an item is expected to take. The limit follows from the engines' sequences
+    unless the operator sets one, `per_replica_max`. No item runs beyond TOKENS_SHARE of the tokens
+    of a replica.
     """
-    limit = per_replica_max * len(replicas)
+    if per_replica_max is not None:
+        limit = per_replica_max * len(replicas)
+    elif all(replica.sequences_max for replica in replicas):
+        limit = running + sum([free_places(replica, preempts=preempts) for replica in replicas])
+    else:
+        limit = UNKNOWN_ITEMS * len(replicas)
     free_tokens = sum(
         [
             max(0, int(TOKENS_SHARE * replica.tokens_max) - replica.in_flight_tokens)

@@ -1,8 +1,9 @@
 """The prefill replicas of a deployment: no request is sent to them, but nodes of their PoP may have
 prompts read there.
 
-The router names them in the order of their queues as it knows them; the node that gets the request
-asks for the current ones and decides. A prompt for a busy decode replica waits for one of them,
+The router names them in the order in which they would have read the prompt, by their queues and
+cached prefixes as it knows them. The node that gets the request asks for the current queues and
+decides. A prompt for a busy decode replica waits for one of them,
 which counts when the replicas are ranked.
 
 They answer requests themselves while no other replica of the deployment can: its node is lost, and
@@ -10,7 +11,7 @@ the scheduler has not replaced it yet. Engines that cannot do both (`needs_prefi
 """
 
 from collections.abc import Sequence, Set
-from typing import Final
+from typing import Final, NamedTuple
 
 from isochrone.wire.assignment import Role
 from isochrone.wire.headers import PEER_REPLICAS_MAX, PeerReplica
@@ -18,14 +19,23 @@ from isochrone.wire.ids import PopId, ReplicaId
 from isochrone.wire.routes import Route
 from router.decide.handoff import HANDOFF_MS_MIN
 from router.decide.latency import prefill_ms
+from router.decide.prefix_index import NO_KEYS, PrefixIndex, PrefixKeys, SentPrompt
 from router.decide.ranked_route import RankedRoute
 from router.decide.ranking import RankedRoutes
 from router.decide.replica_table import ReplicaTable, RoutingSnapshot
 from router.decide.route_query import RouteQuery
-from router.decide.tokens_in_flight import InFlightLedger
+from router.decide.tokens_in_flight import InFlightLedger, Reservation
 
 # Looked up once, because access to an enum member runs interpreted code.
 PREFILL: Final = Role.PREFILL
+
+
+class PrefillReading(NamedTuple):
+    """A prompt that a prefill replica reads for another one: its tokens and its blocks there."""
+
+    replica_id: ReplicaId
+    reservation: Reservation
+    prompt: SentPrompt | None
 
 
 class PrefillReplicas:
@@ -35,6 +45,8 @@ class PrefillReplicas:
         self._by_pop: dict[PopId, list[Route]] = {}
         self.table = ReplicaTable()
         """The prefill replicas by slot, to rank them."""
+        self._prefixes = PrefixIndex()
+        """The prompts that they have read, by slot."""
 
     @property
     def routes(self) -> list[Route]:
@@ -56,7 +68,7 @@ class PrefillReplicas:
         if not serving:
             # Their engines can do both: better than no answer.
             self._by_pop = {}
-        self.table.set_routes(self.routes)
+        self._prefixes.remove_slots(self.table.set_routes(self.routes))
         return serving if self._by_pop else routes
 
     def __bool__(self) -> bool:
@@ -74,6 +86,32 @@ class PrefillReplicas:
                 shortest, is_first = wait, False
         return shortest
 
+    def record_sent(
+        self, replica_id: ReplicaId, keys: PrefixKeys, now_s: float
+    ) -> SentPrompt | None:
+        """Note that a prefill replica reads a prompt, and caches it; None if there is none."""
+        slot = self.table.slots.get(replica_id, -1)
+        return self._prefixes.record_sent(slot, keys, now_s) if slot >= 0 and keys.keys else None
+
+    def undo_sent(self, replica_id: ReplicaId, sent: SentPrompt, keys: PrefixKeys) -> None:
+        """Note that a prefill replica did not read the prompt after all."""
+        if self.table.slots.get(replica_id, -1) == sent.slot:
+            self._prefixes.undo_sent(sent, keys)
+
+    def learn_cached_share(
+        self, replica_id: ReplicaId, sent: SentPrompt, share: float, now_s: float
+    ) -> None:
+        """Learn which share of a prompt a prefill replica had cached."""
+        if self.table.slots.get(replica_id, -1) == sent.slot:
+            sent.use.ended_at_s = now_s
+            self._prefixes.learn_cached_share(sent, share)
+
+    def record_evicted(self, replica_id: ReplicaId, used_before_s: float) -> None:
+        """Note that a replica's cache has nothing that was used last before this time."""
+        slot = self.table.slots.get(replica_id, -1)
+        if slot >= 0:
+            self._prefixes.record_evicted(slot, used_before_s)
+
     def candidates(
         self,
         target: RankedRoute,
@@ -82,10 +120,12 @@ class PrefillReplicas:
         excluded: Set[ReplicaId],
         now_s: float,
         needs_prefill: bool = False,
+        keys: PrefixKeys = NO_KEYS,
     ) -> list[PeerReplica]:
         """Return the target and the prefill replicas that could read its prompt; [] if none.
 
-        With `needs_prefill` the target cannot read the shortest one.
+        The one that would have read it first comes first; a cached prefix need not be read. With
+        `needs_prefill` the target cannot read the shortest prompt.
         """
         here = target.route
         if target.prefill_ms < HANDOFF_MS_MIN and not needs_prefill:
@@ -94,15 +134,18 @@ class PrefillReplicas:
             # It answers in place of a replica that generates, and reads the prompt, too.
             return []
         peers: list[tuple[float, PeerReplica]] = []
+        matches = self._prefixes.match(keys)
         for route in self._by_pop.get(here.pop, ()):
             if route.version != here.version or route.replica_id in excluded:
                 continue
             token_ms = prefill_ms(1, route.prefill_tokens_per_s)
             queued = _queued_tokens(ledger, route, now_s)
-            peers.append((queued * token_ms, _peer(route, prompt_tokens, token_ms)))
+            cached = matches.share_at(self.table.slots[route.replica_id])
+            uncached = max(1, round(prompt_tokens * (1 - cached)))
+            peers.append(((queued + uncached) * token_ms, _peer(route, uncached, token_ms)))
         if not peers:
             return []
-        peers.sort(key=_queue_ms)
+        peers.sort(key=_first)
         first = PeerReplica(
             here.replica_id,
             here.node_id,
@@ -143,16 +186,16 @@ def _queued_tokens(ledger: InFlightLedger, route: Route, now_s: float) -> float:
     return in_flight.prefill_tokens + in_flight.others_prefill_tokens
 
 
-def _queue_ms(candidate: tuple[float, PeerReplica]) -> float:
+def _first(candidate: tuple[float, PeerReplica]) -> float:
     return candidate[0]
 
 
-def _peer(route: Route, prompt_tokens: int, token_ms: float) -> PeerReplica:
+def _peer(route: Route, uncached_tokens: int, token_ms: float) -> PeerReplica:
     return PeerReplica(
         route.replica_id,
         route.node_id,
         route.address,
-        prompt_tokens,
-        round(prompt_tokens * token_ms),
+        uncached_tokens,
+        round(uncached_tokens * token_ms),
         max(1, round(1000 * token_ms)),
     )

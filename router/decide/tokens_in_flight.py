@@ -115,6 +115,10 @@ class ReplicaLoad:
         self.wake_ms = 0.0
         """How long a request would wait for the replica to wake, as it reported last."""
         self.others = OtherRoutersLoad()
+        self.sequences_max = 0
+        """How many requests the engine runs at once, as its node said last; 0 if unknown."""
+        self.others_requests = 0
+        """Requests of other routers there when its node was pinged last."""
         self.history: deque[OwnTokens] = deque(maxlen=HISTORY_MAX)
 
     @property
@@ -238,6 +242,12 @@ class InFlightLedger:
         if load.wake_ms != wake_ms:
             load.wake_ms = wake_ms
             self._on_change(replica_id)
+
+    def record_sequences(self, replica_id: ReplicaId, sequences_max: int, requests: int) -> None:
+        """Take the answer to a ping: the limit of sequences, and the requests of all routers."""
+        load = self._get_or_create(replica_id)
+        load.sequences_max = sequences_max
+        load.others_requests = max(0, requests - load.requests)
 
     def record_other_routers(
         self,

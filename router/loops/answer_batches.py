@@ -24,12 +24,11 @@ from isochrone.wire.batches import (
 )
 from isochrone.wire.engine_capabilities import capabilities_of
 from isochrone.wire.errors import ApiError
-from isochrone.wire.routes import DeploymentEntry
+from isochrone.wire.routes import DeploymentEntry, Route
 from router.batch_client import BatchClient
 from router.decide.batch_room import (
     QUEUE_FACTOR,
     ReplicaRoom,
-    per_replica_limit,
     requests_max,
 )
 from router.fleet_state import FleetState
@@ -76,9 +75,12 @@ class AnswerBatches:
         fleet: FleetState,
         answer: AnswerItem,
         is_busy: Callable[[], bool],
-        per_replica_max: int,
+        per_replica_max: int | None,
     ) -> None:
-        """`is_busy` says whether requests of clients wait for capacity."""
+        """`is_busy` says whether requests of clients wait for capacity.
+
+        Without `per_replica_max`, a replica's limit follows from its engine's sequences.
+        """
         self._client = client
         self._fleet = fleet
         self._answer = answer
@@ -90,7 +92,7 @@ class AnswerBatches:
     async def run_once(self) -> AnsweredCounts:
         """Send results, renew leases, lease more items and start what may run."""
         access = self._client.access
-        if not (access.token and access.has_batches and self._per_replica_max):
+        if not (access.token and access.has_batches) or self._per_replica_max == 0:
             return AnsweredCounts(0, 0)
         try:
             returned = await self._return_results()
@@ -161,18 +163,27 @@ class AnswerBatches:
         if self._is_busy():
             return 0
         work = self._work.get(entry.name)
-        now_s, in_flight = self._fleet.clock(), self._fleet.in_flight
+        now_s = self._fleet.clock()
         rooms = [
-            ReplicaRoom(
-                route.tokens_in_flight_max, in_flight.tokens_at(route.replica_id, now_s).tokens
-            )
-            for route in self._fleet.routing(entry.deployment_id).routes
+            self._room(route, now_s) for route in self._fleet.routing(entry.deployment_id).routes
         ]
         return requests_max(
             rooms,
             len(work.running) if work is not None else 0,
             work.item_tokens if work is not None else 2 * OUTPUT_TOKENS_ASSUMED,
-            per_replica_limit(self._per_replica_max, yields=capabilities_of(entry.engine).priority),
+            preempts=capabilities_of(entry.engine).preempts,
+            per_replica_max=self._per_replica_max,
+        )
+
+    def _room(self, route: Route, now_s: float) -> ReplicaRoom:
+        """Return what is in flight at a replica, and its limits."""
+        in_flight = self._fleet.in_flight
+        load = in_flight.load_of(route.replica_id)
+        return ReplicaRoom(
+            route.tokens_in_flight_max,
+            in_flight.tokens_at(route.replica_id, now_s).tokens,
+            load.sequences_max,
+            load.requests + load.others_requests,
         )
 
     def _start(self, name: str) -> None:

@@ -2,9 +2,9 @@
 
 The table in use is always whole: a delta is applied to the table it is based on, and a delta that
 does not fit asks for a snapshot. A refused table is quarantined and checked again, because the
-replicas it drops may really be ending; the entries that it adds are served at once. The last
-replicas of a deployment that an accepted table withdrew are still probed, and used while they
-answer.
+replicas it drops may really be ending; the entries that it adds are served at once. If an
+accepted table leaves a deployment without routes, the replicas that it had are still probed, and
+used while they serve.
 """
 
 import asyncio
@@ -97,10 +97,15 @@ class TableFollower:
         self._confirmed_at_s: float | None = None
         self._on_disk: RouteTable | None = None
         self._on_change: Callable[[], None] | None = None
+        self._on_withdrawn: Callable[[], None] | None = None
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """Call `callback` after every change of the table in use."""
         self._on_change = callback
+
+    def on_withdrawn(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when a table leaves a deployment without the routes that it had."""
+        self._on_withdrawn = callback
 
     def progress(self) -> Progress:
         """Return the cluster, generation and epoch of the table in use, for the scheduler."""
@@ -133,8 +138,8 @@ class TableFollower:
         return 0.0 if self._confirmed_at_s is None else now_s - self._confirmed_at_s
 
     def dropped(self) -> tuple[Route, ...]:
-        """Return the replicas to be probed one by one: dropped by the quarantined table, or by
-        one before that left their deployments without routes."""
+        """Return the replicas to be probed one by one: dropped by the quarantined table, or
+        withdrawn earlier from deployments that are without routes."""
         dropped = self.quarantined.refusal.dropped if self.quarantined else ()
         return (*dropped, *self._withdrawn.silent(self._clock()))
 
@@ -319,12 +324,15 @@ class TableFollower:
 
     def _serve(self, table: RouteTable, prepared: TableIndexes | None = None) -> None:
         """Serve a table, and the withdrawn replicas that serve again."""
-        self._withdrawn.adopt(self._fleet.directory.table, table, self._clock())
+        before = self._fleet.directory.table
+        has_lost_all = self._withdrawn.adopt(before, table, self._clock())
         self._accepted = table
         added = self._withdrawn.serving()
         served = with_routes(table, added) if added else table
         self._fleet.adopt(served, None if added else prepared)
         self._after_adoption(served)
+        if has_lost_all and self._on_withdrawn is not None:
+            self._on_withdrawn()
 
     def _drop_refused_again(self) -> None:
         """Serve no withdrawn replica any more that its node has disowned again."""

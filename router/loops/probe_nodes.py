@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Final, NamedTuple
 
 from isochrone.wire import headers
-from isochrone.wire.ids import NodeId
+from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.routes import Route
 from router.dataplane.exchange import AttemptFailed, NodeRequest, ResponseHead
 from router.dataplane.http1 import format_headers
@@ -128,8 +128,7 @@ class NodeProber:
             head = await self._get(node_id, address)
             if head is not None:
                 took_ms = 1000 * (perf_counter() - began)
-                loads = head.fields.get(_LOADS, b"").decode("latin-1")
-                self._probes.record_ping(node_id, took_ms, headers.parse_loads(loads))
+                self._probes.record_ping(node_id, took_ms, _loads_of(head))
                 self._answered_last.add(node_id)
                 return None
             self._upstream.close_idle(node_id)
@@ -146,7 +145,9 @@ class NodeProber:
         head = await self._get(route.node_id, route.address, replica_header)
         if head is not None:
             self._attempts.record_answer_head(route, None, head.refusal)
-            self._on_dropped_answer(route, head.refusal)
+            # A node refuses no ping for a replica that it is still loading: it lists no load of it.
+            is_loading = _LOADS in head.fields and route.replica_id not in _loads_of(head)
+            self._on_dropped_answer(route, head.refusal or ("loading" if is_loading else ""))
 
     async def _get(
         self, node_id: NodeId, address: str, extra_headers: dict[str, str] | None = None
@@ -162,3 +163,8 @@ class NodeProber:
             return None
         head = exchange.response_head()
         return None if head.status >= 500 else head
+
+
+def _loads_of(head: ResponseHead) -> Mapping[ReplicaId, headers.ReportedLoad]:
+    """Return the loads of the warm replicas that a pong lists."""
+    return headers.parse_loads(head.fields.get(_LOADS, b"").decode("latin-1"))

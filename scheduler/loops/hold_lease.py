@@ -3,7 +3,8 @@
 It also notices that the database has lost history under a running scheduler: a backup was restored,
 or a standby promoted that lacked the last transactions. The fleet refuses generations that it has
 seen already, and the store may lack replicas that run. So the counters are raised above what this
-process has handed out, and a new term begins, in which every node reports again.
+process has handed out, and a new term begins, in which every node reports again before routes are
+published.
 """
 
 import logging
@@ -133,6 +134,7 @@ class HoldLease:
             f"{newest.route_generation}: was a backup restored?"
         )
         log.error("the database has lost history", extra={"fields": {"reason": reason}})
+        self._leadership.note_lost_history()
         async with transaction(self._reserved) as connection:
             await raise_epoch_and_generation(
                 connection,

@@ -17,14 +17,14 @@ from scheduler.decide.membership import sealed_fields
 from scheduler.decide.placement import with_secret
 from scheduler.planner.client import PlannerClient
 from scheduler.state.assignment_outbox import AssignmentOutbox
+from scheduler.state.first_reports import FirstReports
 from scheduler.state.heartbeats import Heartbeats
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.peer_registry import PeerRegistry
 from scheduler.state.placement_status import PlacementStatus
 from scheduler.state.published_routes import PublishedRoutes
-from scheduler.store.nodes import read_node_ids
 from scheduler.store.plans import commit_plan
-from scheduler.store.pool import Pool, transaction, using
+from scheduler.store.pool import Pool, transaction
 
 log = logging.getLogger(__name__)
 
@@ -48,25 +48,24 @@ class PlaceReplicas:
         pool: Pool,
         planner: PlannerClient,
         authority: Authority,
-        hear_first_s: float,
         lease: LeaseState,
         peers: PeerRegistry,
         heartbeats: Heartbeats,
         assignments: AssignmentOutbox,
         routes: PublishedRoutes,
+        first_reports: FirstReports,
         status: PlacementStatus,
         nudge_place: Callable[[], None],
     ) -> None:
-        """A new term waits up to `hear_first_s` seconds for every node's first report."""
         self._pool = pool
         self._planner = planner
         self._authority = authority
-        self._hear_first_s = hear_first_s
         self._lease = lease
         self._peers = peers
         self._heartbeats = heartbeats
         self._assignments = assignments
         self._routes = routes
+        self._first_reports = first_reports
         self._status = status
         self._nudge_place = nudge_place
 
@@ -74,7 +73,7 @@ class PlaceReplicas:
         """Plan, commit, and send the nodes concerned their assignments."""
         if not self._lease.is_acting:
             return PlacementCounts()
-        if await self._lacks_first_reports():
+        if await self._first_reports.must_placement_wait(self._pool):
             return PlacementCounts(frozen="waiting for every node's first report")
         plan = await self._planner.plan(self._heartbeats.observed())
         self._show(plan)
@@ -93,15 +92,6 @@ class PlaceReplicas:
         return PlacementCounts(
             len(plan.starts), len(plan.endings), len(plan.unmet), committed=committed
         )
-
-    async def _lacks_first_reports(self) -> bool:
-        """Say whether to wait: a new term adopts what nodes report before it decides."""
-        if self._lease.acting_for_s >= self._hear_first_s:
-            return False
-        async with using(self._pool) as connection:
-            node_ids = await read_node_ids(connection)
-        reported = {peer.name for peer in self._peers.agents() if peer.has_reported}
-        return not reported.issuperset(node_ids)
 
     def _show(self, plan: PlacementPlan) -> None:
         if plan.frozen != self._status.frozen:

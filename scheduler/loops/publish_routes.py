@@ -4,6 +4,9 @@ After a node's report, that node alone is read and published at once. A replica 
 and going is published a little later each time (`flap_damping.py`). The whole fleet is read now and
 then, for changes without a report: nodes that fell silent, rates that drift.
 
+A term that began because the database had lost history first waits for the nodes' reports: the
+store may lack deployments whose replicas run. Routers use the table that they have meanwhile.
+
 A changed key is read and published alone. There may be a million keys, so all are read only when a
 term begins. After that a page of them is compared at a time, to find changes that were not
 announced.
@@ -28,6 +31,7 @@ from scheduler.decide.routing import (
     multi_node_hosts,
     replace_node_routes,
 )
+from scheduler.state.first_reports import FirstReports
 from scheduler.state.heartbeats import Heartbeats
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.peer_registry import PeerRegistry
@@ -79,6 +83,7 @@ class PublishRoutes:
         heartbeats: Heartbeats,
         routes: PublishedRoutes,
         reports: NodeReportCache,
+        first_reports: FirstReports,
     ) -> None:
         self._pool = pool
         self._interval_s = interval_s
@@ -88,6 +93,7 @@ class PublishRoutes:
         self._heartbeats = heartbeats
         self._routes = routes
         self._reports = reports
+        self._first_reports = first_reports
         self._fleet: ClusterState | None = None
         self._group_nodes: Set[NodeId] = frozenset()
         self._departures: DeparturesByReplica = {}
@@ -99,6 +105,8 @@ class PublishRoutes:
         if not self._lease.is_acting:
             return PublishCounts()
         if self._routes.table is None:
+            if await self._first_reports.must_routes_wait(self._pool):
+                return PublishCounts()
             # Keys that change while they are read are in the next turn.
             self._routes.keys = await read_all_keys(self._pool, self._routes.keys)
         changed, changed_keys = self._routes.take_changed(), frozenset[KeyId]()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from isochrone.service.connection_count import ConnectionCount
 from isochrone.wire.ids import ClusterId
 from scheduler.state.assignment_outbox import AssignmentOutbox
+from scheduler.state.first_reports import FirstReports
 from scheduler.state.heartbeats import Heartbeats, PulseBuffer
 from scheduler.state.key_use_exchange import KeyUseExchange
 from scheduler.state.leadership import Leadership
@@ -26,6 +27,7 @@ class SchedulerState:
         lease_ttl_s: float,
         admissions_per_s: float,
         lost_after_s: float,
+        hear_first_s: float,
         unregistered: ConnectionCount,
         intake: Pool,
         cluster_id: ClusterId,
@@ -42,6 +44,9 @@ class SchedulerState:
         self.routes = PublishedRoutes(nudge_publish)
         self.placement = PlacementStatus()
         self.admission = PeerAdmission(per_s=admissions_per_s, lease=self.lease, peers=self.peers)
+        self.first_reports = FirstReports(
+            lease=self.lease, peers=self.peers, hear_first_s=hear_first_s, lost_after_s=lost_after_s
+        )
         self.leadership = Leadership(
             lease=self.lease,
             peers=self.peers,
@@ -49,6 +54,7 @@ class SchedulerState:
             routes=self.routes,
             heartbeats=self.heartbeats,
             pulses=self.pulses,
+            first_reports=self.first_reports,
         )
         self.assignments = AssignmentOutbox(
             pool=intake,

@@ -8,7 +8,7 @@ from ops.attack.two_leg_kills import STREAMS, attack
 
 
 async def test_an_agent_killed_under_load_loses_no_token_and_leaks_none() -> None:
-    outcomes = await attack(1, 21, ("prefill agent", "decode agent"))
+    outcomes = await attack(range(1), 21, ("prefill agent", "decode agent"))
     (prefill,), (decode,) = outcomes["prefill agent"], outcomes["decode agent"]
     assert (prefill.whole, prefill.cut, prefill.none) == (STREAMS, 0, 0)
     assert decode.whole + decode.cut + decode.none == STREAMS

@@ -1,6 +1,6 @@
-"""A GPTQ checkpoint in the real vLLM on a CPU, beside the bf16 folder of the other tests.
+"""Checkpoints that the real vLLM loads on a CPU, beside the bf16 folder of the other tests.
 
-CI leaves it out, because the engine starts for 40 s: `pytest tests/engines` runs it.
+CI leaves these out, because each engine starts for 40 s: `pytest tests/engines` runs them.
 """
 
 import os
@@ -11,7 +11,7 @@ import pytest
 
 from nodeagent.drivers.driver import COMPLETIONS_PATH
 from tests.engines.conftest import a_chat_spec
-from tests.engines.gptq_model import write_gptq
+from tests.engines.quantised_model import CONFIGS, write_quantised
 from tests.engines.real_engines import (
     MODEL,
     VLLM_COMMANDS,
@@ -49,15 +49,16 @@ def reasoning(folder: Path) -> Path:
     return folder
 
 
-async def test_a_model_with_packed_weights_answers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", CONFIGS)
+async def test_a_model_with_packed_weights_answers(method: str, tmp_path: Path) -> None:
     """And its reasoning is apart from its answer, by the parser that the driver chose."""
-    folder = reasoning(write_gptq(MODEL, tmp_path / "gptq"))
+    folder = reasoning(write_quantised(MODEL, tmp_path / method, method))
     question = user("What is the capital of France?")
     async with running_engine(a_chat_spec("vllm"), folder, tmp_path / "engine") as engine:
         arguments = engine.record.command.arguments
         assert arguments[arguments.index("--reasoning-parser") + 1] == "qwen3"
         prompt = await ask(engine, path=COMPLETIONS_PATH, prompt="The capital of France is")
-        thought = await ask(engine, messages=question)
+        thought = await ask(engine, messages=question, min_tokens=4)
         kwargs = {"enable_thinking": False}
         direct = await ask(engine, messages=question, chat_template_kwargs=kwargs)
     assert "Paris" in prompt.text
@@ -66,3 +67,17 @@ async def test_a_model_with_packed_weights_answers(tmp_path: Path) -> None:
     assert not choice["message"]["content"], choice
     assert direct.status == 200, direct.body
     assert not direct.body["choices"][0]["message"]["reasoning"], direct.body
+
+
+async def test_a_model_without_a_chat_template_is_healthy(tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    for path in MODEL.iterdir():
+        if path.name != "chat_template.jinja":
+            (folder / path.name).symlink_to(path)
+    async with running_engine(a_chat_spec("vllm"), folder, tmp_path / "engine") as engine:
+        chat = await ask(engine, messages=user("Hello"))
+        assert chat.status == 400, chat.body
+        assert await engine.canary("chat"), engine.canary_problem
+        prompt = await ask(engine, path=COMPLETIONS_PATH, prompt="The capital of France is")
+    assert "Paris" in prompt.text

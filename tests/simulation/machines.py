@@ -357,11 +357,9 @@ class SimRouter:
         self.fleet, self.follower, self.link = fleet, follower, link
         persist = Loop("persist", follower.persist, 30.0)
         follower.on_change(persist.nudge)
-        for job in (
-            Loop("recheck", follower.recheck, RECHECK_INTERVAL_S),
-            persist,
-            Loop("probe", self._probe, PROBE_S),
-        ):
+        probe = Loop("probe", self._probe, PROBE_S)
+        follower.on_withdrawn(probe.nudge)
+        for job in (Loop("recheck", follower.recheck, RECHECK_INTERVAL_S), persist, probe):
             self.process.spawn(job.run())
         self.process.spawn(link.run())
 

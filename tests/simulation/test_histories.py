@@ -20,6 +20,7 @@ from router.decide.withdrawn_routes import WithdrawnRoutes
 from router.loops import follow_routes
 from scheduler.decide.membership import judge_liveness
 from scheduler.loops.hold_lease import HoldLease
+from scheduler.state.first_reports import FirstReports
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.peer_registry import PeerRegistry
 from tests.simulation import store_functions, store_lease, store_reads, store_reports
@@ -28,7 +29,7 @@ from tests.simulation.patches import replace_function, simulated
 from tests.simulation.store import SimStore
 
 HISTORIES: Final = 30
-PAST: Final = (1060, 1445, 5491, 5769)
+PAST: Final = (812, 958, 1060, 1155, 1445, 1672, 5491, 5769)
 """Seeds that have found a fault."""
 
 
@@ -150,10 +151,13 @@ def write_with_any_epoch(patch: pytest.MonkeyPatch) -> None:
 
 
 def accept_any_table(patch: pytest.MonkeyPatch) -> None:
+    _trust_the_first_table_after_a_loss(patch)
     patch.setattr(follow_routes, "check_table", lambda old, new, answering: None)
 
 
 def accept_tables_that_drop_everything(patch: pytest.MonkeyPatch) -> None:
+    _trust_the_first_table_after_a_loss(patch)
+
     def check(old: Any, new: Any, answering: Any) -> Any:
         refusal = check_table(old, new, answering)
         return refusal if refusal is not None and refusal.is_stale else None
@@ -191,7 +195,33 @@ def stop_what_is_not_assigned(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("nodeagent.loops.converge.reconcile", reconcile_by_absence)
 
 
+def remember_only_the_last_withdrawn(patch: pytest.MonkeyPatch) -> None:
+    adopt = WithdrawnRoutes.adopt
+
+    def adopt_and_forget(self: Any, old: Any, new: Any, now_s: float) -> bool:
+        has_lost_all = adopt(self, old, new, now_s)
+        for replica_id, route in list(self._routes.items()):
+            if route.deployment_id not in self._unrouted:
+                self._forget(replica_id)
+        return has_lost_all
+
+    patch.setattr(WithdrawnRoutes, "adopt", adopt_and_forget)
+
+
+def _trust_the_first_table_after_a_loss(patch: pytest.MonkeyPatch) -> None:
+    # Two later fixes guard the same: no table is published before nodes report, and a router asks
+    # withdrawn replicas at once.
+    publish_before_nodes_report(patch)
+    ask_no_withdrawn_replica(patch)
+
+
+def publish_before_nodes_report(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FirstReports, "note_lost_history", lambda self: None)
+
+
 def publish_whatever_is_stored(patch: pytest.MonkeyPatch) -> None:
+    _trust_the_first_table_after_a_loss(patch)
+
     async def number_above(connection: Any, epoch: Epoch, above: Generation) -> Generation:
         tables = await connection.write()
         tables.route_generation = max(tables.route_generation, above)
@@ -233,11 +263,15 @@ MUTATIONS: Final = (
              take_the_lease_of_a_server_just_started,
              ("restore", "crash_scheduler")),
     Mutation("a router accepts any table", accept_any_table,
-             ("restore",), seed=98),
+             ("restore",), seed=174),
     Mutation("a router accepts a table that drops everything", accept_tables_that_drop_everything,
-             ("restore",), seed=98),
+             ("restore",), seed=174),
     Mutation("routes are published from a database that lost some", publish_whatever_is_stored,
-             ("restore", "operate"), "has no route to"),
+             ("restore", "operate"), "has no route to", seed=15),
+    Mutation("the first table after a loss waits for no report", publish_before_nodes_report,
+             ("restore", "operate", "crash_peer", "cut_all"), "has no route to", seed=34),
+    Mutation("only the last withdrawn replicas are asked", remember_only_the_last_withdrawn,
+             ("break_engines", "crash_database", "lose_power"), "has no route to", seed=17),
     Mutation("a withdrawn replica is not asked again", ask_no_withdrawn_replica,
              ("kill_engine", "crash_database")),
     Mutation("a replica that is not assigned is stopped", stop_what_is_not_assigned,

@@ -13,7 +13,7 @@ from torch import Tensor
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.memory.memory_watch import available_bytes
-from nodeagent.engine.memory.parked_memory import ParkedMemory, drop_pages
+from nodeagent.engine.memory.parked_memory import ParkedMemory, drop_pages, use_small_pages
 
 FREE_COPIES_MIN: Final = 4
 """A copy is written only if the disk has space for this many: it is not worth a full disk."""
@@ -51,6 +51,7 @@ class ParkedModel:
             self._copy.drop()
             for pages in runner.kv_pages():
                 drop_pages(pages)
+                use_small_pages(pages)
         except OSError:
             return False
         self._runner = runner

@@ -19,7 +19,6 @@ from router.dataplane.http_messages import (
 )
 from router.inference_request import InferenceRequest
 
-LOWEST_PRIORITY: Final = b"0"
 RETRY_AFTER_S: Final = 5.0
 RETRY_AFTER_MAX_S: Final = 3600.0
 
@@ -92,7 +91,7 @@ class ItemAnswerer:
         """Return the result of an item. It raises nothing but CancelledError."""
         request = HttpRequest()
         request.method, request.path, request.body = b"POST", item.endpoint, item.body
-        request.headers = {headers.PRIORITY.encode(): LOWEST_PRIORITY}
+        request.headers = {headers.PRIORITY.encode(): headers.PRIORITY_LOWEST.encode()}
         request.arrived_s = self._clock()
         request.request_id, request.client_request_id = self._request_ids.next("")
         try:

@@ -80,8 +80,6 @@ PRIORITY: Final = headers.PRIORITY.encode()
 TTFT_MS: Final = headers.TTFT_MS.encode()
 API_KEY: Final = headers.API_KEY.encode()
 TRACEPARENT: Final = headers.TRACEPARENT.encode()
-LOWEST_PRIORITY: Final = "0"
-"""The priority of `service_tier: flex`."""
 
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 """W3C Trace Context, level 1. A header of another form is dropped, as it demands."""
@@ -348,7 +346,7 @@ def relayed_headers(request: HttpRequest, service_tier: str = "") -> str:
     """Return the header lines of the client's priority, trace and session. Raises ApiError 400."""
     lines, priority = "", request.header(PRIORITY)
     if not priority and service_tier == "flex":
-        priority = LOWEST_PRIORITY
+        priority = headers.PRIORITY_LOWEST
     if priority:
         if (
             not (priority.isascii() and priority.isdecimal())

@@ -582,6 +582,17 @@ async def test_a_prompt_counts_where_it_is_read(tmp_path: Path) -> None:
             response_headers, _ = await the_stream(bench, content=f"{reader} " * 300)
             assert response_headers["x-isochrone-why"].endswith(f" read-at={reader}")
         assert not fleet.in_flight.load_of(ReplicaId("unknown")).requests
+        # The one that has read the prompt comes first for the next that begins with it.
+        for reader in ("r-n3", "r-n2"):
+            target.read_by = [reader]
+            target.may_answer.set()
+            await the_stream(bench, content=f"of {reader} " * 300)
+        target.read_by = ["r-n3"]
+        target.may_answer.set()
+        await the_stream(bench, content="of r-n3 " * 300 + "more " * 300)
+        named = parse_peer_replicas(target.request_headers[-1]["x-isochrone-prefill-replicas"])
+        assert [replica.replica_id for replica in named[1:]] == ["r-n3", "r-n2"]
+        assert named[1].prefill_ms < 0.75 * named[2].prefill_ms
         await until_idle(bench)
         assert prefill_tokens() == [0, 0, 0]
         assert (first.requests, second.requests) == (0, 0)

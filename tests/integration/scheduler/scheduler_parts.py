@@ -52,6 +52,7 @@ class SchedulerParts:
             lease_ttl_s=lease_ttl_s,
             admissions_per_s=100.0,
             lost_after_s=self.limits.lost_after_s,
+            hear_first_s=10.0,
             unregistered=ConnectionCount(20, 20),
             intake=pool,
             cluster_id=cluster_id,
@@ -84,6 +85,7 @@ class SchedulerParts:
             heartbeats=self.state.heartbeats,
             routes=self.state.routes,
             reports=self.reports,
+            first_reports=self.state.first_reports,
         )
 
     def record_node_loss(self) -> RecordNodeLoss:

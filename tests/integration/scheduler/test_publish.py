@@ -1,15 +1,17 @@
 """Publishing route tables from a real store: the whole fleet, or one node after its report."""
 
 from time import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from isochrone.wire.admin import KeyBody, LimitsBody
+from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import KeyId, NodeId, TenantId
 from scheduler.decide.routing.flap_damping import HOLD_S
 from scheduler.loops import publish_routes
-from scheduler.loops.publish_routes import PublishRoutes
+from scheduler.loops.publish_routes import PublishCounts, PublishRoutes
 from scheduler.loops.sum_quotas import SumQuotas
 from scheduler.store import keys
 from scheduler.store.pool import Pool, transaction
@@ -273,3 +275,45 @@ async def test_a_key_is_published_when_its_quota_is_spent(pool: Pool) -> None:
     # Published once: the third use changes nothing.
     assert [is_spent for is_spent, _ in published] == [False, True, True]
     assert published[1][1] == published[2][1] == published[0][1] + 1
+
+
+async def test_after_lost_history_routes_wait_for_known_nodes(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store may lack deployments whose replicas run; routers use the table that they have."""
+    scheduler, publish = await a_publisher(pool)
+    hold_lease, state = scheduler.hold_lease, scheduler.state
+    await hold_lease.run_once()
+    await publish.run_once()
+    first = state.lease.epoch
+    await restore_counters(pool)
+    await hold_lease.run_once()
+    assert (state.lease.epoch > first, state.routes.table) == (True, None)
+    assert await publish.run_once() == PublishCounts()
+    reported_agent = SimpleNamespace(name="n1", role=PeerRole.AGENT, has_reported=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(state.peers, "agents", lambda: [reported_agent])
+        published = await publish.run_once()
+    assert (published.nodes, state.routes.table is None) == (-1, False)
+
+
+async def test_after_lost_history_routes_do_not_wait_for_lost_nodes(pool: Pool) -> None:
+    scheduler, publish = await a_publisher(pool)
+    hold_lease = scheduler.hold_lease
+    await hold_lease.run_once()
+    await restore_counters(pool)
+    await hold_lease.run_once()
+    scheduler.clock.now_s += scheduler.limits.lost_after_s
+    await hold_lease.run_once()
+    assert (await publish.run_once()).nodes == -1
+
+
+async def test_after_an_ordinary_takeover_routes_do_not_wait(pool: Pool) -> None:
+    _, publish = await a_publisher(pool)
+    assert (await publish.run_once()).nodes == -1
+
+
+async def restore_counters(pool: Pool) -> None:
+    """Set the counters back, as a restored backup does."""
+    async with transaction(pool) as connection:
+        await connection.execute("UPDATE cluster SET generation = 1, route_generation = 1")

@@ -11,7 +11,7 @@ from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core import parked_model
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.core.parked_model import ParkedModel
-from nodeagent.engine.kernels.huge_pages import PAGE_BYTES, HugePageArena
+from nodeagent.engine.kernels.huge_pages import PAGE_BYTES, HugePageArena, huge_page_bytes
 from nodeagent.engine.memory.parked_memory import ParkedMemory
 from tests.unit.engine.tiny import llama
 
@@ -68,6 +68,35 @@ def test_a_parked_model_drops_its_kv_and_is_the_same_one_after(tmp_path: Path) -
     assert parked.restore() is runner
     assert torch.equal(weights, before)
     assert parked.restore() is None
+
+
+def huge_page_kib(memory: torch.Tensor) -> int:
+    """Return how much of the mapping in which `memory` begins is on huge pages."""
+    is_in = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        first, dash, last = name.partition("-")
+        if dash and not name.endswith(":"):
+            is_in = int(first, 16) <= memory.data_ptr() < int(last, 16)
+        elif is_in and name == "AnonHugePages:":
+            return int(rest.split()[0])
+    raise AssertionError("the memory is not mapped")
+
+
+def test_kv_is_on_small_pages_after_a_sleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt touches a little of each layer's, and a huge page is zeroed when first touched."""
+    arena, runner = HugePageArena(), a_runner()
+    filled(arena, (1000,))
+    kv = huge_page_bytes(4 * PAGE_BYTES)
+    kv[0] = 1
+    monkeypatch.setattr(runner, "kv_pages", lambda: [kv])
+    parked = ParkedModel(arena.regions, tmp_path)
+    assert parked.park(runner)
+    assert parked.restore() is runner
+    kv[0] = 1
+    assert huge_page_kib(kv) == 0
 
 
 def test_a_model_is_left_alone_where_no_copy_can_be_made(

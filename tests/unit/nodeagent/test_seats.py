@@ -55,6 +55,18 @@ def test_within_a_tenant_the_one_that_is_due_first_has_the_next_seat() -> None:
     assert seats.release(none, 0.0) == [other]
 
 
+def test_items_of_batches_wait_until_no_other_request_waits() -> None:
+    seats = Seats(1)
+    first = ask(seats, "a")
+    item = seats.request("idle", ttft_objective(0.0, 100), 0.0, yields=True)
+    late, later = ask(seats, "a", 9_000), ask(seats, "a", 9_500)
+    own_item = seats.request("a", ttft_objective(0.0, 100), 0.0, yields=True)
+    assert seats.release(first, 0.0) == [late]
+    assert seats.release(late, 0.0) == [later]
+    assert seats.release(later, 0.0) == [item]
+    assert seats.release(item, 0.0) == [own_item]
+
+
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.one_of(st.none(), st.integers(0, 20_000)), st.booleans()),

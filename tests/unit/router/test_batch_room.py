@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.decide.batch_room import ReplicaRoom, per_replica_limit, requests_max
+from router.decide.batch_room import ReplicaRoom, requests_max
 
 
 @pytest.mark.parametrize(
@@ -17,16 +17,44 @@ from router.decide.batch_room import ReplicaRoom, per_replica_limit, requests_ma
         ([10_000], 0, 0),
     ],
 )
-def test_how_many_items_may_run(in_flight: list[int], running: int, expected: int) -> None:
+def test_items_leave_tokens_free(in_flight: list[int], running: int, expected: int) -> None:
     rooms = [ReplicaRoom(10_000, tokens) for tokens in in_flight]
-    assert requests_max(rooms, running, 1_000, 4) == expected
+    assert requests_max(rooms, running, 1_000, preempts=True) == expected
+    assert requests_max(rooms, running, 1_000, preempts=False, per_replica_max=4) == expected
 
 
 def test_without_a_replica_nothing_runs() -> None:
-    assert requests_max([], 0, 1_000, 4) == 0
-    assert requests_max([ReplicaRoom(10_000, 0)], 0, 0, 4) == 4
+    assert requests_max([], 0, 1_000, preempts=True) == 0
+    assert requests_max([ReplicaRoom(10_000, 0)], 0, 0, preempts=True) == 4
 
 
-def test_items_that_do_not_yield_are_few() -> None:
-    assert [per_replica_limit(most, yields=True) for most in (0, 2, 64)] == [0, 2, 64]
-    assert [per_replica_limit(most, yields=False) for most in (0, 2, 64)] == [0, 2, 4]
+@pytest.mark.parametrize(
+    ("sequences", "requests", "running", "preempting", "others"),
+    [
+        (16, 0, 0, 18, 15),
+        (16, 10, 6, 14, 11),
+        (16, 15, 15, 18, 15),
+        (16, 18, 12, 12, 12),
+        (16, 40, 0, 0, 0),
+        (64, 0, 0, 72, 60),
+        (1, 0, 0, 2, 1),
+        (1, 1, 0, 1, 0),
+    ],
+)
+def test_items_take_the_sequences_that_are_free(
+    sequences: int, requests: int, running: int, preempting: int, others: int
+) -> None:
+    rooms = [ReplicaRoom(1_000_000, 0, sequences, requests)]
+    assert requests_max(rooms, running, 10, preempts=True) == preempting
+    assert requests_max(rooms, running, 10, preempts=False) == others
+
+
+def test_a_busy_replica_takes_nothing_from_another_one() -> None:
+    rooms = [ReplicaRoom(1_000_000, 0, 16, 30), ReplicaRoom(1_000_000, 0, 16, 5)]
+    assert requests_max(rooms, 3, 10, preempts=False) == 13
+
+
+def test_an_operators_limit_replaces_that_of_the_sequences() -> None:
+    rooms = [ReplicaRoom(1_000_000, 0, 16, 30)] * 2
+    assert requests_max(rooms, 0, 10, preempts=False, per_replica_max=3) == 6
+    assert requests_max(rooms, 0, 10, preempts=True, per_replica_max=0) == 0

@@ -23,7 +23,7 @@ from isochrone.wire.routes import DeploymentEntry, Route, RouteTable, SnapshotWa
 from isochrone.wire.table_parts import read_table, split_table
 from router.decide.limits import KeyLimiter
 from router.decide.table_acceptance import EMPTY_TABLE_HELD_S, SILENCE_COUNTS_AFTER_S
-from router.decide.withdrawn_routes import WITHDRAWN_S
+from router.decide.withdrawn_routes import WITHDRAWN_MAX, WITHDRAWN_S, WithdrawnRoutes
 from router.fleet_state import FleetState
 from router.loops.follow_routes import PERSIST_SHARE, TableFollower
 from router.metrics import Metrics
@@ -180,6 +180,56 @@ async def test_a_withdrawn_replica_is_served_when_its_node_serves_it_again(bench
     assert bench.served() == "a"
     await bench.offer("b", 4)
     assert (bench.served(), is_asked(bench)) == ("b", "")
+
+
+async def test_a_replica_withdrawn_while_another_had_a_route_is_asked_once_none_has(
+    bench: Bench,
+) -> None:
+    asked: list[str] = []
+    bench.follower.on_withdrawn(lambda: asked.append(is_asked(bench)))
+    await bench.offer("ab", 1)
+    bench.probe("ab", disowned="b")
+    await bench.offer("a", 2)
+    # A node is not asked for a replica that no request needs.
+    assert (bench.served(), is_asked(bench), asked) == ("a", "", [])
+    bench.probe("", disowned="a")
+    await bench.offer("", 3)
+    assert (bench.served(), asked) == ("", ["ab"])
+    bench.follower.record_answer(a_route("b"), "")
+    assert bench.served() == "b"
+    # One that has a route again is asked afresh when it is needed.
+    await bench.offer("a", 4)
+    assert (bench.served(), is_asked(bench)) == ("a", "")
+    bench.probe("", disowned="a")
+    await bench.offer("", 5)
+    assert (bench.served(), asked) == ("", ["ab", "ab"])
+
+
+async def test_a_table_on_disk_has_no_replica_withdrawn_from_a_routed_deployment(
+    bench: Bench,
+) -> None:
+    await bench.offer("ab", 1)
+    bench.probe("ab", disowned="b")
+    await bench.offer("a", 2)
+    await bench.follower.persist()
+    stored = bench.written[-1]
+    assert ([route.replica_id for route in stored.routes], stored.generation) == (["a"], 2)
+
+
+def test_a_limited_number_of_withdrawn_replicas_is_remembered() -> None:
+    """Those of deployments without a route stay, and of these the ones that serve."""
+    withdrawn = WithdrawnRoutes()
+    names = [chr(0x4E00 + number) for number in range(WITHDRAWN_MAX + 10)]
+    many, one = a_table("".join(names), 1), a_table(names[0], 2)
+    assert not withdrawn.adopt(many, one, 0.0)
+    assert withdrawn.adopt(one, a_table("", 3), 1.0)
+    asked = [route.replica_id for route in withdrawn.silent(2.0)]
+    assert len(asked) == WITHDRAWN_MAX
+    assert withdrawn.record_answer(asked[-1], serves=True)
+    more = "".join(chr(0x6E00 + number) for number in range(20))
+    withdrawn.adopt(a_table(more, 4), a_table("", 5), 3.0)
+    assert [route.replica_id for route in withdrawn.serving()] == [asked[-1]]
+    assert len(withdrawn.silent(4.0)) == WITHDRAWN_MAX - 1
 
 
 async def test_a_withdrawn_replica_that_is_disowned_again_is_not_served(bench: Bench) -> None:

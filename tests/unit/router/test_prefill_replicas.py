@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from isochrone.wire.assignment import Role
+from isochrone.wire.headers import ReportedLoad
 from isochrone.wire.ids import (
     ClusterId,
     DeploymentId,
@@ -18,9 +19,11 @@ from isochrone.wire.ids import (
 from isochrone.wire.routes import DeploymentEntry, Route, RouteTable
 from router.decide.deployment_routing import DeploymentRouting
 from router.decide.prefill_replicas import PrefillReplicas, has_lost_all, without_slots
+from router.decide.prefix_index import prefix_keys
 from router.decide.ranked_route import RankedRoute
 from router.decide.ranking import RouteQuery, rank
 from router.decide.tokens_in_flight import InFlightLedger
+from router.feedback import AttemptFeedback
 from router.fleet_state import FleetState
 
 
@@ -166,3 +169,87 @@ def test_prefill_replicas_answer_only_while_every_other_one_is_lost() -> None:
     # The one that answers also reads the prompt.
     readers = fleet.routing(DeploymentId("d")).prefill_replicas
     assert names(readers, instead[0]) == []
+
+
+def a_prefill_pair() -> FleetState:
+    """Return a PoP with a decode replica and two that read prompts, 1000 tokens/s each."""
+    fleet = FleetState(PopId("ams"), lambda: 1.0)
+    routes = (a_route("d1", Role.DECODE), a_route("p1"), a_route("p2"))
+    entry = DeploymentEntry(
+        deployment_id=DeploymentId("d"), name="d", model_id=ModelId("m"), context_tokens=8192
+    )
+    fleet.adopt(
+        RouteTable(
+            cluster_id=ClusterId("c"),
+            generation=Generation(1),
+            epoch=Epoch(1),
+            deployments=(entry,),
+            routes=routes,
+        )
+    )
+    return fleet
+
+
+def reading_ms(fleet: FleetState, prompt: bytes) -> dict[str, int]:
+    """Return how long each prefill replica is told to take for a prompt, the first one first."""
+    peers = fleet.routing(DeploymentId("d")).prefill_replicas.candidates(
+        ranked(a_route("d1", Role.DECODE)),
+        1000,
+        fleet.in_flight,
+        frozenset(),
+        1.0,
+        keys=prefix_keys(prompt, 1),
+    )
+    return {str(peer.replica_id): peer.prefill_ms for peer in peers[1:]}
+
+
+def test_the_prefill_replica_that_has_the_prefix_comes_first_unless_its_queue_is_longer() -> None:
+    fleet = a_prefill_pair()
+    feedback, deployment_id = AttemptFeedback(fleet), DeploymentId("d")
+    prompt = b"a" * 4096
+    keys = prefix_keys(prompt, 1)
+    assert reading_ms(fleet, prompt) == {"p1": 1000, "p2": 1000}
+    reading = feedback.begin_prefill(deployment_id, ReplicaId("p2"), 1000, keys)
+    assert reading is not None
+    assert fleet.in_flight.load_of(ReplicaId("p2")).prefill_tokens == 1000
+    reading.reservation.release()
+    feedback.learn_prefill(deployment_id, reading, 1000, 0, keys)
+    # The next turn of the conversation: half of it is cached, and only the rest is counted.
+    longer = prompt + b"b" * 4096
+    assert list(reading_ms(fleet, longer).items()) == [("p2", 500), ("p1", 1000)]
+    second = feedback.begin_prefill(deployment_id, ReplicaId("p2"), 1000, prefix_keys(longer, 1))
+    assert second is not None
+    assert fleet.in_flight.load_of(ReplicaId("p2")).prefill_tokens == 500
+    waiting = fleet.in_flight.reserve(ReplicaId("p2"), prefill=600, decode=0)
+    assert list(reading_ms(fleet, longer)) == ["p1", "p2"]
+    waiting.release()
+    # It did not read the second half after all.
+    feedback.undo_prefill(deployment_id, second, prefix_keys(longer, 1))
+    assert list(reading_ms(fleet, longer).items()) == [("p2", 500), ("p1", 1000)]
+
+
+def test_what_a_prefill_replica_has_evicted_no_longer_counts() -> None:
+    fleet = a_prefill_pair()
+    feedback, prompt = AttemptFeedback(fleet), b"a" * 4096
+    keys = prefix_keys(prompt, 1)
+    reading = feedback.begin_prefill(DeploymentId("d"), ReplicaId("p2"), 1000, keys)
+    assert reading is not None
+    feedback.learn_prefill(DeploymentId("d"), reading, 1000, 0, keys)
+    reading.reservation.release()
+    assert list(reading_ms(fleet, prompt)) == ["p2", "p1"]
+    load = ReportedLoad(0, 0, 0, 0, cache_age_ms=1000)
+    fleet.record_load(a_route("p2"), load, 3.0)
+    assert reading_ms(fleet, prompt) == {"p1": 1000, "p2": 1000}
+    assert feedback.begin_prefill(DeploymentId("d"), ReplicaId("gone"), 1000, keys) is None
+
+
+def test_prompts_read_by_prefill_replicas_are_shared_between_the_processes_of_a_router() -> None:
+    here, other = a_prefill_pair(), a_prefill_pair()
+    here.prompt_outbox.is_open = True
+    feedback, prompt = AttemptFeedback(here), b"a" * 4096
+    keys = prefix_keys(prompt, 1)
+    reading = feedback.begin_prefill(DeploymentId("d"), ReplicaId("p2"), 1000, keys)
+    assert reading is not None
+    feedback.learn_prefill(DeploymentId("d"), reading, 1000, 0, keys)
+    other.learn_prompts(here.prompt_outbox.take())
+    assert list(reading_ms(other, prompt)) == ["p2", "p1"]

@@ -2,11 +2,14 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from types import SimpleNamespace
 from typing import Any, cast
 
+from isochrone.wire import headers
 from isochrone.wire.ids import NodeId, PopId
-from router.dataplane.exchange import AttemptFailed
+from isochrone.wire.routes import Route
+from router.dataplane.exchange import AttemptFailed, ResponseHead
 from router.decide.attempt import FailureCause
 from router.fleet_state import FleetState
 from router.loops.probe_nodes import CONCURRENT_MAX, NodeProber, ProbeCounts
@@ -53,20 +56,51 @@ class SilentNodes:
             self.turns += 1
 
 
-async def probe(nodes: SilentNodes, dropped: str = "") -> ProbeCounts:
+class NodesThatList:
+    """Connections to nodes that answer with the loads of `warm` replicas; "" is no header."""
+
+    def __init__(self, warm: str) -> None:
+        self._fields = {headers.LOADS.encode(): warm.encode()} if warm else {}
+
+    def clock(self) -> float:
+        return 100.0
+
+    async def fetch(self, *arguments: object) -> Any:
+        head = ResponseHead(204, self._fields)
+        return SimpleNamespace(response_head=lambda: head)
+
+
+async def answers_of(nodes: NodesThatList, names: str) -> dict[str, str]:
+    """Return what nodes answer for dropped replicas."""
     fleet = FleetState(PopId("ams"), nodes.clock, "boot")
-    fleet.adopt(a_table(NODES, 1))
-    prober = NodeProber(
+    answers: dict[str, str] = {}
+    prober = a_prober(
+        fleet, nodes, names, lambda route, refusal: answers.update({route.replica_id: refusal})
+    )
+    await prober.run_once()
+    return answers
+
+
+def a_prober(
+    fleet: FleetState, nodes: object, dropped: str, on_answer: Callable[[Route, str], None]
+) -> NodeProber:
+    return NodeProber(
         fleet=fleet,
         upstream=cast(Any, nodes),
         metrics=Metrics(),
         dropped=lambda: [a_route(name) for name in dropped],
-        on_dropped_answer=lambda route, refusal: None,
+        on_dropped_answer=on_answer,
         on_node_lost=lambda node_id, since_s: None,
         timeout_s=1.0,
         interval_s=2.0,
         unanswered=lambda: fleet.directory.nodes,
     )
+
+
+async def probe(nodes: SilentNodes, dropped: str = "") -> ProbeCounts:
+    fleet = FleetState(PopId("ams"), nodes.clock, "boot")
+    fleet.adopt(a_table(NODES, 1))
+    prober = a_prober(fleet, nodes, dropped, lambda route, refusal: None)
     turns = asyncio.create_task(nodes.count_turns())
     counts = await prober.run_once()
     turns.cancel()
@@ -86,3 +120,9 @@ async def test_pings_that_fail_at_once_leave_turns_to_requests() -> None:
     assert await probe(nodes) == ProbeCounts(answered=0, silent=1000)
     most_in_a_turn = max(Counter(nodes.turns_at).values())
     assert most_in_a_turn <= 3 * CONCURRENT_MAX
+
+
+async def test_a_withdrawn_replica_serves_once_its_node_lists_its_load() -> None:
+    assert await answers_of(NodesThatList("b p=0;d=0;r=0;w=0"), "ab") == {"a": "loading", "b": ""}
+    # A node that lists no loads has said all by not refusing.
+    assert await answers_of(NodesThatList(""), "a") == {"a": ""}

@@ -41,6 +41,20 @@ def test_a_ping_reports_the_load_of_a_replica_without_requests() -> None:
     assert wait_ms[OLD] > wait_ms[NEW] + 2000
 
 
+def test_a_ping_reports_the_sequences_of_an_engine_and_requests_of_other_routers() -> None:
+    bench = Bench()
+    held = bench.attempts.reserve(a_route(OLD), prefill=400, decode=10)
+    load = ReportedLoad(3000, 10, 5, 0, 2500, sequences_max=16)
+    bench.probes.record_ping(NodeId(f"n-{OLD}"), RTT_MS, {OLD: load})
+    found = bench.fleet.in_flight.load_of(OLD)
+    assert (found.sequences_max, found.requests, found.others_requests) == (16, 1, 4)
+    held.release(bench.now_s)
+    # What an answer says of the load leaves them as they are.
+    bench.attempts.record_answer_head(a_route(OLD), ReportedLoad(0, 0, 4, 0, 0))
+    found = bench.fleet.in_flight.load_of(OLD)
+    assert (found.sequences_max, found.requests, found.others_requests) == (16, 0, 4)
+
+
 def test_the_load_in_a_refusal_is_not_taken_for_our_own() -> None:
     bench = Bench()
     held = bench.attempts.reserve(a_route(OLD), prefill=400, decode=10)
