@@ -96,7 +96,7 @@ class Perturbation:
         fill(draft, only=others)
         for _ in range(DISPLACEMENTS_MAX):
             draft.blocked.clear()
-            fill(draft)
+            fill(draft, only=[state])
             if not self._displace_elsewhere(state, site):
                 break
         draft.blocked.clear()
