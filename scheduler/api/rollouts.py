@@ -5,15 +5,18 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire.engine_capabilities import sleep_problem
+from isochrone.wire.engine_capabilities import sleep_problem, with_transfer
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
+from isochrone.wire.model import UNIFIED_ROLES, PlacementPolicy
 from isochrone.wire.rollout import RolloutBody, RolloutSpec, RolloutView
 from scheduler.api.deployments import (
     engine_problem,
+    pair_problem,
     require_deployment,
     require_same_kind,
     require_served_model,
+    roles_problem,
 )
 from scheduler.api.endpoint import AdminRequest, Endpoint, Page, require_found
 from scheduler.decide.rollout import (
@@ -35,9 +38,12 @@ async def create_rollout(request: AdminRequest) -> RolloutView:
     body: RolloutBody = request.body
     await deployments.lock_deployment(request.connection, name)
     deployment = await require_deployment(request)
+    engine = body.engine or deployment.engine
+    if deployment.policy.roles != UNIFIED_ROLES:
+        engine = with_transfer(engine)
     spec = RolloutSpec(
         model_id=ModelId(body.model_id or deployment.model_id),
-        engine=body.engine or deployment.engine,
+        engine=engine,
         steps=body.steps,
         bounds=body.bounds,
     )
@@ -46,7 +52,7 @@ async def create_rollout(request: AdminRequest) -> RolloutView:
         raise ApiError(ErrorCode.NOT_FOUND, reason, param="model_id")
     await require_same_kind(request, deployment, spec.model_id)
     await require_served_model(request, spec.model_id, spec.engine)
-    problem = await _problem(request, spec)
+    problem = await _problem(request, spec, deployment.policy)
     if not problem and deployment.policy.overcommit > 1:
         problem = sleep_problem(spec.engine)
     if (spec.model_id, spec.engine) == (deployment.model_id, deployment.engine):
@@ -134,15 +140,16 @@ async def _apply(request: AdminRequest, event: RolloutEvent) -> RolloutView:
     return await _view(request, new)
 
 
-async def _problem(request: AdminRequest, spec: RolloutSpec) -> str:
+async def _problem(request: AdminRequest, spec: RolloutSpec, policy: PlacementPolicy) -> str:
     problem = engine_problem(spec.engine)
     if problem is not None:
         return problem.reason
-    known = {pop.pop for pop in await read_pops(request.connection)}
-    unknown = {pop for step in spec.steps for pop in step.pops} - known
+    pops = await read_pops(request.connection)
+    unknown = {pop for step in spec.steps for pop in step.pops} - {pop.pop for pop in pops}
     if unknown:
         return f"there is no PoP {', '.join(sorted(unknown))}"
-    return steps_problem(spec.steps)
+    reason = roles_problem(spec.engine, policy) or pair_problem(spec.engine, policy, pops)
+    return reason or steps_problem(spec.steps)
 
 
 async def _require_rollout(request: AdminRequest) -> Rollout:

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from isochrone.wire.ids import DeploymentId, PopId, ReplicaId
-from isochrone.wire.model import Deployment, PlacementPolicy
+from isochrone.wire.model import AUTO_ROLES, UNIFIED_ROLES, Deployment, PlacementPolicy
 from isochrone.wire.report import ReplicaState
 from scheduler.decide.cluster import (
     ClusterState,
@@ -104,7 +104,8 @@ def _new_version(deployment: Deployment, rollout: Rollout, cluster: ClusterState
         and placement.node_id in nodes
     }
     pops = warm_pops & set(step.pops) or warm_pops
-    replicas_min = max(1, ceil(step.share * policy.replicas_min))
+    fewest = min(_fewest_replicas(policy), policy.replicas_max)
+    replicas_min = max(fewest, ceil(step.share * policy.replicas_min))
     return msgspec.structs.replace(
         deployment,
         deployment_id=_marked(deployment.deployment_id, rollout.to_version),
@@ -120,6 +121,15 @@ def _new_version(deployment: Deployment, rollout: Rollout, cluster: ClusterState
             deny=_denied(policy, pops, cluster),
         ),
     )
+
+
+def _fewest_replicas(policy: PlacementPolicy) -> int:
+    """Return how many replicas a version needs, to be compared with the other one.
+
+    With a ratio of roles it needs one of each: a lone replica is slower than a pair, and an engine
+    that keeps its role does not answer without the other.
+    """
+    return 2 if policy.roles not in (UNIFIED_ROLES, AUTO_ROLES) else 1
 
 
 def _denied(policy: PlacementPolicy, pops: set[PopId], cluster: ClusterState) -> tuple[str, ...]:

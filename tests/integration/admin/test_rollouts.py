@@ -84,6 +84,42 @@ async def test_an_invalid_rollout_is_refused_with_the_reason(admin: Admin) -> No
         assert words in refused.body["error"]["message"]
 
 
+async def test_the_new_version_of_a_deployment_with_roles_is_checked_and_sends_kv(
+    admin: Admin,
+) -> None:
+    await admin.pop()
+    files = [
+        ArtifactFile(path=path, size_bytes=1, sha256="a" * 64)
+        for path in ("config.json", "m.safetensors")
+    ]
+    artifact = {
+        "source": "file:/nowhere",
+        "files": msgspec.to_builtins(files),
+        "digest": manifest_digest(files),
+    }
+    assert (await admin.ask("PUT", "/v1/models/m", {**MODEL, "artifact": artifact})).status == 200
+    body = {
+        "deployment_id": "d",
+        "model_id": "m",
+        "engine": {"driver": "vllm"},
+        "policy": {"roles": "prefill=1,decode=1"},
+    }
+    assert (await admin.ask("POST", "/v1/deployments", body)).status == 201
+    for engine, words in (
+        ({"driver": "mock"}, "need an engine that sends the KV"),
+        ({"driver": "sglang"}, "need both in each PoP at all times"),
+        ({"driver": "vllm"}, "already deployed"),
+        ({"driver": "vllm", "options": {"kv_connector": "pigeon"}}, "'pigeon' is unknown"),
+    ):
+        refused = await begin(admin, engine=engine)
+        assert refused.status == 400, engine
+        assert words in refused.body["error"]["message"]
+    made = await begin(admin, engine={"driver": "vllm", "options": {"max_num_seqs": "8"}})
+    assert made.status == 201
+    options = made.body["spec"]["engine"]["options"]
+    assert options == {"max_num_seqs": "8", "kv_connector": "nixl"}
+
+
 async def test_other_files_of_a_model_make_a_new_version_of_its_deployments(
     admin: Admin,
 ) -> None:

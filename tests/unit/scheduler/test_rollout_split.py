@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, Epoch, Generation, ModelId, NodeId, PopId
 from isochrone.wire.key_table import KeyTable
 from isochrone.wire.model import EngineSettings
@@ -66,6 +67,29 @@ def test_with_both_versions_warm_the_plan_is_stable() -> None:
     plan = plan_fleet(cluster)
     assert not plan.starts
     assert not plan.endings
+
+
+def test_a_new_version_with_roles_has_a_replica_of_each_at_the_smallest_share() -> None:
+    for driver, generates in (("embedded", Role.UNIFIED), ("sglang", Role.DECODE)):
+        engine = EngineSettings(driver=driver, kv_memory_bytes=1 << 20)
+        old = a_deployment(
+            engine=engine,
+            roles="prefill=1,decode=1",
+            replicas_min=2,
+            replicas_max=8,
+            allow=("ams",),
+        )
+        spec = RolloutSpec(model_id=ModelId("m2"), engine=engine, steps=(RolloutStep(share=0.01),))
+        cluster = rolling(
+            deployments=(old,),
+            placements=(
+                a_placement("o1", "ams-1", role=generates),
+                a_placement("o2", "ams-2", role=Role.PREFILL),
+            ),
+            rollouts=(a_rollout(spec=spec),),
+        )
+        new = [start.spec for start in plan_fleet(cluster).starts if start.spec.version == 2]
+        assert sorted(spec.role for spec in new) == sorted([generates, Role.PREFILL]), driver
 
 
 def test_demand_is_split_by_the_share_in_the_cities_of_the_step() -> None:
