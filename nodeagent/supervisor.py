@@ -37,6 +37,7 @@ from nodeagent.host.engine_adapters import AdapterFetcher, EngineAdapters
 from nodeagent.host.engine_log import last_error, trim_log
 from nodeagent.host.engine_seats import EngineSeats
 from nodeagent.host.engines import EngineProcess, EngineProcesses, EngineRecord
+from nodeagent.host.leader_watch import LeaderWatch
 from nodeagent.host.memory_guard import MemoryGuard, RunningReplica
 
 log = logging.getLogger(__name__)
@@ -328,7 +329,7 @@ class Supervisor:
 
     async def _watch_engine(self, replica: ManagedReplica, engine: EngineProcess) -> str:
         """Observe the engine every second until it exits or must be killed; return the reason."""
-        watch = health.EngineWatch()
+        watch, leader = health.EngineWatch(), LeaderWatch(replica.spec)
         next_canary_s = self._clock() + self._config.canary_interval_s
         while True:
             with suppress(TimeoutError):
@@ -344,7 +345,8 @@ class Supervisor:
                 await asyncio.to_thread(trim_log, engine.log)
                 await self._measure_memory(replica, engine)
             if not replica.spec.leads:
-                # The leader sees whether this part makes progress, and ends it with its own.
+                if problem := await leader.problem():
+                    return problem
                 continue
             stats = await engine.stats()
             is_awake = self.awake.is_awake(replica.spec.replica_id)

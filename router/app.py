@@ -186,6 +186,7 @@ class RouterApp:
             upstream=self.upstream,
             metrics=self.metrics,
             timeout_s=self.config.probe_timeout_s,
+            interval_s=self.config.probe_interval_s,
         )
         self.prober = NodeProber(
             fleet=self.fleet,
@@ -284,8 +285,9 @@ class RouterApp:
             *tls,
             Loop("persist", self.follower.persist, 30.0),
             Loop("recheck", self.follower.recheck, RECHECK_INTERVAL_S),
-            # Twice as often: what others answer is a little older than a pong.
-            Loop("pop_loads", self.pop_loads.run_once, config.probe_interval_s / 2, jitter=jitter),
+            # A turn takes as long again: loads are read twice as often as nodes are pinged, because
+            # what others answer is a little older than a pong.
+            Loop("pop_loads", self.pop_loads.run_once, config.probe_interval_s / 4, jitter=jitter),
             Loop("probe", self.prober.run_once, config.probe_interval_s, jitter=jitter),
             demand,
             Loop("usage", self.shipper.ship_usage, config.usage_interval_s, jitter=jitter),
@@ -388,6 +390,7 @@ async def open_router(
         app.deadlines.start()
         stack.callback(app.deadlines.stop)
         stack.push_async_callback(app.upstream.close)
+        stack.callback(app.pop_loads.close)
         stack.push_async_callback(app.batch_client.close)
         stack.push_async_callback(_save_to_disk, app)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())

@@ -282,7 +282,8 @@ class RequestPipeline:
                 header_lines += f"retry-after: {retry_after.decode('latin-1')}\r\n"
         # FastAPI's status for invalid fields; the OpenAI surface has 400 for them.
         status = 400 if head.status == 422 else head.status
-        content_type = head.content_type if context.request.is_media else JSON
+        is_media = context.request.is_media and head.status == 200
+        content_type = head.content_type if is_media else JSON
         self._record_end(context, admitted)
         writer.reply(HttpResponse(status, exchange.body, header_lines, content_type))
         self._attempts.learn(context, attempt)

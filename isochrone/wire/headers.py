@@ -1,5 +1,6 @@
 """The HTTP headers between client, router and node, and the load that each answer carries."""
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Final, NamedTuple
@@ -194,8 +195,31 @@ def format_load(load: ReportedLoad) -> str:
     return value
 
 
+_USUAL_LOAD: Final = re.compile(
+    r"p=(\d{1,15});d=(\d{1,15});r=(\d{1,15});w=(\d{1,15})"
+    r"(?:;u=(\d{1,15}))?(?:;o=(\d{1,15});e=(\d{1,15}))?(?:;z=(\d{1,15}))?(?:;c=(\d{1,15}))?"
+    r"(?:;s=(\d{1,15}))?",
+    re.ASCII,
+)
+"""A load as `format_load` writes it. A router of a large fleet reads 20,000 of them a second."""
+
+
 def parse_load(value: str) -> ReportedLoad | None:
     """Parse a header value; return None if it is malformed: the answer is still usable."""
+    if (usual := _USUAL_LOAD.fullmatch(value)) is not None:
+        p, d, r, w, u, o, e, z, c, s = usual.groups()
+        return ReportedLoad(
+            int(p),
+            int(d),
+            int(r),
+            int(w),
+            int(u) if u else -1,
+            int(o) if o else -1,
+            int(e) if e else -1,
+            int(z) if z else 0,
+            int(c) if c else -1,
+            int(s) if s else 0,
+        )
     fields: dict[str, int] = {}
     for part in value.split(";", LOAD_FIELDS_MAX)[:LOAD_FIELDS_MAX]:
         name, equals, number = part.partition("=")

@@ -42,7 +42,7 @@ from nodeagent.api.inference_paths import (
 from nodeagent.api.kv_address import KvAddressRoute
 from nodeagent.api.kv_sharing import KvSharingRoutes, SharingReplica
 from nodeagent.api.metrics_page import add_metrics
-from nodeagent.api.model_name import with_model_name
+from nodeagent.api.model_name import with_deployment_name, with_model_name
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.api.pop_loads import PopLoadReader
 from nodeagent.api.request_adapter import (
@@ -379,6 +379,9 @@ class DataPlaneServer:
         add_loaded(response, running.adapter)
         report_found(leg, response)
         counted = apply_leg(leg, response, count_bytes(first_chunk, chunks, replica))
+        if replica.engine is not None and replica.engine.model_name:
+            name = replica.engine.model_name
+            counted = with_deployment_name(response, counted, name, replica.spec.name)
         await response.prepare(request)
         await relay_body(request, response, counted, "answered", running)
         return response

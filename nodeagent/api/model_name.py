@@ -1,11 +1,19 @@
-"""Puts an engine's own name of the model into a request: in JSON, or in a form with a file.
+"""Puts an engine's own name of the model into a request, and the deployment's into the answer.
+
+A request is JSON, or a form with a file; an answer is JSON or a stream of events. The engine's name
+may be a path on this node, which no client should see.
 
 Rule 1: only the field `model` changes. The bytes of files are not looked at.
 Rule 2: a form that cannot be read is left as it is; the engine refuses it.
+Rule 3: an answer's `model` changes if it begins with the engine's name: servers add a revision.
 """
 
 import re
+from collections.abc import AsyncIterator
 from typing import Final
+
+import msgspec
+from aiohttp import web
 
 from nodeagent.drivers.driver import with_fields
 
@@ -14,6 +22,8 @@ _MODEL: Final = re.compile(
     rb'^content-disposition:[^\r\n]*;\s*name="?model"?\s*(;|$)', re.IGNORECASE | re.MULTILINE
 )
 HEAD_BYTES_MAX: Final = 4096
+JSON: Final = "application/json"
+EVENT_STREAM: Final = "text/event-stream"
 
 
 def with_model_name(body: bytes, content_type: str, name: str) -> bytes:
@@ -38,3 +48,34 @@ def with_model_name(body: bytes, content_type: str, name: str) -> bytes:
             return b"".join((body[: head_end + 4], name.encode(), body[following:]))
         start = following + 2
     return body
+
+
+def with_deployment_name(
+    response: web.StreamResponse, chunks: AsyncIterator[bytes], engine_name: str, name: str
+) -> AsyncIterator[bytes]:
+    """Return an answer's body that calls the model `name` where it began with `engine_name`.
+
+    The length of `response` is no longer known. Answers of other types are not changed.
+    """
+    if response.content_type not in (JSON, EVENT_STREAM) or engine_name == name:
+        return chunks
+    response.content_length = None
+    quoted = re.escape(msgspec.json.encode(engine_name)[1:-1])
+    pattern = re.compile(rb'("model"\s{0,8}:\s{0,8}")' + quoted + rb'[^"\\]{0,128}(?=")')
+    renamed = rb"\g<1>" + msgspec.json.encode(name)[1:-1].replace(b"\\", rb"\\")
+    return _renamed(chunks, pattern, renamed, is_stream=response.content_type == EVENT_STREAM)
+
+
+async def _renamed(
+    chunks: AsyncIterator[bytes], pattern: re.Pattern[bytes], renamed: bytes, *, is_stream: bool
+) -> AsyncIterator[bytes]:
+    """Yield a stream's events as their lines end, and other answers whole."""
+    held = b""
+    async for chunk in chunks:
+        held += chunk
+        end = held.rfind(b"\n") + 1 if is_stream else 0
+        if end:
+            yield pattern.sub(renamed, held[:end])
+            held = held[end:]
+    if held:
+        yield pattern.sub(renamed, held)

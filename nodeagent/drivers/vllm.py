@@ -241,11 +241,17 @@ def _memory_options(launch: EngineLaunch) -> dict[str, str]:
 def _pipeline_stages(spec: ReplicaSpec) -> int:
     """Return the number of pipeline stages: the deployment's option, else one per node.
 
-    Raises UnknownOption if the devices or nodes cannot be divided by it.
+    On CPUs it is 1, and heads are split over the nodes: vLLM's workers there fail with an assertion
+    at the first request of a pipeline. Raises UnknownOption if the devices or nodes cannot be
+    divided by it.
     """
     nodes = spec.group.nodes if spec.group else 1
     given = spec.engine.options.get(STAGES_OPTION, "")
     devices = len(spec.device_ids) * nodes
+    if spec.device_ids == ("cpu",):
+        if given not in ("", "1"):
+            raise UnknownOption(f"cannot use {STAGES_OPTION} {given} on a CPU: vLLM has none there")
+        return 1
     count = int(given) if given else nodes
     if devices % count or count % nodes:
         raise UnknownOption(

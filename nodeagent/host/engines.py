@@ -61,6 +61,7 @@ log = logging.getLogger(__name__)
 TERM_TIMEOUT_S: Final = 10.0
 KILL_TIMEOUT_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 4.0
+CONNECT_TIMEOUT_S: Final = 4.0  # probes may fill a busy server's queue of connections for a second
 SLEEP_TIMEOUT_S: Final = 30.0
 WAKE_TIMEOUT_S: Final = 120.0
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
@@ -114,7 +115,7 @@ class EngineProcess:
         self._http = aiohttp.ClientSession(
             record.command.base_url or None,
             connector=connector,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=PROBE_TIMEOUT_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             auto_decompress=False,
             headers={"authorization": f"Bearer {key}"} if (key := record.command.api_key) else None,
         )

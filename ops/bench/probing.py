@@ -1,29 +1,34 @@
 """Measures the age of many nodes' loads at a router: each node pinged, or one queried for its PoP.
 
-    python -m ops.bench.probing [--nodes 10000] [--rtt-ms 80] [--rounds 8] [--write]
+    python -m ops.bench.probing [--nodes 10000] [--rtt-ms 80] [--for-s 24] [--live] [--write]
 
-The nodes are simulated by a process of their own, each with an address on loopback: they answer a
-ping after a round trip, and for their PoP with the real `PopLoadReader`, whose pings take 1 ms. The
-router is its real prober with its real connections, under uvloop as in service. Nothing else runs
-in it, so a serving router is slower.
+The router is its real prober and poller with its real connections, in their real periodic jobs;
+nothing else runs in it, so a serving router is slower. The nodes are simulated, each with an
+address on loopback: they answer a ping after a round trip, and for their PoP with the real
+`PopLoadReader`, whose pings take 1 ms.
+
+All run in one process, whose clock counts the router's CPU time and the time that nothing is to be
+done (`cpu_clock.py`): neither other processes nor the simulated nodes make a load older. With
+--live the nodes are a process of their own, and all times are those of the machine as it is.
 """
 
 import argparse
 import asyncio
 import contextlib
-import functools
 import multiprocessing
 import platform
+import random
+import resource
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, cast
 
 import uvloop
 
+from isochrone.service.loop import Loop
 from isochrone.wire import codec
 from isochrone.wire.ids import (
     ClusterId,
@@ -38,11 +43,14 @@ from isochrone.wire.ids import (
 from isochrone.wire.pop_loads import LoadsQuery
 from isochrone.wire.routes import DeploymentEntry, Pop, Route, RouteTable
 from nodeagent.api.pop_loads import PopLoadReader
+from ops.bench.cpu_clock import CpuClockLoop, run_with_cpu_clock
+from router import build
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.upstream import Upstream
-from router.decide import probe_plan
+from router.decide.probe_plan import GroupPlan
 from router.fleet_state import FleetState
+from router.loops import pop_loads, probe_nodes
 from router.loops.pop_loads import PopLoadPoller
 from router.loops.probe_nodes import NodeProber
 from router.metrics import Metrics
@@ -51,13 +59,21 @@ POPS: Final = 190
 LAN_S: Final = 0.001
 REPORT: Final = Path(__file__).with_suffix(".md")
 INTERVAL_S: Final = 2.0
+FIRST_MAX_S: Final = 120.0
+DESCRIPTORS_SPARE: Final = 1_000
+CPU_CLOCK: Final = (
+    "Time is the router's own CPU time and the time that it waits for nodes; other processes and "
+    "the simulated nodes' work do not count. asyncio's own event loop, slower than the service's."
+)
+LIVE: Final = "On the clock of this machine, with its other work; uvloop."
 
 
 class SimulatedNodes:
     """All nodes: each is known by the address that a connection was made to."""
 
-    def __init__(self, rtt_s: float) -> None:
+    def __init__(self, rtt_s: float, clock: Callable[[], float]) -> None:
         self.rtt_s = rtt_s
+        self._clock = clock
         self.pings: Counter[str] = Counter()
         self.readers: dict[str, PopLoadReader] = {}
 
@@ -70,7 +86,7 @@ class SimulatedNodes:
     def reader(self, name: str) -> PopLoadReader:
         """Return what a node answers for its PoP with."""
         if name not in self.readers:
-            self.readers[name] = PopLoadReader(self.ping, time.monotonic)
+            self.readers[name] = PopLoadReader(self.ping, self._clock)
         return self.readers[name]
 
 
@@ -199,111 +215,143 @@ class AgeWatch:
         return sorted(now_s - at_s for at_s in self.true_at_s.values())
 
 
-async def probe(nodes: int, port: int, rounds: int) -> dict[str, float]:
-    """Run rounds of probes at the usual interval; return what was seen after the first."""
-    clock = time.monotonic
-    fleet = FleetState(PopId("p000"), clock, "router-1")
-    config = RouterConfig(state_folder=Path("/nonexistent"))
-    deadlines = Deadlines(clock)
-    deadlines.start()
-    upstream = Upstream(config, deadlines, clock)
-    metrics = Metrics()
-    poller = PopLoadPoller(
-        fleet=fleet, upstream=upstream, metrics=metrics, timeout_s=config.probe_timeout_s
-    )
-    prober = NodeProber(
-        fleet=fleet,
-        upstream=upstream,
-        metrics=metrics,
-        dropped=lambda: (),
-        on_dropped_answer=lambda route, refusal: None,
-        on_node_lost=lambda node_id, since_s: None,
-        timeout_s=config.probe_timeout_s,
-        interval_s=INTERVAL_S,
-        unanswered=lambda: poller.unanswered,
-    )
-    watch = AgeWatch(fleet)
-    fleet.adopt(make_table(nodes, port))
-    began = clock()
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(poller.run_once())
-        tasks.create_task(prober.run_once())
-    first_s = clock() - began
-    known_first = len(watch.true_at_s)
-    until_s = clock() + rounds * INTERVAL_S
-    oldest_s, middle_s = [], []
-    async with asyncio.TaskGroup() as tasks:
-        turns = [
-            tasks.create_task(repeat(poller.run_once, INTERVAL_S / 2, until_s)),
-            tasks.create_task(repeat(prober.run_once, INTERVAL_S, until_s)),
-        ]
-        while clock() < until_s:
+class Probing:
+    """The two jobs of a router that learn loads, on `clock`."""
+
+    def __init__(self, nodes: int, port: int, clock: Callable[[], float]) -> None:
+        """Know `nodes` nodes, all of which listen on `port`."""
+        self._clock = clock
+        fleet = self._fleet = FleetState(PopId("p000"), clock, "router-1")
+        config = RouterConfig(state_folder=Path("/nonexistent"))
+        self._deadlines = Deadlines(clock)
+        self._upstream = Upstream(config, self._deadlines, clock)
+        metrics = Metrics()
+        poller = PopLoadPoller(
+            fleet=fleet,
+            upstream=self._upstream,
+            metrics=metrics,
+            timeout_s=config.probe_timeout_s,
+            interval_s=INTERVAL_S,
+        )
+        prober = NodeProber(
+            fleet=fleet,
+            upstream=self._upstream,
+            metrics=metrics,
+            dropped=lambda: (),
+            on_dropped_answer=lambda route, refusal: None,
+            on_node_lost=lambda node_id, since_s: None,
+            timeout_s=config.probe_timeout_s,
+            interval_s=INTERVAL_S,
+            unanswered=lambda: poller.unanswered,
+        )
+        jitter = random.Random(1)
+        # As in router/app.py.
+        self._jobs = (
+            Loop("pop_loads", poller.run_once, INTERVAL_S / 4, jitter=jitter),
+            Loop("probe", prober.run_once, INTERVAL_S, jitter=jitter),
+        )
+        self._close = poller.close
+        self._watch = AgeWatch(fleet)
+        fleet.adopt(make_table(nodes, port))
+        self._nodes = nodes
+
+    async def run(self, for_s: float, cpu_s: Callable[[], float]) -> dict[str, float]:
+        """Run the jobs until all loads are known and for `for_s` after; return what was seen."""
+        began_s, clock, watch = self._clock(), self._clock, self._watch
+        self._deadlines.start()
+        jobs = [asyncio.create_task(job.run()) for job in self._jobs]
+        while len(watch.true_at_s) < self._nodes and clock() < FIRST_MAX_S + began_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        known_s = clock() - began_s
+        # The first ages are those of the start.
+        await asyncio.sleep(2 * INTERVAL_S)
+        began_s, cpu_before_s = clock(), cpu_s()
+        oldest_s, middle_s = [], []
+        while clock() < began_s + for_s:
             await asyncio.sleep(0.5)
-            # Measurements start after each loop had another turn.
-            if clock() > until_s - (rounds - 1) * INTERVAL_S:
-                ages_s = watch.ages_s()
-                oldest_s.append(ages_s[-1])
-                middle_s.append(ages_s[len(ages_s) // 2])
-    took_s = [max(turn.result()) for turn in turns]
-    deadlines.stop()
-    await upstream.close()
-    return {
-        "first_s": first_s,
-        "known": known_first,
-        "round_s": max(took_s),
-        "oldest_s": max(oldest_s),
-        "middle_s": max(middle_s),
-    }
+            ages_s = watch.ages_s()
+            oldest_s.append(ages_s[-1])
+            middle_s.append(ages_s[len(ages_s) // 2])
+        seconds = clock() - began_s
+        figures = {
+            "known_s": known_s,
+            "oldest_s": max(oldest_s),
+            "middle_s": max(middle_s),
+            "cpu": (cpu_s() - cpu_before_s) / seconds,
+        }
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+        self._close()
+        self._deadlines.stop()
+        await self._upstream.close()
+        return figures
 
 
-async def repeat(
-    work: Callable[[], Awaitable[object]], interval_s: float, until_s: float
-) -> list[float]:
-    """Run `work` once in each interval; return how long each turn took."""
-    took_s = []
-    while time.monotonic() < until_s:
-        began = time.monotonic()
-        await work()
-        took_s.append(time.monotonic() - began)
-        await asyncio.sleep(max(0.0, interval_s - took_s[-1]))
-    return took_s
+async def serve_nodes(nodes: SimulatedNodes) -> int:
+    """Listen as all nodes; return the port."""
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: NodeProtocol(nodes), "0.0.0.0", 0, backlog=4096)
+    port: int = server.sockets[0].getsockname()[1]
+    return port
 
 
-def serve_nodes(rtt_s: float, pipe: Any) -> None:
-    """Simulate the nodes until the parent asks for the number of pings."""
+def serve_nodes_apart(rtt_s: float, pipe: Any) -> None:
+    """Simulate the nodes in this process until the parent asks for the number of pings."""
 
     async def serve() -> None:
-        nodes = SimulatedNodes(rtt_s)
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: NodeProtocol(nodes), "0.0.0.0", 0, backlog=4096)
-        pipe.send(server.sockets[0].getsockname()[1])
+        nodes = SimulatedNodes(rtt_s, time.monotonic)
+        pipe.send(await serve_nodes(nodes))
         with contextlib.suppress(EOFError):
-            while await loop.run_in_executor(None, pipe.recv) == "pings":
-                pipe.send(dict(nodes.pings))
-                nodes.pings.clear()
+            await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
+            pipe.send(dict(nodes.pings))
 
     uvloop.run(serve())
 
 
-def measure(nodes: int, rtt_ms: float, rounds: int, ping_all_max: int) -> dict[str, float]:
-    """Return the figures of one way of probing."""
-    probe_plan.PING_ALL_NODES_MAX = ping_all_max  # type: ignore[misc]
+def measure(nodes: int, rtt_s: float, for_s: float) -> dict[str, float]:
+    """Return the figures of a machine with a free processor for the router."""
+
+    async def run(loop: CpuClockLoop) -> dict[str, float]:
+        cast(Any, probe_nodes).perf_counter = loop.time
+        simulated = SimulatedNodes(rtt_s, loop.time)
+        port = await loop.run_elsewhere(lambda: loop.create_task(serve_nodes(simulated)))
+        began_s = loop.time()
+        figures = await Probing(nodes, port, loop.time).run(for_s, loop.cpu_s)
+        seconds = loop.time() - began_s
+        figures["pings_per_s"] = max(simulated.pings.values()) / seconds
+        figures["elsewhere"] = loop.elsewhere_s / seconds
+        return figures
+
+    return cast("dict[str, float]", run_with_cpu_clock(run))
+
+
+def measure_live(nodes: int, rtt_s: float, for_s: float) -> dict[str, float]:
+    """Return the figures of this machine as it is."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve_nodes, args=(rtt_ms / 1000, theirs), daemon=True)
+    process = context.Process(target=serve_nodes_apart, args=(rtt_s, theirs), daemon=True)
     process.start()
+
+    async def run() -> dict[str, float]:
+        return await Probing(nodes, ours.recv(), time.monotonic).run(for_s, time.process_time)
+
     try:
-        began, cpu_s = time.monotonic(), time.process_time()
-        figures = uvloop.run(functools.partial(probe, nodes, ours.recv(), rounds)())
+        began_s = time.monotonic()
+        figures = uvloop.run(run())
         ours.send("pings")
-        pings = ours.recv()
-        seconds = time.monotonic() - began
-        figures["pings_per_s"] = max(pings.values()) / seconds
-        figures["cpu"] = (time.process_time() - cpu_s) / seconds
+        figures["pings_per_s"] = max(ours.recv().values()) / (time.monotonic() - began_s)
     finally:
         process.kill()
         process.join()
     return figures
+
+
+def ping_each_node() -> None:
+    """Probe as a router of a small fleet does."""
+    poller, prober = cast(Any, pop_loads), cast(Any, probe_nodes)
+    poller.plan_groups = lambda *_, **__: GroupPlan((), frozenset())
+    prober.nodes_to_ping = lambda node_ids, **_: node_ids
 
 
 def main() -> None:
@@ -311,33 +359,48 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, nargs="+", default=[5000, 10_000])
     parser.add_argument("--rtt-ms", type=float, default=80.0)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--for-s", type=float, default=24.0, help="how long ages are measured")
+    parser.add_argument("--live", action="store_true", help="with the machine's own clock")
     parser.add_argument("--write", action="store_true", help="write the table to probing.md")
     options = parser.parse_args()
+    # Both ends of each connection are in this process.
+    files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))
+    where = (
+        f"{platform.machine()}, Python {platform.python_version()}, "
+        f"{'compiled' if build.is_compiled() else 'interpreted'} request path, "
+        f"{datetime.now(UTC):%Y-%m-%d}"
+    )
     lines = [
         "# The loads of many nodes, as one router knows them",
         "",
-        f"{POPS} PoPs, a round trip of {options.rtt_ms:g} ms to every node, a round every "
-        f"{INTERVAL_S:g} s, {options.rounds} rounds after the first.",
+        f"{POPS} PoPs, a round trip of {options.rtt_ms:g} ms to every node, {options.for_s:g} s.",
+        f"{where}. " + (LIVE if options.live else CPU_CLOCK),
         "",
-        f"2 vCPU, Debian 12, shared with the simulated nodes and with other work; Python "
-        f"{platform.python_version()}, uvloop {version('uvloop')}; {datetime.now(UTC):%Y-%m-%d}.",
+        f"    python -m ops.bench.probing{' --live' if options.live else ''}",
         "",
-        "    python -m ops.bench.probing --write",
-        "",
-        "| nodes | asked | first round | longest round | median load, oldest seen | oldest load "
-        "| router's CPU, share of a core | most pings that a node answers a second |",
+        "| nodes | asked | all known after | median load, oldest seen | oldest load "
+        "| router's CPU, share of a core | simulated nodes' CPU | most pings of a node a second |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for nodes in options.nodes:
-        for name, ping_all_max in (("each node", 10**9), ("one for its PoP", 256)):
-            seen = measure(nodes, options.rtt_ms, options.rounds, ping_all_max)
+    take = measure_live if options.live else measure
+    ways = [("one for its PoP", False), ("each node", True)]
+    for nodes, (name, is_each) in ((n, way) for way in ways for n in options.nodes):
+        if is_each and 2 * nodes + DESCRIPTORS_SPARE > files_max:
             lines.append(
-                f"| {nodes} | {name} | {seen['first_s']:.1f} s | {seen['round_s']:.2f} s "
-                f"| {seen['middle_s']:.1f} s | {seen['oldest_s']:.1f} s "
-                f"| {seen['cpu']:.2f} | {seen['pings_per_s']:.1f} |"
+                f"| {nodes} | {name} | needs more than {files_max} descriptors | | | | | |"
             )
-            print(lines[-1], flush=True)
+            continue
+        if is_each:
+            ping_each_node()
+        seen = take(nodes, options.rtt_ms / 1000, options.for_s)
+        elsewhere = f"{seen['elsewhere']:.2f}" if "elsewhere" in seen else "-"
+        lines.append(
+            f"| {nodes} | {name} | {seen['known_s']:.2f} s "
+            f"| {seen['middle_s']:.2f} s | {seen['oldest_s']:.2f} s "
+            f"| {seen['cpu']:.2f} | {elsewhere} | {seen['pings_per_s']:.1f} |"
+        )
+        print(lines[-1], flush=True)
     text = "\n".join([*lines, ""])
     print(text)
     if options.write:

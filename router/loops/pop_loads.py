@@ -1,24 +1,33 @@
 """Read the loads of a large fleet: one node of a PoP answers for the others.
 
 If that node fails, the router queries another at once; if none answers, it pings the nodes itself.
+Groups are asked one after another: all answers at once would keep requests waiting.
 """
 
 import asyncio
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Final, NamedTuple
 
 from isochrone.wire import codec, headers
 from isochrone.wire.ids import DeploymentId, NodeId
 from isochrone.wire.pop_loads import ANSWER_BYTES_MAX, LoadsQuery, PopLoads, ProbedNode
+from isochrone.wire.routes import Route
 from router.dataplane.exchange import AttemptFailed, NodeRequest
 from router.dataplane.http1 import format_headers
 from router.dataplane.upstream import Upstream
-from router.decide.probe_plan import ProbeGroup, plan_groups, unanswered
+from router.decide.probe_plan import GroupPlan, ProbeGroup, plan_groups, unanswered
 from router.feedback import ProbeFeedback
 from router.fleet_state import FleetState
 from router.metrics import Metrics
 
-CONCURRENT_MAX: Final = 64
+SPREAD_SHARE: Final = 0.25
+"""The share of the interval of probes over which a turn spreads its questions. An answer for 64
+nodes takes the router a millisecond, and requests have their turn in between."""
+
+ANSWER_WAIT_SHARE: Final = 0.25
+"""The share of the interval of probes that a turn waits for the last answers. The next turn then
+asks the other groups: a node that does not answer delays the loads of its own group alone."""
+
 _POP_LOADS: Final = codec.decoder(PopLoads)
 
 
@@ -33,8 +42,15 @@ class PopLoadPoller:
     """Asks one node of each group of nodes for the loads of all."""
 
     def __init__(
-        self, *, fleet: FleetState, upstream: Upstream, metrics: Metrics, timeout_s: float
+        self,
+        *,
+        fleet: FleetState,
+        upstream: Upstream,
+        metrics: Metrics,
+        timeout_s: float,
+        interval_s: float,
     ) -> None:
+        """Wait up to `timeout_s` for an answer. `interval_s` is that of probes."""
         self.unanswered: Set[NodeId] = frozenset()
         """Nodes whose loads no other node knows, as of the last turn."""
         self._fleet = fleet
@@ -42,8 +58,14 @@ class PopLoadPoller:
         self._upstream = upstream
         self._metrics = metrics
         self._timeout_s = timeout_s
-        self._slots = asyncio.Semaphore(CONCURRENT_MAX)
+        self._interval_s = interval_s
         self._failed_at_s: dict[NodeId, float] = {}
+        # By the first node of a group.
+        self._asking: dict[NodeId, asyncio.Task[None]] = {}
+        self._missing: dict[NodeId, Set[NodeId]] = {}
+        self._queries: dict[NodeId, bytes] = {}
+        self._queried_routes: Collection[Route] = ()
+        """The routes of the table that the queries were made of."""
 
     async def run_once(self) -> PopLoadCounts:
         """Read the loads of all nodes once; in a small fleet, of none."""
@@ -57,17 +79,52 @@ class PopLoadPoller:
         addresses = fleet.directory.node_addresses()
         for node_id in self._failed_at_s.keys() - addresses.keys():
             del self._failed_at_s[node_id]
-        async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(self._ask(group, addresses)) for group in plan.groups]
-        self.unanswered = frozenset(plan.alone).union(*(group.result() for group in asked))
+        self._forget_groups(plan)
+        await self._ask_each(plan.groups, addresses)
+        self.unanswered = frozenset(plan.alone).union(*self._missing.values())
         return PopLoadCounts(len(plan.groups), len(self.unanswered))
 
-    async def _ask(self, group: ProbeGroup, addresses: Mapping[NodeId, str]) -> Set[NodeId]:
-        """Ask one node about all of its group, another if it fails; return the unanswered."""
-        nodes = tuple(ProbedNode(node_id, addresses[node_id]) for node_id in group.node_ids)
-        query = codec.encode(LoadsQuery(nodes))
-        ages_ms: dict[NodeId, float] = {}
-        async with self._slots:
+    def close(self) -> None:
+        """Wait for no answer any more."""
+        for task in self._asking.values():
+            task.cancel()
+
+    def _forget_groups(self, plan: GroupPlan) -> None:
+        """Forget what is known of groups that are no more."""
+        first_ids = {group.node_ids[0] for group in plan.groups}
+        for node_id in self._missing.keys() - first_ids:
+            del self._missing[node_id]
+        table = self._fleet.directory.table
+        routes = table.routes if table is not None else ()
+        if routes is not self._queried_routes:
+            self._queries.clear()
+            self._queried_routes = routes
+
+    async def _ask_each(
+        self, groups: Sequence[ProbeGroup], addresses: Mapping[NodeId, str]
+    ) -> None:
+        """Ask the groups one after another, but those that still have to answer from before."""
+        asked: list[asyncio.Task[None]] = []
+        began_s, spread_s = self._fleet.clock(), SPREAD_SHARE * self._interval_s
+        for number, group in enumerate(groups):
+            due_s = began_s + spread_s * number / len(groups)
+            await asyncio.sleep(max(0.0, due_s - self._fleet.clock()))
+            first_id = group.node_ids[0]
+            if first_id not in self._asking:
+                task = asyncio.create_task(self._ask(group, addresses))
+                self._asking[first_id] = task
+                asked.append(task)
+        if asked:
+            done, _ = await asyncio.wait(asked, timeout=ANSWER_WAIT_SHARE * self._interval_s)
+            for task in done:
+                task.result()
+
+    async def _ask(self, group: ProbeGroup, addresses: Mapping[NodeId, str]) -> None:
+        """Ask one node about all of its group, another if it fails; note the unanswered."""
+        first_id = group.node_ids[0]
+        try:
+            query = self._query(group, addresses)
+            ages_ms: dict[NodeId, float] = {}
             for answerer in group.answerers:
                 loads = await self._fetch(answerer, addresses[answerer], query)
                 if loads is not None:
@@ -75,7 +132,17 @@ class PopLoadPoller:
                     break
                 self._metrics.pop_loads_failures.inc()
                 self._failed_at_s[answerer] = self._fleet.clock()
-        return unanswered(group.node_ids, ages_ms)
+            self._missing[first_id] = unanswered(group.node_ids, ages_ms)
+        finally:
+            del self._asking[first_id]
+
+    def _query(self, group: ProbeGroup, addresses: Mapping[NodeId, str]) -> bytes:
+        """Return the question about a group, encoded once for each table."""
+        query = self._queries.get(group.node_ids[0])
+        if query is None:
+            nodes = tuple(ProbedNode(node_id, addresses[node_id]) for node_id in group.node_ids)
+            query = self._queries[group.node_ids[0]] = codec.encode(LoadsQuery(nodes))
+        return query
 
     async def _fetch(self, node_id: NodeId, address: str, query: bytes) -> PopLoads | None:
         """Request `/loads`; return None if there is no usable answer."""

@@ -89,6 +89,10 @@ _DEPENDENT_DELETES: Final = {
 A revoked node's placements are among them, because it will never report that they have ended.
 """
 
+_MODEL_USERS: Final = """
+SELECT deployment_id FROM deployment WHERE model_id = $1 ORDER BY deployment_id LIMIT 8
+"""
+
 _STILL_USED_HINTS: Final = {
     "node": "; drain it and wait until its replicas have ended, or revoke it if it will not be back"
 }
@@ -114,9 +118,13 @@ async def delete_row(connection: Connection, table: str, name: str, etag: int | 
                 await connection.execute(_DEPENDENT_DELETES[table], name)
             await connection.execute(f"DELETE FROM {table} WHERE {column} = $1", name)  # noqa: S608
     except asyncpg.ForeignKeyViolationError as error:
+        users = ""
+        if table == "model" and error.table_name == "deployment":
+            rows = await connection.fetch(_MODEL_USERS, name)
+            users = f" ({', '.join([row['deployment_id'] for row in rows])})"
         raise StillUsed(
-            f"cannot delete {table} {name}: {error.table_name or 'another table'} depends on it"
-            + _STILL_USED_HINTS.get(table, "")
+            f"cannot delete {table} {name}: {error.table_name or 'another table'}{users} depends"
+            f" on it{_STILL_USED_HINTS.get(table, '')}"
         ) from error
     return True
 

@@ -98,7 +98,8 @@ async def test_a_deployment_is_created_changed_and_deleted(admin: Admin) -> None
     explained = await admin.ask("GET", "/v1/deployments/d/explain")
     assert explained.status == 200
     assert "there is no node" in explained.body["unmet"][0]
-    assert (await admin.ask("DELETE", "/v1/models/m")).status == 409
+    used = await admin.ask("DELETE", "/v1/models/m")
+    assert (used.status, "deployment (d) depends on it" in str(used.body)) == (409, True)
     assert (await admin.ask("DELETE", "/v1/deployments/d")).status == 204
     assert (await admin.ask("GET", "/v1/deployments/d")).status == 404
     again = await admin.ask("POST", "/v1/deployments", a_deployment_body())

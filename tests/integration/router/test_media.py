@@ -167,6 +167,17 @@ async def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path) -> None:
         assert bench.nodes[0].requests == 0
 
 
+async def test_an_engines_own_error_reaches_the_sdk_as_ours(tmp_path: Path) -> None:
+    """Of a sound, too, whose answers may be of any type."""
+    async with a_media_bench(tmp_path) as bench, a_client(bench) as client:
+        node = bench.nodes[0]
+        node.status, node.error_body = 422, b'{"detail": "cannot hear it"}'
+        with pytest.raises(openai.BadRequestError, match="cannot hear it") as refused:
+            await client.audio.transcriptions.create(model="transcription", file=("a.wav", SOUND))
+        assert refused.value.code == "invalid_request"
+        assert refused.value.response.headers["content-type"].startswith("application/json")
+
+
 async def test_a_large_sound_is_streamed_to_disk_and_a_larger_one_refused(tmp_path: Path) -> None:
     async with (
         a_media_bench(tmp_path, audio_bytes_max=20_000_000, body_timeout_s=30.0) as bench,

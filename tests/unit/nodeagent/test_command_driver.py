@@ -1,10 +1,13 @@
 """An operator's own server: its command, what a deployment must say, and names in requests."""
 
+from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +17,7 @@ from isochrone.wire.engine_capabilities import FEATURES
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import ClusterId, DeviceId, Epoch, Generation, NodeId
 from isochrone.wire.model import EngineSettings
-from nodeagent.api.model_name import with_model_name
+from nodeagent.api.model_name import with_deployment_name, with_model_name
 from nodeagent.config import NodeConfig
 from nodeagent.decide.reconcile import command_key, reconcile
 from nodeagent.drivers import DRIVERS
@@ -156,3 +159,40 @@ def test_json_gets_the_name() -> None:
     assert msgspec.json.decode(named) == {"model": "/models/x", "input": "x"}
     with pytest.raises(ApiError):
         with_model_name(b"{", "application/json", "own")
+
+
+SERVER_NAME = '/models/"x".a'
+QUOTED = msgspec.json.encode(SERVER_NAME).decode()[1:-1]
+
+
+async def answered(kind: str, body: bytes, cuts: list[int]) -> bytes:
+    """Return what a client gets of an answer that arrives in pieces."""
+    places = sorted({min(cut, len(body)) for cut in cuts} | {0, len(body)})
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for begin, end in pairwise(places):
+            yield body[begin:end]
+
+    response = web.StreamResponse(headers={"content-type": kind})
+    renamed = with_deployment_name(response, pieces(), SERVER_NAME, "own\\1")
+    return b"".join([piece async for piece in renamed])
+
+
+@given(cuts=st.lists(st.integers(0, 200)))
+async def test_an_answer_has_the_deployments_name_however_it_is_cut(cuts: list[int]) -> None:
+    text = {"choices": [{"text": f'say {{"model":"{SERVER_NAME}"}}'}]}
+    content = msgspec.json.encode(text).decode()[1:-1]
+    event = 'data: {"id":1, "model" : "NAME", ' + content + "}\n\n"
+    stream = event.replace("NAME", QUOTED + "@main") * 2 + "data: [DONE]\n\n"
+    expected = event.replace("NAME", "own\\\\1") * 2 + "data: [DONE]\n\n"
+    assert await answered("text/event-stream", stream.encode(), cuts) == expected.encode()
+    body = f'{{"model":"{QUOTED}",{content}}}'
+    whole = await answered("application/json", body.encode(), cuts)
+    assert msgspec.json.decode(whole) == {"model": "own\\1", **text}
+
+
+async def test_other_names_and_other_answers_stay() -> None:
+    body = b'{"model":"/models/y"}'
+    assert await answered("application/json", body, [5]) == body
+    sound = f'"model":"{QUOTED}"'.encode()
+    assert await answered("audio/wav", sound, [5]) == sound

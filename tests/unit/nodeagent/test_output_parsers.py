@@ -9,7 +9,7 @@ from isochrone.wire.engine_options import ENGINE_OPTIONS
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.model import EngineSettings
 from nodeagent.drivers import DRIVERS
-from nodeagent.drivers.driver import EngineLaunch, UnknownOption
+from nodeagent.drivers.driver import EngineLaunch
 from nodeagent.drivers.output_parsers import FORMATS, output_parsers, with_parsers
 from tests.builders import a_spec
 
@@ -145,16 +145,3 @@ def test_vllm_on_a_cpu_shares_its_cores(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "--enforce-eager" not in on_gpu.arguments
     assert "OMP_NUM_THREADS" not in on_gpu.environment
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in on_gpu.environment
-
-
-def test_vllm_cannot_sleep_on_a_cpu(tmp_path: Path) -> None:
-    """Its sleep mode answers 200 there, and frees nothing."""
-    engine = EngineSettings(driver="vllm", options={"enable_sleep_mode": "true"})
-    for device in ("cpu", "gpu0"):
-        spec = a_spec(engine=engine, device_ids=(DeviceId(device),), overcommit=4.0)
-        launch = EngineLaunch(spec=spec, model_path=tmp_path, folder=tmp_path, port=1, threads=2)
-        if device == "cpu":
-            with pytest.raises(UnknownOption, match="frees no memory"):
-                DRIVERS["vllm"].command(launch)
-        else:
-            assert "--enable-sleep-mode" in DRIVERS["vllm"].command(launch).arguments

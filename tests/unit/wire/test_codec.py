@@ -114,6 +114,9 @@ def test_a_load_survives_its_header(
             load, others_pending_prefill_tokens=others[0], others_decode_tokens=others[1]
         )
     assert headers.parse_load(headers.format_load(load)) == load
+    # Other releases may write the fields in another order.
+    fields = reversed(headers.format_load(load).split(";"))
+    assert headers.parse_load(";".join(fields)) == load
 
 
 def test_loads_survive_their_header_and_what_is_none_is_left_out() -> None:
@@ -206,3 +209,13 @@ def test_a_load_may_have_the_reach_of_the_cache_and_fields_of_a_later_release() 
     assert headers.parse_load("p=1;d=2;r=1;w=0;u=3;o=4;e=5;z=0;x=9;y=8;c=61000") == load
     none_evicted_yet = msgspec.structs.replace(load, cache_age_ms=0)
     assert headers.parse_load(headers.format_load(none_evicted_yet)) == none_evicted_yet
+
+
+def test_a_load_with_every_field_is_read_in_one_step() -> None:
+    load = headers.ReportedLoad(1, 2, 3, 4, 5, 6, 7, wake_ms=8, cache_age_ms=9, sequences_max=10)
+    assert 0 not in msgspec.structs.astuple(load)
+    written = headers.format_load(load)
+    assert headers._USUAL_LOAD.fullmatch(written)
+    assert headers.parse_load(written) == load
+    # Any other order is read, too.
+    assert headers.parse_load(";".join(reversed(written.split(";")))) == load
