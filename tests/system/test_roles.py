@@ -1,4 +1,5 @@
-"""Prefill and decode replicas in a whole fleet, while nodes of either role drain and are lost.
+"""Prefill and decode replicas in a whole fleet: nodes of either role drain and are lost, and a new
+version takes over.
 
 Under load no answer is lost, cut, repeated or other than what its prompt determines.
 """
@@ -26,7 +27,7 @@ OVERHEAD_BYTES = 256 << 20
 STREAMS = 4
 TOKENS = 40
 PROMPT_LETTERS = 300
-NODES = (1, 2, 3)
+NODES = (1, 2, 3, 4)
 WARM_S = 120.0
 
 
@@ -107,7 +108,7 @@ async def under_role_load(fleet: Fleet) -> AsyncIterator[RoleLoad]:
 
 
 async def start(fleet: Fleet) -> None:
-    """Start a scheduler, three nodes with room for one replica each, and a router."""
+    """Start a scheduler, nodes with room for one replica each, and a router."""
     fleet.settings["scheduler-a"] = {
         "liveness": {
             "suspect_after_s": 3.0, "lost_after_s": 6.0, "grace_s": 12.0, "storm_share": 0.9,
@@ -233,7 +234,40 @@ async def check_explained(fleet: Fleet, nodes: dict[str, str]) -> None:
         assert [move.role == "prefill" for move in starts] == [role == "prefill"], gone.moves
 
 
-async def test_nodes_of_either_role_drain_and_are_lost_without_a_lost_token() -> None:
+async def roll_out(fleet: Fleet) -> None:
+    """Give all requests to a new version, which gets both roles beside the old one."""
+    deployment = await fleet.ask("GET", "/v1/deployments/counting")
+    options = {**deployment["engine"]["options"], "sequences_max": "6"}
+    bounds = {
+        "attempts_min": 20, "step_min_s": 0.0, "ttft_ratio": 10, "itl_ratio": 10,
+        "error_ratio": 0.4,
+    }  # fmt: skip
+    made = await fleet.ask(
+        "POST",
+        "/v1/deployments/counting/rollouts",
+        {
+            "engine": {**deployment["engine"], "options": options},
+            "steps": [{"share": 0.5}, {"share": 1.0}],
+            "bounds": bounds,
+        },
+    )
+
+    async def has_ended() -> Any:
+        row = await fleet.ask("GET", f"/v1/rollouts/{made['rollout_id']}")
+        return row if row["state"] not in ("running", "paused") else None
+
+    row = await until("the rollout ends", has_ended, WARM_S)
+    assert row["state"] == "done", row
+
+    async def only_new() -> bool:
+        rows = (await fleet.ask("GET", "/v1/placements"))["data"]
+        return {(r["version"], r["ending"]) for r in rows} == {(row["to_version"], False)}
+
+    await until("the old version is gone", only_new, WARM_S)
+    await until_both(fleet)
+
+
+async def test_nodes_of_either_role_drain_are_lost_and_roll_out_without_a_lost_token() -> None:
     async with a_fleet(comes_up=False) as fleet:
         await start(fleet)
         await deploy(fleet)
@@ -262,6 +296,14 @@ async def test_nodes_of_either_role_drain_and_are_lost_without_a_lost_token() ->
                 await load.more(2 * STREAMS)
                 assert not load.failures, (role, load.failures)
                 await come_back(fleet, lost)
+            await roll_out(fleet)
+            legs_before = await counted(fleet, legs)
+
+            async def are_read_by_the_new_version() -> bool:
+                return await counted(fleet, legs) > legs_before
+
+            await until("the new version has two legs", are_read_by_the_new_version, WARM_S)
+            await load.more(2 * STREAMS)
 
         assert not load.failures, load.failures
         await until("nothing is held", lambda: holds_nothing(fleet), 30.0)

@@ -129,7 +129,8 @@ def _fewest_replicas(policy: PlacementPolicy) -> int:
     With a ratio of roles it needs one of each: a lone replica is slower than a pair, and an engine
     that keeps its role does not answer without the other.
     """
-    return 2 if policy.roles not in (UNIFIED_ROLES, AUTO_ROLES) else 1
+    has_ratio = policy.roles not in (UNIFIED_ROLES, AUTO_ROLES) or policy.prefill_share > 0
+    return 2 if has_ratio else 1
 
 
 def _denied(policy: PlacementPolicy, pops: set[PopId], cluster: ClusterState) -> tuple[str, ...]:
