@@ -10,7 +10,9 @@ a task of the router's event loop that sleeps 2 ms again and again.
 
 import argparse
 import asyncio
+import gc
 import multiprocessing
+import os
 import resource
 import tempfile
 import time
@@ -18,7 +20,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -40,15 +42,27 @@ GIVE_UP_S: Final = 15.0
 """A table that did not arrive by then, and after several connections, never does."""
 
 
+class Stall(NamedTuple):
+    """A stall in ms, and of it: the thread's CPU time, its wait for a processor, and collections.
+
+    What is left is waiting for another thread that holds the interpreter's lock, or for the kernel.
+    """
+
+    ms: float = 0.0
+    cpu_ms: float = 0.0
+    queued_ms: float = 0.0
+    gc_ms: float = 0.0
+
+
 class RouterFigures(msgspec.Struct):
     """Figures that the router's process observed."""
 
     keys: int
     table_s: float
     delta_s: float
-    table_stall_ms: float
-    delta_stall_ms: float
-    persist_stall_ms: float
+    table_stall: Stall
+    delta_stall: Stall
+    persist_stall: Stall
     memory_mib: float
     peak_mib: float
 
@@ -162,25 +176,51 @@ class StallWatch:
     """
 
     def __init__(self) -> None:
-        self._longest_s = self._longest_cpu_s = 0.0
+        self._longest = Stall()
+        self._longest_cpu_ms = 0.0
+        self._gc_s = self._gc_began_s = 0.0
 
     async def run(self) -> None:
         """Watch until cancelled."""
-        while True:
-            began, began_cpu = time.monotonic(), time.thread_time()
-            await asyncio.sleep(TICK_S)
-            self._longest_s = max(self._longest_s, time.monotonic() - began - TICK_S)
-            self._longest_cpu_s = max(self._longest_cpu_s, time.thread_time() - began_cpu)
+        gc.callbacks.append(self._note_collection)
+        schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        try:
+            while True:
+                began = time.monotonic(), time.thread_time(), _queued_s(schedstat), self._gc_s
+                await asyncio.sleep(TICK_S)
+                ended = time.monotonic(), time.thread_time(), _queued_s(schedstat), self._gc_s
+                took = [1000 * (end - start) for start, end in zip(began, ended, strict=True)]
+                stall = Stall(took[0] - 1000 * TICK_S, *took[1:])
+                self._longest = max(self._longest, stall)
+                self._longest_cpu_ms = max(self._longest_cpu_ms, stall.cpu_ms)
+        finally:
+            os.close(schedstat)
+            gc.callbacks.remove(self._note_collection)
+
+    def take(self) -> Stall:
+        """Return the longest stall since the last call."""
+        longest, self._longest = self._longest, Stall()
+        return longest
 
     def take_ms(self) -> float:
         """Return the longest stall in ms since the last call."""
-        longest_ms, self._longest_s = 1000 * self._longest_s, 0.0
-        return longest_ms
+        return self.take().ms
 
     def take_cpu_ms(self) -> float:
         """Return the most CPU time in ms between two ticks since the last call."""
-        longest_ms, self._longest_cpu_s = 1000 * self._longest_cpu_s, 0.0
+        longest_ms, self._longest_cpu_ms = self._longest_cpu_ms, 0.0
         return longest_ms
+
+    def _note_collection(self, phase: str, info: object) -> None:
+        if phase == "start":
+            self._gc_began_s = time.thread_time()
+        else:
+            self._gc_s += time.thread_time() - self._gc_began_s
+
+
+def _queued_s(schedstat: int) -> float:
+    """Return for how long the thread has waited for a processor."""
+    return int(os.pread(schedstat, 100, 0).split()[1]) / 1e9
 
 
 async def run_router(
@@ -202,10 +242,10 @@ async def run_router(
         began = time.monotonic()
         watch.take_ms()
         await until_generation(app, 1)
-        table_s, table_stall_ms = time.monotonic() - began, watch.take_ms()
+        table_s, table_stall = time.monotonic() - began, watch.take()
         await app.loops["persist"].wait_turns(1)
         await asyncio.sleep(0.1)
-        persist_stall_ms = watch.take_ms()
+        persist_stall = watch.take()
         memory_mib = resident_mib() - before_mib
         began = time.monotonic()
         ask_for_delta()
@@ -216,9 +256,9 @@ async def run_router(
             keys=len(app.fleet.directory.keys),
             table_s=table_s,
             delta_s=delta_s,
-            table_stall_ms=table_stall_ms,
-            delta_stall_ms=watch.take_ms(),
-            persist_stall_ms=persist_stall_ms,
+            table_stall=table_stall,
+            delta_stall=watch.take(),
+            persist_stall=persist_stall,
             memory_mib=memory_mib,
             peak_mib=peak_mib(),
         )
@@ -300,11 +340,15 @@ async def report(pipe: object, sender: TableSender, *, is_single_frame: bool) ->
         f"delta of one key in {1000 * figures.delta_s:.0f} ms, memory +{figures.memory_mib:.0f} MiB"
         f" (peak of the process {figures.peak_mib:.0f} MiB)"
     )
-    print(
-        f"longest stall: {figures.table_stall_ms:.0f} ms with the table, "
-        f"{figures.persist_stall_ms:.0f} ms while it is written to disk, "
-        f"{figures.delta_stall_ms:.0f} ms with the delta; {sender.connections} connections"
-    )
+    print("longest stall, of it: CPU / waiting for a processor / garbage collection (CPU)")
+    for name, stall in (
+        ("with the table", figures.table_stall),
+        ("while it is written to disk", figures.persist_stall),
+        ("with the delta", figures.delta_stall),
+    ):
+        parts = f"{stall.cpu_ms:.0f} / {stall.queued_ms:.0f} / {stall.gc_ms:.0f} ms"
+        print(f"  {name}: {stall.ms:.0f} ms, {parts}")
+    print(f"{sender.connections} connections")
 
 
 def main() -> None:

@@ -121,6 +121,17 @@ def test_exchanges_leave_minima_that_no_move_or_swap_leaves(seed: int, optimum: 
     assert total_cost(draft) <= 1.01 * optimum
 
 
+def test_a_large_replica_leaves_its_site_to_small_ones_of_others() -> None:
+    """One of 36 GiB gives a device to two of 18 GiB, and takes three devices of others instead."""
+    limits = PlanLimits(starts_max=10**6, endings_max=10**6, effort=100)
+    draft, _ = run_search(small_world(275_668), limits)
+    assert total_cost(draft) > 1.01 * 5_287.5
+    search = LocalSearch(draft, limits.settle_s, effort=2_000)
+    while total_cost(draft) > 1.01 * 5_287.5 and search.force_off():
+        pass
+    assert total_cost(draft) <= 1.01 * 5_287.5
+
+
 def test_a_plan_that_starts_nothing_fills_the_draft_once(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = (a_node("ams-1", "ams"), a_node("iad-1", "iad"))
     cluster = a_cluster(nodes=nodes, deployments=(a_deployment(replicas_min=2),))

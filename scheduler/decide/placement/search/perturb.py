@@ -4,9 +4,13 @@ A new replica is moved to another site whether or not that lowers the cost. Repl
 leave, the other new replicas of its deployment move to better places, and the draft is filled and
 swapped again. The result is kept if the total cost is lower. For example, this may be the only way
 in which a large model leaves a PoP to its neighbours.
+
+Or a new replica only has to leave: several replicas of others may be worth more there together, if
+its deployment finds room elsewhere. No swap brings them in, because each alone is worth less. So
+they fill the room before the replica's deployment displaces others at other sites.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Final
 
@@ -22,6 +26,12 @@ from scheduler.decide.placement.search.swap import SlotSwap, in_order
 
 SWAPS_AFTER_MAX: Final = 3
 """How many swaps may follow a forced move."""
+
+FORCED_OFF_EFFORT: Final = 30
+"""The attempts that a replica forced off its site takes from the budget."""
+
+DISPLACEMENTS_MAX: Final = 4
+"""How many sites a deployment that was forced off one may take from others."""
 
 EVICTED_SITES_MAX: Final = 6
 """How many sites are tried for the replicas that a forced move evicted."""
@@ -46,8 +56,11 @@ class Perturbation:
         self._effort = effort
 
     def run(self) -> bool:
-        """Force replicas to other sites, the largest first, one of each site; stop at the first
-        move that lowers the cost, and return whether there was one."""
+        """Force replicas to other sites, then only off their sites, the largest first, one of each
+        site; stop at the first change that lowers the cost, and return whether there was one."""
+        return self._force_each_elsewhere() or self.force_off()
+
+    def _force_each_elsewhere(self) -> bool:
         for state in self._draft.largest_first():
             one_per_site = {replica.site: replica for replica in state.new_replicas()}
             for replica in one_per_site.values():
@@ -59,6 +72,54 @@ class Perturbation:
                     if self._force_to(replica, int(site)):
                         return True
         return False
+
+    def force_off(self) -> bool:
+        """Force replicas off their sites until that lowers the cost; return whether it did."""
+        for state in self._draft.largest_first():
+            one_per_site = {replica.site: replica for replica in state.new_replicas()}
+            for replica in one_per_site.values():
+                if not self._effort.spend(FORCED_OFF_EFFORT):
+                    return False
+                if self._force_off(replica):
+                    return True
+        return False
+
+    def _force_off(self, replica: PlannedReplica) -> bool:
+        """Take a replica off its site and give the others the room, then let its deployment
+        displace others at other sites. Return whether that lowers the cost; roll back if not."""
+        draft, state, site = self._draft, replica.state, replica.site
+        savepoint = draft.savepoint(draft.states)
+        draft.remove(replica)
+        others = [other for other in draft.states if other is not state]
+        # Only a deployment at its maximum has to leave a site to come here.
+        self._move_new(other for other in others if other.is_full)
+        fill(draft, only=others)
+        for _ in range(DISPLACEMENTS_MAX):
+            draft.blocked.clear()
+            fill(draft, only=[state])
+            if not self._displace_elsewhere(state, site):
+                break
+        draft.blocked.clear()
+        fill(draft)
+        if savepoint.lowered() <= IMPROVEMENT_MIN:
+            self._move_new(others)
+            fill(draft)
+        if savepoint.lowered() > IMPROVEMENT_MIN:
+            return True
+        savepoint.roll_back()
+        return False
+
+    def _displace_elsewhere(self, state: DeploymentState, left_site: int) -> bool:
+        """Let a deployment displace others at one site but `left_site`, if that lowers the cost."""
+        for blocked in islice(self._swap.blocked_gains([state]), EVICTED_SITES_MAX):
+            if blocked.site != left_site and self._swap.swap_in(blocked, new_holders(self._draft)):
+                return True
+        return False
+
+    def _move_new(self, states: Iterable[DeploymentState]) -> None:
+        for state in states:
+            for replica in state.new_replicas():
+                self._move(replica)
 
     def _force_to(self, replica: PlannedReplica, site: int) -> bool:
         draft, state = self._draft, replica.state
