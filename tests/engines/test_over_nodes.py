@@ -4,6 +4,7 @@ CI leaves it out, because the parts start for a minute: `pytest tests/engines` r
 """
 
 import os
+import signal
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
@@ -112,6 +113,24 @@ async def test_a_replica_over_nodes_answers(fleet: Fleet) -> None:
     assert all("--headless" in other.command.arguments for other in others)
     found = await answer(fleet)
     assert "Paris" in found["choices"][0]["message"]["content"], found
+
+
+async def test_a_part_that_is_killed_takes_the_replica_with_it_and_all_start_again(
+    fleet: Fleet,
+) -> None:
+    before = parts(fleet)
+    pids = [pid for record in before for pid in group_members(record.pid)]
+    os.killpg(before[1].pid, signal.SIGKILL)
+
+    async def is_back() -> bool:
+        now = parts(fleet)
+        changed = len(now) == 3 and {one.pid for one in now}.isdisjoint(one.pid for one in before)
+        return changed and await fleet.is_warm(3)
+
+    await until("all parts are new", is_back, READY_S)
+    assert not [pid for pid in pids if is_running(pid)]
+    await fleet.routers_know()
+    assert "Paris" in (await answer(fleet))["choices"][0]["message"]["content"]
 
 
 async def test_all_parts_end_with_the_deployment(fleet: Fleet) -> None:
