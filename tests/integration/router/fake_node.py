@@ -27,7 +27,7 @@ class FakeNode:
     - `resumes`: how it says that it continues a text; empty if it cannot.
     - `preface`: frames that a stream begins with, before its first token.
     - `loads`: the header of its pongs, after `ping_s`. `loads_reader`: how it answers for its PoP.
-    - `status` and `error_body`: what it answers instead of 200.
+    - `status`: what it answers instead of 200, to a sound or image with `error_body`.
     - `probs`: what it says of each text to classify.
     - `splits_bytes`: send a stream byte by byte. `filler` is added to each token.
     """
@@ -137,6 +137,8 @@ class FakeNode:
         self.bodies.append(body)
         self.request_headers.append(dict(request.headers))
         await self.note()
+        if self.status != 200 and self.error_body is not None:
+            return web.Response(body=self.error_body, status=self.status, content_type="text/plain")
         # The mock engine reads it, too.
         request._payload = StreamReader(request.protocol, len(body) + 1)
         request._payload.feed_data(body)
@@ -207,8 +209,6 @@ class FakeNode:
             extra[headers.RESUMED] = self.resumes
         if self.refuse:
             return web.Response(status=429, headers={headers.REFUSED: self.refuse, **extra})
-        if self.status != 200 and self.error_body is not None:
-            return web.Response(body=self.error_body, status=self.status, content_type="text/plain")
         if self.status != 200:
             error = {"error": {"message": "broken", "type": "x", "code": "x", "param": None}}
             return web.json_response(error, status=self.status, headers=extra)
