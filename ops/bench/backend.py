@@ -85,6 +85,10 @@ _CHUNKED = [chunk(frame) for frame in [*FRAMES, *TAIL]]
 _AT_ONCE = _STREAM_HEAD + b"".join(_CHUNKED) + b"0\r\n\r\n"
 
 
+ENDS_BYTES = 4096
+"""What is read of a body, at either end."""
+
+
 class BackendProtocol(asyncio.Protocol):
     """One connection. Requests are distinguished by searching, not by parsing.
 
@@ -125,7 +129,8 @@ class BackendProtocol(asyncio.Protocol):
             self._parts.append(held)
 
     def _answer(self, head: bytes, body: bytes) -> None:
-        body = body[:4096]
+        # Routers that encode a body anew may put `stream` behind the messages.
+        body = body[:ENDS_BYTES] + body[-ENDS_BYTES:]
         if self._notice and not head.startswith(b"get"):
             self._transport.write(self._notice)
         if head.startswith(b"get"):
