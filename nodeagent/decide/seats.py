@@ -8,7 +8,9 @@ first token is due first (isochrone/ttft_order.py). Without objectives this is t
 Rule 2: a tenant without a seat may also take one of the spare seats. The engine is started with
 this many more than its option says, so that a tenant that floods it still gets all seats of the
 option.
-Rule 3: requests of the lowest priority (items of batches) wait until no other request waits.
+Rule 3: requests of the lowest priority (items of batches) wait until no other request waits, and
+leave some seats free: the next request of a client takes one at once. Each router sends items by
+what it knew seconds ago, so several together may send more than there is room for.
 """
 
 from collections import Counter
@@ -18,6 +20,10 @@ from isochrone.ttft_order import TtftObjective
 
 SPARE_SHARE: Final = 0.125
 """Spare seats, as a share of the seats in the engine's option; at least one."""
+
+
+KEPT_FREE_SHARE: Final = 0.0625
+"""Seats that requests of the lowest priority leave free, as a share; at least one."""
 
 
 def spare_seats(seats: int) -> int:
@@ -44,6 +50,8 @@ class Seats:
     def __init__(self, seats_max: int, spare: int = 0) -> None:
         self._seats_max = seats_max
         self._spare = spare
+        # An engine with a single seat runs such a request while no other has the seat.
+        self._yielding_max = max(1, seats_max - max(1, int(KEPT_FREE_SHARE * seats_max)))
         self._next_number = 0
         self._taken: Counter[str] = Counter()
         self._waiting: dict[str, dict[SeatRequest, None]] = {}
@@ -77,9 +85,6 @@ class Seats:
         seated = []
         while self._waiting:
             tenant = min(self._waiting, key=self._turn_of)
-            limit = self._seats_max + (0 if self._taken[tenant] else self._spare)
-            if self._seats_max and self._taken.total() >= limit:
-                break
             request = min(
                 self._waiting[tenant],
                 key=lambda waiting: (
@@ -88,6 +93,11 @@ class Seats:
                     waiting.number,
                 ),
             )
+            limit = self._seats_max + (0 if self._taken[tenant] else self._spare)
+            if request.yields:
+                limit = self._yielding_max
+            if self._seats_max and self._taken.total() >= limit:
+                break
             self._remove(request)
             self._taken[tenant] += 1
             request.is_seated = True

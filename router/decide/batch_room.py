@@ -3,9 +3,11 @@
 Rule 1: an engine that preempts runs a request of a client at once, in the place of an item. So
 items may take all of its sequences, and a few wait in its queue, for when a sequence ends.
 Rule 2: other engines keep some sequences free: a client's request begins there without waiting.
+Each turn fills half of the other free ones, because several routers may fill a replica.
 """
 
 from collections.abc import Sequence
+from math import ceil
 from typing import Final
 
 TOKENS_SHARE: Final = 0.7
@@ -22,6 +24,10 @@ one begins without a round trip to a router."""
 SPARE_SHARE: Final = 0.0625
 """The sequences of other engines that stay free, as a share; at least one. Items may use 90 % of
 what is idle (ops/bench/batch.md)."""
+
+STARTED_SHARE: Final = 0.5
+"""The part of the free places that a turn fills where items are not preempted. If several routers
+filled a replica at once, it would refuse requests of clients."""
 
 UNKNOWN_ITEMS: Final = 4
 """Items at once on a replica that has not said how many sequences its engine runs."""
@@ -50,10 +56,11 @@ def free_places(replica: ReplicaRoom, *, preempts: bool) -> int:
     sequences = replica.sequences_max
     if preempts:
         allowed = sequences + max(1, int(SURPLUS_SHARE * sequences))
-    else:
-        # An engine with a single sequence runs items while no client uses it.
-        allowed = max(1, sequences - max(1, int(SPARE_SHARE * sequences)))
-    return max(0, allowed - replica.requests)
+        return max(0, allowed - replica.requests)
+    # An engine with a single sequence runs items while no client uses it.
+    allowed = max(1, sequences - max(1, int(SPARE_SHARE * sequences)))
+    # Other routers see the same room, and what they send is known here seconds later.
+    return ceil(STARTED_SHARE * max(0, allowed - replica.requests))
 
 
 def requests_max(

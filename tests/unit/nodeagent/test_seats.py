@@ -67,6 +67,18 @@ def test_items_of_batches_wait_until_no_other_request_waits() -> None:
     assert seats.release(item, 0.0) == [own_item]
 
 
+def test_items_of_batches_leave_a_seat_that_a_client_takes_at_once() -> None:
+    seats = Seats(16)
+    items = [seats.request("idle", ttft_objective(0.0, 100), 0.0, yields=True) for _ in range(20)]
+    assert sum(item.is_seated for item in items) == 15
+    client, other = ask(seats, "a"), ask(seats, "a")
+    assert client.is_seated
+    # The next seat is the waiting client's; then items must leave one free again.
+    assert seats.release(items[0], 0.0) == [other]
+    assert seats.release(items[1], 0.0) == []
+    assert seats.release(client, 0.0) == [items[15]]
+
+
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.one_of(st.none(), st.integers(0, 20_000)), st.booleans()),
