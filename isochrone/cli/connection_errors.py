@@ -1,4 +1,4 @@
-"""What to tell an operator whose command could not connect, with what to change."""
+"""Messages for an operator whose command could not connect, with what to change."""
 
 import aiohttp
 

@@ -1,9 +1,9 @@
 """The part of the machine that this process may use: cores and memory.
 
-It is often less than the machine has: a service can be pinned to some cores (CPUAffinity), and its
-cgroup or a parent of that can have limits (CPUQuota, MemoryMax, those of a container). A process
-for each core of the machine would then compete for the few that it has, and models planned for all
-of its memory would be killed.
+This part is often less than the machine has: a service can be pinned to some cores (CPUAffinity),
+and its cgroup or a parent of that can have limits (CPUQuota, MemoryMax, those of a container). A
+process for each core of the machine would then compete for the few that it has, and models planned
+for all of its memory would be killed.
 """
 
 import os

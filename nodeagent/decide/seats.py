@@ -9,21 +9,17 @@ Rule 2: a tenant without a seat may also take one of the spare seats. The engine
 this many more than its option says, so that a tenant that floods it still gets all seats of the
 option.
 Rule 3: requests of the lowest priority (items of batches) wait until no other request waits, and
-leave some seats free: the next request of a client takes one at once. Each router sends items by
-what it knew seconds ago, so several together may send more than there is room for.
+leave some seats free, which the next request of a client takes at once (batch_sequences.py).
 """
 
 from collections import Counter
 from typing import Final
 
+from isochrone.batch_sequences import sequences_for_items
 from isochrone.ttft_order import TtftObjective
 
 SPARE_SHARE: Final = 0.125
 """Spare seats, as a share of the seats in the engine's option; at least one."""
-
-
-KEPT_FREE_SHARE: Final = 0.0625
-"""Seats that requests of the lowest priority leave free, as a share; at least one."""
 
 
 def spare_seats(seats: int) -> int:
@@ -50,8 +46,7 @@ class Seats:
     def __init__(self, seats_max: int, spare: int = 0) -> None:
         self._seats_max = seats_max
         self._spare = spare
-        # An engine with a single seat runs such a request while no other has the seat.
-        self._yielding_max = max(1, seats_max - max(1, int(KEPT_FREE_SHARE * seats_max)))
+        self._yielding_max = sequences_for_items(seats_max)
         self._next_number = 0
         self._taken: Counter[str] = Counter()
         self._waiting: dict[str, dict[SeatRequest, None]] = {}

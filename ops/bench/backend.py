@@ -129,7 +129,7 @@ class BackendProtocol(asyncio.Protocol):
             self._parts.append(held)
 
     def _answer(self, head: bytes, body: bytes) -> None:
-        # Routers that encode a body anew may put `stream` behind the messages.
+        # Routers that encode a body again may put `stream` behind the messages.
         body = body[:ENDS_BYTES] + body[-ENDS_BYTES:]
         if self._notice and not head.startswith(b"get"):
             self._transport.write(self._notice)

@@ -6,7 +6,7 @@ that the thread uses, and while nothing is ready it jumps to the next timer. So 
 of a machine with a free processor. What runs in `elsewhere()` (another machine's part, simulated in
 the same process) does not advance the clock; its CPU time is counted apart.
 
-Connections over loopback are real. The kernel's work for them counts for whoever makes the call.
+Connections over loopback are real. The kernel's work for them counts for the caller.
 """
 
 import asyncio

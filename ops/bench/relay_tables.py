@@ -75,8 +75,8 @@ def machine(peers: Path) -> str:
     )
 
 
-def run(part: Part) -> str:
-    """Run one part and return its section."""
+def run(part: Part, peers: str) -> str:
+    """Run one part and return its section, which names the folder `peers` as FOLDER."""
     command = [sys.executable, "-m", f"ops.bench.{part.arguments[0]}", *part.arguments[1:]]
     began_s = time.monotonic()
     with subprocess.Popen(
@@ -92,6 +92,7 @@ def run(part: Part) -> str:
         if process.returncode > 0:
             output += f"\n**Failed with exit status {process.returncode}.**\n"
     shown = " ".join(("python -m", f"ops.bench.{part.arguments[0]}", *part.arguments[1:]))
+    shown = shown.replace(peers, "FOLDER")
     took_s = time.monotonic() - began_s
     return f"## {part.title}\n\n`{shown}` ({took_s:.0f} s)\n\n{output.strip()}\n"
 
@@ -105,7 +106,7 @@ def main() -> None:
     sections = [machine(Path(arguments.peers)) + "\n"]
     for part in parts(arguments.peers):
         print(f"{part.title} ...", file=sys.stderr, flush=True)
-        sections.append(run(part))
+        sections.append(run(part, arguments.peers))
         # Written as they come: a run that is interrupted keeps what it has.
         arguments.out.write_text("\n".join(sections))
 

@@ -8,6 +8,7 @@ has its own rule for other regions.
 """
 
 import random
+from abc import ABC, abstractmethod
 from collections import Counter
 from math import inf
 from typing import Final
@@ -39,11 +40,33 @@ LOCAL_MS: Final = 1.0
 DYNAMO_BLOCK_TOKENS: Final = 16
 
 
-class RivalPolicy:
-    """Base: a rival's events besides choices, and how long requests wait for capacity."""
+class RivalPolicy(ABC):
+    """Base: a rival's choice and other events, and how long requests wait for capacity.
+
+    Most rivals learn from some of the events only.
+    """
 
     retry_interval_s = 0.1
     queue_timeout_s = 10.0
+
+    @abstractmethod
+    def choose(
+        self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
+    ) -> int | None:
+        """Return the replica for a request, None if it must wait."""
+
+    def record_sent(self, request: TraceRequest, replica: int, now_s: float) -> None:  # noqa: B027
+        """Note that a request goes to a replica."""
+
+    def record_first_token(self, request: TraceRequest, replica: int) -> None:  # noqa: B027
+        """Note the first token of an answer."""
+
+    def record_end(self, request: TraceRequest, replica: int) -> None:  # noqa: B027
+        """Note the end of an answer, a refusal or a failure."""
+
+
+class PopRival(RivalPolicy):
+    """Base of the rivals made for one cluster: over several cities, the nearest that has room."""
 
     def choose(
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
@@ -55,6 +78,7 @@ class RivalPolicy:
         pop = _nearest_unsaturated(router, loads)
         return self.choose_among({r: loads[r] for r in pop}, router, request, now_s)
 
+    @abstractmethod
     def choose_among(
         self,
         loads: dict[int, EngineLoad],
@@ -63,16 +87,6 @@ class RivalPolicy:
         now_s: float,
     ) -> int | None:
         """Choose one of the replicas of a PoP, whose reported loads these are."""
-        raise NotImplementedError
-
-    def record_sent(self, request: TraceRequest, replica: int, now_s: float) -> None:
-        """Note that a request goes to a replica."""
-
-    def record_first_token(self, request: TraceRequest, replica: int) -> None:
-        """Note the first token of an answer."""
-
-    def record_end(self, request: TraceRequest, replica: int) -> None:
-        """Note the end of an answer, a refusal or a failure."""
 
 
 def engine_loads(
@@ -102,7 +116,7 @@ def _nearest_unsaturated(router: SimulatedRouter, loads: dict[int, EngineLoad]) 
     return pops[min(saturation, key=lambda pop: saturation[pop]) if found is None else found]
 
 
-class LlmdPolicy(RivalPolicy):
+class LlmdPolicy(PopRival):
     """llm-d's default profile: queue 2, KV use 2, prefix 3; equal scores by chance."""
 
     def __init__(self, pop: int, replicas: list[SimulatedReplica]) -> None:
@@ -131,7 +145,7 @@ class LlmdPolicy(RivalPolicy):
         return self._chance.choice([r for r, score in scores.items() if score == best])
 
 
-class DynamoPolicy(RivalPolicy):
+class DynamoPolicy(PopRival):
     """Dynamo's KV router: its own bookings, and caches by events and its own recent decisions."""
 
     def __init__(self, pop: int, replicas: list[SimulatedReplica]) -> None:
@@ -217,7 +231,7 @@ class _HistoryPolicy(RivalPolicy):
         return {replica: matches.share_at(replica) for replica in replicas}
 
 
-class AibrixPolicy(_HistoryPolicy):
+class AibrixPolicy(_HistoryPolicy, PopRival):
     """AIBrix's prefix-cache routing; its gateway counts the running requests itself."""
 
     def choose_among(
@@ -242,7 +256,7 @@ class AibrixPolicy(_HistoryPolicy):
         return self._chance.choice([r for r, count in requests.items() if count == fewest])
 
 
-class SmgPolicy(_HistoryPolicy):
+class SmgPolicy(_HistoryPolicy, PopRival):
     """smg's cache_aware policy over HTTP, with its defaults."""
 
     def choose_among(
@@ -262,7 +276,7 @@ class SmgPolicy(_HistoryPolicy):
         return best if shares[best] > SMG_MATCH_MIN else fewest
 
 
-class ProductionStackPolicy(RivalPolicy):
+class ProductionStackPolicy(PopRival):
     """vLLM production-stack's prefixaware router (a6c01db0, routing_logic.py): any of the replicas
     with the longest match in a trie that forgets nothing; without a match any replica."""
 

@@ -7,6 +7,7 @@ has them. Static ratio: both replicas in turn, always two legs. Both policies ta
 nearest and not saturated, by its decode replicas.
 """
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -15,7 +16,7 @@ from isochrone.wire.assignment import Role
 from isochrone.wire.headers import PeerReplica
 from ops.sim.isochrone_policy import DEPLOYMENT, IsochronePolicy
 from ops.sim.replica import EngineLoad
-from ops.sim.rivals import LlmdPolicy, RivalPolicy
+from ops.sim.rivals import LlmdPolicy, PopRival, RivalPolicy
 from ops.sim.role_replica import RoleReplica
 from ops.sim.router import OUTPUT_TOKENS_ASSUMED, SimulatedRouter
 from ops.sim.traces import TraceRequest
@@ -95,6 +96,16 @@ def readers_of(router: SimulatedRouter, replica: int) -> list[int]:
 class TwoLegRival(RivalPolicy):
     """Base of rivals that read prompts elsewhere; requests go to replicas that generate."""
 
+    @abstractmethod
+    def reader(
+        self, router: SimulatedRouter, request: TraceRequest, replica: int, now_s: float
+    ) -> int | None:
+        """Return the replica that reads the prompt, None for the one that generates."""
+
+
+class TwoLegPopRival(TwoLegRival, PopRival):
+    """Base of such rivals that are made for one cluster."""
+
     def choose(
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float
     ) -> int | None:
@@ -102,14 +113,8 @@ class TwoLegRival(RivalPolicy):
         readers = {s.replica for s in router.world.sites if s.role is Role.PREFILL}
         return super().choose(router, request, refused | readers, now_s)
 
-    def reader(
-        self, router: SimulatedRouter, request: TraceRequest, replica: int, now_s: float
-    ) -> int | None:
-        """Return the replica that reads the prompt, None for the one that generates."""
-        raise NotImplementedError
 
-
-class StaticRoundRobinPolicy(TwoLegRival):
+class StaticRoundRobinPolicy(TwoLegPopRival):
     """A fixed ratio of roles, and each role's replicas in turn."""
 
     def __init__(self) -> None:
@@ -138,7 +143,7 @@ class StaticRoundRobinPolicy(TwoLegRival):
         return replicas[(self._turns[replicas] - 1) % len(replicas)]
 
 
-class LlmdRolesPolicy(TwoLegRival):
+class LlmdRolesPolicy(TwoLegPopRival):
     """llm-d with its threshold of uncached tokens."""
 
     def __init__(self, pop: int, replicas: list[RoleReplica], threshold: int) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from math import ceil
 from typing import Final
 
+from isochrone.batch_sequences import sequences_for_items
+
 TOKENS_SHARE: Final = 0.7
 """The share of a replica's tokens in flight that batches may use, counting interactive requests.
 The rest stays free for interactive requests."""
@@ -20,10 +22,6 @@ QUEUE_FACTOR: Final = 2
 SURPLUS_SHARE: Final = 0.125
 """Items that wait in the queue of an engine that preempts, as a share of its sequences: the next
 one begins without a round trip to a router."""
-
-SPARE_SHARE: Final = 0.0625
-"""The sequences of other engines that stay free, as a share; at least one. Items may use 90 % of
-what is idle (ops/bench/batch.md)."""
 
 STARTED_SHARE: Final = 0.5
 """The part of the free places that a turn fills where items are not preempted. If several routers
@@ -57,10 +55,8 @@ def free_places(replica: ReplicaRoom, *, preempts: bool) -> int:
     if preempts:
         allowed = sequences + max(1, int(SURPLUS_SHARE * sequences))
         return max(0, allowed - replica.requests)
-    # An engine with a single sequence runs items while no client uses it.
-    allowed = max(1, sequences - max(1, int(SPARE_SHARE * sequences)))
     # Other routers see the same room, and what they send is known here seconds later.
-    return ceil(STARTED_SHARE * max(0, allowed - replica.requests))
+    return ceil(STARTED_SHARE * max(0, sequences_for_items(sequences) - replica.requests))
 
 
 def requests_max(

@@ -14,7 +14,6 @@ import openai
 import pytest
 import pytest_asyncio
 
-from isochrone.cli.client import AdminError
 from tests.builders import GIB
 from tests.engines.real_engines import MODEL, READY_S, VLLM_COMMANDS, group_members, needs_vllm
 from tests.engines.test_vllm_fleet import add_model, records
@@ -70,15 +69,7 @@ async def served() -> AsyncIterator[Fleet]:
         await running.up()
         await add_model(running, "own", MODEL)
         await running.ask("POST", "/v1/deployments", DEPLOYMENT)
-
-        async def is_warm() -> bool:
-            # While the server starts, a small machine has no time for the scheduler's database.
-            with suppress(AdminError):
-                return await running.is_warm(1)
-            return False
-
-        await until("the replica is warm", is_warm, READY_S)
-        await running.routers_know()
+        await running.until_warm(READY_S)
         yield running
 
 

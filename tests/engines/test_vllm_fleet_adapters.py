@@ -7,7 +7,6 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +16,6 @@ import openai
 import pytest
 import pytest_asyncio
 
-from isochrone.cli.client import AdminError
 from isochrone.wire.adapter import ADAPTER_FILES
 from tests.builders import GIB
 from tests.engines.lora import write_adapter
@@ -60,15 +58,7 @@ async def served() -> AsyncIterator[Fleet]:
             await running.up()
             await add_model(running, "smol", MODEL)
             await running.ask("POST", "/v1/deployments", DEPLOYMENT)
-
-            async def is_warm() -> bool:
-                # While vLLM starts, a small machine has no time for the scheduler's database.
-                with suppress(AdminError):
-                    return await running.is_warm(1)
-                return False
-
-            await until("the replica is warm", is_warm, READY_S)
-            await running.routers_know()
+            await running.until_warm(READY_S)
             yield running
 
 

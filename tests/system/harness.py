@@ -317,6 +317,20 @@ class Fleet:
         warm = [row["pop"] for row in rows if row["state"] == "warm" and not row["ending"]]
         return len(warm) >= replicas and set(warm).issuperset(cities)
 
+    async def until_warm(self, timeout_s: float) -> None:
+        """Wait until a replica is warm and the routers know it.
+
+        While a large engine starts, a small machine has no time for the scheduler's database.
+        """
+
+        async def is_warm() -> bool:
+            with suppress(AdminError):
+                return await self.is_warm(1)
+            return False
+
+        await until("the replica is warm", is_warm, timeout_s)
+        await self.routers_know()
+
     async def routers_know(self) -> None:
         """Wait until every router has the route table that is published now."""
         published = (await self.ask("GET", "/v1/status"))["route_generation"]
