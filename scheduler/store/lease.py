@@ -134,8 +134,8 @@ async def raise_epoch_and_generation(
     """Raise the counters of a database that was restored from a backup above what its fleet has.
 
     Return whether anything was raised. Until a route table is published, the database remembers
-    that it has lost history (`are_routes_after_loss`). The caller's epoch may then be outdated; its next renewal of
-    the lease returns the new one, and with it a new term begins.
+    that it has lost history (`are_routes_after_loss`). The caller's epoch may then be outdated; its
+    next renewal of the lease returns the new one, and with it a new term begins.
     """
     # The epoch is locked first, as in every transaction.
     raised_epoch = await connection.execute(
