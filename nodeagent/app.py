@@ -19,6 +19,7 @@ from isochrone.service.http_server import serve_http
 from isochrone.service.joining import load_or_join
 from isochrone.service.loop import Loop
 from isochrone.service.machine_share import usable_cores
+from isochrone.service.model_signature import ModelSigners, load_signers
 from isochrone.service.revocation import refuse_revoked
 from isochrone.service.systemd import feed_watchdog, notify
 from isochrone.service.tls import client_context, node_server_context
@@ -59,11 +60,12 @@ DAY_S = 86_400.0
 async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     """Run the agent of one node until `stopping` is set; return its exit code."""
     sources = await asyncio.to_thread(_artifact_sources, config)
+    signers = await asyncio.to_thread(load_signers, config.model_signers)
     node = await _open_node(config)
     rng = random.Random()  # noqa: S311 - jitter, not secrets
     server_tls = node_server_context(node.identity) if config.door_tls else None
     client_tls = client_context(node.identity) if config.door_tls else None
-    artifacts = _artifact_store(config, node, sources, rng, client_tls)
+    artifacts = _artifact_store(config, node, sources, rng, client_tls, signers)
     engines = _engine_processes(config, node)
     supervisor = Supervisor(
         config=config,
@@ -95,7 +97,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     loops = _loops(config, node, supervisor, artifacts, link, rng)
 
     try:
-        await _adopt_survivors(node, engines, supervisor)
+        await _adopt_survivors(node, engines, supervisor, signers)
         server = DataPlaneServer(
             supervisor,
             PeerReplicaClient(client_tls, monotonic),
@@ -214,6 +216,7 @@ def _artifact_store(
     sources: ArtifactSources,
     rng: random.Random,
     context: SSLContext | None,
+    signers: ModelSigners,
 ) -> ArtifactStore:
     peers = PeerFetcher(
         holders=node.holders_of,
@@ -228,6 +231,7 @@ def _artifact_store(
         config.disk_budget_bytes,
         link=TransferLink(config.download_bytes_per_s, monotonic),
         peers=peers,
+        signers=signers,
     )
 
 
@@ -247,12 +251,13 @@ def _data_plane_app(
 
 
 async def _adopt_survivors(
-    node: NodeState, engines: EngineProcesses, supervisor: Supervisor
+    node: NodeState, engines: EngineProcesses, supervisor: Supervisor, signers: ModelSigners
 ) -> None:
     """Adopt the engine processes that survived an earlier agent.
 
-    An engine with a tombstone, or whose spec in the assignment has changed, is killed instead. A
-    field that only one of the two specs has was unknown to the release that wrote the other.
+    An engine with a tombstone, or whose spec in the assignment has changed, or whose model lacks a
+    signature that this node requires, is killed instead. A field that only one of the two specs has
+    was unknown to the release that wrote the other.
     """
     current = node.assignment
     specs = {spec.replica_id: spec for spec in current.replicas} if current else {}
@@ -261,6 +266,7 @@ async def _adopt_survivors(
         spec = survivor.spec
         assigned = specs.get(spec.replica_id, spec)
         is_kept = spec.replica_id not in ending and is_same_spec(spec, assigned)
+        is_kept = is_kept and not signers.problem(spec.artifact)
         log.info(
             "engine adopted" if is_kept else "engine killed",
             extra={"fields": {"replica": spec.replica_id}},

@@ -59,6 +59,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     commands: dict[str, ConfiguredCommand] = {}
 
     # Artifacts: their sources, and limits on disk and network.
+    # Public keys of those who may sign models: PEM files, each named for its owner. If there are
+    # any, this node fetches, starts and keeps running only models that one of them has signed.
+    model_signers: tuple[Path, ...] = ()
     disk_budget_bytes: Count = 200 * 1024**3
     # Files of LoRA adapters that no request has used for this long are deleted. 0: only for space.
     adapter_idle_days: Days = 7.0
