@@ -11,6 +11,7 @@ from time import monotonic, time
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from isochrone.service.allowed_hosts import HostAllowList, own_names, refuse_unknown_hosts
 from isochrone.service.config import read_secret
@@ -23,12 +24,21 @@ from isochrone.service.model_signature import ModelSigners, load_signers
 from isochrone.service.revocation import refuse_revoked
 from isochrone.service.systemd import feed_watchdog, notify
 from isochrone.service.tls import client_context, node_server_context
+from isochrone.service.tracing.exporter import (
+    ServiceName,
+    SpanCounts,
+    SpanExporter,
+    open_exporter,
+)
+from isochrone.service.tracing.recorder import SpanRecorder
 from isochrone.wire.control import PeerRole, ToAgent
 from isochrone.wire.ids import BootId
+from nodeagent import metrics
 from nodeagent.api.artifact_uploads import ArtifactUploads
 from nodeagent.api.data_plane import DataPlaneServer
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient
+from nodeagent.api.request_spans import trace_requests
 from nodeagent.config import NodeConfig
 from nodeagent.decide.kv_quota import KvRateLimits
 from nodeagent.decide.reconcile import is_same_spec
@@ -94,7 +104,16 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     sources.cluster = lambda: ClusterOrigin(
         link.url, node.relay_token, cluster_tls if link.url.startswith("https:") else None
     )
+    exporter = open_exporter(
+        config.traces_endpoint,
+        config.traces_authorization_file,
+        ServiceName("node", node.node_id, node.identity.pop),
+        lambda: SpanCounts(metrics.REGISTRY, "isochrone_node_"),
+        monotonic,
+    )
     loops = _loops(config, node, supervisor, artifacts, link, rng)
+    if exporter is not None:
+        loops = (*loops, exporter.loop)
 
     try:
         await _adopt_survivors(node, engines, supervisor, signers)
@@ -107,6 +126,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
                 deployment=config.kv_share_deployment_bytes_per_s,
                 tenant=config.kv_share_tenant_bytes_per_s,
             ),
+            spans=_span_middleware(node, exporter),
         )
         app = _data_plane_app(server, artifacts, config, node)
         async with _listeners(config, app, supervisor, server_tls) as port:
@@ -125,6 +145,8 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         keep_engines = config.keep_engines_on_stop or not stopping.is_set()
         await supervisor.shut_down(keep_engines=keep_engines)
         await engines.close()
+        if exporter is not None:
+            await exporter.close()
     return 0
 
 
@@ -145,6 +167,14 @@ async def _listeners(
             private = serve_http(metrics_app, config.private_host, config.private_port)
             await stack.enter_async_context(private)
         yield port
+
+
+def _span_middleware(node: NodeState, exporter: SpanExporter | None) -> Middleware | None:
+    """Return what records the spans of requests; None if they are not exported."""
+    if exporter is None:
+        return None
+    recorder = SpanRecorder(exporter.add, monotonic, time, secrets.token_hex)
+    return trace_requests(recorder, node.node_id)
 
 
 async def _open_node(config: NodeConfig) -> NodeState:

@@ -5,7 +5,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from isochrone.service.config import Url
+from isochrone.service.config import TracesEndpoint, Url
 from isochrone.wire import report
 from nodeagent.drivers.configured_command import ConfiguredCommand
 
@@ -34,6 +34,11 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     door_tls: bool = False  # mutual TLS with the fleet's certificates
     private_host: str = ""  # a second listener for `/metrics` only, without TLS
     private_port: Port = 0
+
+    # Traces of the requests that routers trace, sent to an OpenTelemetry collector (OTLP over HTTP)
+    # such as http://10.0.0.5:4318; and a file (mode 0600) with the value of its `authorization`.
+    traces_endpoint: TracesEndpoint = ""
+    traces_authorization_file: Path | None = None
 
     failure_domain: str = ""  # a rack or power feed: nodes of one name fail together
     # First and last port for the rendezvous of replicas that span nodes; each replica led from this

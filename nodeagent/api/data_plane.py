@@ -5,13 +5,17 @@ Bytes between router and engine are not changed. Every answer carries the replic
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from time import monotonic
 from typing import Final
 
 import aiohttp
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from isochrone.service.http_server import error_middleware, json_error, read_body
+from isochrone.service.tracing import names
+from isochrone.service.tracing.recorder import child_span, current_span
 from isochrone.wire import headers, kv_sharing, kv_transfer
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import ReplicaId
@@ -64,6 +68,7 @@ from nodeagent.api.request_estimates import (
     prefill_estimate,
     queue_tokens_max,
 )
+from nodeagent.api.request_spans import handoff_span, traced_answer
 from nodeagent.decide.admission import TokenReservation
 from nodeagent.decide.handoff import (
     Handoff,
@@ -84,7 +89,7 @@ log = logging.getLogger(__name__)
 BODY_TIMEOUT_S: Final = 30.0
 TO_ENGINE: Final = (
     "content-type",
-    "traceparent",
+    headers.TRACEPARENT,
     headers.REQUEST_ID,
     headers.CACHE_SALT,
     headers.SESSION_AFFINITY,
@@ -118,8 +123,10 @@ class DataPlaneServer:
         cache_salts: CacheSalts,
         *,
         kv_limits: KvRateLimits = NO_KV_LIMITS,
+        spans: Middleware | None = None,
     ) -> None:
-        """`kv_limits` are for the KV that is shared with other nodes."""
+        """`kv_limits` are for the KV that is shared with other nodes; `spans` records requests."""
+        self._spans = () if spans is None else (spans,)
         self._supervisor = supervisor
         self._peer_replicas = peer_replicas
         self._cache_salts = cache_salts
@@ -131,7 +138,7 @@ class DataPlaneServer:
 
     def app(self) -> web.Application:
         """Return the application with its routes."""
-        app = web.Application(middlewares=[error_middleware(json_error)])
+        app = web.Application(middlewares=[*self._spans, error_middleware(json_error)])
         for path in INFERENCE_PATHS:
             app.router.add_post(path, self._serve)
         app.router.add_get("/ping", self._ping)
@@ -208,16 +215,18 @@ class DataPlaneServer:
         reservation = admit(request, replica, body, estimate)
         try:
             is_suspect = headers.SUSPECT in request.headers
-            async with (
-                seat(request, replica, estimate),
-                self._supervisor.awake.use(replica.spec.replica_id),
-                loaded_adapter(fetched, replica) as adapter,
-                engine_request(replica, is_suspect=is_suspect) as running,
-            ):
-                if running is None:  # a suspect may have waited
-                    raise RequestRefused("loading", 503)
-                running.adapter = adapter
-                return await self._relay_to_engine(request, replica, body, reservation, running)
+            with child_span("admission") as waiting:
+                async with (
+                    seat(request, replica, estimate),
+                    self._supervisor.awake.use(replica.spec.replica_id),
+                    loaded_adapter(fetched, replica) as adapter,
+                    engine_request(replica, is_suspect=is_suspect) as running,
+                ):
+                    if running is None:  # a suspect may have waited
+                        raise RequestRefused("loading", 503)
+                    waiting.end()
+                    running.adapter = adapter
+                    return await self._relay_to_engine(request, replica, body, reservation, running)
         finally:
             reservation.release(monotonic())
 
@@ -248,6 +257,7 @@ class DataPlaneServer:
             return None
         target = handoff.target
         await announce_replica(request, target.replica_id)
+        current_span().set(names.HANDED_OFF_TO, target.replica_id)
         try:
             if target.replica_id in local:
                 estimate = PrefillEstimate(target.pending_prefill_tokens, target.prefill_ms)
@@ -272,7 +282,10 @@ class DataPlaneServer:
         sent[headers.QUEUE_TOKENS_MAX] = str(handoff.queue_tokens_max)
         self._supervisor.handoffs_in_progress += 1
         try:
-            async with self._peer_replicas.relay(target, request.path, body, sent) as answer:
+            async with (
+                handoff_span(target, sent),
+                self._peer_replicas.relay(target, request.path, body, sent) as answer,
+            ):
                 response = response_head(answer, FROM_PEER)
                 response.headers[headers.HANDOFF_REPLICA] = target.replica_id
                 await response.prepare(request)
@@ -325,7 +338,7 @@ class DataPlaneServer:
 
         def post(body: bytes, sent: Mapping[str, str]) -> AnswerContext:
             data = request_data(engine.salted(request.path, body, salt, priority))
-            return engine.http.post(request.path, data=data, headers=sent)
+            return traced_answer(partial(engine.http.post, request.path, data=data), sent)
 
         leg = self._decode_legs.open(request, replica, engine, body, reservation, TO_PEER)
         try:
@@ -370,6 +383,7 @@ class DataPlaneServer:
             response.headers[headers.RESUMED] = replica.engine.resumes
         chunks = answer.content.iter_any()
         first_chunk = await anext(chunks, b"")
+        current_span().set_elapsed(names.FIRST_CHUNK_S)
         if kv_transfer.LEG not in request.headers:
             # The KV of a prompt begins to arrive before all of it is read.
             reservation.first_token(monotonic())
@@ -382,8 +396,9 @@ class DataPlaneServer:
         if replica.engine is not None and replica.engine.model_name:
             name = replica.engine.model_name
             counted = with_deployment_name(response, counted, name, replica.spec.name)
-        await response.prepare(request)
-        await relay_body(request, response, counted, "answered", running)
+        with child_span("relay"):
+            await response.prepare(request)
+            await relay_body(request, response, counted, "answered", running)
         return response
 
     async def _ping(self, request: web.Request) -> web.Response:

@@ -34,6 +34,7 @@ from nodeagent.drivers.output_parsers import with_parsers
 
 SORTED_QUEUE: Final = ("--scheduling-policy", "priority")
 BINDING: Final = "VLLM_CPU_OMP_THREADS_BIND"
+TRACES_OPTION: Final = "otlp_traces_endpoint"
 STAGES_OPTION: Final = "pipeline_parallel_size"
 MEMORY_OPTIONS: Final = frozenset({"kv_cache_memory_bytes", "gpu_memory_utilization"})
 VERSIONS: Final = VersionRange(first=(0, 11), before=(1, 0))
@@ -174,6 +175,10 @@ def _environment(launch: EngineLaunch, options: Mapping[str, str]) -> dict[str, 
     if options.get("enable_lora", "false").lower() in TRUE:
         # Adapters are loaded and unloaded while the engine runs.
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if TRACES_OPTION in options:
+        # It records the requests that the node records, and starts no traces of its own.
+        variables["OTEL_TRACES_SAMPLER"] = "parentbased_always_off"
+        variables["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
     if launch.spec.device_ids == ("cpu",) and BINDING not in os.environ:
         variables[BINDING] = "nobind"
     return {**variables, **cpu_threads(launch)}
