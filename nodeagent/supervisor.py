@@ -329,7 +329,8 @@ class Supervisor:
 
     async def _watch_engine(self, replica: ManagedReplica, engine: EngineProcess) -> str:
         """Observe the engine every second until it exits or must be killed; return the reason."""
-        watch, leader = health.EngineWatch(), LeaderWatch(replica.spec)
+        watch = health.EngineWatch()
+        leader = LeaderWatch(replica.spec, engine.pid, is_adopted=engine.is_adopted)
         next_canary_s = self._clock() + self._config.canary_interval_s
         while True:
             with suppress(TimeoutError):
