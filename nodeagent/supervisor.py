@@ -122,7 +122,7 @@ class ManagedReplica:
         return ReplicaReport(
             spec=self.spec,
             state=self.state,
-            reason=self.reason[:500],
+            reason=(self.reason or self.admission.sleep_reason())[:500],
             since_s=self._clock() - self.state_since_s,
             restarts=len(self.failure_times),
             fetched_bytes=self.fetched_bytes,

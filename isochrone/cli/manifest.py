@@ -62,6 +62,13 @@ def artifact_of(folder: Path, source: str, only: tuple[str, ...] = ()) -> Artifa
         if path.is_file()
         and not any(part.startswith(HIDDEN) for part in path.relative_to(folder).parts)
     ]
+    if source.startswith("file:"):
+        for path in paths:
+            if path.is_symlink():
+                raise ManifestError(
+                    f"cannot use {path}: it is a symbolic link, which nodes do not follow; copy"
+                    " the folder with cp -rL, and add the copy"
+                )
     files = tuple(_hashed_file(folder, path) for path in paths)
     if not files:
         raise ManifestError(f"cannot use {folder}: it contains no files")

@@ -75,10 +75,11 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     of prompts without a request that has two legs. `resumes` says which interrupted answers it
     continues exactly: SEEDED (greedy and seeded), INEXACT (with another text), or "" for none.
     `salt` says where it reads the tenant's cache salt, and `priority` whether it orders its own
-    queue by priority. With `preempts`, a waiting request also takes the place of a running one of
-    lower priority. With `sleeps_on_cpu` its sleep frees memory on CPUs, too. `memory_options` name
-    what limits its memory; the agent sets them from the plan. Versions are those that were tried: at least `version_min`, below `version_below`; "" for
-    any. `weights` are the files of weights that it reads, () for any.
+    queue by priority. With `preempts`, a waiting request also takes the place of a running one
+    of lower priority. With `sleeps_on_cpu` its sleep frees memory on CPUs, too.
+    `memory_options` name what limits its memory; the agent sets them from the plan. Versions
+    are those that were tried: at least `version_min`, below `version_below`; "" for any.
+    `weights` are the files of weights that it reads, () for any.
 
     `sequences_option`, `step_tokens_option` and `waiting_option` name the options with the limits
     of concurrent sequences, of tokens in one step and of waiting requests; "" if there is none.

@@ -259,7 +259,7 @@ class DataPlaneServer:
             return None
 
     def _queued(self, as_routed: headers.PeerReplica, replica: ManagedReplica) -> int:
-        """Return the tokens queued before a request at a replica of this node, its wake included."""
+        """Return the tokens queued before a request at a replica of this node, and its wake."""
         queued_tokens = replica.admission.pending_prefill_tokens(monotonic())
         return queued_before(as_routed, queued_tokens, replica.admission.wake_ms())
 

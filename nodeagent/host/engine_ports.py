@@ -1,4 +1,4 @@
-"""Ports of engines: on loopback one engine each, checked once it listens; and connections to others.
+"""Ports of engines: on loopback one engine each, checked once it listens. Connections to others.
 
 Several engines let other processes of the same user listen on their port (SO_REUSEPORT), and the
 kernel then gives each of them a part of the connections. An engine that is given a port may need

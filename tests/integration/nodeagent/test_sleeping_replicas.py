@@ -36,6 +36,10 @@ async def test_a_request_wakes_a_sleeping_replica_and_answers_tell_of_it() -> No
             loads = headers.parse_loads(response.headers[headers.LOADS])
         asleep = [name for name in NAMES if loads[ReplicaId(name)].wake_ms]
         assert asleep == [name for name in NAMES if not memory.is_awake(ReplicaId(name))]
+        reasons = {
+            name: node.supervisor.replicas[ReplicaId(name)].report().reason for name in NAMES
+        }
+        assert [name for name in NAMES if reasons[name].startswith("asleep")] == asleep
         for name in (*asleep, *NAMES):
             await answered(node, name)
         await asyncio.gather(*(answered(node, name) for name in NAMES * 3))

@@ -13,7 +13,6 @@ from nodeagent.host import leader_watch
 from nodeagent.host.leader_watch import FAILURES_MAX, LeaderWatch
 from tests.builders import a_spec
 
-
 THIS = os.getpgid(0)
 
 
