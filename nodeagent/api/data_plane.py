@@ -75,6 +75,7 @@ from nodeagent.decide.handoff import (
     PeerReplicaLost,
     choose_handoff,
     is_worth_probing,
+    queued_before,
 )
 from nodeagent.decide.kv_quota import NO_KV_LIMITS, KvQuota, KvRateLimits
 from nodeagent.disaggregation.handshake_leg import AnswerContext, NoPrefillReplica
@@ -238,8 +239,7 @@ class DataPlaneServer:
         Return None if none can, or if the chosen one refuses or does not answer.
         """
         replicas = headers.parse_peer_replicas(request.headers.get(headers.PEER_REPLICAS, ""))
-        queued_tokens = replica.admission.pending_prefill_tokens(monotonic())
-        if not replicas or not is_worth_probing(replicas[0], queued_tokens):
+        if not replicas or not is_worth_probing(replicas[0], self._queued(replicas[0], replica)):
             return None
         local = {
             name: managed
@@ -248,9 +248,10 @@ class DataPlaneServer:
         }
         remote = [peer for peer in replicas[1:] if peer.replica_id not in local]
         queues = await self._peer_replicas.queued_tokens(remote) if remote else {}
-        now_s = monotonic()
         queues |= {
-            name: managed.admission.pending_prefill_tokens(now_s) for name, managed in local.items()
+            peer.replica_id: self._queued(peer, local[peer.replica_id])
+            for peer in replicas
+            if peer.replica_id in local
         }
         handoff = choose_handoff(replicas, queues, queue_tokens_max(request))
         if handoff is None:
@@ -266,6 +267,11 @@ class DataPlaneServer:
         except (RequestRefused, PeerReplicaLost):
             await announce_replica(request, replica.spec.replica_id)
             return None
+
+    def _queued(self, as_routed: headers.PeerReplica, replica: ManagedReplica) -> int:
+        """Return the tokens queued before a request at a replica of this node, and its wake."""
+        queued_tokens = replica.admission.pending_prefill_tokens(monotonic())
+        return queued_before(as_routed, queued_tokens, replica.admission.wake_ms())
 
     async def _relay_to_peer(
         self, request: web.Request, body: bytes, handoff: Handoff

@@ -9,6 +9,7 @@ from typing import Any, Final
 from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
+from isochrone.wire.engine_capabilities import sleep_problem_on
 from isochrone.wire.engine_options import TRUE
 from isochrone.wire.kv_transfer import KvAddress
 from nodeagent.drivers import installed_version
@@ -80,11 +81,9 @@ class VllmDriver:
         """Return the server's command, split by tensor and pipeline parallelism."""
         spec = launch.spec
         check_options(spec)
-        if spec.overcommit > 1 and spec.device_ids == ("cpu",):
-            raise UnknownOption(
-                "cannot over-commit vllm on a CPU: its sleep mode frees no memory there; use GPUs,"
-                " or --driver embedded"
-            )
+        problem = sleep_problem_on(spec.engine, spec.device_ids[0])
+        if spec.overcommit > 1 and problem:
+            raise UnknownOption(problem)
         given = with_parsers("vllm", spec.engine.options, launch.model_path)
         defaults = {"scheduling_policy": "priority", **_device_options(spec)}
         options = {**defaults, **_memory_options(launch), **given}
