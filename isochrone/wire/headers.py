@@ -56,6 +56,9 @@ ROUTER: Final = "x-isochrone-router"
 """A name of this run of the router. The load in the answer then separates the requests of other
 routers from its own."""
 
+PREEMPTIONS: Final = "x-isochrone-preemptions"
+"""The request is an item of a batch, which was preempted so many times. A node may preempt it."""
+
 QUEUE_TOKENS_MAX: Final = "x-isochrone-queue-tokens-max"
 """The longest queue, in pending prefill tokens, that the router accepts at the replica."""
 
@@ -114,6 +117,9 @@ ENGINE_LOST_CODE: Final = "engine_lost"
 
 CANNOT_RESUME: Final = "cannot_resume"
 """Refusal: the replica's engine cannot resume an answer."""
+
+PREEMPTED: Final = "preempted"
+"""Refusal: a client's request took the place of this item of a batch."""
 
 QUEUED: Final = "queued"
 """Refusal: the replica's queue is longer than QUEUE_TOKENS_MAX."""

@@ -1,7 +1,7 @@
 """Answers one item of a batch through the pipeline, like a request of its key's client."""
 
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -32,6 +32,13 @@ NOT_NOW: Final = frozenset(
 
 _FAILED: Final = frozenset({ErrorCode.UPSTREAM, ErrorCode.INTERNAL})
 """Errors after which the item is tried again a few times."""
+
+
+class PreemptedItem(NamedTuple):
+    """An item that clients' requests have preempted so often, and that found no other place."""
+
+    preemptions: int
+
 
 ReadInference = Callable[
     [HttpRequest, str, ResponseWriter], tuple[InferenceRequest, ResponseWriter]
@@ -87,8 +94,11 @@ class ItemAnswerer:
         self._request_ids = request_ids
         self._clock = clock
 
-    async def answer(self, item: LeasedItem) -> ItemResult:
-        """Return the result of an item. It raises nothing but CancelledError."""
+    async def answer(self, item: LeasedItem, preemptions: int) -> ItemResult | PreemptedItem:
+        """Return the result of an item that was preempted `preemptions` times before.
+
+        It raises nothing but CancelledError.
+        """
         request = HttpRequest()
         request.method, request.path, request.body = b"POST", item.endpoint, item.body
         request.headers = {headers.PRIORITY.encode(): headers.PRIORITY_LOWEST.encode()}
@@ -100,8 +110,14 @@ class ItemAnswerer:
             inference, translating = self._read(request, item.endpoint, writer)
             # Interactive requests must not wait behind it.
             inference.reject_if_busy = True
-            await self._serve(inference, translating)
+            inference.preemptions = preemptions
+            try:
+                await self._serve(inference, translating)
+            finally:
+                preemptions = inference.preemptions
         except ApiError as error:
+            if preemptions and error.code is ErrorCode.OUT_OF_CAPACITY:
+                return PreemptedItem(preemptions)
             return _result_of(item, request, error)
         response = writer.response
         if response is None or len(response.body) > ANSWER_BYTES_MAX:
