@@ -16,6 +16,9 @@ REQUEST_ID: Final = "x-request-id"
 API_KEY: Final = "x-api-key"
 """The API key as Anthropic's clients send it, without `Authorization`."""
 
+ANTHROPIC_VERSION: Final = "anthropic-version"
+"""Anthropic's clients send it, and no others."""
+
 TRACEPARENT: Final = "traceparent"
 """The client's position in its trace, as W3C Trace Context defines it."""
 
