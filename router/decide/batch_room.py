@@ -6,7 +6,7 @@ for when a sequence ends.
 """
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 TOKENS_SHARE: Final = 0.7
 """The share of a replica's tokens in flight that batches may use, counting interactive requests.
@@ -21,6 +21,12 @@ without a round trip to a router."""
 
 UNKNOWN_ITEMS: Final = 4
 """Items at once on a replica that has not said how many sequences its engine runs."""
+
+
+class PreemptedItem(NamedTuple):
+    """An item that clients' requests have preempted so often, and that found no other place."""
+
+    preemptions: int
 
 
 class ReplicaRoom:

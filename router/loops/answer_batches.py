@@ -25,10 +25,10 @@ from isochrone.wire.batches import (
 )
 from isochrone.wire.errors import ApiError
 from isochrone.wire.routes import DeploymentEntry, Route
-from router.apis.batches.answer import PreemptedItem
 from router.batch_client import BatchClient
 from router.decide.batch_room import (
     QUEUE_FACTOR,
+    PreemptedItem,
     ReplicaRoom,
     requests_max,
 )

@@ -1,7 +1,7 @@
 """Answers one item of a batch through the pipeline, like a request of its key's client."""
 
 from collections.abc import Awaitable, Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -17,6 +17,7 @@ from router.dataplane.http_messages import (
     PausableSource,
     ResponseWriter,
 )
+from router.decide.batch_room import PreemptedItem
 from router.inference_request import InferenceRequest
 
 RETRY_AFTER_S: Final = 5.0
@@ -32,12 +33,6 @@ NOT_NOW: Final = frozenset(
 
 _FAILED: Final = frozenset({ErrorCode.UPSTREAM, ErrorCode.INTERNAL})
 """Errors after which the item is tried again a few times."""
-
-
-class PreemptedItem(NamedTuple):
-    """An item that clients' requests have preempted so often, and that found no other place."""
-
-    preemptions: int
 
 
 ReadInference = Callable[

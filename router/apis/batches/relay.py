@@ -58,7 +58,7 @@ async def relay_to_batch_service(
     client: BatchClient, request: HttpRequest, writer: ResponseWriter
 ) -> None:
     """Answer a request with the scheduler's answer. Raises ApiError. An inline task."""
-    if request.header(headers.ANTHROPIC_VERSION):
+    if request.header(headers.ANTHROPIC_VERSION.encode()):
         writer.reply(_anthropic_refusal(request))
         return
     await in_a_task(_relay(client, request, writer))
