@@ -10,7 +10,7 @@ import click
 from isochrone.cli import chat as chat_client
 from isochrone.cli.client import segment
 from isochrone.cli.context import CliContext
-from isochrone.cli.durations import Duration
+from isochrone.cli.durations import duration_s
 from isochrone.cli.output import show_one, show_rows, stderr
 from isochrone.cli.simple_commands import add_command
 
@@ -58,7 +58,7 @@ def limit_options(command: F) -> F:
     help="A PoP or country where its requests may be processed; repeatable (default: all).",
 )
 @click.option(
-    "--ttl", "ttl_s", type=Duration(), help="When the key expires: seconds, or 15m, 1h, 30d."
+    "--ttl", "ttl_s", type=duration_s, help="When the key expires: seconds, or 15m, 1h, 30d."
 )
 @limit_options
 @click.pass_obj

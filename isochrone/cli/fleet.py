@@ -7,7 +7,7 @@ import click
 
 from isochrone.cli.client import segment
 from isochrone.cli.context import CliContext
-from isochrone.cli.durations import Duration
+from isochrone.cli.durations import duration_s
 from isochrone.cli.output import show_one, show_rows
 from isochrone.cli.simple_commands import add_command, list_command
 
@@ -71,7 +71,7 @@ def _count_by_class(devices: list[dict[str, Any]]) -> dict[str, int]:
 @click.option(
     "--ttl",
     "ttl_s",
-    type=Duration(),
+    type=duration_s,
     default="15m",
     show_default=True,
     help="When the token expires: seconds, or 15m, 1h, 30d.",
