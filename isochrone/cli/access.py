@@ -58,7 +58,11 @@ def limit_options(command: F) -> F:
     help="A PoP or country where its requests may be processed; repeatable (default: all).",
 )
 @click.option(
-    "--ttl", "ttl_s", type=duration_s, help="When the key expires: seconds, or 15m, 1h, 30d."
+    "--ttl",
+    "ttl_s",
+    type=duration_s,
+    metavar="DURATION",
+    help="When the key expires: seconds, or 15m, 1h, 30d.",
 )
 @limit_options
 @click.pass_obj

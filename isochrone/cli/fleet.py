@@ -72,6 +72,7 @@ def _count_by_class(devices: list[dict[str, Any]]) -> dict[str, int]:
     "--ttl",
     "ttl_s",
     type=duration_s,
+    metavar="DURATION",
     default="15m",
     show_default=True,
     help="When the token expires: seconds, or 15m, 1h, 30d.",
