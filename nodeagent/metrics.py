@@ -23,6 +23,18 @@ TTFT_OBJECTIVES = Counter(
     ["outcome"],
     registry=REGISTRY,
 )
+PREEMPTED_ITEMS = Counter(
+    "isochrone_node_preempted_items",
+    "Items of batches that ended for a client's request, by whether the engine had begun them.",
+    ["phase"],
+    registry=REGISTRY,
+)
+PREEMPTED_TOKENS = Counter(
+    "isochrone_node_preempted_tokens",
+    "Tokens of preempted items that the engine read or generated in vain, estimated by its speed.",
+    ["phase"],
+    registry=REGISTRY,
+)
 IN_FLIGHT = Gauge(
     "isochrone_node_in_flight_tokens", "Tokens in flight.", ["replica", "phase"], registry=REGISTRY
 )

@@ -391,6 +391,8 @@ class AttemptRunner:
             excluded.queue_refusals += 1
         else:
             excluded.refused.add(replica_id)
+            if error.refusal == headers.PREEMPTED:
+                context.request.preemptions += 1
 
     def record_failure(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
         """Count a broken attempt and keep the next ones away from its replica.

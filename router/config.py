@@ -90,8 +90,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     # How many requests of batches this router runs at once on each replica, with capacity that
     # requests of clients leave free; 0: none. Unset, it follows from the sequences of the engine:
-    # all that are free, or all but a sixteenth where the engine cannot preempt an item for a
-    # client. At most 70 % of a replica's tokens in flight are used either way.
+    # all that are free. At most 70 % of a replica's tokens in flight are used either way.
     batch_requests_max: Annotated[int, msgspec.Meta(ge=0, le=256)] | None = None
 
     # Whether a response of `/v1/responses` is stored if its request does not say so (`store`). At

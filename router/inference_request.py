@@ -29,6 +29,7 @@ class InferenceRequest:
     - `adapter` is the LoRA adapter of the deployment's model that the request names, if any.
     - `determinism` is `headers.GREEDY` or `headers.SEEDED` if every replica would generate the same
       tokens, else empty.
+    - `preemptions` is how often a node has preempted it, an item of a batch; -1 for other requests.
     - `content_type` is that of `body`. `is_media`: the answer is a sound, an image or what a sound
       says, of any content type. A stream of it is relayed unchanged and ends with its body.
     """
@@ -37,8 +38,9 @@ class InferenceRequest:
         "adapter", "answer_count", "arrived_s", "body", "build_resume_body", "client_request_id",
         "content_type", "deployment", "deployment_id", "determinism", "encode_error_event",
         "is_media", "is_stream", "key",
-        "output_tokens_max", "path", "prefix_keys", "reject_if_busy", "relayed_headers",
-        "request_id", "session", "started_at", "text_bytes", "traceparent", "ttft_ms",
+        "output_tokens_max", "path", "preemptions", "prefix_keys", "reject_if_busy",
+        "relayed_headers", "request_id", "session", "started_at", "text_bytes", "traceparent",
+        "ttft_ms",
         "wants_usage",
     )  # fmt: skip
 
@@ -97,6 +99,7 @@ class InferenceRequest:
         self.content_type = content_type
         self.is_media = is_media
         self.ttft_ms = ttft_ms
+        self.preemptions = -1
 
     def cost(self, usage: UsageCount) -> float:
         """Return what `usage` costs at the deployment's price; 0 without a price."""

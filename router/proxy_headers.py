@@ -65,6 +65,8 @@ def node_headers(
         lines += f"{headers.TRACEPARENT}: {request.traceparent}\r\n"
     if target.queue_tokens_max and context.excluded.may_refuse_for_queue:
         lines += f"{headers.QUEUE_TOKENS_MAX}: {target.queue_tokens_max}\r\n"
+    if request.preemptions >= 0:
+        lines += f"{headers.PREEMPTIONS}: {request.preemptions}\r\n"
     if request.ttft_ms and not generated:
         left_ms = request.ttft_ms - int(1000 * (sent_at_s - request.arrived_s))
         lines += f"{headers.TTFT_MS}: {max(0, left_ms)}\r\n"

@@ -62,6 +62,7 @@ from nodeagent.api.request_admission import (
     count_objective,
     load_header,
     seat,
+    until_preempted,
 )
 from nodeagent.api.request_estimates import (
     PrefillEstimate,
@@ -106,7 +107,7 @@ TO_ENGINE: Final = (
 )
 """Request headers that are relayed to the engine."""
 
-TO_PEER: Final = (*TO_ENGINE[:-4], headers.TOKENS, headers.ROUTER)
+TO_PEER: Final = (*TO_ENGINE[:-4], headers.TOKENS, headers.ROUTER, headers.PREEMPTIONS)
 """Request headers that are relayed to a peer replica's node. The list of peer replicas is not
 among them, so a request is handed off at most once."""
 
@@ -218,7 +219,8 @@ class DataPlaneServer:
             is_suspect = headers.SUSPECT in request.headers
             with child_span("admission") as waiting:
                 async with (
-                    seat(request, replica, estimate),
+                    until_preempted(request, replica, reservation),
+                    seat(request, replica, estimate, reservation.item),
                     self._supervisor.awake.use(replica.spec.replica_id),
                     loaded_adapter(fetched, replica) as adapter,
                     engine_request(replica, is_suspect=is_suspect) as running,
@@ -393,6 +395,8 @@ class DataPlaneServer:
         if kv_transfer.LEG not in request.headers:
             # The KV of a prompt begins to arrive before all of it is read.
             reservation.first_token(monotonic())
+        if reservation.item is not None:
+            reservation.item.keep()
         running.record_token()
         count_objective(request, reservation.admitted_s, monotonic())
         response.headers[headers.LOAD] = load_header(request, replica)

@@ -107,6 +107,7 @@ async def create_deployment(request: AdminRequest) -> DeploymentView:
     """Create a deployment of a model."""
     body: NewDeploymentBody = request.body
     deployment = await _validated(request, body, body.deployment_id)
+    await _require_replacement(request, deployment, None)
     await require_served_model(request, body.model_id, body.engine)
     if not await deployments.add_deployment(request.connection, deployment):
         raise ApiError(
@@ -126,6 +127,7 @@ async def put_deployment(request: AdminRequest) -> DeploymentView:
     before = await require_deployment(request)
     body: DeploymentBody = request.body
     deployment = await _validated(request, body, name)
+    await _require_replacement(request, deployment, before)
     await require_same_kind(request, before, body.model_id)
     await require_served_model(request, body.model_id, body.engine)
     if await conflicts_with_rollout(request.connection, deployment):
@@ -270,6 +272,28 @@ async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id:
         policy=body.policy,
         deprecation=body.deprecation,
     )
+
+
+async def _require_replacement(
+    request: AdminRequest, deployment: Deployment, before: DeploymentView | None
+) -> None:
+    """Raise ApiError unless a newly named replacement is the name of another deployment.
+
+    One that was deleted since stands in the way of no other change.
+    """
+    replacement = deployment.deprecation.replacement if deployment.deprecation else ""
+    was = before.deprecation.replacement if before and before.deprecation else ""
+    if not replacement or replacement == was:
+        return
+    found = await deployments.id_of_name(request.connection, replacement)
+    if found is None or found == deployment.deployment_id:
+        reason = "it is the deployment itself" if found else "no deployment has this name"
+        raise ApiError(
+            ErrorCode.NOT_FOUND,
+            f"cannot name {replacement!r} as the replacement: {reason};"
+            " `isochrone deployments` lists the names",
+            param="deprecation.replacement",
+        )
 
 
 def roles_problem(engine: EngineSettings, policy: PlacementPolicy) -> str:
