@@ -63,9 +63,7 @@ class ContestantProcess:
         print(f"{self.name} {measure}: {seconds:.3f} s", file=sys.stderr, flush=True)
 
 
-def start(
-    name: str, model: Path, threads: int, python: str = sys.executable
-) -> ContestantProcess:
+def start(name: str, model: Path, threads: int, python: str = sys.executable) -> ContestantProcess:
     """Start the process of engine `name` in `python` and wait until it has loaded."""
     process = subprocess.Popen(
         [python, "-m", "ops.bench.engine_contestants", name, str(model), str(threads)],

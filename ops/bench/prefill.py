@@ -3,8 +3,9 @@
     python -m ops.bench.prefill FOLDER [--gguf MODEL.gguf] [--tokens 256 1024 4096]
         [--made-up-millions 783] [--vendor-python .engines/vllm/bin/python] [--rounds 3]
 
-FOLDER is a safetensors model in bf16. transformers reads it in bf16, ours reads it exactly (`none`),
-rounded to 14 bits (`file`) and in bytes (`int8`), and the GGUF file packed, with and without bytes.
+FOLDER is a safetensors model in bf16. transformers reads it in bf16, ours reads it exactly
+(`none`), rounded to 14 bits (`file`) and in bytes (`int8`), and the GGUF file packed, with and
+without bytes.
 With `--made-up-millions` the model is made up in a temporary folder: random weights, with the
 vocabulary of the GGUF file. Each engine has one thread and reports its own processor time, which
 other load changes little; each figure is the best of the rounds.

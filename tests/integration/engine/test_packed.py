@@ -74,9 +74,7 @@ def golden_logprobs(runner: ModelRunner, budget: int) -> Tensor:
     return torch.stack([rows[key] for key in sorted(rows)])
 
 
-def golden_rows(
-    runner: ModelRunner, budget: int, begun: int = 0
-) -> dict[tuple[int, int], Tensor]:
+def golden_rows(runner: ModelRunner, budget: int, begun: int = 0) -> dict[tuple[int, int], Tensor]:
     """Return these log-probabilities by case and token.
 
     A step computes `budget` tokens at most. The first `begun` tokens of outputs are prefilled.

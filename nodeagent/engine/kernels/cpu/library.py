@@ -264,9 +264,7 @@ class CpuKernels:
                 f"rounded {dtype}", self.pack_floats([weight], rounded=True), x, weight.float()
             )
             as_bytes = self.pack_floats_as_bytes([weight])
-            _compare(
-                f"{dtype} as bytes", as_bytes, x, weight.float(), _TEST_ERROR_OF_BYTES_MAX
-            )
+            _compare(f"{dtype} as bytes", as_bytes, x, weight.float(), _TEST_ERROR_OF_BYTES_MAX)
 
 
 def _with_format(part: Tensor | RowsInFile) -> tuple[Tensor | RowsInFile, RowFormat]:
