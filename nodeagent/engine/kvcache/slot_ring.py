@@ -7,7 +7,7 @@ class SlotRun(NamedTuple):
     """Slots that lie side by side."""
 
     first: int
-    count: int
+    slots: int
 
 
 class SlotRing:

@@ -244,4 +244,4 @@ def _close_outgoing(core: EngineCore, number: int) -> None:
 
 def _read_outgoing(core: EngineCore, number: int, room: BlockRoom) -> Tensor | None:
     transfers = core.kv_transfers
-    return transfers.read_outgoing(number, room.count, room.out) if transfers is not None else None
+    return transfers.read_outgoing(number, room.blocks, room.out) if transfers is not None else None

@@ -132,7 +132,7 @@ class KvSharing:
         sent = 0
         while sent < len(digests):
             room = await writer.room(len(digests) - sent)
-            wanted = digests[sent : sent + room.count]
+            wanted = digests[sent : sent + room.blocks]
             contents = await self._read(wanted, room.out)
             await writer.write(wanted[: len(contents)], contents, room)
             sent += len(contents)

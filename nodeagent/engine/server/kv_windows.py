@@ -105,7 +105,7 @@ class WindowLease:
 
     def slots(self, run: SlotRun) -> Tensor:
         """Return the memory of slots [slots, ...]."""
-        return self._slots[run.first : run.first + run.count]
+        return self._slots[run.first : run.first + run.slots]
 
     async def wait_connected(self) -> None:
         """Wait until the receiver has the window. Raises WindowLost or TimeoutError."""
@@ -300,10 +300,10 @@ async def received_window(path: str, lease: str) -> AsyncIterator[ReceivedWindow
 
 async def _wait_readable(link: socket.socket) -> None:
     loop = asyncio.get_running_loop()
-    readable = loop.create_future()
-    loop.add_reader(link, lambda: readable.done() or readable.set_result(None))
+    readable = asyncio.Event()
+    loop.add_reader(link, readable.set)
     try:
-        await readable
+        await readable.wait()
     finally:
         loop.remove_reader(link)
 

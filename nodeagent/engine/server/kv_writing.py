@@ -23,9 +23,9 @@ from nodeagent.engine.server.kv_windows import WindowLease
 
 
 class BlockRoom(NamedTuple):
-    """Where the next `count` blocks are read to: slots of a window, or new memory."""
+    """Where the next `blocks` blocks are read to: slots of a window, or new memory."""
 
-    count: int
+    blocks: int
     run: SlotRun | None
     out: Tensor | None
 
@@ -53,7 +53,7 @@ class BlockWriter:
                 run = await self._lease.take(count)
         except TimeoutError as error:
             raise ConnectionResetError("the receiver does not take blocks") from error
-        return BlockRoom(run.count, run, self._lease.slots(run))
+        return BlockRoom(run.slots, run, self._lease.slots(run))
 
     async def begin(self, head: TransferHead) -> None:
         """Write the head."""
@@ -66,7 +66,7 @@ class BlockWriter:
         """Write blocks that were read to `room`; they may be fewer than it has."""
         pieces = await asyncio.to_thread(self._encode, digests, contents, room)
         if self._lease is not None:
-            self._lease.give_back(room.count - len(contents))
+            self._lease.give_back(room.blocks - len(contents))
         await self._write(pieces)
 
     async def end(self, end: TransferEnd) -> None:

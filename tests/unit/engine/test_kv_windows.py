@@ -1,4 +1,4 @@
-"""Windows: blocks go through memory that two processes map, and a slot is never filled too early."""
+"""Blocks go through memory that two processes map, and a slot is never filled too early."""
 
 import asyncio
 import hashlib
@@ -91,7 +91,7 @@ async def test_the_receiver_reads_what_the_sender_writes_and_releases_it(
             assert bytes(part[:2]) == bytes(part[-2:]) == b"\x07\x07"
             window.memory[0] = 1
             assert lease.slots(run)[0, 0] == 7, "the receiver cannot write"
-            await fill(lease, SLOTS - run.count, 8)
+            await fill(lease, SLOTS - run.slots, 8)
             third = asyncio.create_task(lease.take(4))
             await asyncio.sleep(0)
             assert not third.done(), "all slots are in use"
