@@ -41,7 +41,7 @@ END_S: Final = 30.0
 
 
 class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The engines of a node, one if there are no `others`: its model is a file or a folder, its options those of the driver."""
+    """The engines of a node: their model is a file or a folder, their options the driver's."""
 
     name: str
     model: str

@@ -115,7 +115,9 @@ async def measure(model: Path, rounds: int, tokens: int) -> None:
     print(
         f"{platform.machine()}, Python {platform.python_version()}, torch"
         f" {metadata.version('torch')}, {model.name}, KV in bf16, {count / 1e6:.0f} MB,"
-        f" {rounds} rounds\n\n| | best ms | p50 ms | best / raw | p50 / raw |\n|---|---|---|---|---|"
+        f" {rounds} rounds\n\n| | best ms | p50 ms | best / raw | p50 / raw |",
+        "|---|---|---|---|---|",
+        sep="\n",
     )
     for name, label in (("raw", "raw copy between two processes"), *SETTINGS.items()):
         best, middle = min(taken_ms[name]), percentile(taken_ms[name], 0.5)
