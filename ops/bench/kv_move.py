@@ -11,6 +11,7 @@ the blocks until all of them are on the device of `d`. Without TLS.
 import argparse
 import asyncio
 import platform
+import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -109,6 +110,8 @@ async def measure(model: Path, rounds: int, tokens: int) -> None:
                     count = moved.count
                     took_s[name].append(moved.took_s)
                 took_s["raw"].append(await asyncio.to_thread(raw_copy_s, count))
+                last_ms = {name: round(1000 * taken[-1], 1) for name, taken in took_s.items()}
+                print(f"round {number}: {count} bytes, ms {last_ms}", file=sys.stderr, flush=True)
     # The first round allocates memory and connects.
     taken_ms = {name: [1000 * one for one in taken[1:]] for name, taken in took_s.items()}
     raw_ms = min(taken_ms["raw"])
