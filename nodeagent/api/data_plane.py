@@ -80,6 +80,7 @@ from nodeagent.decide.handoff import (
 )
 from nodeagent.decide.kv_quota import NO_KV_LIMITS, KvQuota, KvRateLimits
 from nodeagent.disaggregation.handshake_leg import AnswerContext, NoPrefillReplica
+from nodeagent.disaggregation.kv_windows import WindowLeases
 from nodeagent.drivers.driver import TOKENIZE_PATH
 from nodeagent.host.awake_memory import CannotWake
 from nodeagent.host.cache_salts import CacheSalts
@@ -134,8 +135,11 @@ class DataPlaneServer:
         self._cache_salts = cache_salts
         self._pop_loads = PopLoadReader(peer_replicas.read_loads, monotonic)
         quota = KvQuota(kv_limits)
-        self._decode_legs = DecodeLegs(peer_replicas, quota)
-        self._kv_sharing = KvSharingRoutes(self._find_sharing, peer_replicas, quota, monotonic)
+        self._windows = WindowLeases(supervisor.replicas.get, monotonic)
+        self._decode_legs = DecodeLegs(peer_replicas, quota, self._windows)
+        self._kv_sharing = KvSharingRoutes(
+            self._find_sharing, peer_replicas, quota, self._windows, monotonic
+        )
         self.is_draining = False
 
     def app(self) -> web.Application:
@@ -168,7 +172,7 @@ class DataPlaneServer:
             or not (engine.sends_kv and replica.spec.engine.share_kv)
         ):
             raise ApiError(ErrorCode.NOT_FOUND, f"cannot share KV: replica {name[:80]!r} has none")
-        return SharingReplica(engine, replica.spec.deployment_id)
+        return SharingReplica(engine, replica.spec.deployment_id, name)
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         """Main path of a request: find its replica, hand it off or admit it, relay the answer."""
@@ -335,6 +339,8 @@ class DataPlaneServer:
                 "cannot count tokens: this engine offers no count; see `usage` of an answer",
             )
         sent = {name: request.headers[name] for name in TO_ENGINE if name in request.headers}
+        lease = request.headers.get(kv_transfer.WINDOW, "")
+        sent |= self._windows.sent_headers(lease, replica.spec.replica_id)
         # A router sends the tenant's id. The engine gets a salt that no tenant can guess.
         salt = self._cache_salts.salt_of(request.headers.get(headers.CACHE_SALT, ""))
         sent[headers.CACHE_SALT] = salt

@@ -29,6 +29,7 @@ from nodeagent.decide.prefill_leg import (
 )
 from nodeagent.disaggregation.handshake_leg import AnswerContext, HandshakeLeg
 from nodeagent.disaggregation.kv_fetch import FetchRates, PrefixFetcher, parse_holders
+from nodeagent.disaggregation.kv_windows import WindowLeases
 from nodeagent.disaggregation.two_legs import LegRequest, PrefillLeg, PrefillPeers
 from nodeagent.disaggregation.usage_rewriter import UsageRewriter, rewrite_json
 from nodeagent.host.engines import EngineProcess
@@ -44,8 +45,9 @@ and a request that may make engines fail."""
 class DecodeLegs:
     """Opens the prefill legs of the requests at this node's decode replicas."""
 
-    def __init__(self, peers: PrefillPeers, quota: KvQuota) -> None:
-        """`quota` is the node's for KV of other replicas."""
+    def __init__(self, peers: PrefillPeers, quota: KvQuota, windows: WindowLeases) -> None:
+        """`quota` is the node's for KV of other replicas, `windows` for KV of its own."""
+        self._windows = windows
         self._peers = peers
         self._quota = quota
         self._fetch_rates = FetchRates()
@@ -112,6 +114,7 @@ class DecodeLegs:
             announce=announce,
             holders=holders,
             deadline_s=_deadline_s(request),
+            lease_window=lambda source: self._windows.lease(source, replica),
             set_waiting=reservation.set_prefill_elsewhere,
         )
         rate = self._rates.setdefault(own, TransferRate())
@@ -125,7 +128,13 @@ class DecodeLegs:
     ) -> PrefixFetcher:
         user = KvUser(replica.spec.deployment_id, request.headers.get(headers.CACHE_SALT, ""))
         return PrefixFetcher(
-            engine.http, self._peers, self._fetch_rates, self._quota, user, monotonic
+            engine.http,
+            self._peers,
+            self._fetch_rates,
+            self._quota,
+            user,
+            monotonic,
+            lambda source: self._windows.lease(source, replica),
         )
 
 

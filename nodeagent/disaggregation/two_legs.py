@@ -13,7 +13,7 @@ Rule 3: the leg ends with its request: closing its connection ends the work at t
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from math import inf
 from typing import Final, Protocol
 
@@ -39,9 +39,11 @@ from nodeagent.decide.prefill_leg import (
 from nodeagent.disaggregation.kv_fetch import (
     FetchedPrefix,
     KvHolders,
+    LeaseWindow,
     PrefixFetcher,
     length_header,
 )
+from nodeagent.disaggregation.kv_windows import WindowLease
 from nodeagent.host.open_session import open_session
 
 ENGINE_TIMEOUT_S: Final = 5.0
@@ -87,6 +89,8 @@ class LegRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Replicas of the PoP that may have the prompt's prefix."""
     deadline_s: float = inf
     """The time by which the answer must have begun, on the clock of the leg."""
+    lease_window: LeaseWindow = lambda _: nullcontext(WindowLease())
+    """Leases a window to a transfer from the named replica, if that is on this node."""
     set_waiting: Callable[[bool], None] = lambda is_waiting: None
     """Called with whether the engine waits for KV, and has nothing to compute for this request."""
     announce: Callable[[ReplicaId], Awaitable[None]]
@@ -232,6 +236,14 @@ class PrefillLeg:
         if expected.kv_format:
             sent[kv_transfer.KV_FORMAT] = expected.kv_format
         current_span().add_to(sent)
+        with request.lease_window(candidate.replica_id) as lease:
+            return await self._relay(candidate, {**sent, **lease.to_sender}, lease)
+
+    async def _relay(
+        self, candidate: PeerReplica, sent: Mapping[str, str], lease: WindowLease
+    ) -> kv_transfer.ReceivedBlocks:
+        """Request the blocks, and pass them to the engine."""
+        request = self._request
         async with self._peers.relay(candidate, request.path, request.body, sent) as leg:
             if leg.status == kv_transfer.OTHER_FORMAT_STATUS:
                 metrics.KV_OTHER_FORMAT.labels("prefill").inc()
@@ -239,10 +251,12 @@ class PrefillLeg:
                 raise LegRefused(f"{candidate.replica_id} answered {leg.status}")
             blocks = _pieces(leg.content)
             with child_span("transfer kv") as span:
-                engine, length = open_session(self._engine), length_header(leg)
-                async with engine.post(self._path, data=blocks, headers=length) as answer:
+                engine = open_session(self._engine)
+                head = {**length_header(leg), **lease.to_receiver}
+                async with engine.post(self._path, data=blocks, headers=head) as answer:
                     body = await answer.read()
                     if answer.status != 200:
+                        lease.record_failure()
                         raise LegRefused(f"the engine answered {answer.status}")
                 received = _received(body)
                 span.set(names.REPLICA, candidate.replica_id)
