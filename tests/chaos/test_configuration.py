@@ -51,12 +51,13 @@ def a_body(deployment: dict[str, Any], **changed: Any) -> dict[str, Any]:
 
 
 async def only_two_are_left(fleet: Fleet) -> None:
-    """Wait until two warm replicas are all there is."""
+    """Wait until two warm replicas of the current version are all there is."""
+    version = (await the_deployment(fleet))["version"]
 
     async def is_so() -> bool:
         rows = (await fleet.ask("GET", "/v1/placements"))["data"]
-        states = sorted((row["state"], row["ending"]) for row in rows)
-        return states == [("warm", False)] * 2 and fleet.engine_processes() == 2
+        states = sorted((row["state"], row["ending"], row["version"]) for row in rows)
+        return states == [("warm", False, version)] * 2 and fleet.engine_processes() == 2
 
     await until("two warm replicas are all there is", is_so)
     await fleet.routers_know()
