@@ -103,7 +103,9 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     store_relay = StoreRelay(
         node.node_id, node.store_master, lambda: store_master.port, dial_through(peer_replicas)
     )
-    storing = SuperviseStore(node.node_id, node.store_master, store_master, store_relay, monotonic)
+    storing = SuperviseStore(
+        node.node_id, node.store_master, store_master, store_relay.drop_stale, monotonic
+    )
     store = Loop("supervise_store", storing.run_once, STORE_INTERVAL_S)
     node.nudge_store = store.nudge
 

@@ -84,6 +84,9 @@ class StoreMaster:
             await asyncio.to_thread(trim_log, self._log)
             return False
         if self._record is not None:
+            if self._child is not None:
+                # Its other threads end a little after the one that /proc shows.
+                await asyncio.to_thread(self._child.wait)
             self._note_exit(now_s)
         if now_s < self._restart_at_s:
             return False
@@ -104,8 +107,6 @@ class StoreMaster:
         self._pause_s = 0.0 if is_steady else min(RESTART_MAX_S, max(RESTART_S, 2 * self._pause_s))
         self._restart_at_s = now_s + self._pause_s
         self._record = None
-        if self._child is not None:
-            self._child.poll()
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 

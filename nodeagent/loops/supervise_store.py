@@ -1,11 +1,10 @@
 """Runs the master of the PoP's store of KV while the assignment names this node, and only then."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from isochrone.wire.assignment import StoreMasterPlace
 from isochrone.wire.ids import NodeId
-from nodeagent.api.store_relay import StoreRelay
 from nodeagent.host.store_master import StoreMaster, missing_master
 
 
@@ -24,14 +23,14 @@ class SuperviseStore:
         node_id: NodeId,
         place: Callable[[], StoreMasterPlace | None],
         master: StoreMaster,
-        relay: StoreRelay,
+        drop_stale: Callable[[], Awaitable[int]],
         clock: Callable[[], float],
     ) -> None:
-        """`place` is what the assignment says."""
+        """`place` is what the assignment says; `drop_stale` cuts connections to another place."""
         self._node_id = node_id
         self._place = place
         self._master = master
-        self._relay = relay
+        self._drop_stale = drop_stale
         self._clock = clock
 
     async def run_once(self) -> StoreCounts:
@@ -42,4 +41,4 @@ class SuperviseStore:
             await self._master.stop()
         elif not missing_master():
             is_started = await self._master.ensure_runs(self._clock())
-        return StoreCounts(int(is_started), await self._relay.drop_stale())
+        return StoreCounts(int(is_started), await self._drop_stale())

@@ -68,7 +68,11 @@ class StoreNode:
 
     def supervise(self) -> Loop:
         job = SuperviseStore(
-            NodeId(self.name), lambda: self.place, self.master, self.relay, time.monotonic
+            NodeId(self.name),
+            lambda: self.place,
+            self.master,
+            self.relay.drop_stale,
+            time.monotonic,
         )
         return Loop("supervise_store", job.run_once, 0.2)
 

@@ -213,7 +213,7 @@ async def test_the_master_runs_where_the_assignment_says_and_nowhere_else(
 ) -> None:
     agent = Agent("here")
     master = StoreMaster(tmp_path / "s")
-    job = SuperviseStore(agent.name, lambda: agent.place, master, agent.relay, monotonic)
+    job = SuperviseStore(agent.name, lambda: agent.place, master, agent.relay.drop_stale, monotonic)
     try:
         assert (await job.run_once()).started == 0
         agent.place = StoreMasterPlace(node_id=agent.name, address="http://here")
