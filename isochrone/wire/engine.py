@@ -104,7 +104,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     `kind` is the kind of model: `chat`, `embedding` or `rerank`. While `memory_full` is true, new
     requests are refused. While `is_asleep` is true, the model is not in memory; `wake_s` is how
     long the last wake took. The prefix cache has lost the blocks last used more than
-    `prefix_evicted_age_s` ago, and still has the others; -1 if the engine does not say.
+    `prefix_evicted_age_s` ago, and still has the others; -1 if the engine does not say. Of
+    `prefix_hit_tokens_total`, `store_hit_tokens_total` came from the PoP's store of KV.
     """
 
     kind: str = "chat"
@@ -120,6 +121,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     tokens_out_total: int = 0
     prompt_tokens_total: int = 0
     prefix_hit_tokens_total: int = 0
+    store_hit_tokens_total: int = 0
     steps_total: int = 0
     memory_full: bool = False
     load_s: float = 0.0

@@ -72,7 +72,8 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     decodes cannot read a prompt itself. `transfer_option` names what starts it with a way to send
     KV, which is `transfer_default` unless the deployment says otherwise; "" if it always can.
     `transfer_choices` are its other values. `shares_kv` says whether replicas use each other's KV
-    of prompts without a request that has two legs. `resumes` says which interrupted answers it
+    of prompts without a request that has two legs: over the nodes' API, or through `kv_store`, a
+    vendor's store to which all of them belong. `resumes` says which interrupted answers it
     continues exactly: SEEDED (greedy and seeded), INEXACT (with another text), or "" for none.
     `salt` says where it reads the tenant's cache salt, and `priority` whether it orders its own
     queue by priority. With `preempts`, a waiting request also takes the place of a running one
@@ -107,6 +108,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     transfer_default: str = ""
     transfer_choices: tuple[str, ...] = ()
     shares_kv: bool = False
+    kv_store: str = ""
     over_nodes: bool = False
     limits_all_requests: bool = False
     adapters: Literal["", "with_option", "always"] = ""
@@ -194,6 +196,8 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         transfer_option="kv_connector",
         transfer_default="nixl",
         transfer_choices=("nixl", "mooncake"),
+        shares_kv=True,
+        kv_store="Mooncake Store",
         over_nodes=True,
         adapters="with_option",
         sleep="with_option",
@@ -385,6 +389,48 @@ def transfer_problem(engine: EngineSettings) -> str:
         return f"{name} makes a kv_transfer_config of its own: leave one of them out"
     if engine.options.get("data_parallel_size", "1") != "1":
         return f"{name} does not work with data_parallel_size: it is unknown which rank has the KV"
+    return ""
+
+
+STORE_BYTES_OPTION: Final = "kv_store_bytes"
+STORE_BYTES: Final = 1024 * MIB
+"""The host memory that each replica gives to the store, unless its deployment says otherwise."""
+STORE_BUFFER_BYTES: Final = 128 * MIB
+"""The host memory that a replica's own client of the store takes besides."""
+
+
+def uses_kv_store(engine: EngineSettings) -> bool:
+    """Return whether replicas share KV through a vendor's store, not over the nodes' API."""
+    return engine.share_kv and bool(capabilities_of(engine.driver).kv_store)
+
+
+def store_bytes(engine: EngineSettings) -> int:
+    """Return the host memory that a replica takes for the store, 0 without one."""
+    if not uses_kv_store(engine):
+        return 0
+    given = engine.options.get(STORE_BYTES_OPTION, "")
+    return (int(given) if given else STORE_BYTES) + STORE_BUFFER_BYTES
+
+
+def sharing_problem(engine: EngineSettings) -> str:
+    """Return why replicas of this engine cannot share KV; "" if they can, or need not."""
+    one = capabilities_of(engine.driver)
+    if not engine.share_kv:
+        if STORE_BYTES_OPTION in engine.options:
+            return f"{STORE_BYTES_OPTION} is for replicas that share KV: add share_kv"
+        return ""
+    if not one.shares_kv:
+        known = ", ".join(name for name, able in ENGINE_CAPABILITIES.items() if able.shares_kv)
+        return f"share_kv needs an engine that sends KV: {engine.driver} does not, {known} do"
+    if uses_kv_store(engine):
+        for name in (one.transfer_option, "kv_transfer_config"):
+            if name in engine.options:
+                return (
+                    f"share_kv makes a kv_transfer_config of its own ({one.kv_store}): leave"
+                    f" {name} out"
+                )
+        if engine.nodes > 1:
+            return f"share_kv of {engine.driver} needs replicas of one node each"
     return ""
 
 

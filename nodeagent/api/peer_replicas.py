@@ -161,6 +161,19 @@ class PeerReplicaClient:
         ) as pong:
             return pong.headers.get(headers.LOADS, "")
 
+    @asynccontextmanager
+    async def socket(
+        self, node_id: NodeId, address: str, path: str, heartbeat_s: float
+    ) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+        """Open a WebSocket to a node and yield it. Raises aiohttp.ClientError or OSError."""
+        async with self._http.ws_connect(
+            f"{node_url(address, self._context)}{path}",
+            server_hostname=node_id,
+            ssl=self._context or True,
+            heartbeat=heartbeat_s,
+        ) as socket:
+            yield socket
+
     async def _node_loads(
         self, peer: PeerReplica, timeout_s: float
     ) -> Mapping[ReplicaId, headers.ReportedLoad]:

@@ -14,7 +14,7 @@ import msgspec
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.codec import describe
 from isochrone.wire.engine import EngineStats
-from isochrone.wire.engine_capabilities import transfer_problem
+from isochrone.wire.engine_capabilities import sharing_problem, transfer_problem
 from isochrone.wire.engine_options import ENGINE_OPTIONS, TRUE
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.json_body import check_json_body
@@ -31,6 +31,18 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int
 
 
+class StorePorts(msgspec.Struct, frozen=True, kw_only=True):
+    """The ports of a vendor's store of KV on this node.
+
+    Engines find its master at `master` on loopback, wherever it runs in the PoP. They listen for
+    each other at `first` to `last`, in plaintext and on every address of the machine.
+    """
+
+    master: int
+    first: int
+    last: int
+
+
 class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """The inputs of an engine's start: the replica's spec, and resources of this machine."""
 
@@ -44,6 +56,8 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """The address at which engines of the PoP's other nodes reach this node."""
     transfer_port: int = 0
     """A free port for the transfer of KV."""
+    store_ports: StorePorts | None = None
+    """The ports of the PoP's store of KV on this node; None if it takes no part in one."""
     start_id: str = ""
     """Another one at each start of an engine."""
     commands: Mapping[str, ConfiguredCommand] = {}
@@ -200,7 +214,7 @@ def check_options(spec: ReplicaSpec) -> None:
     The scheduler refuses such a deployment. This check is for a scheduler of another version.
     """
     problem = ENGINE_OPTIONS[spec.engine.driver].problem(spec.engine.options)
-    problem = problem or transfer_problem(spec.engine)
+    problem = problem or transfer_problem(spec.engine) or sharing_problem(spec.engine)
     if problem:
         raise UnknownOption(f"cannot start {spec.engine.driver}: {problem}")
 

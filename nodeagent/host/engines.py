@@ -35,6 +35,7 @@ from nodeagent.drivers.driver import (
     DeviceMemory,
     EngineCommand,
     EngineLaunch,
+    StorePorts,
     UnknownOption,
     with_fields,
 )
@@ -323,6 +324,7 @@ class EngineProcesses:
         host: str = "127.0.0.1",
         commands: Mapping[str, ConfiguredCommand] | None = None,
         canary_timeout_s: float = CANARY_TIMEOUT_S,
+        store_ports: StorePorts | None = None,
     ) -> None:
         """`device_memory` returns the memory of a replica's devices; None if it is unknown.
 
@@ -331,6 +333,7 @@ class EngineProcesses:
         """
         self._commands = commands or {}
         self._host = host
+        self._store_ports = store_ports
         self._canary_timeout_s = canary_timeout_s
         self._folder = folder
         self._device_memory = device_memory
@@ -369,6 +372,7 @@ class EngineProcesses:
             port=port,
             host=self._host,
             transfer_port=transfer_port,
+            store_ports=self._store_ports,
             start_id=secrets.token_hex(4),
             threads=self._threads,
             memory=await asyncio.to_thread(self._device_memory, spec.device_ids),

@@ -41,6 +41,7 @@ def capability_table() -> str:
         ("phases apart", *(one.handshake or "no" for one in engines)),
         ("changes its role without a restart", *(_change(one) for one in engines)),
         ("how KV is sent", *(_transfer(one) for one in engines)),
+        ("shares KV in a PoP", *(_sharing(one) for one in engines)),
         ("KV events", *(_yes(one.kv_events) for one in engines)),
         ("resumes a cut answer", *(resumed[one.resumes] for one in engines)),
         ("prompts cached in units of", *(_tokens(one.cache_block_tokens) for one in engines)),
@@ -87,6 +88,10 @@ def _transfer(one: EngineCapabilities) -> str:
         return "nodes' API"
     choices = ", ".join(one.transfer_choices)
     return f"`{one.transfer_option}`: {choices}; {one.transfer_default} by default"
+
+
+def _sharing(one: EngineCapabilities) -> str:
+    return (one.kv_store or "nodes' API") if one.shares_kv else "no"
 
 
 def _tokens(count: int) -> str:

@@ -12,8 +12,10 @@ from isochrone.wire.engine_capabilities import (
     EngineEntry,
     capabilities_of,
     lacking_features,
+    sharing_problem,
     sleep_problem,
     transfer_problem,
+    uses_kv_store,
     weights_problem,
     with_transfer,
 )
@@ -304,9 +306,10 @@ def roles_problem(engine: EngineSettings, policy: PlacementPolicy) -> str:
             "prefill_devices and decode_devices are of roles: set roles to auto, or to a ratio such"
             " as prefill=1,decode=2"
         )
-    if engine.share_kv and not one.shares_kv:
-        known = ", ".join(name for name, able in ENGINE_CAPABILITIES.items() if able.shares_kv)
-        return f"share_kv needs an engine that sends KV: {engine.driver} does not, {known} does"
+    if reason := sharing_problem(engine):
+        return reason
+    if uses_kv_store(engine) and policy.roles != UNIFIED_ROLES:
+        return f"share_kv of {engine.driver} needs replicas without roles: set roles to unified"
     if policy.roles == UNIFIED_ROLES:
         return transfer_problem(engine)
     known = ", ".join(name for name, able in ENGINE_CAPABILITIES.items() if able.sends_kv)

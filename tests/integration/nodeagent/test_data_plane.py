@@ -9,7 +9,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from nodeagent.decide.admission import TokenReservation
 from nodeagent.decide.preemption import PREEMPTIONS_MAX
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.configured_command import ConfiguredCommand
-from nodeagent.drivers.driver import EngineCommand
+from nodeagent.drivers.driver import EngineCommand, StorePorts
 from nodeagent.host.artifacts import ArtifactStore
 from nodeagent.host.cache_salts import CacheSalts
 from nodeagent.host.engines import EngineProcesses, EngineRecord
@@ -116,6 +116,8 @@ async def a_node(
     load_timeout_s: float = 600.0,
     commands: Mapping[str, ConfiguredCommand] | None = None,
     spans: Middleware | None = None,
+    store_ports: StorePorts | None = None,
+    attach: Callable[[web.Application], None] = lambda _: None,
 ) -> AsyncIterator[Node]:
     folder = a_folder("iso-")
     (folder / "model").mkdir()
@@ -139,19 +141,16 @@ async def a_node(
             1 << 30,
             link=TransferLink(0, time.monotonic),
         ),
-        engines=EngineProcesses(folder / "engines", 1, commands=commands),
+        engines=EngineProcesses(folder / "engines", 1, commands=commands, store_ports=store_ports),
         clock=time.monotonic,
         rng=random.Random(1),
         on_change=lambda: None,
     )
+    peers = PeerReplicaClient(None, time.monotonic)
+    app = DataPlaneServer(supervisor, peers, SALTS, spans=spans).app()
+    attach(app)
     async with (
-        serve_http(
-            DataPlaneServer(
-                supervisor, PeerReplicaClient(None, time.monotonic), SALTS, spans=spans
-            ).app(),
-            "127.0.0.1",
-            0,
-        ) as port,
+        serve_http(app, "127.0.0.1", 0) as port,
         aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
     ):
         yield Node(supervisor, http, f"127.0.0.1:{port}", artifact)
