@@ -66,6 +66,13 @@ KV_TRANSFER_BYTES = Counter(
     "Bytes of KV received from prefill replicas.",
     registry=REGISTRY,
 )
+KV_TRANSFER_SECONDS = Histogram(
+    "isochrone_node_kv_transfer_seconds",
+    "From the end of a prompt's computation by a prefill replica to its last KV block here. The"
+    " blocks before it move while the prompt is computed.",
+    buckets=LEG_BUCKETS_S,
+    registry=REGISTRY,
+)
 KV_OTHER_FORMAT = Counter(
     "isochrone_node_kv_other_format",
     "Times that a replica's KV was refused before any was sent, because its model, engine version"

@@ -122,7 +122,7 @@ class ManagedReplica:
         return ReplicaReport(
             spec=self.spec,
             state=self.state,
-            reason=self.reason[:500],
+            reason=(self.reason or self.admission.sleep_reason())[:500],
             since_s=self._clock() - self.state_since_s,
             restarts=len(self.failure_times),
             fetched_bytes=self.fetched_bytes,
@@ -329,7 +329,8 @@ class Supervisor:
 
     async def _watch_engine(self, replica: ManagedReplica, engine: EngineProcess) -> str:
         """Observe the engine every second until it exits or must be killed; return the reason."""
-        watch, leader = health.EngineWatch(), LeaderWatch(replica.spec)
+        watch = health.EngineWatch()
+        leader = LeaderWatch(replica.spec, engine.pid, is_adopted=engine.is_adopted)
         next_canary_s = self._clock() + self._config.canary_interval_s
         while True:
             with suppress(TimeoutError):

@@ -21,6 +21,7 @@ class InferenceRequest:
     - `answer_count` is the number of alternative answers, `output_tokens_max` counts all of them.
     - `arrived_s` is monotonic, `started_at` is Unix time.
     - `relayed_headers` are the client's own header lines that the node gets, each checked.
+    - `traceparent` is the client's own, in the form of the standard; empty if it sent none.
     - `encode_error_event` encodes an error as an event within a stream.
     - `build_resume_body(text, tokens)` returns a body that asks for the rest of the answer after
       `text` of so many tokens, or None. The attribute is None if the request cannot be resumed.
@@ -37,7 +38,8 @@ class InferenceRequest:
         "content_type", "deployment", "deployment_id", "determinism", "encode_error_event",
         "is_media", "is_stream", "key",
         "output_tokens_max", "path", "prefix_keys", "reject_if_busy", "relayed_headers",
-        "request_id", "session", "started_at", "text_bytes", "ttft_ms", "wants_usage",
+        "request_id", "session", "started_at", "text_bytes", "traceparent", "ttft_ms",
+        "wants_usage",
     )  # fmt: skip
 
     def __init__(
@@ -63,6 +65,7 @@ class InferenceRequest:
         determinism: str,
         prefix_keys: PrefixKeys,
         relayed_headers: str = "",
+        traceparent: str = "",
         adapter: AdapterEntry | None = None,
         content_type: str = JSON,
         is_media: bool = False,
@@ -89,6 +92,7 @@ class InferenceRequest:
         self.determinism = determinism
         self.prefix_keys = prefix_keys
         self.relayed_headers = relayed_headers
+        self.traceparent = traceparent
         self.adapter = adapter
         self.content_type = content_type
         self.is_media = is_media

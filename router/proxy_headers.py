@@ -59,6 +59,10 @@ def node_headers(
         f"{_PENDING_PREFILL_TOKENS}{target.pending_prefill_tokens}{_PREFILL_MS}{prefill_ms}"
         f"{_ROUTER}{router}{_DEADLINE_MS}{deadline_ms}\r\n{request.relayed_headers}"
     )
+    if context.trace is not None:
+        lines += f"{headers.TRACEPARENT}: {context.trace.traceparent}\r\n"
+    elif request.traceparent:
+        lines += f"{headers.TRACEPARENT}: {request.traceparent}\r\n"
     if target.queue_tokens_max and context.excluded.may_refuse_for_queue:
         lines += f"{headers.QUEUE_TOKENS_MAX}: {target.queue_tokens_max}\r\n"
     if request.ttft_ms and not generated:

@@ -157,6 +157,7 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
                 "kv_connector",
                 "kv_transfer_config",
                 "kv_events_config",
+                "otlp_traces_endpoint",
                 "seed",
             }
         ),

@@ -8,6 +8,8 @@ from typing import Final
 
 from aiohttp import web
 
+from isochrone.service.tracing import names
+from isochrone.service.tracing.recorder import current_span
 from isochrone.wire import headers, kv_sharing, kv_transfer
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
@@ -59,11 +61,11 @@ class DecodeLegs:
         engine: EngineProcess,
         body: bytes,
         reservation: TokenReservation,
-        names: Sequence[str],
+        sent_on: Sequence[str],
     ) -> DecodeLeg | None:
         """Open a leg if the router names prefill replicas, or others that may have the prefix.
 
-        Return None if the prompt is read here. `names` are the request's headers that go to a
+        Return None if the prompt is read here. `sent_on` are the request's headers that go to a
         prefill replica.
         """
         replicas = headers.parse_peer_replicas(request.headers.get(headers.PREFILL_REPLICAS, ""))
@@ -82,6 +84,7 @@ class DecodeLegs:
             holders = None
         if len(replicas) > 1 and is_too_short(replicas[0]) and not needs_prefill:
             metrics.PREFILL_LEGS.labels(LegChoice.SHORT).inc()
+            current_span().set(names.PREFILL_OUTCOME, LegChoice.SHORT.value)
             replicas = []
         if len(replicas) < 2 and holders is None and not needs_prefill:
             return None
@@ -105,7 +108,7 @@ class DecodeLegs:
             transfer=secrets.token_hex(16),
             path=request.path,
             body=body,
-            sent={name: request.headers[name] for name in names if name in request.headers},
+            sent={name: request.headers[name] for name in sent_on if name in request.headers},
             replicas=replicas or [PeerReplica(own, NodeId(""), "", 0, 0, 0)],
             load=load,
             announce=announce,
@@ -199,6 +202,7 @@ def apply_leg(
         return chunks
     wait_s = monotonic() - leg.received_s
     metrics.DECODE_WAIT_SECONDS.observe(wait_s)
+    current_span().set(names.DECODE_WAIT_S, wait_s)
     cached_tokens = leg.received.cached_tokens
     # Its length changes with the number.
     response.headers.pop("content-length", None)

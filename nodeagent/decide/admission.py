@@ -78,6 +78,10 @@ class ReplicaAdmission:
             f"{self.running} running>"
         )
 
+    def sleep_reason(self) -> str:
+        """Return what operators see of a replica that sleeps; "" while it is awake."""
+        return "asleep: the next request wakes it" if self.wake_ms() else ""
+
     def admit(
         self,
         prompt_tokens: int,

@@ -15,6 +15,8 @@ from typing import Final, NamedTuple, Protocol
 import aiohttp
 import msgspec
 
+from isochrone.service.tracing import names
+from isochrone.service.tracing.recorder import current_span
 from isochrone.wire import headers, kv_sharing, kv_transfer
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
@@ -146,17 +148,23 @@ class PrefixFetcher:
             deadline_s - now_s,
             now_s,
         )
-        plan = plan_fetch(prompt, found, limits)
+        plan, span = plan_fetch(prompt, found, limits), current_span()
         if plan.peer is None:
             metrics.KV_FETCHES.labels(plan.choice).inc()
+            span.set(names.KV_OUTCOME, plan.choice.value)
             return FetchedPrefix("peer", 0, now_s - began_s)
+        span.set(names.REPLICA, plan.peer.replica_id)
         self._rates.running += 1
         try:
             blocks = await self._move(transfer, expected, plan)
         finally:
             self._rates.running -= 1
-        metrics.KV_FETCHES.labels(FetchChoice.FETCH if blocks == plan.blocks else FAILED).inc()
+        outcome = FetchChoice.FETCH.value if blocks == plan.blocks else FAILED
+        metrics.KV_FETCHES.labels(outcome).inc()
         place = "store" if plan.peer.replica_id == holders.store else "peer"
+        span.set(names.KV_OUTCOME, outcome)
+        span.set(names.KV_PLACE, place)
+        span.set(names.KV_BLOCKS, blocks)
         return FetchedPrefix(place, blocks, self._clock() - began_s)
 
     async def _locate(
@@ -171,7 +179,8 @@ class PrefixFetcher:
         Blocks of another model or KV format count as none.
         """
         body = msgspec.msgpack.encode(kv_sharing.BlockQuery(digests=tuple(missing)))
-        sent = {headers.REPLICA: peer.replica_id}
+        sent: dict[str, str] = {headers.REPLICA: peer.replica_id}
+        current_span().add_to(sent)
         rate = self._rates.of(peer.node_id)
         try:
             async with asyncio.timeout(timeout_s):
@@ -211,6 +220,7 @@ class PrefixFetcher:
             kv_transfer.FIRST_BLOCK: str(first),
             **lease.to_sender,
         }
+        current_span().add_to(sent)
         path = f"{kv_transfer.TRANSFERS_PATH}{transfer}?shared=1"
         began_s = self._clock()
         received = _ByteCount(self._clock)
@@ -245,6 +255,7 @@ class PrefixFetcher:
         self._quota.take(self._user, received.total, now_s)
         metrics.KV_FETCH_SECONDS.observe(now_s - began_s)
         metrics.KV_FETCH_BYTES.inc(moved_bytes)
+        current_span().set(names.KV_BYTES, moved_bytes)
         return blocks
 
 

@@ -111,7 +111,8 @@ async def create_deployment(request: AdminRequest) -> DeploymentView:
     if not await deployments.add_deployment(request.connection, deployment):
         raise ApiError(
             ErrorCode.CONFLICT,
-            f"cannot create {body.deployment_id}: the id or the name {deployment.name} is taken",
+            f"cannot create {body.deployment_id}: the id or the name {deployment.name} is taken;"
+            " give another name",
         )
     after = await deployments.get_deployment(request.connection, body.deployment_id)
     await request.record_change("deployment.create", body.deployment_id, after=after)
@@ -315,6 +316,11 @@ def _policy_problem(policy: PlacementPolicy, pops: Sequence[Pop]) -> str:
     """Return why no fleet with these PoPs can satisfy a policy; empty if one can."""
     if len(policy.keep_warm) > policy.replicas_max:
         return f"keep_warm names more PoPs than replicas_max {policy.replicas_max}"
+    if policy.awake_min and policy.overcommit == 1:
+        return (
+            f"awake_min {policy.awake_min} needs an overcommit above 1: without, no replica sleeps;"
+            " set overcommit, or awake_min to 0"
+        )
     known = {str(pop.pop) for pop in pops} | {pop.country for pop in pops}
     for name in (*policy.allow, *policy.deny):
         if name not in known:

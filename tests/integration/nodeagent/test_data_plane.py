@@ -19,6 +19,7 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from isochrone.service.http_server import serve_http
 from isochrone.wire import headers
@@ -111,7 +112,9 @@ class Node(NamedTuple):
 
 @asynccontextmanager
 async def a_node(
-    load_timeout_s: float = 600.0, commands: Mapping[str, ConfiguredCommand] | None = None
+    load_timeout_s: float = 600.0,
+    commands: Mapping[str, ConfiguredCommand] | None = None,
+    spans: Middleware | None = None,
 ) -> AsyncIterator[Node]:
     folder = a_folder("iso-")
     (folder / "model").mkdir()
@@ -142,7 +145,9 @@ async def a_node(
     )
     async with (
         serve_http(
-            DataPlaneServer(supervisor, PeerReplicaClient(None, time.monotonic), SALTS).app(),
+            DataPlaneServer(
+                supervisor, PeerReplicaClient(None, time.monotonic), SALTS, spans=spans
+            ).app(),
             "127.0.0.1",
             0,
         ) as port,
