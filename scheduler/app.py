@@ -39,6 +39,7 @@ from scheduler.loops.flush_pulses import FlushPulses
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.loops.learn_demand import LearnDemand
 from scheduler.loops.place_replicas import PlaceReplicas
+from scheduler.loops.place_store_masters import PlaceStoreMasters
 from scheduler.loops.prefetch_weights import PrefetchWeights
 from scheduler.loops.publish_routes import PublishRoutes
 from scheduler.loops.record_node_loss import RecordNodeLoss
@@ -278,6 +279,7 @@ def _placement_loops(made: Composition) -> tuple[Loop, ...]:
     rollouts = AdvanceRollouts(
         pool=pool, lease=state.lease, routes=state.routes, nudge_place=nudges.place.set
     )
+    stores = PlaceStoreMasters(pool=pool, lease=state.lease, assignments=state.assignments)
     place_s, publish_s = config.place_interval_s, config.publish_interval_s
     return (
         Loop("place_replicas", place.run_once, place_s, share_max=0.25, nudged=nudges.place),
@@ -285,6 +287,7 @@ def _placement_loops(made: Composition) -> tuple[Loop, ...]:
         Loop("learn_demand", learn.run_once, 15.0),
         Loop("prefetch_weights", prefetch.run_once, 120.0, share_max=0.1, nudged=nudges.prefetch),
         Loop("advance_rollouts", rollouts.run_once, config.roll_interval_s),
+        Loop("place_store_masters", stores.run_once, 2.0),
     )
 
 

@@ -64,6 +64,13 @@ def artifact_of(folder: Path, source: str, only: tuple[str, ...] = ()) -> Artifa
         for path in sorted(folder.rglob("*"))
         if path.is_file() and not _is_left_out(path.relative_to(folder))
     ]
+    if source.startswith("file:"):
+        for path in paths:
+            if path.is_symlink():
+                raise ManifestError(
+                    f"cannot use {path}: it is a symbolic link, which nodes do not follow; copy"
+                    " the folder with cp -rL, and add the copy"
+                )
     files = tuple(_hashed_file(folder, path) for path in paths)
     if not files:
         raise ManifestError(f"cannot use {folder}: it contains no files")

@@ -64,6 +64,7 @@ class EngineHandle:
     log = Path("/nonexistent/engine.log")
     exit_reason = "the engine exited"
     pid = 0
+    is_adopted = False
     problem = ""
     stall_s = 0.0
 
