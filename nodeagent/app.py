@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from ssl import SSLContext
 from time import monotonic, time
@@ -93,42 +93,20 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         memory_used=node.devices.used_by,
         device_memory=node.devices.memory,
     )
-    link = ControlLink(
-        urls=config.schedulers,
-        identity=node.identity,
-        boot_id=node.boot_id,
-        incoming=ToAgent,
-        progress=node.progress,
-        on_welcome=node.on_welcome,
-        on_message=node.on_message,
-        rng=rng,
-        folder=config.state,
-        contexts=[context for context in (server_tls, client_tls) if context is not None],
-    )
+    link = _control_link(config, node, rng, (server_tls, client_tls))
     cluster_tls = client_context(node.identity)
     sources.cluster = lambda: ClusterOrigin(
         link.url, node.relay_token, cluster_tls if link.url.startswith("https:") else None
     )
-    exporter = open_exporter(
-        config.traces_endpoint,
-        config.traces_authorization_file,
-        ServiceName("node", node.node_id, node.identity.pop),
-        lambda: SpanCounts(metrics.REGISTRY, "isochrone_node_"),
-        monotonic,
-    )
-    loops = _loops(config, node, supervisor, artifacts, link, rng)
-    if exporter is not None:
-        loops = (*loops, exporter.loop)
+    exporter = _span_exporter(config, node)
     peer_replicas = PeerReplicaClient(client_tls, monotonic)
     store_master = StoreMaster(config.state / "kv_store")
-    store_relay = StoreRelay(
-        node.node_id, node.store_master, lambda: store_master.port, dial_through(peer_replicas)
-    )
-    storing = SuperviseStore(
-        node.node_id, node.store_master, store_master, store_relay.drop_stale, monotonic
-    )
-    store = Loop("supervise_store", storing.run_once, STORE_INTERVAL_S)
-    node.nudge_store = store.nudge
+    dial = dial_through(peer_replicas)
+    store_relay = StoreRelay(node.node_id, node.store_master, lambda: store_master.port, dial)
+    loops = _loops(config, node, supervisor, artifacts, link, rng)
+    loops = (*loops, _store_loop(node, store_master, store_relay))
+    if exporter is not None:
+        loops = (*loops, exporter.loop)
 
     try:
         await _adopt_survivors(node, engines, supervisor, signers)
@@ -136,22 +114,16 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
             supervisor,
             peer_replicas,
             node.cache_salts,
-            kv_limits=KvRateLimits(
-                link=config.kv_share_bytes_per_s,
-                deployment=config.kv_share_deployment_bytes_per_s,
-                tenant=config.kv_share_tenant_bytes_per_s,
-            ),
+            kv_limits=_kv_limits(config),
             spans=_span_middleware(node, exporter),
         )
         app = _data_plane_app(server, artifacts, config, node)
         store_relay.attach(app)
-        async with (
-            _listeners(config, app, supervisor, server_tls) as port,
-            _store_listener(config, store_relay),
-        ):
+        listeners = _listeners(config, app, supervisor, server_tls)
+        async with listeners as port, _store_listener(config, store_relay):
             log.info("serving", extra={"fields": {"port": port, "node": node.node_id}})
             async with asyncio.TaskGroup() as tasks:
-                runs = [loop.run() for loop in (*loops, store)]
+                runs = [loop.run() for loop in loops]
                 started = [tasks.create_task(run) for run in (*runs, link.run(), feed_watchdog())]
                 notify("READY=1")
                 await stopping.wait()
@@ -169,6 +141,42 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         if not keep_engines:
             await store_master.stop()
     return 0
+
+
+def _control_link(
+    config: NodeConfig,
+    node: NodeState,
+    rng: random.Random,
+    contexts: Sequence[SSLContext | None],
+) -> ControlLink:
+    return ControlLink(
+        urls=config.schedulers,
+        identity=node.identity,
+        boot_id=node.boot_id,
+        incoming=ToAgent,
+        progress=node.progress,
+        on_welcome=node.on_welcome,
+        on_message=node.on_message,
+        rng=rng,
+        folder=config.state,
+        contexts=[context for context in contexts if context is not None],
+    )
+
+
+def _kv_limits(config: NodeConfig) -> KvRateLimits:
+    return KvRateLimits(
+        link=config.kv_share_bytes_per_s,
+        deployment=config.kv_share_deployment_bytes_per_s,
+        tenant=config.kv_share_tenant_bytes_per_s,
+    )
+
+
+def _store_loop(node: NodeState, master: StoreMaster, relay: StoreRelay) -> Loop:
+    """Return the job that runs the master of the PoP's KV store where the scheduler wants it."""
+    job = SuperviseStore(node.node_id, node.store_master, master, relay.drop_stale, monotonic)
+    loop = Loop("supervise_store", job.run_once, STORE_INTERVAL_S)
+    node.nudge_store = loop.nudge
+    return loop
 
 
 @asynccontextmanager
@@ -198,6 +206,17 @@ async def _listeners(
             private = serve_http(metrics_app, config.private_host, config.private_port)
             await stack.enter_async_context(private)
         yield port
+
+
+def _span_exporter(config: NodeConfig, node: NodeState) -> SpanExporter | None:
+    """Return what sends spans to the collector; None without one. Raises ConfigError."""
+    return open_exporter(
+        config.traces_endpoint,
+        config.traces_authorization_file,
+        ServiceName("node", node.node_id, node.identity.pop),
+        lambda: SpanCounts(metrics.REGISTRY, "isochrone_node_"),
+        monotonic,
+    )
 
 
 def _span_middleware(node: NodeState, exporter: SpanExporter | None) -> Middleware | None:

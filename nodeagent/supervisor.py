@@ -36,8 +36,9 @@ from nodeagent.host.awake_memory import AwakeMemory
 from nodeagent.host.download import ArtifactError
 from nodeagent.host.engine_adapters import AdapterFetcher, EngineAdapters
 from nodeagent.host.engine_log import last_error, trim_log
+from nodeagent.host.engine_record import EngineRecord
 from nodeagent.host.engine_seats import EngineSeats
-from nodeagent.host.engines import EngineProcess, EngineProcesses, EngineRecord
+from nodeagent.host.engines import EngineProcess, EngineProcesses
 from nodeagent.host.leader_watch import LeaderWatch
 from nodeagent.host.memory_guard import MemoryGuard, RunningReplica
 
@@ -87,8 +88,7 @@ class ManagedReplica:
         self.end_ordered = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self.attempt: asyncio.Task[str] | None = None
-        """Starts and watches one engine process. Cancelled as soon as the replica's end is
-        ordered."""
+        """Starts and watches one engine process. Cancelled when the replica's end is ordered."""
         self._clock = clock
         self._store_hit_tokens = 0
 
@@ -131,11 +131,19 @@ class ManagedReplica:
             profile=self.profile,
         )
 
-    def count_store_hits(self, stats: EngineStats) -> None:
-        """Count the prompt tokens that an engine has found in the PoP's store of KV since."""
+    def take_stats(self, stats: EngineStats) -> None:
+        """Take over what the engine reports of itself; a negative age is not known."""
+        self.admission.is_closed = stats.memory_full
+        age_s = stats.prefix_evicted_age_s
+        self.admission.cache_since_s = self._clock() - age_s if age_s >= 0 else None
+        self.profile = msgspec.structs.replace(
+            self.profile,
+            memory_bytes=stats.weights_bytes,
+            prefill_tokens_per_s=stats.prefill_tokens_per_s,
+            decode_tokens_per_s=stats.decode_tokens_per_s,
+        )
         found = stats.store_hit_tokens_total - self._store_hit_tokens
-        # A new engine counts from 0.
-        metrics.KV_FOUND_TOKENS.labels("store").inc(max(0, found))
+        metrics.KV_FOUND_TOKENS.labels("store").inc(max(0, found))  # a new engine counts from 0
         self._store_hit_tokens = stats.store_hit_tokens_total
 
     async def stop_engine(self, *, kill: bool = False) -> None:
@@ -370,10 +378,7 @@ class Supervisor:
                 in_flight=running,
             )
             if stats is not None:
-                replica.admission.is_closed = stats.memory_full
-                replica.admission.cache_since_s = _cache_since_s(stats, self._clock())
-                _update_profile(replica, stats)
-                replica.count_store_hits(stats)
+                replica.take_stats(stats)
             if is_canary_due and running == 0 and stats is not None and is_awake:
                 async with self.awake.use(replica.spec.replica_id, is_test=True):
                     succeeded = await engine.canary(stats.kind)
@@ -443,18 +448,3 @@ def _failure_of(replica: ManagedReplica, attempt: "asyncio.Task[str]") -> str:
         log_line = last_error(replica.engine.log)
         problem = f"{problem}: {log_line}" if log_line else problem
     return problem
-
-
-def _cache_since_s(stats: EngineStats, now_s: float) -> float | None:
-    """Return since when an engine's prefix cache has all that was used, None if it does not say."""
-    age_s = stats.prefix_evicted_age_s
-    return now_s - age_s if age_s >= 0 else None
-
-
-def _update_profile(replica: ManagedReplica, stats: EngineStats) -> None:
-    replica.profile = msgspec.structs.replace(
-        replica.profile,
-        memory_bytes=stats.weights_bytes,
-        prefill_tokens_per_s=stats.prefill_tokens_per_s,
-        decode_tokens_per_s=stats.decode_tokens_per_s,
-    )

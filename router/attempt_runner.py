@@ -205,8 +205,8 @@ class AttemptRunner:
         """Name the nodes that have the adapter, and count on the target to load it."""
         places = self._fleet.routing(context.request.deployment_id).adapters
         directory = self._fleet.directory
-        holding = [*places.replicas_with(adapter.adapter_id)][: HOLDERS_MAX + 1]
-        known = [directory.route(replica_id) for replica_id in holding]
+        holding = [*places.replicas_with(adapter.adapter_id)]
+        known = [directory.route(replica_id) for replica_id in holding[: HOLDERS_MAX + 1]]
         context.adapter_holders = tuple(
             PeerSource(node_id=route.node_id, pop=route.pop, address=route.address)
             for route in known
@@ -374,9 +374,8 @@ class AttemptRunner:
         self.forget_prefix(context, attempt)
         request = context.request
         if request.adapter is not None:
-            self._fleet.routing(request.deployment_id).adapters.record_failed(
-                attempt.target.route.replica_id, request.adapter.adapter_id
-            )
+            places = self._fleet.routing(request.deployment_id).adapters
+            places.record_failed(attempt.target.route.replica_id, request.adapter.adapter_id)
         return is_refusal
 
     def _exclude_refusing(
@@ -391,8 +390,7 @@ class AttemptRunner:
             excluded.queue_refusals += 1
         else:
             excluded.refused.add(replica_id)
-            if error.refusal == headers.PREEMPTED:
-                context.request.preemptions += 1
+            context.request.preemptions += error.refusal == headers.PREEMPTED
 
     def record_failure(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
         """Count a broken attempt and keep the next ones away from its replica.

@@ -12,8 +12,8 @@ from msgspec.structs import FieldInfo
 
 from isochrone.wire.assignment import Assignment, ReplicaSpec, Tombstone
 from isochrone.wire.command_engine import COMMAND_DRIVER, NAME_OPTION
-from isochrone.wire.engine_capabilities import uses_kv_store
 from isochrone.wire.ids import ClusterId, DeviceId, NodeId, ReplicaId
+from isochrone.wire.kv_store import uses_kv_store
 from isochrone.wire.report import Refusal, ReplicaState
 
 STORE_KEY: Final = "kv_store"

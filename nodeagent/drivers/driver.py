@@ -14,10 +14,11 @@ import msgspec
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.codec import describe
 from isochrone.wire.engine import EngineStats
-from isochrone.wire.engine_capabilities import sharing_problem, transfer_problem
+from isochrone.wire.engine_capabilities import transfer_problem
 from isochrone.wire.engine_options import ENGINE_OPTIONS, TRUE
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.json_body import check_json_body
+from isochrone.wire.kv_store import sharing_problem
 from isochrone.wire.kv_transfer import KvAddress
 from nodeagent.decide.seats import spare_seats
 from nodeagent.drivers.configured_command import ConfiguredCommand

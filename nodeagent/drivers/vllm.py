@@ -11,14 +11,14 @@ import msgspec
 from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
-from isochrone.wire.engine_capabilities import (
+from isochrone.wire.engine_capabilities import sleep_problem_on
+from isochrone.wire.engine_options import TRUE
+from isochrone.wire.kv_store import (
     STORE_BUFFER_BYTES,
     STORE_BYTES_OPTION,
-    sleep_problem_on,
     store_bytes,
     uses_kv_store,
 )
-from isochrone.wire.engine_options import TRUE
 from isochrone.wire.kv_transfer import KvAddress
 from nodeagent.drivers import installed_version
 from nodeagent.drivers.driver import (

@@ -43,6 +43,7 @@ from nodeagent.drivers.handshake import Handshake
 from nodeagent.host.canary import BAD_REQUEST, CANARIES, OK, PROMPT_CANARY, Canary
 from nodeagent.host.engine_log import LOG
 from nodeagent.host.engine_ports import free_port, other_listener
+from nodeagent.host.engine_record import EngineRecord, write_record
 from nodeagent.host.open_session import open_session
 from nodeagent.host.processes import (
     Child,
@@ -68,20 +69,6 @@ WAKE_TIMEOUT_S: Final = 120.0
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 
 
-class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `process.json`. `pid` is 0 until the process has started.
-
-    `started` is the process's start time in clock ticks since boot, and `boot` the id of that boot:
-    after a reboot the process id belongs to another process.
-    """
-
-    pid: int = 0
-    started: int = 0
-    boot: str = ""
-    command: EngineCommand
-    spec: ReplicaSpec
-
-
 class EngineProcess:
     """A running engine process, started or adopted by this agent."""
 
@@ -93,6 +80,7 @@ class EngineProcess:
         on_release: Callable[[], object] = lambda: None,
         canary_timeout_s: float = CANARY_TIMEOUT_S,
     ) -> None:
+        """`child` is None for an adopted process."""
         self.record = record
         self._canary_timeout_s = canary_timeout_s
         self._on_release = on_release
@@ -384,12 +372,12 @@ class EngineProcesses:
         if command.model_link:
             (folder / command.model_link).symlink_to(artifact_path)
         unstarted = EngineRecord(command=command, spec=spec, boot=boot_id())
-        await asyncio.to_thread(_write_record, folder, unstarted)
+        await asyncio.to_thread(write_record, folder, unstarted)
         async with self._spawn_lock:
             child = await asyncio.to_thread(self._spawn, command, folder / LOG)
         record = msgspec.structs.replace(unstarted, pid=child.pid, started=start_time(child.pid))
         try:
-            await asyncio.to_thread(_write_record, folder, record)
+            await asyncio.to_thread(write_record, folder, record)
         except BaseException:
             # An engine without a record, for example on a full disk, might not be found again.
             signal_group(record.pid, record.started, signal.SIGKILL)
@@ -425,19 +413,17 @@ class EngineProcesses:
                 signal_group(pid, start_time(pid), signal.SIGKILL)
                 shutil.rmtree(path.parent, ignore_errors=True)
                 continue
-            if record.boot not in ("", boot_id()):
-                shutil.rmtree(path.parent, ignore_errors=True)
-                continue
-            if not record.pid:
-                pid = group_that_writes(path.parent / LOG)
-                record = msgspec.structs.replace(record, pid=pid, started=start_time(pid))
-            if record.pid and is_alive(record.pid, record.started):
-                survivors.append(record)
-            else:
+            if record.boot in ("", boot_id()):
+                if not record.pid:
+                    pid = group_that_writes(path.parent / LOG)
+                    record = msgspec.structs.replace(record, pid=pid, started=start_time(pid))
+                if record.pid and is_alive(record.pid, record.started):
+                    survivors.append(record)
+                    continue
                 # The group's leader is gone, but its children may still run.
                 signal_group(record.pid, record.started, signal.SIGKILL)
                 kill_remaining(path.parent / LOG)
-                shutil.rmtree(path.parent, ignore_errors=True)
+            shutil.rmtree(path.parent, ignore_errors=True)
         return survivors
 
     def adopt(self, record: EngineRecord) -> EngineProcess:
@@ -448,7 +434,3 @@ class EngineProcesses:
         on_release = partial(self._ports.pop, replica_id, [])
         folder = self._folder / replica_id
         return EngineProcess(record, folder, None, on_release, self._canary_timeout_s)
-
-
-def _write_record(folder: Path, record: EngineRecord) -> None:
-    write_atomic(folder / "process.json", msgspec.json.encode(record))

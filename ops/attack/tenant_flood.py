@@ -25,7 +25,8 @@ import aiohttp
 import msgspec
 
 from isochrone.wire.headers import SESSION_AFFINITY
-from nodeagent.host.engines import EngineProcess, EngineRecord
+from nodeagent.host.engine_record import EngineRecord
+from nodeagent.host.engines import EngineProcess
 from ops.attack.flooded_engines import TARGETS, FloodTarget
 from tests.system.harness import CITIES, Fleet, a_fleet, until
 

@@ -41,7 +41,7 @@ from isochrone.wire.routes import (
     SnapshotWanted,
 )
 from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck, UsageRow
-from nodeagent.host.engines import EngineRecord
+from nodeagent.host.engine_record import EngineRecord
 from scheduler.decide.whatif.simulation import FORMAT, ClusterSnapshot
 from scheduler.store.migrate import read_migrations
 

@@ -12,16 +12,15 @@ from isochrone.wire.engine_capabilities import (
     EngineEntry,
     capabilities_of,
     lacking_features,
-    sharing_problem,
     sleep_problem,
     transfer_problem,
-    uses_kv_store,
     weights_problem,
     with_transfer,
 )
 from isochrone.wire.engine_options import ENGINE_OPTIONS
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
+from isochrone.wire.kv_store import sharing_problem, uses_kv_store
 from isochrone.wire.model import (
     AUTO_ROLES,
     KIND_FEATURES,

@@ -3,8 +3,8 @@
 import msgspec
 
 from isochrone.wire.assignment import ReplicaSpec
-from isochrone.wire.engine_capabilities import uses_kv_store
 from isochrone.wire.ids import NodeId, PopId, ReplicaId
+from isochrone.wire.kv_store import uses_kv_store
 from scheduler.decide.membership import StoreMember
 from scheduler.store.pool import Connection
 from scheduler.store.readable_rows import RowReader

@@ -29,7 +29,8 @@ from isochrone.wire.usage import RequestOutcome, Usage, UsageRow
 from nodeagent.drivers.driver import EngineCommand
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.host.assignment_file import AssignmentFile
-from nodeagent.host.engines import EngineProcesses, EngineRecord
+from nodeagent.host.engine_record import EngineRecord
+from nodeagent.host.engines import EngineProcesses
 from router.loops.usage_spool import UsageSpool
 from router.usage_journal import UsageJournal
 from tests.builders import a_spec

@@ -69,7 +69,7 @@ class WindowLost(ConnectionError):
     """The other engine does not use the window any more."""
 
 
-class WindowLease:
+class SenderWindow:
     """The window of one transfer, at its sender."""
 
     def __init__(self, window: OwnedWindow, form: KvBlockForm, slots: int) -> None:
@@ -146,7 +146,7 @@ class KvWindows:
         self._tasks: set[asyncio.Task[None]] = set()
         self._free: list[OwnedWindow] = []
         self._windows = 0
-        self._leases: dict[str, WindowLease] = {}
+        self._leases: dict[str, SenderWindow] = {}
         self._may_allocate_at_s = 0.0
         self.leases_total = 0
 
@@ -188,14 +188,14 @@ class KvWindows:
         self._free.clear()
 
     @asynccontextmanager
-    async def lease(self, name: str) -> AsyncIterator[WindowLease | None]:
+    async def lease(self, name: str) -> AsyncIterator[SenderWindow | None]:
         """Lease a window to a transfer; None if there is none, or the name cannot be used."""
         window = self._take_window() if is_transfer_id(name) and name not in self._leases else None
         if window is None:
             yield None
             return
         self.leases_total += 1
-        lease = self._leases[name] = WindowLease(window, self._form, self._slots)
+        lease = self._leases[name] = SenderWindow(window, self._form, self._slots)
         try:
             yield lease
         finally:

@@ -19,7 +19,7 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_head,
     transfer_bytes,
 )
-from nodeagent.engine.server.kv_windows import WindowLease
+from nodeagent.engine.server.kv_windows import SenderWindow
 
 
 class BlockRoom(NamedTuple):
@@ -34,7 +34,7 @@ class BlockWriter:
     """The answer to one request for blocks."""
 
     def __init__(
-        self, request: web.Request, lease: WindowLease | None, stall_s: float, part_blocks: int
+        self, request: web.Request, lease: SenderWindow | None, stall_s: float, part_blocks: int
     ) -> None:
         """Give up if the receiver takes nothing for `stall_s`. `part_blocks` are read at once."""
         self._request = request

@@ -15,8 +15,9 @@ from typing import Final
 import msgspec
 
 from isochrone.wire import model_shape
-from isochrone.wire.engine_capabilities import KV_TYPE_BITS, capabilities_of, store_bytes
+from isochrone.wire.engine_capabilities import KV_TYPE_BITS, capabilities_of
 from isochrone.wire.engine_options import TRUE
+from isochrone.wire.kv_store import store_bytes
 from isochrone.wire.model import CatalogModel, Deployment, EngineSettings, ModelDimensions
 from isochrone.wire.report import ReplicaProfile
 from scheduler.decide.capacity.device_classes import CPU, GIB, DeviceClass, class_of

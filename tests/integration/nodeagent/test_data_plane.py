@@ -41,7 +41,8 @@ from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.drivers.driver import EngineCommand, StorePorts
 from nodeagent.host.artifacts import ArtifactStore
 from nodeagent.host.cache_salts import CacheSalts
-from nodeagent.host.engines import EngineProcesses, EngineRecord
+from nodeagent.host.engine_record import EngineRecord
+from nodeagent.host.engines import EngineProcesses
 from nodeagent.host.link import TransferLink
 from nodeagent.host.sources import ArtifactSources
 from nodeagent.supervisor import Supervisor

@@ -25,7 +25,8 @@ from nodeagent.drivers.driver import EngineCommand
 from nodeagent.drivers.mock import MockDriver
 from nodeagent.host import processes
 from nodeagent.host.engine_log import last_error
-from nodeagent.host.engines import EngineProcesses, EngineRecord
+from nodeagent.host.engine_record import EngineRecord
+from nodeagent.host.engines import EngineProcesses
 from nodeagent.host.processes import spawn
 from tests.builders import a_spec
 from tests.integration.service.test_tls import NOW, a_peer

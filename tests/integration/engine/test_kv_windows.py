@@ -32,7 +32,7 @@ from nodeagent.engine.server.kv_receiving import contents_of
 from nodeagent.engine.server.kv_windows import (
     WINDOWS_MAX,
     KvWindows,
-    WindowLease,
+    SenderWindow,
     WindowLost,
     received_window,
 )
@@ -72,7 +72,7 @@ def a_name() -> str:
     return secrets.token_hex(16)
 
 
-async def fill(lease: WindowLease, count: int, value: int) -> SlotRun:
+async def fill(lease: SenderWindow, count: int, value: int) -> SlotRun:
     run = await lease.take(count)
     lease.slots(run)[:] = value
     return run
