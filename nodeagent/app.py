@@ -11,6 +11,7 @@ from time import monotonic, time
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from isochrone.service.allowed_hosts import HostAllowList, own_names, refuse_unknown_hosts
 from isochrone.service.config import read_secret
@@ -19,18 +20,30 @@ from isochrone.service.http_server import serve_http
 from isochrone.service.joining import load_or_join
 from isochrone.service.loop import Loop
 from isochrone.service.machine_share import usable_cores
+from isochrone.service.model_signature import ModelSigners, load_signers
 from isochrone.service.revocation import refuse_revoked
 from isochrone.service.systemd import feed_watchdog, notify
 from isochrone.service.tls import client_context, node_server_context
+from isochrone.service.tracing.exporter import (
+    ServiceName,
+    SpanCounts,
+    SpanExporter,
+    open_exporter,
+)
+from isochrone.service.tracing.recorder import SpanRecorder
 from isochrone.wire.control import PeerRole, ToAgent
 from isochrone.wire.ids import BootId
+from nodeagent import metrics
 from nodeagent.api.artifact_uploads import ArtifactUploads
 from nodeagent.api.data_plane import DataPlaneServer
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient
+from nodeagent.api.request_spans import trace_requests
+from nodeagent.api.store_relay import StoreRelay, dial_through
 from nodeagent.config import NodeConfig
 from nodeagent.decide.kv_quota import KvRateLimits
 from nodeagent.decide.reconcile import is_same_spec
+from nodeagent.drivers.driver import StorePorts
 from nodeagent.host.artifacts import ArtifactStore
 from nodeagent.host.assignment_file import AssignmentFile
 from nodeagent.host.cache_salts import load_cache_salts
@@ -39,10 +52,12 @@ from nodeagent.host.engines import EngineProcesses
 from nodeagent.host.link import TransferLink
 from nodeagent.host.peers import PeerFetcher
 from nodeagent.host.sources import ArtifactSources, ClusterOrigin
+from nodeagent.host.store_master import StoreMaster
 from nodeagent.loops.converge import ConvergeJob
 from nodeagent.loops.delete_idle_adapters import DeleteIdleAdapters
 from nodeagent.loops.prefetch import PrefetchJob
 from nodeagent.loops.report import PulseJob, ReportJob
+from nodeagent.loops.supervise_store import SuperviseStore
 from nodeagent.node import NodeState
 from nodeagent.supervisor import Supervisor
 
@@ -52,6 +67,7 @@ CONVERGE_INTERVAL_S = 5.0
 PREFETCH_INTERVAL_S = 15.0
 REPORT_INTERVAL_S = 10.0
 PULSE_INTERVAL_S = 2.0
+STORE_INTERVAL_S = 1.0
 DELETE_IDLE_INTERVAL_S = 3600.0
 DAY_S = 86_400.0
 
@@ -59,11 +75,12 @@ DAY_S = 86_400.0
 async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     """Run the agent of one node until `stopping` is set; return its exit code."""
     sources = await asyncio.to_thread(_artifact_sources, config)
+    signers = await asyncio.to_thread(load_signers, config.model_signers)
     node = await _open_node(config)
     rng = random.Random()  # noqa: S311 - jitter, not secrets
     server_tls = node_server_context(node.identity) if config.door_tls else None
     client_tls = client_context(node.identity) if config.door_tls else None
-    artifacts = _artifact_store(config, node, sources, rng, client_tls)
+    artifacts = _artifact_store(config, node, sources, rng, client_tls, signers)
     engines = _engine_processes(config, node)
     supervisor = Supervisor(
         config=config,
@@ -92,25 +109,49 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     sources.cluster = lambda: ClusterOrigin(
         link.url, node.relay_token, cluster_tls if link.url.startswith("https:") else None
     )
+    exporter = open_exporter(
+        config.traces_endpoint,
+        config.traces_authorization_file,
+        ServiceName("node", node.node_id, node.identity.pop),
+        lambda: SpanCounts(metrics.REGISTRY, "isochrone_node_"),
+        monotonic,
+    )
     loops = _loops(config, node, supervisor, artifacts, link, rng)
+    if exporter is not None:
+        loops = (*loops, exporter.loop)
+    peer_replicas = PeerReplicaClient(client_tls, monotonic)
+    store_master = StoreMaster(config.state / "kv_store")
+    store_relay = StoreRelay(
+        node.node_id, node.store_master, lambda: store_master.port, dial_through(peer_replicas)
+    )
+    storing = SuperviseStore(
+        node.node_id, node.store_master, store_master, store_relay.drop_stale, monotonic
+    )
+    store = Loop("supervise_store", storing.run_once, STORE_INTERVAL_S)
+    node.nudge_store = store.nudge
 
     try:
-        await _adopt_survivors(node, engines, supervisor)
+        await _adopt_survivors(node, engines, supervisor, signers)
         server = DataPlaneServer(
             supervisor,
-            PeerReplicaClient(client_tls, monotonic),
+            peer_replicas,
             node.cache_salts,
             kv_limits=KvRateLimits(
                 link=config.kv_share_bytes_per_s,
                 deployment=config.kv_share_deployment_bytes_per_s,
                 tenant=config.kv_share_tenant_bytes_per_s,
             ),
+            spans=_span_middleware(node, exporter),
         )
         app = _data_plane_app(server, artifacts, config, node)
-        async with _listeners(config, app, supervisor, server_tls) as port:
+        store_relay.attach(app)
+        async with (
+            _listeners(config, app, supervisor, server_tls) as port,
+            _store_listener(config, store_relay),
+        ):
             log.info("serving", extra={"fields": {"port": port, "node": node.node_id}})
             async with asyncio.TaskGroup() as tasks:
-                runs = [loop.run() for loop in loops]
+                runs = [loop.run() for loop in (*loops, store)]
                 started = [tasks.create_task(run) for run in (*runs, link.run(), feed_watchdog())]
                 notify("READY=1")
                 await stopping.wait()
@@ -123,7 +164,21 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         keep_engines = config.keep_engines_on_stop or not stopping.is_set()
         await supervisor.shut_down(keep_engines=keep_engines)
         await engines.close()
+        if exporter is not None:
+            await exporter.close()
+        if not keep_engines:
+            await store_master.stop()
     return 0
+
+
+@asynccontextmanager
+async def _store_listener(config: NodeConfig, relay: StoreRelay) -> AsyncIterator[None]:
+    """Accept the connections of this node's engines to their store's master, if it has ports."""
+    if config.plaintext_kv_store_ports is None:
+        yield
+        return
+    async with relay.listening(config.plaintext_kv_store_ports[0]):
+        yield
 
 
 @asynccontextmanager
@@ -143,6 +198,14 @@ async def _listeners(
             private = serve_http(metrics_app, config.private_host, config.private_port)
             await stack.enter_async_context(private)
         yield port
+
+
+def _span_middleware(node: NodeState, exporter: SpanExporter | None) -> Middleware | None:
+    """Return what records the spans of requests; None if they are not exported."""
+    if exporter is None:
+        return None
+    recorder = SpanRecorder(exporter.add, monotonic, time, secrets.token_hex)
+    return trace_requests(recorder, node.node_id)
 
 
 async def _open_node(config: NodeConfig) -> NodeState:
@@ -171,7 +234,15 @@ def _engine_processes(config: NodeConfig, node: NodeState) -> EngineProcesses:
         host=urlsplit(config.address).hostname or "127.0.0.1",
         commands=config.commands,
         canary_timeout_s=config.canary_timeout_s,
+        store_ports=_store_ports(config),
     )
+
+
+def _store_ports(config: NodeConfig) -> StorePorts | None:
+    if config.plaintext_kv_store_ports is None:
+        return None
+    first, last = config.plaintext_kv_store_ports
+    return StorePorts(master=first, first=first + 1, last=last)
 
 
 def _loops(
@@ -189,7 +260,12 @@ def _loops(
     report = Loop("report", reporting.run_once, REPORT_INTERVAL_S, jitter=rng)
     pulse = Loop("pulse", PulseJob(node, link).run_once, PULSE_INTERVAL_S, jitter=rng)
     converging = ConvergeJob(
-        node, supervisor, monotonic, config.plaintext_rank_ports, config.commands
+        node,
+        supervisor,
+        monotonic,
+        config.plaintext_rank_ports,
+        config.commands,
+        has_store_ports=config.plaintext_kv_store_ports is not None,
     )
     converge = Loop("converge", converging.run_once, CONVERGE_INTERVAL_S)
     prefetching = PrefetchJob(node, supervisor, artifacts)
@@ -214,6 +290,7 @@ def _artifact_store(
     sources: ArtifactSources,
     rng: random.Random,
     context: SSLContext | None,
+    signers: ModelSigners,
 ) -> ArtifactStore:
     peers = PeerFetcher(
         holders=node.holders_of,
@@ -228,6 +305,7 @@ def _artifact_store(
         config.disk_budget_bytes,
         link=TransferLink(config.download_bytes_per_s, monotonic),
         peers=peers,
+        signers=signers,
     )
 
 
@@ -247,12 +325,13 @@ def _data_plane_app(
 
 
 async def _adopt_survivors(
-    node: NodeState, engines: EngineProcesses, supervisor: Supervisor
+    node: NodeState, engines: EngineProcesses, supervisor: Supervisor, signers: ModelSigners
 ) -> None:
     """Adopt the engine processes that survived an earlier agent.
 
-    An engine with a tombstone, or whose spec in the assignment has changed, is killed instead. A
-    field that only one of the two specs has was unknown to the release that wrote the other.
+    An engine with a tombstone, or whose spec in the assignment has changed, or whose model lacks a
+    signature that this node requires, is killed instead. A field that only one of the two specs has
+    was unknown to the release that wrote the other.
     """
     current = node.assignment
     specs = {spec.replica_id: spec for spec in current.replicas} if current else {}
@@ -261,6 +340,7 @@ async def _adopt_survivors(
         spec = survivor.spec
         assigned = specs.get(spec.replica_id, spec)
         is_kept = spec.replica_id not in ending and is_same_spec(spec, assigned)
+        is_kept = is_kept and not signers.problem(spec.artifact)
         log.info(
             "engine adopted" if is_kept else "engine killed",
             extra={"fields": {"replica": spec.replica_id}},

@@ -5,11 +5,12 @@ from typing import Annotated, Final
 
 import msgspec
 
-from isochrone.service.config import Url
+from isochrone.service.config import TracesEndpoint, Url
 from isochrone.wire import report
 from nodeagent.drivers.configured_command import ConfiguredCommand
 
 CANARY_TIMEOUT_S: Final = 20.0
+STORE_PORTS_MIN: Final = 4
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
@@ -35,11 +36,21 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     private_host: str = ""  # a second listener for `/metrics` only, without TLS
     private_port: Port = 0
 
+    # Traces of the requests that routers trace, sent to an OpenTelemetry collector (OTLP over HTTP)
+    # such as http://10.0.0.5:4318; and a file (mode 0600) with the value of its `authorization`.
+    traces_endpoint: TracesEndpoint = ""
+    traces_authorization_file: Path | None = None
+
     failure_domain: str = ""  # a rack or power feed: nodes of one name fail together
     # First and last port for the rendezvous of replicas that span nodes; each replica led from this
     # node takes one. Without it, this node runs no part of such a replica. The parts then talk in
     # plaintext, on other ports too: the nodes of a PoP need a private network.
     plaintext_rank_ports: tuple[report.Port, report.Port] | None = None
+    # Ports of the store of KV that vLLM replicas with `share_kv` need. The first is on loopback,
+    # where they find its master; at the others they listen for each other, in plaintext and on
+    # every address of the machine: the nodes of a PoP need a private network. Each replica takes
+    # three.
+    plaintext_kv_store_ports: tuple[report.Port, report.Port] | None = None
 
     # Engines.
     cpu_memory_bytes: Count = 0  # for replicas without a GPU; 0: 80 % of what the agent may use
@@ -59,6 +70,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     commands: dict[str, ConfiguredCommand] = {}
 
     # Artifacts: their sources, and limits on disk and network.
+    # Public keys of those who may sign models: PEM files, each named for its owner. If there are
+    # any, this node fetches, starts and keeps running only models that one of them has signed.
+    model_signers: tuple[Path, ...] = ()
     disk_budget_bytes: Count = 200 * 1024**3
     # Files of LoRA adapters that no request has used for this long are deleted. 0: only for space.
     adapter_idle_days: Days = 7.0
@@ -78,9 +92,16 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 f"cannot use address {self.address!r}: it must begin with https if door_tls is "
                 "set, and with http if it is not"
             )
-        ports = self.plaintext_rank_ports
-        if ports is not None and ports[0] > ports[1]:
+        for name in ("plaintext_rank_ports", "plaintext_kv_store_ports"):
+            ports = getattr(self, name)
+            if ports is not None and ports[0] > ports[1]:
+                raise ValueError(
+                    f"cannot use {name} {ports[0]} to {ports[1]}: the first port must not be above "
+                    "the last"
+                )
+        store_ports = self.plaintext_kv_store_ports
+        if store_ports is not None and store_ports[1] - store_ports[0] < STORE_PORTS_MIN - 1:
             raise ValueError(
-                f"cannot use plaintext_rank_ports {ports[0]} to {ports[1]}: the first port must "
-                "not be above the last"
+                f"cannot use plaintext_kv_store_ports {store_ports[0]} to {store_ports[1]}: the "
+                f"master needs one and each replica three, so give at least {STORE_PORTS_MIN}"
             )

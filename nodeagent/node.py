@@ -11,6 +11,7 @@ from isochrone.wire.assignment import (
     Assignment,
     PeerSource,
     RevokedCertificate,
+    StoreMasterPlace,
 )
 from isochrone.wire.control import Welcome
 from isochrone.wire.ids import BootId, DeviceId, Epoch, Generation, NodeId
@@ -46,6 +47,7 @@ class NodeState:
         self.nudge_converge: Callable[[], None] = lambda: None
         self.nudge_report: Callable[[], None] = lambda: None
         self.nudge_prefetch: Callable[[], None] = lambda: None
+        self.nudge_store: Callable[[], None] = lambda: None
         self._file = file
         self.devices = devices
         self.cache_salts = cache_salts
@@ -108,6 +110,7 @@ class NodeState:
                 self._unsaved = None
                 metrics.GENERATION.set(offered.generation)
             self.assignment_refusal = ""
+        self.nudge_store()
         self.nudge_converge()
         self.nudge_prefetch()
         return ""
@@ -125,6 +128,10 @@ class NodeState:
     def prefetches(self) -> Sequence[ArtifactPrefetch]:
         """Return the artifacts to fetch ahead of use, in the order of their need."""
         return self.assignment.prefetches if self.assignment is not None else ()
+
+    def store_master(self) -> StoreMasterPlace | None:
+        """Return where the master of the PoP's store of KV runs; None if the PoP has none."""
+        return self.assignment.store_master if self.assignment is not None else None
 
     def revoked_certificates(self) -> Sequence[RevokedCertificate]:
         """Return the client certificates that this node's data-plane server refuses."""

@@ -20,6 +20,7 @@ from isochrone.wire.assignment import ReplicaSpec, Tombstone
 from isochrone.wire.engine import EngineStats
 from isochrone.wire.ids import DeviceId, ReplicaId
 from isochrone.wire.report import ReplicaProfile, ReplicaReport, ReplicaState
+from nodeagent import metrics
 from nodeagent.bring_up import POLL_INTERVAL_S, wait_ready, warm_up
 from nodeagent.config import NodeConfig
 from nodeagent.decide import health
@@ -89,6 +90,7 @@ class ManagedReplica:
         """Starts and watches one engine process. Cancelled as soon as the replica's end is
         ordered."""
         self._clock = clock
+        self._store_hit_tokens = 0
 
     def __repr__(self) -> str:
         return f"<ManagedReplica {self.spec.replica_id} {self.state.value} {self.reason!r}>"
@@ -122,12 +124,19 @@ class ManagedReplica:
         return ReplicaReport(
             spec=self.spec,
             state=self.state,
-            reason=self.reason[:500],
+            reason=(self.reason or self.admission.sleep_reason())[:500],
             since_s=self._clock() - self.state_since_s,
             restarts=len(self.failure_times),
             fetched_bytes=self.fetched_bytes,
             profile=self.profile,
         )
+
+    def count_store_hits(self, stats: EngineStats) -> None:
+        """Count the prompt tokens that an engine has found in the PoP's store of KV since."""
+        found = stats.store_hit_tokens_total - self._store_hit_tokens
+        # A new engine counts from 0.
+        metrics.KV_FOUND_TOKENS.labels("store").inc(max(0, found))
+        self._store_hit_tokens = stats.store_hit_tokens_total
 
     async def stop_engine(self, *, kill: bool = False) -> None:
         """Stop the engine process, if there is one."""
@@ -329,7 +338,8 @@ class Supervisor:
 
     async def _watch_engine(self, replica: ManagedReplica, engine: EngineProcess) -> str:
         """Observe the engine every second until it exits or must be killed; return the reason."""
-        watch, leader = health.EngineWatch(), LeaderWatch(replica.spec)
+        watch = health.EngineWatch()
+        leader = LeaderWatch(replica.spec, engine.pid, is_adopted=engine.is_adopted)
         next_canary_s = self._clock() + self._config.canary_interval_s
         while True:
             with suppress(TimeoutError):
@@ -363,6 +373,7 @@ class Supervisor:
                 replica.admission.is_closed = stats.memory_full
                 replica.admission.cache_since_s = _cache_since_s(stats, self._clock())
                 _update_profile(replica, stats)
+                replica.count_store_hits(stats)
             if is_canary_due and running == 0 and stats is not None and is_awake:
                 async with self.awake.use(replica.spec.replica_id, is_test=True):
                     succeeded = await engine.canary(stats.kind)

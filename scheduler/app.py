@@ -18,6 +18,7 @@ from isochrone.service.event_loop_lag import LagMonitor, LoopStall
 from isochrone.service.http_server import serve_http
 from isochrone.service.identity import Authority, IdentityError
 from isochrone.service.loop import Loop
+from isochrone.service.model_signature import load_signers
 from isochrone.service.systemd import notify
 from isochrone.service.tls import CERTIFICATE_CHECK_S, ReloadingCertificate, load_tls_certificate
 from scheduler import metrics
@@ -38,6 +39,7 @@ from scheduler.loops.flush_pulses import FlushPulses
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.loops.learn_demand import LearnDemand
 from scheduler.loops.place_replicas import PlaceReplicas
+from scheduler.loops.place_store_masters import PlaceStoreMasters
 from scheduler.loops.prefetch_weights import PrefetchWeights
 from scheduler.loops.publish_routes import PublishRoutes
 from scheduler.loops.record_node_loss import RecordNodeLoss
@@ -95,6 +97,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
     )
     token_sha256 = sha256(token.encode()).hexdigest()
     authority = await asyncio.to_thread(_load_authority, config)
+    signers = await asyncio.to_thread(load_signers, config.model_signers)
     certificate = await asyncio.to_thread(
         load_tls_certificate, config.tls_certificate, config.tls_key
     )
@@ -127,6 +130,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
             nudge_place=nudges.place.set,
             nudge_disconnect=nudges.disconnect.set,
             adapters=AdapterIntake(made.batches.folder, config.adapters) if made.batches else None,
+            signers=signers,
         )
         hosts = HostAllowList((*config.admin_hosts, *await asyncio.to_thread(own_names)))
         await running.enter_async_context(
@@ -275,6 +279,7 @@ def _placement_loops(made: Composition) -> tuple[Loop, ...]:
     rollouts = AdvanceRollouts(
         pool=pool, lease=state.lease, routes=state.routes, nudge_place=nudges.place.set
     )
+    stores = PlaceStoreMasters(pool=pool, lease=state.lease, assignments=state.assignments)
     place_s, publish_s = config.place_interval_s, config.publish_interval_s
     return (
         Loop("place_replicas", place.run_once, place_s, share_max=0.25, nudged=nudges.place),
@@ -282,6 +287,7 @@ def _placement_loops(made: Composition) -> tuple[Loop, ...]:
         Loop("learn_demand", learn.run_once, 15.0),
         Loop("prefetch_weights", prefetch.run_once, 120.0, share_max=0.1, nudged=nudges.prefetch),
         Loop("advance_rollouts", rollouts.run_once, config.roll_interval_s),
+        Loop("place_store_masters", stores.run_once, 2.0),
     )
 
 

@@ -50,7 +50,8 @@ _OPTIONS: Final = (
         "--share-kv/--no-share-kv",
         "share_kv",
         default=None,
-        help="Let the replicas of a PoP use each other's KV of prompts (embedded engine).",
+        help="Let the replicas of a PoP use each other's KV of prompts: embedded over the nodes'"
+        " API, vllm through Mooncake Store.",
     ),
 )
 _FIELDS: Final = (

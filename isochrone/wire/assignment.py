@@ -143,11 +143,18 @@ class RevokedCertificate(msgspec.Struct, frozen=True, kw_only=True):
     at: float = 0.0
 
 
+class StoreMasterPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """The node whose agent runs the master of its PoP's store of KV, and that agent's address."""
+
+    node_id: NodeId
+    address: str
+
+
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, tag="assignment"):
     """One node's part of the plan.
 
     The node refuses an older generation or epoch, and another cluster's assignment. `prefetches`
-    are in the order of their need.
+    are in the order of their need. `store_master` is None if no replica of the PoP needs one.
     """
 
     cluster_id: ClusterId
@@ -159,3 +166,4 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, tag="assignment"):
     holders: tuple[ArtifactHolders, ...] = ()
     prefetches: tuple[ArtifactPrefetch, ...] = ()
     revoked: tuple[RevokedCertificate, ...] = ()
+    store_master: StoreMasterPlace | None = None

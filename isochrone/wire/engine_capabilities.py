@@ -13,6 +13,9 @@ from isochrone.wire.headers import INEXACT, SEEDED
 from isochrone.wire.model import EngineSettings
 
 MIB: Final = 1024 * 1024
+CPU: Final = "cpu"
+"""The device class of a node without GPUs."""
+
 SLEEP_OPTION: Final = "enable_sleep_mode"
 TRUE_VALUES: Final = frozenset({"true"})
 WeightFiles = Literal["safetensors", "gguf"]
@@ -69,13 +72,15 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     decodes cannot read a prompt itself. `transfer_option` names what starts it with a way to send
     KV, which is `transfer_default` unless the deployment says otherwise; "" if it always can.
     `transfer_choices` are its other values. `shares_kv` says whether replicas use each other's KV
-    of prompts without a request that has two legs. `resumes` says which interrupted answers it
+    of prompts without a request that has two legs: over the nodes' API, or through `kv_store`, a
+    vendor's store to which all of them belong. `resumes` says which interrupted answers it
     continues exactly: SEEDED (greedy and seeded), INEXACT (with another text), or "" for none.
     `salt` says where it reads the tenant's cache salt, and `priority` whether it orders its own
-    queue by priority. With `preempts`, a waiting request also takes the place of a running one of
-    lower priority. `memory_options` name what limits its memory; the agent sets them from the
-    plan. Versions are those that were tried: at least `version_min`, below `version_below`; "" for
-    any. `weights` are the files of weights that it reads, () for any.
+    queue by priority. With `preempts`, a waiting request also takes the place of a running one
+    of lower priority. With `sleeps_on_cpu` its sleep frees memory on CPUs, too.
+    `memory_options` name what limits its memory; the agent sets them from the plan. Versions
+    are those that were tried: at least `version_min`, below `version_below`; "" for any.
+    `weights` are the files of weights that it reads, () for any.
 
     `sequences_option`, `step_tokens_option` and `waiting_option` name the options with the limits
     of concurrent sequences, of tokens in one step and of waiting requests; "" if there is none.
@@ -103,10 +108,12 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     transfer_default: str = ""
     transfer_choices: tuple[str, ...] = ()
     shares_kv: bool = False
+    kv_store: str = ""
     over_nodes: bool = False
     limits_all_requests: bool = False
     adapters: Literal["", "with_option", "always"] = ""
     sleep: Literal["", "with_option", "always"] = ""
+    sleeps_on_cpu: bool = True
     kv_events: bool = False
     resumes: str = ""
     salt: Literal["", "body", "chat_body", "header"] = ""
@@ -189,9 +196,12 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         transfer_option="kv_connector",
         transfer_default="nixl",
         transfer_choices=("nixl", "mooncake"),
+        shares_kv=True,
+        kv_store="Mooncake Store",
         over_nodes=True,
         adapters="with_option",
         sleep="with_option",
+        sleeps_on_cpu=False,
         kv_events=True,
         resumes=INEXACT,
         overhead_bytes=768 * MIB,
@@ -347,6 +357,16 @@ def sleep_problem(engine: EngineSettings) -> str:
     return ""
 
 
+def sleep_problem_on(engine: EngineSettings, device_class: str) -> str:
+    """Return why over-committed replicas with these settings cannot be on a device class, or ""."""
+    if device_class != CPU or capabilities_of(engine.driver).sleeps_on_cpu:
+        return ""
+    return (
+        f"cannot over-commit {engine.driver} on a CPU: its sleep frees no memory there; use GPUs,"
+        " --driver embedded, or no --overcommit"
+    )
+
+
 def with_transfer(engine: EngineSettings) -> EngineSettings:
     """Return the settings of an engine whose replicas have roles: started so that it sends KV."""
     one = capabilities_of(engine.driver)
@@ -369,6 +389,48 @@ def transfer_problem(engine: EngineSettings) -> str:
         return f"{name} makes a kv_transfer_config of its own: leave one of them out"
     if engine.options.get("data_parallel_size", "1") != "1":
         return f"{name} does not work with data_parallel_size: it is unknown which rank has the KV"
+    return ""
+
+
+STORE_BYTES_OPTION: Final = "kv_store_bytes"
+STORE_BYTES: Final = 1024 * MIB
+"""The host memory that each replica gives to the store, unless its deployment says otherwise."""
+STORE_BUFFER_BYTES: Final = 128 * MIB
+"""The host memory that a replica's own client of the store takes besides."""
+
+
+def uses_kv_store(engine: EngineSettings) -> bool:
+    """Return whether replicas share KV through a vendor's store, not over the nodes' API."""
+    return engine.share_kv and bool(capabilities_of(engine.driver).kv_store)
+
+
+def store_bytes(engine: EngineSettings) -> int:
+    """Return the host memory that a replica takes for the store, 0 without one."""
+    if not uses_kv_store(engine):
+        return 0
+    given = engine.options.get(STORE_BYTES_OPTION, "")
+    return (int(given) if given else STORE_BYTES) + STORE_BUFFER_BYTES
+
+
+def sharing_problem(engine: EngineSettings) -> str:
+    """Return why replicas of this engine cannot share KV; "" if they can, or need not."""
+    one = capabilities_of(engine.driver)
+    if not engine.share_kv:
+        if STORE_BYTES_OPTION in engine.options:
+            return f"{STORE_BYTES_OPTION} is for replicas that share KV: add share_kv"
+        return ""
+    if not one.shares_kv:
+        known = ", ".join(name for name, able in ENGINE_CAPABILITIES.items() if able.shares_kv)
+        return f"share_kv needs an engine that sends KV: {engine.driver} does not, {known} do"
+    if uses_kv_store(engine):
+        for name in (one.transfer_option, "kv_transfer_config"):
+            if name in engine.options:
+                return (
+                    f"share_kv makes a kv_transfer_config of its own ({one.kv_store}): leave"
+                    f" {name} out"
+                )
+        if engine.nodes > 1:
+            return f"share_kv of {engine.driver} needs replicas of one node each"
     return ""
 
 

@@ -124,7 +124,8 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
             }
         )
     ),
-    # `vllm serve --help=all` of 0.32. `kv_connector` is our driver's own.
+    # `vllm serve --help=all` of 0.32. `kv_connector` and `kv_store_bytes` are our driver's
+    # own.
     "vllm": EngineOptions(
         values=frozenset(
             {
@@ -156,7 +157,9 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
                 "lora_dtype",
                 "kv_connector",
                 "kv_transfer_config",
+                "kv_store_bytes",
                 "kv_events_config",
+                "otlp_traces_endpoint",
                 "seed",
             }
         ),
@@ -170,6 +173,7 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
                 "max_loras",
                 "max_lora_rank",
                 "max_cpu_loras",
+                "kv_store_bytes",
             }
         ),
         flags=frozenset(

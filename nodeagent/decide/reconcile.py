@@ -5,14 +5,19 @@ Rule 2: an assignment of another cluster, or older than the current one, is refu
 """
 
 from collections.abc import Collection, Mapping
+from typing import Final
 
 import msgspec
 from msgspec.structs import FieldInfo
 
 from isochrone.wire.assignment import Assignment, ReplicaSpec, Tombstone
 from isochrone.wire.command_engine import COMMAND_DRIVER, NAME_OPTION
+from isochrone.wire.engine_capabilities import uses_kv_store
 from isochrone.wire.ids import ClusterId, DeviceId, NodeId, ReplicaId
 from isochrone.wire.report import Refusal, ReplicaState
+
+STORE_KEY: Final = "kv_store"
+"""The key of what a store of KV lacks on the node, among what engines lack."""
 
 
 class ReconcileSteps(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +138,8 @@ def _refusal_reason(
         missing = missing_by_driver.get(command_key(name), unknown)
     else:
         missing = missing_by_driver.get(driver, f"this node has no driver {driver!r}")
+    if not missing and uses_kv_store(spec.engine):
+        missing = missing_by_driver.get(STORE_KEY, "")
     if missing:
         return f"cannot run {spec.replica_id}: {missing}"
     if spec.group is None:

@@ -14,7 +14,7 @@ import msgspec
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.codec import describe
 from isochrone.wire.engine import EngineStats
-from isochrone.wire.engine_capabilities import transfer_problem
+from isochrone.wire.engine_capabilities import sharing_problem, transfer_problem
 from isochrone.wire.engine_options import ENGINE_OPTIONS, TRUE
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.json_body import check_json_body
@@ -31,6 +31,18 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int
 
 
+class StorePorts(msgspec.Struct, frozen=True, kw_only=True):
+    """The ports of a vendor's store of KV on this node.
+
+    Engines find its master at `master` on loopback, wherever it runs in the PoP. They listen for
+    each other at `first` to `last`, in plaintext and on every address of the machine.
+    """
+
+    master: int
+    first: int
+    last: int
+
+
 class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """The inputs of an engine's start: the replica's spec, and resources of this machine."""
 
@@ -44,6 +56,8 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """The address at which engines of the PoP's other nodes reach this node."""
     transfer_port: int = 0
     """A free port for the transfer of KV."""
+    store_ports: StorePorts | None = None
+    """The ports of the PoP's store of KV on this node; None if it takes no part in one."""
     start_id: str = ""
     """Another one at each start of an engine."""
     commands: Mapping[str, ConfiguredCommand] = {}
@@ -76,7 +90,8 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     `model_link` it works in its own folder, where a link of that name leads to the model.
 
     `ready_path` and `metrics_path` replace the driver's. With a `model_name` requests call the
-    model so. With `stall_s` a request may go on for that long without a byte of its answer, and
+    model so. Unless it `may_force_tools`, requests that require a call of a tool are refused. With
+    `stall_s` a request may go on for that long without a byte of its answer, and
     meanwhile the server may answer nothing else.
     """
 
@@ -94,6 +109,7 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     metrics_path: str = ""
     model_name: str = ""
     stall_s: float = 0.0
+    may_force_tools: bool = True
 
     @property
     def port(self) -> int:
@@ -198,7 +214,7 @@ def check_options(spec: ReplicaSpec) -> None:
     The scheduler refuses such a deployment. This check is for a scheduler of another version.
     """
     problem = ENGINE_OPTIONS[spec.engine.driver].problem(spec.engine.options)
-    problem = problem or transfer_problem(spec.engine)
+    problem = problem or transfer_problem(spec.engine) or sharing_problem(spec.engine)
     if problem:
         raise UnknownOption(f"cannot start {spec.engine.driver}: {problem}")
 
@@ -211,12 +227,13 @@ def with_spare_seats(options: Mapping[str, str], name: str) -> dict[str, str]:
     return {**options, name: str(int(seats) + spare_seats(int(seats)))}
 
 
-def with_fields(body: bytes, values: Mapping[str, Any]) -> bytes:
+def with_fields(body: bytes, values: Mapping[str, Any], *, may_force_tools: bool = True) -> bytes:
     """Return a request body with these fields set, replacing what the client wrote.
 
     One of them is the salt that separates the prefix caches of tenants: a cache hit would reveal
-    another tenant's prompt. Raises ApiError 400 for a body that cannot be decoded: the engine's
-    parser may be more lenient, and would read a salt of the client's choice.
+    another tenant's prompt. Raises ApiError 400 for a body that cannot be decoded (the engine's
+    parser may be more lenient, and would read a salt of the client's choice), and for one that
+    requires a call of a tool unless it `may_force_tools`.
     """
     try:
         check_json_body(body)
@@ -225,7 +242,19 @@ def with_fields(body: bytes, values: Mapping[str, Any]) -> bytes:
         raise ApiError(
             ErrorCode.INVALID_REQUEST, f"cannot use the request body: {describe(error)}"
         ) from error
+    if not may_force_tools and _requires_call(fields):
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            "cannot require a call of a tool: the chat template of this model has no tools, and"
+            " its engine would answer with a text; leave 'tool_choice' out, or ask another model",
+            param="tool_choice",
+        )
     return msgspec.json.encode({**fields, **values})
+
+
+def _requires_call(fields: Mapping[str, msgspec.Raw]) -> bool:
+    choice = msgspec.json.decode(fields.get("tool_choice", b"null"))
+    return choice == "required" or isinstance(choice, dict)
 
 
 def visible_devices(spec: ReplicaSpec) -> dict[str, str]:

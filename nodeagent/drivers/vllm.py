@@ -6,9 +6,18 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, Final
 
+import msgspec
+
 from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
+from isochrone.wire.engine_capabilities import (
+    STORE_BUFFER_BYTES,
+    STORE_BYTES_OPTION,
+    sleep_problem_on,
+    store_bytes,
+    uses_kv_store,
+)
 from isochrone.wire.engine_options import TRUE
 from isochrone.wire.kv_transfer import KvAddress
 from nodeagent.drivers import installed_version
@@ -20,6 +29,7 @@ from nodeagent.drivers.driver import (
     UNLOAD_ADAPTER_PATH,
     EngineCommand,
     EngineLaunch,
+    StorePorts,
     UnknownOption,
     check_options,
     cpu_threads,
@@ -34,6 +44,7 @@ from nodeagent.drivers.output_parsers import with_parsers
 
 SORTED_QUEUE: Final = ("--scheduling-policy", "priority")
 BINDING: Final = "VLLM_CPU_OMP_THREADS_BIND"
+TRACES_OPTION: Final = "otlp_traces_endpoint"
 STAGES_OPTION: Final = "pipeline_parallel_size"
 MEMORY_OPTIONS: Final = frozenset({"kv_cache_memory_bytes", "gpu_memory_utilization"})
 VERSIONS: Final = VersionRange(first=(0, 11), before=(1, 0))
@@ -50,6 +61,9 @@ KV_LEASE_S: Final = 30
 the decode engine's queue, NIXL extends it."""
 MOONCAKE_ABORT_S: Final = 60
 """The same for Mooncake, which does not extend it. vLLM's own default is 480 s."""
+
+
+STORE_CONFIG: Final = "mooncake.json"
 
 
 class VllmDriver:
@@ -79,20 +93,23 @@ class VllmDriver:
         """Return the server's command, split by tensor and pipeline parallelism."""
         spec = launch.spec
         check_options(spec)
-        if spec.overcommit > 1 and spec.device_ids == ("cpu",):
-            raise UnknownOption(
-                "cannot over-commit vllm on a CPU: its sleep mode frees no memory there; use GPUs,"
-                " or --driver embedded"
-            )
+        problem = sleep_problem_on(spec.engine, spec.device_ids[0])
+        if spec.overcommit > 1 and problem:
+            raise UnknownOption(problem)
         given = with_parsers("vllm", spec.engine.options, launch.model_path)
         defaults = {"scheduling_policy": "priority", **_device_options(spec)}
         options = {**defaults, **_memory_options(launch), **given}
         options = with_spare_seats(options, self.sequences_option)
         connector = options.pop(CONNECTOR_OPTION, "")
+        options.pop(STORE_BYTES_OPTION, None)
+        shares_kv = uses_kv_store(spec.engine)
+        if shares_kv:
+            options["kv_transfer_config"] = _store_transfer_config(launch)
         if connector:
             options["kv_transfer_config"] = _transfer_config(launch, connector)
-        # Engines exchange KV only if their models' paths are the same (NIXL's compatibility hash).
-        link = f"model-{spec.artifact.digest[:16]}" if connector else ""
+        # Engines exchange KV only if their models' paths are the same (NIXL's compatibility hash),
+        # and the names of blocks in a store begin with the last part of that path.
+        link = f"model-{spec.artifact.digest[:16]}" if connector or shares_kv else ""
         pipeline = _pipeline_stages(spec)
         options.pop(STAGES_OPTION, None)
         devices = len(spec.device_ids) * (spec.group.nodes if spec.group else 1)
@@ -119,7 +136,9 @@ class VllmDriver:
                 **({"VLLM_SERVER_DEV_MODE": "1"} if can_sleep else {}),
                 **_environment(launch, options),
                 **(_transfer_environment(launch, connector) if connector else {}),
+                **(_store_environment(launch) if shares_kv else {}),
             },
+            files={STORE_CONFIG: _store_config(launch)} if shares_kv else {},
             kv_address=_kv_address(launch) if connector else None,
             model_link=link,
         )
@@ -152,6 +171,7 @@ class VllmDriver:
                 found.get("vllm:prefix_cache_hits_total", 0)
                 + found.get("vllm:external_prefix_cache_hits_total", 0)
             ),
+            store_hit_tokens_total=int(found.get("vllm:external_prefix_cache_hits_total", 0)),
             steps_total=int(found.get("vllm:iteration_tokens_total_count", 0)),
         )
 
@@ -174,6 +194,10 @@ def _environment(launch: EngineLaunch, options: Mapping[str, str]) -> dict[str, 
     if options.get("enable_lora", "false").lower() in TRUE:
         # Adapters are loaded and unloaded while the engine runs.
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if TRACES_OPTION in options:
+        # It records the requests that the node records, and starts no traces of its own.
+        variables["OTEL_TRACES_SAMPLER"] = "parentbased_always_off"
+        variables["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
     if launch.spec.device_ids == ("cpu",) and BINDING not in os.environ:
         variables[BINDING] = "nobind"
     return {**variables, **cpu_threads(launch)}
@@ -218,6 +242,65 @@ def _transfer_environment(launch: EngineLaunch, connector: str) -> dict[str, str
     if launch.spec.device_ids == ("cpu",) and "UCX_TLS" not in os.environ:
         variables["UCX_TLS"] = "tcp,self,sm"
     return variables
+
+
+def _store_ports(launch: EngineLaunch) -> StorePorts:
+    if launch.store_ports is None:
+        raise UnknownOption("cannot share KV: plaintext_kv_store_ports is not set on this node")
+    return launch.store_ports
+
+
+def _store_transfer_config(launch: EngineLaunch) -> str:
+    """Return the configuration with which the engine reads and writes the PoP's store.
+
+    Blocks are named by deployment and version, too: their KV is of one format. Each engine of a
+    machine needs a socket of its own for its look-ups, whose name contains `lookup_rpc_port`. A
+    look-up does not hold up other requests, and KV that cannot be loaded is computed.
+    """
+    spec = launch.spec
+    return json.dumps(
+        {
+            "kv_connector": "MooncakeStoreConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "lookup_rpc_port": launch.port,
+                "lookup_async": True,
+                "cache_prefix": f"{spec.deployment_id}-{spec.version}",
+            },
+        }
+    )
+
+
+def _store_config(launch: EngineLaunch) -> bytes:
+    """Return Mooncake's configuration: the engines find each other through the master alone."""
+    return msgspec.json.encode(
+        {
+            "metadata_server": "P2PHANDSHAKE",
+            "master_server_address": f"127.0.0.1:{_store_ports(launch).master}",
+            "protocol": "tcp",
+            "device_name": "",
+            "global_segment_size": store_bytes(launch.spec.engine) - STORE_BUFFER_BYTES,
+            "local_buffer_size": STORE_BUFFER_BYTES,
+        }
+    )
+
+
+def _store_environment(launch: EngineLaunch) -> dict[str, str]:
+    """Return where the engine finds the configuration, and the ports at which it listens.
+
+    Without a fixed hash seed each engine would name the same blocks in another way.
+    """
+    ports = _store_ports(launch)
+    first, last = str(ports.first), str(ports.last)
+    return {
+        "MOONCAKE_CONFIG_PATH": str(launch.folder / STORE_CONFIG),
+        "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": launch.host,
+        "VLLM_HOST_IP": launch.host,
+        "PYTHONHASHSEED": "0",
+        **{"MC_MIN_RPC_PORT": first, "MC_MAX_RPC_PORT": last},
+        **{"MC_STORE_CLIENT_MIN_PORT": first, "MC_STORE_CLIENT_MAX_PORT": last},
+    }
 
 
 def _memory_options(launch: EngineLaunch) -> dict[str, str]:

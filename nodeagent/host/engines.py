@@ -35,6 +35,7 @@ from nodeagent.drivers.driver import (
     DeviceMemory,
     EngineCommand,
     EngineLaunch,
+    StorePorts,
     UnknownOption,
     with_fields,
 )
@@ -92,7 +93,6 @@ class EngineProcess:
         on_release: Callable[[], object] = lambda: None,
         canary_timeout_s: float = CANARY_TIMEOUT_S,
     ) -> None:
-        """`child` is None for an adopted process."""
         self.record = record
         self._canary_timeout_s = canary_timeout_s
         self._on_release = on_release
@@ -104,6 +104,7 @@ class EngineProcess:
         self._owns_port = False
         self._folder = folder
         self._child = child
+        self.is_adopted = child is None
         self._driver = DRIVERS[record.spec.engine.driver]
         connector = (
             aiohttp.UnixConnector(
@@ -171,16 +172,16 @@ class EngineProcess:
         return self._driver.tokenize_path
 
     def salted(self, path: str, body: bytes, salt: str, priority: str = "") -> bytes:
-        """Return the request body with the tenant's cache salt and its priority, from "0" to "100".
+        """Return the body with the tenant's cache salt and its priority, from "0" to "100".
 
-        The body is unchanged if this engine reads them from headers or not at all. Raises ApiError
-        400 for a body that cannot take the salt.
+        It is unchanged if the engine reads them from headers or not at all. Raises ApiError 400.
         """
         if path not in self._driver.salted_paths:
             return body
         is_number = priority.isascii() and priority.isdigit() and len(priority) <= 3
         rank = int(priority) if is_number else headers.PRIORITY_DEFAULT
-        return with_fields(body, self._driver.body_fields(self.record.command, salt, rank))
+        values = self._driver.body_fields(self.record.command, salt, rank)
+        return with_fields(body, values, may_force_tools=self.record.command.may_force_tools)
 
     async def is_ready(self) -> bool:
         """Return True if the engine reports to be healthy.
@@ -323,6 +324,7 @@ class EngineProcesses:
         host: str = "127.0.0.1",
         commands: Mapping[str, ConfiguredCommand] | None = None,
         canary_timeout_s: float = CANARY_TIMEOUT_S,
+        store_ports: StorePorts | None = None,
     ) -> None:
         """`device_memory` returns the memory of a replica's devices; None if it is unknown.
 
@@ -331,6 +333,7 @@ class EngineProcesses:
         """
         self._commands = commands or {}
         self._host = host
+        self._store_ports = store_ports
         self._canary_timeout_s = canary_timeout_s
         self._folder = folder
         self._device_memory = device_memory
@@ -369,6 +372,7 @@ class EngineProcesses:
             port=port,
             host=self._host,
             transfer_port=transfer_port,
+            store_ports=self._store_ports,
             start_id=secrets.token_hex(4),
             threads=self._threads,
             memory=await asyncio.to_thread(self._device_memory, spec.device_ids),

@@ -6,9 +6,10 @@ from typing import Final, NamedTuple
 
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.report import Refusal
-from nodeagent.decide.reconcile import command_key, reconcile
+from nodeagent.decide.reconcile import STORE_KEY, command_key, reconcile
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.configured_command import ConfiguredCommand
+from nodeagent.host.store_master import missing_master
 from nodeagent.node import NodeState
 from nodeagent.supervisor import Supervisor
 
@@ -42,8 +43,14 @@ class ConvergeJob:
         clock: Callable[[], float],
         rank_ports: tuple[int, int] | None = None,
         commands: Mapping[str, ConfiguredCommand] | None = None,
+        *,
+        has_store_ports: bool = False,
     ) -> None:
-        """`commands` are the operator's own servers, by name."""
+        """`commands` are the operator's own servers, by name.
+
+        `has_store_ports` says whether this node may take part in a store of KV.
+        """
+        self._has_store_ports = has_store_ports
         self._commands = commands or {}
         self._node = node
         self._supervisor = supervisor
@@ -62,7 +69,7 @@ class ConvergeJob:
             assignment,
             self._supervisor.states(),
             [device.device_id for device in devices if device.healthy],
-            await asyncio.to_thread(_missing_by_driver, self._commands),
+            await asyncio.to_thread(self._missing),
             self._rank_ports,
         )
         for tombstone in steps.stops:
@@ -71,6 +78,11 @@ class ConvergeJob:
             self._supervisor.start(spec)
         self._update_refusals(steps.refusals)
         return ConvergeCounts(len(steps.starts), len(steps.stops), len(steps.refusals))
+
+    def _missing(self) -> dict[str, str]:
+        """Return what each driver's engine lacks on this node, and a store of KV. Blocks."""
+        ports = "" if self._has_store_ports else "plaintext_kv_store_ports is not set on this node"
+        return {**_missing_by_driver(self._commands), STORE_KEY: ports or missing_master()}
 
     def _update_refusals(self, refusals: tuple[Refusal, ...]) -> None:
         """Report these refusals, and those of the last REFUSAL_REPORT_S."""

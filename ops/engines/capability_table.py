@@ -37,10 +37,11 @@ def capability_table() -> str:
     rows += [
         ("over several nodes", *(_yes(one.over_nodes) for one in engines)),
         ("adapters (LoRA)", *(_condition(one.adapters) for one in engines)),
-        ("sleep of idle replicas", *(_condition(one.sleep) for one in engines)),
+        ("sleep of idle replicas", *(_sleep(one) for one in engines)),
         ("phases apart", *(one.handshake or "no" for one in engines)),
         ("changes its role without a restart", *(_change(one) for one in engines)),
         ("how KV is sent", *(_transfer(one) for one in engines)),
+        ("shares KV in a PoP", *(_sharing(one) for one in engines)),
         ("KV events", *(_yes(one.kv_events) for one in engines)),
         ("resumes a cut answer", *(resumed[one.resumes] for one in engines)),
         ("prompts cached in units of", *(_tokens(one.cache_block_tokens) for one in engines)),
@@ -71,6 +72,11 @@ def _condition(when: str) -> str:
     return {"": "no", "always": "yes", "with_option": "with an option"}[when]
 
 
+def _sleep(one: EngineCapabilities) -> str:
+    where = "" if one.sleeps_on_cpu or not one.sleep else ", on GPUs"
+    return _condition(one.sleep) + where
+
+
 def _change(one: EngineCapabilities) -> str:
     return _yes(not one.fixed_roles) if one.sends_kv else "has none"
 
@@ -82,6 +88,10 @@ def _transfer(one: EngineCapabilities) -> str:
         return "nodes' API"
     choices = ", ".join(one.transfer_choices)
     return f"`{one.transfer_option}`: {choices}; {one.transfer_default} by default"
+
+
+def _sharing(one: EngineCapabilities) -> str:
+    return (one.kv_store or "nodes' API") if one.shares_kv else "no"
 
 
 def _tokens(count: int) -> str:

@@ -6,7 +6,7 @@ from typing import Any, Final
 import msgspec
 
 from isochrone.service.identity import Certificate
-from isochrone.wire.assignment import Assignment, ReplicaSpec, Tombstone
+from isochrone.wire.assignment import Assignment, ReplicaSpec, StoreMasterPlace, Tombstone
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import (
     BootId,
@@ -17,6 +17,7 @@ from isochrone.wire.ids import (
     ReplicaId,
 )
 from isochrone.wire.report import NodeDevice, Pulse, ReplicaReport, ReplicaState, Report
+from scheduler.decide.membership import store_masters
 from scheduler.store.adoption import SealCheck, adopt
 from scheduler.store.holders import read_holders, record_artifacts
 from scheduler.store.identities import PEER_TABLES, REVOKED_QUERY, newest_revocations
@@ -25,6 +26,7 @@ from scheduler.store.node_reports import decode_report
 from scheduler.store.pool import Connection, affected_rows, columns, fetch_one, storable_text
 from scheduler.store.prefetch import read_node_prefetches
 from scheduler.store.readable_rows import RowReader
+from scheduler.store.store_members import read_store_members
 
 BIGINT_MAX: Final = 2**63 - 1
 MAY_FETCH: Final = ("wanted", "fetching", "failed")
@@ -227,6 +229,7 @@ async def read_assignment(
         holders=await read_holders(connection, node_id, fetching) if fetching else (),
         prefetches=prefetches,
         revoked=await newest_revocations(connection),
+        store_master=await _read_store_master(connection, node_id),
         tombstones=tuple(
             Tombstone(
                 replica_id=ReplicaId(row["replica_id"]),
@@ -238,6 +241,12 @@ async def read_assignment(
             if row["ended_generation"] is not None
         ),
     )
+
+
+async def _read_store_master(connection: Connection, node_id: NodeId) -> StoreMasterPlace | None:
+    """Return where the master of the store of KV runs in a node's PoP; None if it has none."""
+    places = store_masters(await read_store_members(connection, pop_of=node_id))
+    return next(iter(places.values()), None)
 
 
 async def _record_devices(

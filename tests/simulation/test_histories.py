@@ -216,7 +216,10 @@ def _trust_the_first_table_after_a_loss(patch: pytest.MonkeyPatch) -> None:
 
 
 def publish_before_nodes_report(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FirstReports, "note_lost_history", lambda self: None)
+    async def wait_for_none(self: Any, pool: Any) -> bool:
+        return False
+
+    patch.setattr(FirstReports, "must_routes_wait", wait_for_none)
 
 
 def publish_whatever_is_stored(patch: pytest.MonkeyPatch) -> None:

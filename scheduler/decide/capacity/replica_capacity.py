@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from isochrone.wire import model_shape
-from isochrone.wire.engine_capabilities import KV_TYPE_BITS, capabilities_of
+from isochrone.wire.engine_capabilities import KV_TYPE_BITS, capabilities_of, store_bytes
 from isochrone.wire.engine_options import TRUE
 from isochrone.wire.model import CatalogModel, Deployment, EngineSettings, ModelDimensions
 from isochrone.wire.report import ReplicaProfile
@@ -201,12 +201,13 @@ def overhead_bytes(model: CatalogModel, engine: EngineSettings) -> int:
     """Return an engine's memory on each device beside weights and KV.
 
     The sum of the engine's own memory, its CUDA graphs, and activations; `extra_bytes` of the model
-    are what agents measured beyond that.
+    are what agents measured beyond that. What a replica gives to a store of KV counts on every
+    device, because on a CPU it is of the same memory.
     """
     of_engine = capabilities_of(engine.driver)
     has_graphs = engine.options.get(of_engine.no_graphs_option, "false").lower() not in TRUE
     fixed = of_engine.overhead_bytes + (of_engine.graph_bytes if has_graphs else 0)
-    fixed += model.extra_bytes
+    fixed += model.extra_bytes + store_bytes(engine)
     if model.shape is None:
         return fixed
     # Hidden states of a chunk, their residual and the widest inner layer, at 16 bits.

@@ -2,7 +2,8 @@
 
 `connection_admission` and `message_rate_limit` limit the cost of peers, `liveness` decides which
 nodes are lost, `following` which routers and nodes have old tables and assignments, `report_diff`
-which reports must be written, and `placement_seal` what proves that a replica was placed on a node.
+which reports must be written, `placement_seal` what proves that a replica was placed on a node, and
+`store_master` which node of a PoP runs the master of its store of KV.
 """
 
 from scheduler.decide.membership.connection_admission import ConnectionAdmission
@@ -16,6 +17,7 @@ from scheduler.decide.membership.liveness import (
 from scheduler.decide.membership.message_rate_limit import MessageRateLimit
 from scheduler.decide.membership.placement_seal import sealed_fields
 from scheduler.decide.membership.report_diff import has_changed
+from scheduler.decide.membership.store_master import StoreMember, store_masters
 
 __all__ = (
     "AssignmentFollowing",
@@ -25,7 +27,9 @@ __all__ = (
     "MessageRateLimit",
     "NodeContact",
     "RouteFollowing",
+    "StoreMember",
     "has_changed",
     "judge_liveness",
     "sealed_fields",
+    "store_masters",
 )

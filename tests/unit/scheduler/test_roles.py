@@ -126,14 +126,13 @@ def test_auto_keeps_the_present_share_while_it_is_near(
 def test_only_engines_that_send_kv_have_roles() -> None:
     for name, driver in DRIVERS.items():
         own = capabilities_of(name).transfer_option
-        assert capabilities_of(name).shares_kv == driver.kv_transfer
+        has_store = bool(capabilities_of(name).kv_store)
+        assert capabilities_of(name).shares_kv == (driver.kv_transfer or has_store)
         assert capabilities_of(name).sends_kv == (driver.kv_transfer or bool(own))
         assert not own or own in ENGINE_OPTIONS[name].values
     split = PlacementPolicy(roles="prefill=1,decode=2")
     assert roles_problem(EngineSettings(driver="embedded"), split) == ""
     assert roles_problem(EngineSettings(driver="vllm"), PlacementPolicy()) == ""
-    shared = EngineSettings(driver="vllm", share_kv=True)
-    assert roles_problem(shared, PlacementPolicy()).startswith("share_kv needs an engine that")
     assert roles_problem(EngineSettings(share_kv=True), PlacementPolicy()) == ""
     reason = roles_problem(EngineSettings(driver="llama_cpp"), split)
     assert reason.startswith("roles 'prefill=1,decode=2' need an engine that sends the KV")

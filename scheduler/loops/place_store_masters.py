@@ -1,0 +1,55 @@
+"""Sends nodes their assignments again when the master of their PoP's store of KV moves.
+
+The choice itself is made wherever an assignment is read. So a node that connects has it at once,
+and this job keeps only what it has sent.
+"""
+
+import logging
+from typing import NamedTuple
+
+from isochrone.wire.assignment import StoreMasterPlace
+from isochrone.wire.ids import NodeId
+from scheduler.decide.membership import store_masters
+from scheduler.state.assignment_outbox import AssignmentOutbox
+from scheduler.state.lease_state import LeaseState
+from scheduler.store.pool import Pool, transaction
+from scheduler.store.store_members import read_store_members
+
+log = logging.getLogger(__name__)
+
+
+class StoreMasterCounts(NamedTuple):
+    """How many PoPs have a store of KV, and how many nodes were sent a new place of its master."""
+
+    stores: int = 0
+    sent: int = 0
+
+
+class PlaceStoreMasters:
+    """Follows losses, drains and ends of replicas, which are other jobs' decisions."""
+
+    def __init__(self, *, pool: Pool, lease: LeaseState, assignments: AssignmentOutbox) -> None:
+        self._pool = pool
+        self._lease = lease
+        self._assignments = assignments
+        self._sent: dict[NodeId, StoreMasterPlace | None] = {}
+
+    async def run_once(self) -> StoreMasterCounts:
+        """Compare each member's place of the master with the last one sent."""
+        if not self._lease.is_acting:
+            self._sent = {}
+            return StoreMasterCounts()
+        async with transaction(self._pool, isolation="repeatable_read") as connection:
+            members = await read_store_members(connection)
+        places = store_masters(members)
+        wanted = {member.node_id: places.get(member.pop) for member in members}
+        moved = [node_id for node_id in wanted if self._sent.get(node_id) != wanted[node_id]]
+        # A node that has no member any more may still run the master.
+        moved += [node_id for node_id in self._sent if node_id not in wanted]
+        for node_id in sorted(moved):
+            place = wanted.get(node_id)
+            fields = {"node": node_id, "master_at": place.node_id if place else ""}
+            log.info("the KV store's master is placed", extra={"fields": fields})
+        sent = await self._assignments.send_to(sorted(moved))
+        self._sent = wanted
+        return StoreMasterCounts(len(places), sent)
