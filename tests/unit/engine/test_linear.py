@@ -272,9 +272,6 @@ def test_floats_as_bytes_are_off_by_half_a_step_of_their_group() -> None:
     limit = largest / 127 * (0.5 + 127 * 2**-11) + 1e-5
     assert ((read - weight).abs().view(ROWS, -1, 32) <= limit).all()
     assert (read[3] == 0).all()
-    table = own_kernels().pack_floats_as_bytes([weight[:64]])
-    with pytest.raises(IndexError, match="there are 64"):
-        table[torch.tensor([64])]
 
 
 @needs_kernels
