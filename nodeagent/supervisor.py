@@ -20,7 +20,6 @@ from isochrone.wire.assignment import ReplicaSpec, Tombstone
 from isochrone.wire.engine import EngineStats
 from isochrone.wire.ids import DeviceId, ReplicaId
 from isochrone.wire.report import ReplicaProfile, ReplicaReport, ReplicaState
-from nodeagent import metrics
 from nodeagent.bring_up import POLL_INTERVAL_S, wait_ready, warm_up
 from nodeagent.config import NodeConfig
 from nodeagent.decide import health
@@ -40,6 +39,7 @@ from nodeagent.host.engine_seats import EngineSeats
 from nodeagent.host.engines import EngineProcess, EngineProcesses, EngineRecord
 from nodeagent.host.leader_watch import LeaderWatch
 from nodeagent.host.memory_guard import MemoryGuard, RunningReplica
+from nodeagent.host.store_hits import StoreHits
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class ManagedReplica:
         """Starts and watches one engine process. Cancelled as soon as the replica's end is
         ordered."""
         self._clock = clock
-        self._store_hit_tokens = 0
+        self.store_hits = StoreHits()
 
     def __repr__(self) -> str:
         return f"<ManagedReplica {self.spec.replica_id} {self.state.value} {self.reason!r}>"
@@ -130,13 +130,6 @@ class ManagedReplica:
             fetched_bytes=self.fetched_bytes,
             profile=self.profile,
         )
-
-    def count_store_hits(self, stats: EngineStats) -> None:
-        """Count the prompt tokens that an engine has found in the PoP's store of KV since."""
-        found = stats.store_hit_tokens_total - self._store_hit_tokens
-        # A new engine counts from 0.
-        metrics.KV_FOUND_TOKENS.labels("store").inc(max(0, found))
-        self._store_hit_tokens = stats.store_hit_tokens_total
 
     async def stop_engine(self, *, kill: bool = False) -> None:
         """Stop the engine process, if there is one."""
@@ -294,9 +287,8 @@ class Supervisor:
             artifact_path = await self._fetch_artifact(replica)
             await self.awake.admit(replica.spec)
             engine = replica.engine = await self._engines.start(replica.spec, artifact_path)
-        timeout_s = self._config.load_timeout_s
         guard = partial(self._memory_problem, replica)
-        problem = await wait_ready(engine, self._clock, timeout_s, guard)
+        problem = await wait_ready(engine, self._clock, self._config.load_timeout_s, guard)
         if not problem and replica.spec.leads and not is_adopted:
             problem = await warm_up(engine)
         if problem:
@@ -372,7 +364,7 @@ class Supervisor:
                 replica.admission.is_closed = stats.memory_full
                 replica.admission.cache_since_s = _cache_since_s(stats, self._clock())
                 _update_profile(replica, stats)
-                replica.count_store_hits(stats)
+                replica.store_hits.count(stats)
             if is_canary_due and running == 0 and stats is not None and is_awake:
                 async with self.awake.use(replica.spec.replica_id, is_test=True):
                     succeeded = await engine.canary(stats.kind)
