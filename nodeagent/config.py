@@ -5,7 +5,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from isochrone.service.config import Url
+from isochrone.service.config import TracesEndpoint, Url
 from isochrone.wire import report
 from nodeagent.drivers.configured_command import ConfiguredCommand
 
@@ -36,6 +36,11 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     private_host: str = ""  # a second listener for `/metrics` only, without TLS
     private_port: Port = 0
 
+    # Traces of the requests that routers trace, sent to an OpenTelemetry collector (OTLP over HTTP)
+    # such as http://10.0.0.5:4318; and a file (mode 0600) with the value of its `authorization`.
+    traces_endpoint: TracesEndpoint = ""
+    traces_authorization_file: Path | None = None
+
     failure_domain: str = ""  # a rack or power feed: nodes of one name fail together
     # First and last port for the rendezvous of replicas that span nodes; each replica led from this
     # node takes one. Without it, this node runs no part of such a replica. The parts then talk in
@@ -65,6 +70,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     commands: dict[str, ConfiguredCommand] = {}
 
     # Artifacts: their sources, and limits on disk and network.
+    # Public keys of those who may sign models: PEM files, each named for its owner. If there are
+    # any, this node fetches, starts and keeps running only models that one of them has signed.
+    model_signers: tuple[Path, ...] = ()
     disk_budget_bytes: Count = 200 * 1024**3
     # Files of LoRA adapters that no request has used for this long are deleted. 0: only for space.
     adapter_idle_days: Days = 7.0

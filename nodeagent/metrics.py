@@ -23,6 +23,18 @@ TTFT_OBJECTIVES = Counter(
     ["outcome"],
     registry=REGISTRY,
 )
+PREEMPTED_ITEMS = Counter(
+    "isochrone_node_preempted_items",
+    "Items of batches that ended for a client's request, by whether the engine had begun them.",
+    ["phase"],
+    registry=REGISTRY,
+)
+PREEMPTED_TOKENS = Counter(
+    "isochrone_node_preempted_tokens",
+    "Tokens of preempted items that the engine read or generated in vain, estimated by its speed.",
+    ["phase"],
+    registry=REGISTRY,
+)
 IN_FLIGHT = Gauge(
     "isochrone_node_in_flight_tokens", "Tokens in flight.", ["replica", "phase"], registry=REGISTRY
 )
@@ -64,6 +76,13 @@ DECODE_WAIT_SECONDS = Histogram(
 KV_TRANSFER_BYTES = Counter(
     "isochrone_node_kv_transfer_bytes",
     "Bytes of KV received from prefill replicas.",
+    registry=REGISTRY,
+)
+KV_TRANSFER_SECONDS = Histogram(
+    "isochrone_node_kv_transfer_seconds",
+    "From the end of a prompt's computation by a prefill replica to its last KV block here. The"
+    " blocks before it move while the prompt is computed.",
+    buckets=LEG_BUCKETS_S,
     registry=REGISTRY,
 )
 KV_OTHER_FORMAT = Counter(

@@ -63,11 +63,9 @@ class ManagedReplica:
         self.last_failure = ""
         """The reason why the last engine failed, until another one is warm."""
         self.failure_times: list[float] = []
-        self.failed_starts = 0
-        """Failures since it was last warm."""
+        self.failed_starts = 0  # since it was last warm
         self.is_failure_permanent = False
         """True if every restart would fail the same way."""
-        self.fetched_bytes = 0
         self.profile = ReplicaProfile()
         self.admission = ReplicaAdmission(
             spec.engine.tokens_in_flight_max or TOKENS_IN_FLIGHT_UNPLANNED,
@@ -81,7 +79,7 @@ class ManagedReplica:
         self.blame = BlameLedger()
         self.trial_lock = asyncio.Lock()
         """Held by the one suspect request that the engine tries."""
-        self.bytes_out = 0
+        self.bytes_out = self.fetched_bytes = 0
         self.engine: EngineProcess | None = None
         self.tombstone: Tombstone | None = None
         self.end_ordered = asyncio.Event()
@@ -124,7 +122,7 @@ class ManagedReplica:
         return ReplicaReport(
             spec=self.spec,
             state=self.state,
-            reason=self.reason[:500],
+            reason=(self.reason or self.admission.sleep_reason())[:500],
             since_s=self._clock() - self.state_since_s,
             restarts=len(self.failure_times),
             fetched_bytes=self.fetched_bytes,
@@ -330,7 +328,8 @@ class Supervisor:
 
     async def _watch_engine(self, replica: ManagedReplica, engine: EngineProcess) -> str:
         """Observe the engine every second until it exits or must be killed; return the reason."""
-        watch, leader = health.EngineWatch(), LeaderWatch(replica.spec)
+        watch = health.EngineWatch()
+        leader = LeaderWatch(replica.spec, engine.pid, is_adopted=engine.is_adopted)
         next_canary_s = self._clock() + self._config.canary_interval_s
         while True:
             with suppress(TimeoutError):

@@ -63,6 +63,7 @@ from router.prompt_sharing import SharedPrompts
 from router.record import Recorder
 from router.stored_answers import compose_stored_answers
 from router.suspicion_sharing import FleetSuspicionOutbox, from_fleet
+from router.tracing import request_tracer, router_exporter
 from router.usage_journal import UsageJournal
 
 log = logging.getLogger(__name__)
@@ -164,6 +165,7 @@ class RouterApp:
         self.poison_guard.outbox.is_open = True
         self.fleet_suspicions = FleetSuspicionOutbox()
         self.key_use = KeyUseOutbox()
+        self.exporter = router_exporter(self.config, self.identity, self.metrics)
         self.pipeline = RequestPipeline(
             config=self.config,
             fleet=self.fleet,
@@ -173,6 +175,7 @@ class RouterApp:
             metrics=self.metrics,
             poison_guard=self.poison_guard,
             clock=time.monotonic,
+            tracer=request_tracer(self.config, self.identity, self.exporter),
         )
         self.surface = OpenAiSurface(self.config, self.fleet, time.time)
         uses_tls = any(url.startswith("https:") for url in self.config.schedulers)
@@ -281,8 +284,10 @@ class RouterApp:
         demand = Loop("demand", self.shipper.ship_demand, config.demand_interval_s, jitter=jitter)
         # A deployment without replicas starts its first one by demand: report that at once.
         self.recorder.on_unserved = demand.nudge
+        traces = () if self.exporter is None else (self.exporter.loop,)
         return (
             *tls,
+            *traces,
             Loop("persist", self.follower.persist, 30.0),
             Loop("recheck", self.follower.recheck, RECHECK_INTERVAL_S),
             # A turn takes as long again: loads are read twice as often as nodes are pinged, because
@@ -392,6 +397,8 @@ async def open_router(
         stack.push_async_callback(app.upstream.close)
         stack.callback(app.pop_loads.close)
         stack.push_async_callback(app.batch_client.close)
+        if app.exporter is not None:
+            stack.push_async_callback(app.exporter.close)
         stack.push_async_callback(_save_to_disk, app)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         stack.callback(app.answer_batches.close)

@@ -37,6 +37,7 @@ from router.request_context import (
     ReplicaAttempt,
     RequestContext,
 )
+from router.trace_spans import RequestTracer
 
 # Looked up once, because access to an enum member runs interpreted code.
 SENT: Final = AttemptEvent.SENT
@@ -60,8 +61,10 @@ class AttemptRunner:
         recorder: Recorder,
         metrics: Metrics,
         clock: Callable[[], float],
+        tracer: RequestTracer | None,
     ) -> None:
         """Use the parts that the whole router shares. `clock` returns monotonic seconds."""
+        self._tracer = tracer
         self._config = config
         self._fleet = fleet
         self._feedback = AttemptFeedback(fleet)
@@ -146,6 +149,8 @@ class AttemptRunner:
         attempt = context.attempt = ReplicaAttempt(target)
         self._reserve(context, attempt, target)
         attempt.sent_at_s = self._clock()
+        if self._tracer is not None:
+            self._tracer.begin_attempt(context, attempt)
         timeout_s = self._config.first_byte_timeout_s
         if not request.is_stream:
             timeout_s += context.expected.output * self._config.token_timeout_s
@@ -386,6 +391,8 @@ class AttemptRunner:
             excluded.queue_refusals += 1
         else:
             excluded.refused.add(replica_id)
+            if error.refusal == headers.PREEMPTED:
+                context.request.preemptions += 1
 
     def record_failure(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
         """Count a broken attempt and keep the next ones away from its replica.

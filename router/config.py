@@ -5,7 +5,7 @@ from typing import Annotated
 
 import msgspec
 
-from isochrone.service.config import Url
+from isochrone.service.config import TracesEndpoint, Url
 from isochrone.wire.ids import END
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
@@ -90,8 +90,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     # How many requests of batches this router runs at once on each replica, with capacity that
     # requests of clients leave free; 0: none. Unset, it follows from the sequences of the engine:
-    # all that are free, or all but a sixteenth where the engine cannot preempt an item for a
-    # client. At most 70 % of a replica's tokens in flight are used either way.
+    # all that are free. At most 70 % of a replica's tokens in flight are used either way.
     batch_requests_max: Annotated[int, msgspec.Meta(ge=0, le=256)] | None = None
 
     # Whether a response of `/v1/responses` is stored if its request does not say so (`store`). At
@@ -100,6 +99,17 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # How many background responses this router answers at once; 0: none.
     background_responses_max: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 64
 
+    # Traces, sent to an OpenTelemetry collector (OTLP over HTTP) such as http://10.0.0.5:4318.
+    # Without an endpoint nothing is traced, and a client's `traceparent` is passed on as it came.
+    traces_endpoint: TracesEndpoint = ""
+    # Mode 0600: the value of the `authorization` header for the collector.
+    traces_authorization_file: Path | None = None
+    # The share of requests that are traced.
+    trace_sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    # The sampled flag of a client's `traceparent` decides instead. Turn it off where clients are
+    # not trusted with that; their traces are then linked, not continued.
+    trace_follows_clients: bool = True
+
     # Probes of nodes, and reports to the scheduler.
     probe_interval_s: Seconds = 2.0
     probe_timeout_s: Seconds = 2.0
@@ -107,3 +117,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     usage_interval_s: Seconds = 1.0
     usage_resend_s: Seconds = 10.0  # reports not acknowledged by then are sent again
     spool_bytes_max: Bytes = 64 * 1024 * 1024  # usage on disk while no scheduler is reachable
+
+    def __post_init__(self) -> None:
+        if self.trace_sample_ratio and not self.traces_endpoint:
+            raise ValueError(
+                f"cannot use trace_sample_ratio {self.trace_sample_ratio} without traces_endpoint:"
+                " set it to the address of a collector, such as http://10.0.0.5:4318"
+            )

@@ -21,6 +21,7 @@ class InferenceRequest:
     - `answer_count` is the number of alternative answers, `output_tokens_max` counts all of them.
     - `arrived_s` is monotonic, `started_at` is Unix time.
     - `relayed_headers` are the client's own header lines that the node gets, each checked.
+    - `traceparent` is the client's own, in the form of the standard; empty if it sent none.
     - `encode_error_event` encodes an error as an event within a stream.
     - `build_resume_body(text, tokens)` returns a body that asks for the rest of the answer after
       `text` of so many tokens, or None. The attribute is None if the request cannot be resumed.
@@ -28,6 +29,7 @@ class InferenceRequest:
     - `adapter` is the LoRA adapter of the deployment's model that the request names, if any.
     - `determinism` is `headers.GREEDY` or `headers.SEEDED` if every replica would generate the same
       tokens, else empty.
+    - `preemptions` is how often a node has preempted it, an item of a batch; -1 for other requests.
     - `content_type` is that of `body`. `is_media`: the answer is a sound, an image or what a sound
       says, of any content type. A stream of it is relayed unchanged and ends with its body.
     """
@@ -36,8 +38,10 @@ class InferenceRequest:
         "adapter", "answer_count", "arrived_s", "body", "build_resume_body", "client_request_id",
         "content_type", "deployment", "deployment_id", "determinism", "encode_error_event",
         "is_media", "is_stream", "key",
-        "output_tokens_max", "path", "prefix_keys", "reject_if_busy", "relayed_headers",
-        "request_id", "session", "started_at", "text_bytes", "ttft_ms", "wants_usage",
+        "output_tokens_max", "path", "preemptions", "prefix_keys", "reject_if_busy",
+        "relayed_headers", "request_id", "session", "started_at", "text_bytes", "traceparent",
+        "ttft_ms",
+        "wants_usage",
     )  # fmt: skip
 
     def __init__(
@@ -63,6 +67,7 @@ class InferenceRequest:
         determinism: str,
         prefix_keys: PrefixKeys,
         relayed_headers: str = "",
+        traceparent: str = "",
         adapter: AdapterEntry | None = None,
         content_type: str = JSON,
         is_media: bool = False,
@@ -89,10 +94,12 @@ class InferenceRequest:
         self.determinism = determinism
         self.prefix_keys = prefix_keys
         self.relayed_headers = relayed_headers
+        self.traceparent = traceparent
         self.adapter = adapter
         self.content_type = content_type
         self.is_media = is_media
         self.ttft_ms = ttft_ms
+        self.preemptions = -1
 
     def cost(self, usage: UsageCount) -> float:
         """Return what `usage` costs at the deployment's price; 0 without a price."""

@@ -41,6 +41,7 @@ from router.request_context import (
     OUTCOME_REFUSED,
     RequestContext,
 )
+from router.trace_spans import RequestTracer
 
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
 REFUSALS_MAX: Final = 8
@@ -69,8 +70,12 @@ class RequestPipeline:
         metrics: Metrics,
         poison_guard: PoisonGuard,
         clock: Callable[[], float],
+        tracer: RequestTracer | None = None,
     ) -> None:
-        """Use the parts that the whole router shares. `clock` returns monotonic seconds."""
+        """Use the parts that the whole router shares. `clock` returns monotonic seconds.
+
+        Without a `tracer` no request is traced.
+        """
         self._config = config
         self._fleet = fleet
         self._limiter = limiter
@@ -79,6 +84,7 @@ class RequestPipeline:
         self._metrics = metrics
         self._poison_guard = poison_guard
         self._clock = clock
+        self._tracer = tracer
         self._attempts = AttemptRunner(
             config=config,
             fleet=fleet,
@@ -86,6 +92,7 @@ class RequestPipeline:
             recorder=recorder,
             metrics=metrics,
             clock=clock,
+            tracer=tracer,
         )
         self._retry_budget = RetryBudget(config.retry_ratio)
         self.queue = AdmissionQueue(config.queue_depth_max, config.queue_bytes_max, clock)
@@ -100,6 +107,8 @@ class RequestPipeline:
         rate_limit_lines = admitted.header_lines(now_s)
         if request.deployment.deprecation is not None:
             rate_limit_lines += deprecation_headers(request.deployment.deprecation)
+        if self._tracer is not None:
+            context.trace = self._tracer.begin(request)
         try:
             self._poison_guard.check(context)
             exchange = await self._send_until_answered(context)
@@ -110,6 +119,8 @@ class RequestPipeline:
         except ApiError as error:
             if error.code in (ErrorCode.OUT_OF_CAPACITY, ErrorCode.UNAVAILABLE):
                 context.outcome = OUTCOME_REFUSED
+            if context.trace is not None:
+                context.trace.error = error.code.value
             raise
         except asyncio.CancelledError:
             context.outcome = RequestOutcome.CANCELLED
@@ -135,6 +146,8 @@ class RequestPipeline:
         total_tokens = usage.prompt_tokens + usage.output_tokens
         admitted.settle(total_tokens, now_s, context.request.cost(usage))
         self._recorder.record(context, now_s)
+        if self._tracer is not None:
+            self._tracer.end(context)
 
     def _admit(self, context: RequestContext, now_s: float) -> AdmittedRequest:
         """Charge the estimate to the key's limits; raise LimitExceeded if they are reached."""
@@ -195,6 +208,8 @@ class RequestPipeline:
                 return exchange
             except AttemptFailed as error:
                 is_refusal = self._attempts.end(context, attempt, error)
+                if self._tracer is not None:
+                    self._tracer.end_attempt(context, attempt, error.cause.value)
                 context.attempt = previous
                 self._metrics.retries.labels(error.cause.value).inc()
                 if is_refusal:
@@ -222,6 +237,7 @@ class RequestPipeline:
         if has_no_replica and not context.found_no_replica:
             context.found_no_replica = True
             self._recorder.found_no_replica(context)
+        waiting_since_s = self._clock()
         try:
             await self.queue.wait(entry)
         except AdmissionRefused as refused:
@@ -244,6 +260,9 @@ class RequestPipeline:
                     self.queue.retry_after_s(entry), request.request_id
                 ),
             ) from None
+        finally:
+            if self._tracer is not None:
+                self._tracer.add_wait(context, waiting_since_s)
 
     def fail_node(self, node_id: NodeId, since_s: float) -> None:
         """Let the requests that wait for a lost node, silent since `since_s`, go elsewhere."""
@@ -369,6 +388,8 @@ class RequestPipeline:
             except AttemptFailed as failure:
                 writer.set_source(None)
                 self._attempts.record_failure(context, attempt)
+                if self._tracer is not None:
+                    self._tracer.end_attempt(context, attempt, failure.cause.value)
                 if failure.cause is FailureCause.ENGINE_LOST:
                     self._poison_guard.record_loss(context, attempt)
                 if not self._prepare_resumption(context):

@@ -59,8 +59,14 @@ def node_headers(
         f"{_PENDING_PREFILL_TOKENS}{target.pending_prefill_tokens}{_PREFILL_MS}{prefill_ms}"
         f"{_ROUTER}{router}{_DEADLINE_MS}{deadline_ms}\r\n{request.relayed_headers}"
     )
+    if context.trace is not None:
+        lines += f"{headers.TRACEPARENT}: {context.trace.traceparent}\r\n"
+    elif request.traceparent:
+        lines += f"{headers.TRACEPARENT}: {request.traceparent}\r\n"
     if target.queue_tokens_max and context.excluded.may_refuse_for_queue:
         lines += f"{headers.QUEUE_TOKENS_MAX}: {target.queue_tokens_max}\r\n"
+    if request.preemptions >= 0:
+        lines += f"{headers.PREEMPTIONS}: {request.preemptions}\r\n"
     if request.ttft_ms and not generated:
         left_ms = request.ttft_ms - int(1000 * (sent_at_s - request.arrived_s))
         lines += f"{headers.TTFT_MS}: {max(0, left_ms)}\r\n"

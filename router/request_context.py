@@ -20,6 +20,7 @@ from router.decide.ranked_route import RankedRoute
 from router.decide.shared_kv import NO_SHARED_KV_PEERS
 from router.decide.tokens_in_flight import Reservation
 from router.inference_request import InferenceRequest
+from router.request_trace import RequestTrace
 
 NO_REPLICAS: Final[Set[ReplicaId]] = frozenset()
 EMBEDDED_ENGINE: Final = "embedded"
@@ -202,7 +203,7 @@ class RequestContext:
     __slots__ = (
         "adapter_holders", "attempt", "engine_usage", "excluded", "expected", "fingerprint",
         "found_no_replica", "is_declined", "is_recorded", "is_suspect", "outcome",
-        "prompt_tokens_estimate", "queue_entry", "request", "stream", "times",
+        "prompt_tokens_estimate", "queue_entry", "request", "stream", "times", "trace",
     )  # fmt: skip
 
     def __init__(self, request: InferenceRequest, prompt_tokens_estimate: int) -> None:
@@ -222,6 +223,8 @@ class RequestContext:
         self.stream = ResumableStream(request.body)
         self.times = TokenTimes()
         self.engine_usage: UsageCount | None = None
+        self.trace: RequestTrace | None = None
+        """What is noted for its spans, if it is traced."""
 
     @property
     def route(self) -> Route | None:

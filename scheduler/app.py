@@ -18,6 +18,7 @@ from isochrone.service.event_loop_lag import LagMonitor, LoopStall
 from isochrone.service.http_server import serve_http
 from isochrone.service.identity import Authority, IdentityError
 from isochrone.service.loop import Loop
+from isochrone.service.model_signature import load_signers
 from isochrone.service.systemd import notify
 from isochrone.service.tls import CERTIFICATE_CHECK_S, ReloadingCertificate, load_tls_certificate
 from scheduler import metrics
@@ -96,6 +97,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
     )
     token_sha256 = sha256(token.encode()).hexdigest()
     authority = await asyncio.to_thread(_load_authority, config)
+    signers = await asyncio.to_thread(load_signers, config.model_signers)
     certificate = await asyncio.to_thread(
         load_tls_certificate, config.tls_certificate, config.tls_key
     )
@@ -128,6 +130,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
             nudge_place=nudges.place.set,
             nudge_disconnect=nudges.disconnect.set,
             adapters=AdapterIntake(made.batches.folder, config.adapters) if made.batches else None,
+            signers=signers,
         )
         hosts = HostAllowList((*config.admin_hosts, *await asyncio.to_thread(own_names)))
         await running.enter_async_context(

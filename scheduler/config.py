@@ -62,6 +62,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     liveness: LivenessLimits = LivenessLimits()
     event_retention_days: Positive = 90.0
 
+    # Public keys of those who may sign models: PEM files, each named for its owner. If there are
+    # any, a model that none of them has signed cannot be added. Nodes have a setting of their own.
+    model_signers: tuple[Path, ...] = ()
+
     # Files and results of batches (`/v1/files`, `/v1/batches`), for clients of the routers. All
     # schedulers of a cluster share the folder. Without one there are no batches. The limits of a
     # tenant are `[batches]` in TOML, with the fields of BatchLimits.

@@ -10,6 +10,7 @@ import click
 from isochrone.cli import chat as chat_client
 from isochrone.cli.client import segment
 from isochrone.cli.context import CliContext
+from isochrone.cli.durations import duration_s
 from isochrone.cli.output import show_one, show_rows, stderr
 from isochrone.cli.simple_commands import add_command
 
@@ -56,7 +57,13 @@ def limit_options(command: F) -> F:
     multiple=True,
     help="A PoP or country where its requests may be processed; repeatable (default: all).",
 )
-@click.option("--ttl", "ttl_s", type=float, default=None, help="Seconds until the key expires.")
+@click.option(
+    "--ttl",
+    "ttl_s",
+    type=duration_s,
+    metavar="DURATION",
+    help="When the key expires: seconds, or 15m, 1h, 30d.",
+)
 @limit_options
 @click.pass_obj
 def keys_create(

@@ -7,6 +7,7 @@ import click
 
 from isochrone.cli.client import segment
 from isochrone.cli.context import CliContext
+from isochrone.cli.durations import duration_s
 from isochrone.cli.output import show_one, show_rows
 from isochrone.cli.simple_commands import add_command, list_command
 
@@ -67,7 +68,15 @@ def _count_by_class(devices: list[dict[str, Any]]) -> dict[str, int]:
 @click.option(
     "--role", type=click.Choice(["agent", "router"]), default="agent", help="What may join."
 )
-@click.option("--ttl", "ttl_s", type=float, default=900.0, help="Seconds until the token expires.")
+@click.option(
+    "--ttl",
+    "ttl_s",
+    type=duration_s,
+    metavar="DURATION",
+    default="15m",
+    show_default=True,
+    help="When the token expires: seconds, or 15m, 1h, 30d.",
+)
 @click.option(
     "--name", help="Allow only this name; required to join again under a name that was used before."
 )

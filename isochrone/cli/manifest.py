@@ -2,21 +2,24 @@
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Final
 
 import msgspec
 
 from isochrone.service.gguf_metadata import GgufError, attention_size, read_metadata
-from isochrone.wire.artifact import check_path, manifest_digest
-from isochrone.wire.model import Artifact, ArtifactFile
+from isochrone.service.model_signature import (
+    SIGNATURE_FILE,
+    SignatureError,
+    check_signed_files,
+)
+from isochrone.wire.artifact import check_path, is_hidden, manifest_digest
+from isochrone.wire.model import SIGNATURE_CHARS_MAX, Artifact, ArtifactFile
 from isochrone.wire.model_shape import BadConfig, kv_bytes_per_token, shape_of
 
 READ_BYTES: Final = 4 * 1024 * 1024
 CACHED_VALUE_BYTES: Final = 2
 """A value of the KV cache in 16 bits, as engines keep it by default."""
-HIDDEN: Final = (".", "__pycache__")
-"""Prefixes of files and folders that downloads and git create; they are not part of the model."""
 KINDS: Final = {
     "BertModel": "embedding",
     "WhisperForConditionalGeneration": "transcription",
@@ -59,9 +62,15 @@ def artifact_of(folder: Path, source: str, only: tuple[str, ...] = ()) -> Artifa
     paths = [folder / name for name in only] or [
         path
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
-        and not any(part.startswith(HIDDEN) for part in path.relative_to(folder).parts)
+        if path.is_file() and not _is_left_out(path.relative_to(folder))
     ]
+    if source.startswith("file:"):
+        for path in paths:
+            if path.is_symlink():
+                raise ManifestError(
+                    f"cannot use {path}: it is a symbolic link, which nodes do not follow; copy"
+                    " the folder with cp -rL, and add the copy"
+                )
     files = tuple(_hashed_file(folder, path) for path in paths)
     if not files:
         raise ManifestError(f"cannot use {folder}: it contains no files")
@@ -70,6 +79,22 @@ def artifact_of(folder: Path, source: str, only: tuple[str, ...] = ()) -> Artifa
         if problem:
             raise ManifestError(problem)
     return Artifact(source=source, files=files, digest=manifest_digest(files))
+
+
+def signed(artifact: Artifact, path: Path) -> Artifact:
+    """Return an artifact with the signature in a file, which must list the artifact's files.
+
+    Whose key has made it is verified by the scheduler and the nodes. Raises ManifestError.
+    """
+    try:
+        text = path.read_bytes()[: SIGNATURE_CHARS_MAX + 1].decode()
+        artifact = msgspec.structs.replace(artifact, signature=text)
+        check_signed_files(artifact)
+    except OSError as error:
+        raise ManifestError(f"cannot read {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, SignatureError) as error:
+        raise ManifestError(f"{path}: {error}") from error
+    return artifact
 
 
 def config_values(folder: Path, files: Sequence[str] = ()) -> dict[str, Any]:
@@ -140,6 +165,10 @@ def _gguf_values(path: Path) -> dict[str, Any]:
         "context_tokens": context_tokens,
         "kv_bytes_per_token": CACHED_VALUE_BYTES * (cached.keys + cached.values),
     }
+
+
+def _is_left_out(path: PurePath) -> bool:
+    return is_hidden(path) or path == PurePath(SIGNATURE_FILE)
 
 
 def _hashed_file(folder: Path, path: Path) -> ArtifactFile:

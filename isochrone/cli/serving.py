@@ -12,7 +12,7 @@ import msgspec
 from isochrone.cli.client import AdminError, segment
 from isochrone.cli.context import CliContext
 from isochrone.cli.engine import engine_of, engine_options
-from isochrone.cli.manifest import artifact_of, config_values
+from isochrone.cli.manifest import artifact_of, config_values, signed
 from isochrone.cli.output import show_one, show_rows, stderr
 from isochrone.cli.simple_commands import add_command, list_command
 from isochrone.wire.engine_capabilities import EngineCapabilities
@@ -38,11 +38,20 @@ def models_list(obj: CliContext) -> None:
         {
             **row["model"],
             "source": row["model"]["artifact"]["source"],
+            "signed_by": row["signed_by"],
             "size_mib": sum(f["size_bytes"] for f in row["model"]["artifact"]["files"]) >> 20,
         }
         for row in obj.api.list("/v1/models")
     ]
-    columns = ["model_id", "architecture", "context_tokens", "size_mib", "source", "licence"]
+    columns = [
+        "model_id",
+        "architecture",
+        "context_tokens",
+        "size_mib",
+        "source",
+        "licence",
+        "signed_by",
+    ]
     show_rows(rows, columns, obj.output)
 
 
@@ -59,6 +68,12 @@ def models_list(obj: CliContext) -> None:
     help="A local copy, from which sizes and digests are read (not needed for file:).",
 )
 @click.option("--file", "only", multiple=True, help="Only this file of the folder; repeatable.")
+@click.option(
+    "--signature",
+    "signature_file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="The files' signature (model.sig) by OpenSSF Model Signing, made with a key.",
+)
 @click.option("--architecture", default=None, help="Default: from config.json or the GGUF.")
 @click.option(
     "--kind",
@@ -84,6 +99,7 @@ def models_add(
     source: str,
     folder: Path | None,
     only: tuple[str, ...],
+    signature_file: Path | None,
     architecture: str | None,
     kind: str | None,
     context_tokens: int | None,
@@ -101,6 +117,8 @@ def models_add(
         folder = Path(source.removeprefix("file:"))
     with stderr.status(f"reading {folder}"):
         artifact = artifact_of(folder, source, only)
+        if signature_file is not None:
+            artifact = signed(artifact, signature_file)
         values = config_values(folder, tuple(file.path for file in artifact.files))
     given = {
         "architecture": architecture,
@@ -121,12 +139,25 @@ def models_add(
     }
     row = obj.api.ask("PUT", f"/v1/models/{segment(model)}", body)
     stderr.print(f"added {model}: {len(artifact.files)} files, {artifact.size_bytes >> 20} MiB")
+    if row["signed_by"]:
+        stderr.print(f"signed by {row['signed_by']}")
     for name, value in given.items():
         if not value:
             origin = "read from its files" if name in values else "assumed"
             stderr.print(f"{name} {read[name]}: {origin}")
     if obj.output == "json":
         show_one(row, obj.output)
+
+
+@models.command("show")
+@click.argument("model")
+@click.pass_obj
+def models_show(obj: CliContext, model: str) -> None:
+    """Show a model: its files, memory and price, and who has signed it."""
+    row = obj.api.ask("GET", f"/v1/models/{segment(model)}")
+    if obj.output != "json":
+        row["model"]["artifact"].pop("signature", None)
+    show_one(row, obj.output)
 
 
 add_command(

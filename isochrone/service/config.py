@@ -12,6 +12,8 @@ import msgspec
 
 T = TypeVar("T", bound=msgspec.Struct)
 Url = Annotated[str, msgspec.Meta(pattern=r"^https?://[^/]+/?$")]
+TracesEndpoint = Annotated[str, msgspec.Meta(pattern=r"^(https?://[^/?#\s]+(/[^?#\s]*)?)?$")]
+"""The base URL of a collector, to which `/v1/traces` is added; empty: no traces."""
 
 
 class ConfigError(Exception):

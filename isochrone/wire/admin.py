@@ -132,10 +132,14 @@ class RevocationView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelView(msgspec.Struct, frozen=True, kw_only=True):
-    """The current state of a catalogue entry."""
+    """The current state of a catalogue entry.
+
+    `signed_by` is the name of the scheduler's key of `model_signers` that has signed its files.
+    """
 
     model: CatalogModel
     etag: int
+    signed_by: str = ""
 
 
 class DeploymentBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

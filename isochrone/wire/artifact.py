@@ -2,12 +2,15 @@
 
 import hashlib
 from collections.abc import Iterable
+from pathlib import PurePath
 from typing import Final
 
 from isochrone.wire.model import Artifact, ArtifactFile
 
 SCHEMES: Final = ("pypi:", "hf:", "https:", "http:", "file:")
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+HIDDEN: Final = (".", "__pycache__")
+"""Prefixes of files and folders that downloads and git create; they are not part of the model."""
 
 
 def manifest_digest(files: Iterable[ArtifactFile]) -> str:
@@ -26,6 +29,11 @@ def check_path(path: str) -> str:
     if path.lower().endswith(PICKLE_SUFFIXES):
         return f"cannot accept file {path!r}: a pickle can run code; use safetensors or GGUF"
     return ""
+
+
+def is_hidden(path: PurePath) -> bool:
+    """Return True if a file below a model's folder is not part of the model."""
+    return any(part.startswith(HIDDEN) for part in path.parts)
 
 
 def check_artifact(artifact: Artifact, schemes: tuple[str, ...] = SCHEMES) -> str:

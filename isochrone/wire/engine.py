@@ -13,7 +13,7 @@ from isochrone.wire.assignment import ReplicaGroup
 
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
-Quantisation = Literal["auto", "file", "none"]
+Quantisation = Literal["auto", "file", "int8", "none"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,7 +24,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     Weights: with `quantisation` "file", weights stay packed as in their file if this device can
     multiply packed weights; otherwise they are rounded to 14 bits, or without our own kernels to
-    bf16 or fp16. "none" computes with full weights. "auto" is "file" if our own kernels are
+    bf16 or fp16. "int8" is faster and less exact: float weights are rounded to 8 bits, and so is
+    what packed weights are multiplied by; without our own kernels it is "file". "none" computes
+    with full weights. "auto" is "file" if our own kernels are
     available, else "none".
 
     KV cache: `kv_dtype` is its data type (default: `dtype`); fp8 has one scale per head and token.

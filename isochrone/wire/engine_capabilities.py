@@ -13,6 +13,9 @@ from isochrone.wire.headers import INEXACT, SEEDED
 from isochrone.wire.model import EngineSettings
 
 MIB: Final = 1024 * 1024
+CPU: Final = "cpu"
+"""The device class of a node without GPUs."""
+
 SLEEP_OPTION: Final = "enable_sleep_mode"
 TRUE_VALUES: Final = frozenset({"true"})
 WeightFiles = Literal["safetensors", "gguf"]
@@ -73,10 +76,11 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     vendor's store to which all of them belong. `resumes` says which interrupted answers it
     continues exactly: SEEDED (greedy and seeded), INEXACT (with another text), or "" for none.
     `salt` says where it reads the tenant's cache salt, and `priority` whether it orders its own
-    queue by priority. With `preempts`, a waiting request also takes the place of a running one of
-    lower priority. `memory_options` name what limits its memory; the agent sets them from the
-    plan. Versions are those that were tried: at least `version_min`, below `version_below`; "" for
-    any. `weights` are the files of weights that it reads, () for any.
+    queue by priority. With `preempts`, a waiting request also takes the place of a running one
+    of lower priority. With `sleeps_on_cpu` its sleep frees memory on CPUs, too.
+    `memory_options` name what limits its memory; the agent sets them from the plan. Versions
+    are those that were tried: at least `version_min`, below `version_below`; "" for any.
+    `weights` are the files of weights that it reads, () for any.
 
     `sequences_option`, `step_tokens_option` and `waiting_option` name the options with the limits
     of concurrent sequences, of tokens in one step and of waiting requests; "" if there is none.
@@ -109,6 +113,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     limits_all_requests: bool = False
     adapters: Literal["", "with_option", "always"] = ""
     sleep: Literal["", "with_option", "always"] = ""
+    sleeps_on_cpu: bool = True
     kv_events: bool = False
     resumes: str = ""
     salt: Literal["", "body", "chat_body", "header"] = ""
@@ -196,6 +201,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         over_nodes=True,
         adapters="with_option",
         sleep="with_option",
+        sleeps_on_cpu=False,
         kv_events=True,
         resumes=INEXACT,
         overhead_bytes=768 * MIB,
@@ -349,6 +355,16 @@ def sleep_problem(engine: EngineSettings) -> str:
     if engine.driver == "embedded" and (engine.devices > 1 or engine.options.get("draft_path")):
         return "embedded cannot sleep with several devices or a draft model"
     return ""
+
+
+def sleep_problem_on(engine: EngineSettings, device_class: str) -> str:
+    """Return why over-committed replicas with these settings cannot be on a device class, or ""."""
+    if device_class != CPU or capabilities_of(engine.driver).sleeps_on_cpu:
+        return ""
+    return (
+        f"cannot over-commit {engine.driver} on a CPU: its sleep frees no memory there; use GPUs,"
+        " --driver embedded, or no --overcommit"
+    )
 
 
 def with_transfer(engine: EngineSettings) -> EngineSettings:

@@ -159,6 +159,7 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
                 "kv_transfer_config",
                 "kv_store_bytes",
                 "kv_events_config",
+                "otlp_traces_endpoint",
                 "seed",
             }
         ),

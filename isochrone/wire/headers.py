@@ -16,6 +16,9 @@ REQUEST_ID: Final = "x-request-id"
 API_KEY: Final = "x-api-key"
 """The API key as Anthropic's clients send it, without `Authorization`."""
 
+ANTHROPIC_VERSION: Final = "anthropic-version"
+"""Anthropic's clients send it, and no others."""
+
 TRACEPARENT: Final = "traceparent"
 """The client's position in its trace, as W3C Trace Context defines it."""
 
@@ -55,6 +58,9 @@ PREFILL_MS: Final = "x-isochrone-prefill-ms"
 ROUTER: Final = "x-isochrone-router"
 """A name of this run of the router. The load in the answer then separates the requests of other
 routers from its own."""
+
+PREEMPTIONS: Final = "x-isochrone-preemptions"
+"""The request is an item of a batch, which was preempted so many times. A node may preempt it."""
 
 QUEUE_TOKENS_MAX: Final = "x-isochrone-queue-tokens-max"
 """The longest queue, in pending prefill tokens, that the router accepts at the replica."""
@@ -114,6 +120,9 @@ ENGINE_LOST_CODE: Final = "engine_lost"
 
 CANNOT_RESUME: Final = "cannot_resume"
 """Refusal: the replica's engine cannot resume an answer."""
+
+PREEMPTED: Final = "preempted"
+"""Refusal: a client's request took the place of this item of a batch."""
 
 QUEUED: Final = "queued"
 """Refusal: the replica's queue is longer than QUEUE_TOKENS_MAX."""

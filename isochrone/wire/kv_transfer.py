@@ -9,6 +9,10 @@ GET describes the prompt (ExpectedPrompt; with `?digests=1` also its blocks), PO
 (ReceivedBlocks), and DELETE tells the engine to compute what has not arrived. POST with `?shared=1`
 takes blocks that the PoP shares: a part of the prompt, so that the request goes on waiting.
 
+Between two engines of one node, the contents of blocks go through a window, memory that both map.
+The agent issues a lease for it (WINDOW), and tells its own engine where the other one gives the
+window away (WINDOW_SOCKET). The stream then has the places of the blocks in the window.
+
 Engines of other vendors transfer KV themselves. Their requests name the source (ENGINE_FIELDS), and
 a node gives another, at ADDRESS_PATH, the address at which its replica's engine listens.
 """
@@ -30,6 +34,19 @@ FIRST_BLOCK: Final = "x-isochrone-kv-first-block"
 KV_FORMAT: Final = "x-isochrone-kv-format"
 """The receiver's model and KV format, as in ExpectedPrompt. An engine with another one refuses
 with status 409 before it computes or sends anything."""
+
+WINDOW: Final = "x-isochrone-kv-window"
+"""Agent to its engines: the lease of the transfer's window, 32 random hexadecimal digits. A node
+relays it to its engine only if it has issued the lease itself."""
+
+WINDOW_SOCKET: Final = "x-isochrone-kv-window-socket"
+"""Agent to the receiving engine: the path of the sending engine's socket for windows."""
+
+WINDOW_SOCKET_NAME: Final = "kv.sock"
+"""The file name of that socket, beside the engine's other one."""
+
+BLOCK_IN_WINDOW_BYTES: Final = 61
+"""The part of the stream that stands for a block whose content is in a window."""
 
 OTHER_FORMAT_STATUS: Final = 409
 

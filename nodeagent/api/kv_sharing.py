@@ -19,12 +19,13 @@ from isochrone.service.http_server import read_body
 from isochrone.wire import headers, kv_sharing, kv_transfer
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.headers import PeerReplica
-from isochrone.wire.ids import DeploymentId, NodeId
+from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
 from nodeagent import metrics
 from nodeagent.api.answer_relay import response_head
 from nodeagent.decide.handoff import PeerReplicaLost
 from nodeagent.decide.kv_quota import KvQuota, KvUser
 from nodeagent.disaggregation.kv_fetch import RelayToPeer, length_header
+from nodeagent.disaggregation.kv_windows import WindowLeases
 from nodeagent.host.engines import EngineProcess
 
 BODY_TIMEOUT_S: Final = 10.0
@@ -44,6 +45,7 @@ class SharingReplica(NamedTuple):
 
     engine: EngineProcess
     deployment_id: DeploymentId
+    replica_id: ReplicaId
 
 
 FindReplica = Callable[[web.Request], SharingReplica]
@@ -66,12 +68,14 @@ class KvSharingRoutes:
         find_replica: FindReplica,
         peers: RelayToPeer,
         quota: KvQuota,
+        windows: WindowLeases,
         clock: Callable[[], float],
     ) -> None:
         """`clock` returns monotonic seconds."""
         self._find_replica = find_replica
         self._peers = peers
         self._quota = quota
+        self._windows = windows
         self._clock = clock
         self._copies: asyncio.Queue[PrefixCopy] = asyncio.Queue(COPIES_QUEUED_MAX)
         self._copying: asyncio.Task[None] | None = None
@@ -142,7 +146,7 @@ class KvSharingRoutes:
 
     async def _send(self, request: web.Request) -> web.StreamResponse:
         """Relay an engine's blocks to the node that fetches them."""
-        engine, deployment_id = self._find_replica(request)
+        engine, deployment_id, replica_id = self._find_replica(request)
         user = KvUser(deployment_id)
         body = await _read_query(request)
         self._check_quota(user)
@@ -151,6 +155,7 @@ class KvSharingRoutes:
         for name in (kv_sharing.COPY, kv_transfer.KV_FORMAT):
             if name in request.headers:
                 sent[name] = request.headers[name]
+        sent |= self._windows.sent_headers(request.headers.get(kv_transfer.WINDOW, ""), replica_id)
         response: web.StreamResponse | None = None
         try:
             async with engine.http.post(kv_sharing.BLOCKS_PATH, data=body, headers=sent) as answer:
@@ -171,7 +176,7 @@ class KvSharingRoutes:
 
     async def _keep(self, request: web.Request) -> web.Response:
         """Fetch what this node's engine lacks of a prefix, and keep it."""
-        engine, deployment_id = self._find_replica(request)
+        engine, deployment_id, _ = self._find_replica(request)
         user = KvUser(deployment_id)
         try:
             query = _KEEP.decode(await _read_query(request))

@@ -22,7 +22,7 @@ from isochrone.wire import headers
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from nodeagent.api.answer_relay import request_data
-from nodeagent.decide.handoff import PeerReplicaLost
+from nodeagent.decide.handoff import PeerReplicaLost, queued_before
 
 PROBE_TIMEOUT_S: Final = 0.05
 PROBE_HEADERS: Final = {headers.ROUTER: "a-node"}
@@ -71,7 +71,7 @@ class PeerReplicaClient:
     async def queued_tokens(
         self, replicas: Sequence[PeerReplica], timeout_s: float = 0.0
     ) -> dict[ReplicaId, int]:
-        """Return the pending prefill tokens of each replica whose node answers in time.
+        """Return the tokens queued at each replica whose node answers in time, wakes included.
 
         The time is `timeout_s`, or PROBE_TIMEOUT_S if that is longer.
         """
@@ -81,13 +81,13 @@ class PeerReplicaClient:
             probes = [
                 tasks.create_task(self._node_loads(peer, timeout_s)) for peer in by_node.values()
             ]
-        replica_ids = {peer.replica_id for peer in replicas}
+        by_id = {peer.replica_id: peer for peer in replicas}
         return {
-            replica_id: load.others_pending_prefill_tokens
+            name: queued_before(by_id[name], load.others_pending_prefill_tokens, load.wake_ms)
             for probe in probes
-            for replica_id, load in probe.result().items()
+            for name, load in probe.result().items()
             # A node of an older release reports -1 and gets no handoffs.
-            if replica_id in replica_ids and load.others_pending_prefill_tokens >= 0
+            if name in by_id and load.others_pending_prefill_tokens >= 0
         }
 
     @asynccontextmanager

@@ -1,6 +1,8 @@
 """Whether a replica of this node takes a request now: tokens, a seat, the router's own limit."""
 
-from contextlib import AbstractAsyncContextManager, nullcontext
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from time import monotonic
 from typing import Final
 
@@ -13,10 +15,12 @@ from nodeagent.api.inference_paths import GENERATION_PATHS
 from nodeagent.api.request_estimates import (
     PrefillEstimate,
     first_token_objective,
+    parse_count,
     queue_tokens_max,
     ttft_left_ms,
 )
 from nodeagent.decide.admission import TokenReservation
+from nodeagent.decide.preemption import BatchItem
 from nodeagent.supervisor import ManagedReplica
 
 OUTPUT_TOKENS_DEFAULT: Final = 256
@@ -56,6 +60,7 @@ def admit(
         ),
         prefill_ms=estimate.prefill_ms,
         now_s=monotonic(),
+        item=batch_item(request),
     )
     if reservation is None:
         raise RequestRefused("busy", load=load_header(request, replica))
@@ -68,17 +73,70 @@ def needs_seat(request: web.Request, replica: ManagedReplica) -> bool:
     return request.path in GENERATION_PATHS or able.limits_all_requests
 
 
+def batch_item(request: web.Request) -> BatchItem | None:
+    """Return the item of a batch that a request is; None for a client's request."""
+    preemptions = parse_count(request.headers.get(headers.PREEMPTIONS, ""))
+    return None if preemptions is None else BatchItem(preemptions)
+
+
+@asynccontextmanager
+async def until_preempted(
+    request: web.Request, replica: ManagedReplica, reservation: TokenReservation
+) -> AsyncIterator[None]:
+    """End what runs within when the item is preempted, and raise RequestRefused."""
+    item = reservation.item
+    if item is None:
+        yield
+        return
+    try:
+        async with asyncio.timeout(None) as scope:
+            loop = asyncio.get_running_loop()
+            item.on_preempt(lambda: scope.reschedule(loop.time()))
+            yield
+            item.keep()
+    except TimeoutError:
+        if not item.is_preempted:
+            raise
+        _count_preempted(replica, reservation, item)
+        raise RequestRefused(headers.PREEMPTED, load=load_header(request, replica)) from None
+    finally:
+        item.keep()
+
+
+def _count_preempted(
+    replica: ManagedReplica, reservation: TokenReservation, item: BatchItem
+) -> None:
+    """Count an item's end and the tokens that were lost with it.
+
+    An answer that is not streamed is counted by the engine's speed, and by at most its length.
+    """
+    if not item.has_begun:
+        metrics.PREEMPTED_ITEMS.labels("waiting").inc()
+        return
+    speed = replica.profile.decode_tokens_per_s / max(1, replica.admission.running)
+    output_tokens = min(reservation.output_tokens, int((monotonic() - item.began_s) * speed))
+    metrics.PREEMPTED_ITEMS.labels("running").inc()
+    metrics.PREEMPTED_TOKENS.labels("prompt").inc(reservation.prompt_tokens)
+    metrics.PREEMPTED_TOKENS.labels("output").inc(output_tokens)
+
+
 def seat(
-    request: web.Request, replica: ManagedReplica, estimate: PrefillEstimate
+    request: web.Request,
+    replica: ManagedReplica,
+    estimate: PrefillEstimate,
+    item: BatchItem | None,
 ) -> AbstractAsyncContextManager[None]:
     """Return the wait for a seat of the engine, which most engines need for generations only."""
     if not needs_seat(request, replica):
+        if item is not None:
+            item.began_s = monotonic()
         return nullcontext()
     objective = first_token_objective(request, estimate.prefill_ms, monotonic())
     return replica.seats.seat(
         request.headers.get(headers.CACHE_SALT, ""),
         objective,
-        yields=request.headers.get(headers.PRIORITY) == headers.PRIORITY_LOWEST,
+        yields=item is not None or request.headers.get(headers.PRIORITY) == headers.PRIORITY_LOWEST,
+        item=item,
     )
 
 

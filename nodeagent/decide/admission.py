@@ -3,7 +3,8 @@
 Generations are also admitted by number, where the engine's limit of concurrent sequences is known.
 Requests beyond the limits wait in the routers' queues, which are fair between tenants. The surplus
 that is admitted waits on the node if the engine's own queue is first come, first served
-(`seats.py`). A tenant without a request here may enter beside a tenant that fills the replica.
+(`seats.py`). A tenant without a request here may enter beside a tenant that fills the replica. If
+items of batches hold what a client's request needs, they are preempted (`preemption.py`).
 
 Each reservation is released exactly once. A router knows its own requests better than the node
 does, so the load reported to a router also gives the tokens of all other routers. Prompts are
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from typing import Final
 
 from isochrone.wire.headers import ReportedLoad
+from nodeagent.decide.preemption import BatchItem, in_order_of_preemption
 
 PREFILL_SHARE_MAX: Final = 0.95
 """Largest share of a prompt assumed prefilled before its first token. A prompt that takes longer
@@ -70,6 +72,8 @@ class ReplicaAdmission:
         self._decode_tokens_by_router: dict[str, int] = {}
         # Reservations without a first token, in arrival order (a dict used as an ordered set).
         self._in_prefill: dict[TokenReservation, None] = {}
+        self._items: dict[BatchItem, TokenReservation] = {}
+        """The reservations of items of batches."""
         self._last_prefill_end_s = 0.0
 
     def __repr__(self) -> str:
@@ -77,6 +81,10 @@ class ReplicaAdmission:
             f"<ReplicaAdmission {self._prefill_tokens}+{self._decode_tokens}/{self.tokens_max}, "
             f"{self.running} running>"
         )
+
+    def sleep_reason(self) -> str:
+        """Return what operators see of a replica that sleeps; "" while it is awake."""
+        return "asleep: the next request wakes it" if self.wake_ms() else ""
 
     def admit(
         self,
@@ -88,19 +96,22 @@ class ReplicaAdmission:
         generates_for: str | None = None,
         prefill_ms: float = 0.0,
         now_s: float = 0.0,
+        item: BatchItem | None = None,
     ) -> "TokenReservation | None":
         """Reserve the tokens of a request, or return None if they do not fit.
+
+        `item` is set for an item of a batch. For other requests items are preempted.
 
         An idle replica admits a request of any size, unless its engine refuses new requests.
         `pending_prefill_tokens` is the router's estimate of the prefill work that the prefix cache
         does not save (default: the whole prompt), and `prefill_ms` of the time that it takes.
         `generates_for` is the tenant of a generation, None for a request without one.
         """
-        needed = prompt_tokens + output_tokens
-        in_flight = self._prefill_tokens + self._decode_tokens
-        is_full = self.running > 0 and in_flight + needed > self.tokens_max
-        if self.is_closed or is_full or not self._has_place(generates_for):
+        preempted = self._make_room(prompt_tokens + output_tokens, generates_for, item)
+        if preempted is None:
             return None
+        for other in preempted:
+            other.preempt()
         if pending_prefill_tokens is None:
             pending_prefill_tokens = prompt_tokens
         self._prefill_tokens += prompt_tokens
@@ -121,9 +132,34 @@ class ReplicaAdmission:
             generates_for=generates_for,
             prefill_ms=prefill_ms,
             admitted_s=now_s,
+            item=item,
         )
         self._in_prefill[reservation] = None
+        if item is not None:
+            self._items[item] = reservation
+            item.on_preempt(reservation.release)
         return reservation
+
+    def _make_room(
+        self, needed_tokens: int, tenant: str | None, item: BatchItem | None
+    ) -> list[BatchItem] | None:
+        """Return the items to preempt so that a request fits; None if it does not even then."""
+        if self.is_closed:
+            return None
+        endable = in_order_of_preemption(self._items) if item is None else []
+        in_flight = self._prefill_tokens + self._decode_tokens
+        generations, running = self._generations.total(), self.running
+        is_first = tenant is not None and not self._generations[tenant]
+        for ended in range(len(endable) + 1):
+            fits = running == 0 or in_flight + needed_tokens <= self.tokens_max
+            if fits and self._has_place(tenant, generations, is_first=is_first):
+                return endable[:ended]
+            if ended < len(endable):
+                reservation = self._items[endable[ended]]
+                in_flight -= reservation.held_tokens
+                running -= 1
+                generations -= reservation.generates_for is not None
+        return None
 
     def load(self, router: str = "", now_s: float = 0.0, *, is_ping: bool = False) -> ReportedLoad:
         """Return the load that answers carry; with `router`, also the load of all other routers.
@@ -179,15 +215,14 @@ class ReplicaAdmission:
         """Number of requests in flight whose prompt does not queue here."""
         return self.running - len(self._in_prefill)
 
-    def _has_place(self, tenant: str | None) -> bool:
-        """Return True if a generation for `tenant` is within the limit of generations.
+    def _has_place(self, tenant: str | None, generations: int, *, is_first: bool) -> bool:
+        """Return True if one more generation beside `generations` is within their limit.
 
-        A tenant with none in flight gets its first one beyond the limit, up to twice the limit.
+        The first one of a tenant may exceed the limit, up to twice the limit.
         """
         if tenant is None or not self.generations_max:
             return True
-        limit = self.generations_max if self._generations[tenant] else 2 * self.generations_max
-        return self._generations.total() < limit
+        return generations < (2 if is_first else 1) * self.generations_max
 
     def _end_prefill(self, reservation: "TokenReservation", now_s: float) -> None:
         """Release the prefill tokens of a reservation. Called by TokenReservation only."""
@@ -209,6 +244,8 @@ class ReplicaAdmission:
     def _end_request(self, reservation: "TokenReservation") -> None:
         """Release the decode tokens of a reservation. Called by TokenReservation only."""
         self.running -= 1
+        if reservation.item is not None:
+            del self._items[reservation.item]
         self._decode_tokens -= reservation.output_tokens
         tenant = reservation.generates_for
         if tenant is not None:
@@ -232,6 +269,7 @@ class TokenReservation:
         "_is_prefilled",
         "admitted_s",
         "generates_for",
+        "item",
         "output_tokens",
         "pending_prefill_tokens",
         "prefill_ms",
@@ -250,6 +288,7 @@ class TokenReservation:
         generates_for: str | None,
         prefill_ms: float,
         admitted_s: float,
+        item: BatchItem | None,
     ) -> None:
         self._admission: ReplicaAdmission | None = admission
         self._is_prefilled = self._is_elsewhere = False
@@ -260,6 +299,14 @@ class TokenReservation:
         self.generates_for = generates_for
         self.prefill_ms = prefill_ms
         self.admitted_s = admitted_s
+        self.item = item
+
+    @property
+    def held_tokens(self) -> int:
+        """The tokens that it holds now."""
+        if self._admission is None:
+            return 0
+        return self.output_tokens + (0 if self._is_prefilled else self.prompt_tokens)
 
     def set_prefill_elsewhere(self, is_elsewhere: bool) -> None:
         """Note whether another replica prefills the prompt: then it does not queue here."""

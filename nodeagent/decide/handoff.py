@@ -2,7 +2,8 @@
 
 A router knows the requests it sent itself, but learns late of those that other routers sent at the
 same time. The node that receives a request is one LAN round trip from all replicas of the PoP and
-can read their current queues, so it takes the last step of the routing decision.
+can read their current queues, so it takes the last step of the routing decision. A replica that
+sleeps counts with the time that it needs to wake, because a router learns of a sleep late, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,8 +32,16 @@ def estimated_ttft_ms(replica: PeerReplica, queued_tokens: int) -> float:
     return replica.prefill_ms + queued_tokens * replica.token_us / 1000
 
 
+def queued_before(replica: PeerReplica, queued_tokens: int, wake_ms: int) -> int:
+    """Return the tokens that are queued before a request, and the time of a wake as tokens."""
+    return queued_tokens + 1000 * wake_ms // max(1, replica.token_us)
+
+
 def is_worth_probing(local: PeerReplica, queued_tokens: int) -> bool:
-    """Return True if the local queue is long enough that a peer replica might start sooner."""
+    """Return True if the local queue is long enough that a peer replica might start sooner.
+
+    Here and below queued tokens are those of `queued_before`.
+    """
     return queued_tokens * local.token_us / 1000 > MARGIN_MS
 
 

@@ -8,15 +8,20 @@ first token is due first (isochrone/ttft_order.py). Without objectives this is t
 Rule 2: a tenant without a seat may also take one of the spare seats. The engine is started with
 this many more than its option says, so that a tenant that floods it still gets all seats of the
 option.
-Rule 3: requests of the lowest priority (items of batches) wait until no other request waits, and
-leave some seats free, which the next request of a client takes at once (batch_sequences.py).
+Rule 3: requests of the lowest priority (items of batches, flexible requests) wait until no other
+request waits. If a request of a client finds no seat, an item is preempted (preemption.py).
+Rule 4: those that cannot be preempted leave some seats, which a client's request takes at once.
 """
 
 from collections import Counter
 from typing import Final
 
-from isochrone.batch_sequences import sequences_for_items
 from isochrone.ttft_order import TtftObjective
+from nodeagent.decide.preemption import BatchItem, in_order_of_preemption
+
+LEFT_SHARE: Final = 0.0625
+"""The share of the seats, at least one, that is left by requests of the lowest priority that cannot
+be preempted."""
 
 SPARE_SHARE: Final = 0.125
 """Spare seats, as a share of the seats in the engine's option; at least one."""
@@ -30,14 +35,28 @@ def spare_seats(seats: int) -> int:
 class SeatRequest:
     """One generation that waits for a seat or has one. `number` gives the order of arrival."""
 
-    __slots__ = ("is_seated", "number", "objective", "tenant", "yields")
+    __slots__ = ("is_seated", "item", "number", "objective", "tenant", "yields")
 
-    def __init__(self, tenant: str, number: int, objective: TtftObjective, *, yields: bool) -> None:
+    def __init__(
+        self,
+        tenant: str,
+        number: int,
+        objective: TtftObjective,
+        *,
+        yields: bool,
+        item: BatchItem | None,
+    ) -> None:
         self.tenant = tenant
         self.number = number
         self.objective = objective
         self.yields = yields
+        self.item = item
         self.is_seated = False
+
+    @property
+    def stays(self) -> bool:
+        """True if it has the lowest priority and cannot be preempted."""
+        return self.yields and (self.item is None or not self.item.can_be_preempted)
 
 
 class Seats:
@@ -46,29 +65,45 @@ class Seats:
     def __init__(self, seats_max: int, spare: int = 0) -> None:
         self._seats_max = seats_max
         self._spare = spare
-        self._yielding_max = sequences_for_items(seats_max)
+        self._staying_max = max(1, seats_max - max(1, int(LEFT_SHARE * seats_max)))
         self._next_number = 0
+        self._yielding: set[SeatRequest] = set()
+        """Requests of the lowest priority that have a seat."""
         self._taken: Counter[str] = Counter()
         self._waiting: dict[str, dict[SeatRequest, None]] = {}
         """Requests by tenant, in order of arrival (a dict used as an ordered set)."""
 
     def request(
-        self, tenant: str, objective: TtftObjective, now_s: float, *, yields: bool = False
+        self,
+        tenant: str,
+        objective: TtftObjective,
+        now_s: float,
+        *,
+        yields: bool = False,
+        item: BatchItem | None = None,
     ) -> SeatRequest:
         """Ask for a seat; the request has it at once if one is free.
 
-        `yields` says that it has the lowest priority.
+        `yields` says that it has the lowest priority; `item` is set for an item of a batch.
         """
-        request = SeatRequest(tenant, self._next_number, objective, yields=yields)
+        request = SeatRequest(tenant, self._next_number, objective, yields=yields, item=item)
         self._next_number += 1
         self._waiting.setdefault(tenant, {})[request] = None
         self._fill(now_s)
         return request
 
+    def item_to_preempt(self, request: SeatRequest) -> BatchItem | None:
+        """Return the item whose seat a client's waiting request takes, None if it must wait."""
+        if request.is_seated or request.yields:
+            return None
+        items = in_order_of_preemption([one.item for one in self._yielding if one.item is not None])
+        return items[0] if items else None
+
     def release(self, request: SeatRequest, now_s: float) -> list[SeatRequest]:
         """Give a seat back, or stop waiting for one; return those that have one now."""
         if request.is_seated:
             request.is_seated = False
+            self._yielding.discard(request)
             self._taken[request.tenant] -= 1
             if not self._taken[request.tenant]:
                 del self._taken[request.tenant]
@@ -88,16 +123,26 @@ class Seats:
                     waiting.number,
                 ),
             )
-            limit = self._seats_max + (0 if self._taken[tenant] else self._spare)
-            if request.yields:
-                limit = self._yielding_max
-            if self._seats_max and self._taken.total() >= limit:
+            if self._seats_max and not self._has_seat_for(request):
                 break
             self._remove(request)
             self._taken[tenant] += 1
             request.is_seated = True
+            if request.yields:
+                self._yielding.add(request)
+            if request.item is not None:
+                request.item.began_s = now_s
             seated.append(request)
         return seated
+
+    def _has_seat_for(self, request: SeatRequest) -> bool:
+        taken = self._taken.total()
+        if request.stays:
+            taken_for_good = taken - sum(not one.stays for one in self._yielding)
+            if taken_for_good >= self._staying_max:
+                return False
+        has_spare = not (request.yields or self._taken[request.tenant])
+        return taken < self._seats_max + (self._spare if has_spare else 0)
 
     def _turn_of(self, tenant: str) -> tuple[bool, int, int]:
         """Sort key of the waiting tenants: fewest seats, then the one that waits longest.

@@ -10,11 +10,15 @@ the prefill engine after a time that its driver sets.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextvars import copy_context
 from typing import Any, Final
 
 import aiohttp
 import msgspec
 
+from isochrone.service.tracing import names
+from isochrone.service.tracing.recorder import child_span, current_span
+from isochrone.service.tracing.spans import SpanKind
 from isochrone.wire import headers, kv_transfer
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.kv_transfer import KvAddress
@@ -123,7 +127,7 @@ class HandshakeLeg:
 
     async def _open(self, post: PostToEngine, stack: AsyncExitStack) -> aiohttp.ClientResponse:
         """Run the legs, and leave the answer of the last one open in `stack`."""
-        request = self._request
+        request, span = self._request, current_span()
         outcome: str = FAILED
         try:
             fields = _fields_of(request.body)
@@ -136,6 +140,7 @@ class HandshakeLeg:
             outcome = FAILED if plan.candidates else plan.choice
         finally:
             metrics.PREFILL_LEGS.labels(outcome).inc()
+            span.set(names.PREFILL_OUTCOME, outcome)
         if plan.candidates:
             await request.announce(request.replicas[0].replica_id)
         if self._handshake.needs_prefill and fields is not None:
@@ -186,16 +191,17 @@ class HandshakeLeg:
         None if that engine refuses its leg. Raises one of _FAILURES if the prefill leg fails, and
         DecodeEngineFailed.
         """
-        handshake, began_s = self._handshake, self._clock()
+        handshake, began_s, outside = self._handshake, self._clock(), copy_context()
         decoding: asyncio.Task[aiohttp.ClientResponse] | None = None
-        async with asyncio.timeout(timeout_s):
+        async with prefill_span(candidate), asyncio.timeout(timeout_s):
             address = await self._address(candidate) if handshake.needs_address else None
             body = handshake.prefill(fields, self.transfer, address)
             reading = asyncio.create_task(self._read_prompt(candidate, body))
             attempt.push_async_callback(_end, reading)
             if handshake.is_concurrent:
                 body = handshake.decode(fields, self.transfer, address, {})
-                decoding = asyncio.create_task(_decode(post, body, attempt))
+                # Both legs are steps of the request, and neither is one of the other.
+                decoding = asyncio.create_task(_decode(post, body, attempt), context=outside)
                 attempt.push_async_callback(_end, decoding)
                 await _either_problem(reading, decoding)
             prompt = await reading
@@ -233,6 +239,7 @@ class HandshakeLeg:
             headers.PREFILL_MS: str(candidate.prefill_ms),
             kv_transfer.LEG: kv_transfer.PREFILL_LEG,
         }
+        current_span().add_to(sent)
         data = msgspec.json.encode(body)
         async with self._peers.relay(candidate, request.path, data, sent) as answer:
             if answer.status != 200:
@@ -244,6 +251,15 @@ class HandshakeLeg:
                     raise LegRefused(f"{candidate.replica_id} answers without end")
         decoded: Fields = msgspec.json.decode(received, type=dict[str, Any])
         return decoded
+
+
+@asynccontextmanager
+async def prefill_span(candidate: PeerReplica) -> AsyncIterator[None]:
+    """Record that a replica reads the prompt."""
+    with child_span("prefill", SpanKind.CLIENT) as span:
+        span.set(names.NODE, candidate.node_id)
+        span.set(names.REPLICA, candidate.replica_id)
+        yield
 
 
 def _fields_of(body: bytes) -> Fields | None:

@@ -8,13 +8,15 @@ too, and the node is not used for a while.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from math import inf
 from typing import Final, NamedTuple, Protocol
 
 import aiohttp
 import msgspec
 
+from isochrone.service.tracing import names
+from isochrone.service.tracing.recorder import current_span
 from isochrone.wire import headers, kv_sharing, kv_transfer
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
@@ -30,6 +32,7 @@ from nodeagent.decide.kv_fetch import (
     plan_fetch,
 )
 from nodeagent.decide.kv_quota import KvQuota, KvUser
+from nodeagent.disaggregation.kv_windows import WindowLease
 from nodeagent.host.open_session import open_session
 
 NODES_MAX: Final = 256
@@ -46,6 +49,9 @@ class RelayToPeer(Protocol):
         self, peer: PeerReplica, path: str, body: bytes, sent: Mapping[str, str]
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """Send a request and yield its answer. Raises PeerReplicaLost if there is none."""
+
+
+LeaseWindow = Callable[[ReplicaId], AbstractContextManager[WindowLease]]
 
 
 class KvHolders(NamedTuple):
@@ -91,8 +97,13 @@ class PrefixFetcher:
         quota: KvQuota,
         user: KvUser,
         clock: Callable[[], float],
+        lease_window: LeaseWindow = lambda _: nullcontext(WindowLease()),
     ) -> None:
-        """Fetch into `engine` for `user`. `clock` returns monotonic seconds."""
+        """Fetch into `engine` for `user`. `clock` returns monotonic seconds.
+
+        `lease_window` leases a window to a transfer from a replica of this node.
+        """
+        self._lease_window = lease_window
         self._engine = engine
         self._peers = peers
         self._rates = rates
@@ -137,17 +148,23 @@ class PrefixFetcher:
             deadline_s - now_s,
             now_s,
         )
-        plan = plan_fetch(prompt, found, limits)
+        plan, span = plan_fetch(prompt, found, limits), current_span()
         if plan.peer is None:
             metrics.KV_FETCHES.labels(plan.choice).inc()
+            span.set(names.KV_OUTCOME, plan.choice.value)
             return FetchedPrefix("peer", 0, now_s - began_s)
+        span.set(names.REPLICA, plan.peer.replica_id)
         self._rates.running += 1
         try:
             blocks = await self._move(transfer, expected, plan)
         finally:
             self._rates.running -= 1
-        metrics.KV_FETCHES.labels(FetchChoice.FETCH if blocks == plan.blocks else FAILED).inc()
+        outcome = FetchChoice.FETCH.value if blocks == plan.blocks else FAILED
+        metrics.KV_FETCHES.labels(outcome).inc()
         place = "store" if plan.peer.replica_id == holders.store else "peer"
+        span.set(names.KV_OUTCOME, outcome)
+        span.set(names.KV_PLACE, place)
+        span.set(names.KV_BLOCKS, blocks)
         return FetchedPrefix(place, blocks, self._clock() - began_s)
 
     async def _locate(
@@ -162,7 +179,8 @@ class PrefixFetcher:
         Blocks of another model or KV format count as none.
         """
         body = msgspec.msgpack.encode(kv_sharing.BlockQuery(digests=tuple(missing)))
-        sent = {headers.REPLICA: peer.replica_id}
+        sent: dict[str, str] = {headers.REPLICA: peer.replica_id}
+        current_span().add_to(sent)
         rate = self._rates.of(peer.node_id)
         try:
             async with asyncio.timeout(timeout_s):
@@ -183,10 +201,26 @@ class PrefixFetcher:
     ) -> int:
         """Pass the blocks of a holder to the engine as they come; return how many came whole."""
         assert plan.peer is not None
+        with self._lease_window(plan.peer.replica_id) as lease:
+            return await self._move_through(transfer, expected, plan, lease)
+
+    async def _move_through(
+        self,
+        transfer: str,
+        expected: kv_transfer.ExpectedPrompt,
+        plan: FetchPlan,
+        lease: WindowLease,
+    ) -> int:
+        assert plan.peer is not None
         first = expected.held_blocks
         wanted = expected.digests[first : first + plan.blocks]
         body = msgspec.msgpack.encode(kv_sharing.BlockQuery(digests=wanted))
-        sent = {headers.REPLICA: plan.peer.replica_id, kv_transfer.FIRST_BLOCK: str(first)}
+        sent = {
+            headers.REPLICA: plan.peer.replica_id,
+            kv_transfer.FIRST_BLOCK: str(first),
+            **lease.to_sender,
+        }
+        current_span().add_to(sent)
         path = f"{kv_transfer.TRANSFERS_PATH}{transfer}?shared=1"
         began_s = self._clock()
         received = _ByteCount(self._clock)
@@ -198,23 +232,30 @@ class PrefixFetcher:
                 ) as answer:
                     if answer.status == 200 and answer.content_type == kv_transfer.CONTENT_TYPE:
                         pieces = received.count(answer.content)
-                        engine, length = open_session(self._engine), length_header(answer)
-                        async with engine.post(path, data=pieces, headers=length) as taken:
+                        head = {**length_header(answer), **lease.to_receiver}
+                        engine = open_session(self._engine)
+                        async with engine.post(path, data=pieces, headers=head) as taken:
                             blocks = _blocks_of(taken.status, await taken.read())
         except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError):
             # Whole blocks that came are stored, and count.
-            blocks = min(plan.blocks, received.total // max(1, expected.block_bytes))
+            streamed = lease.block_bytes(expected.block_bytes)
+            blocks = min(plan.blocks, received.total // max(1, streamed))
         except asyncio.CancelledError:
             # The request is gone, which says nothing about the node.
             self._quota.take(self._user, received.total, self._clock())
             raise
+        if blocks < plan.blocks:
+            lease.record_failure()
         now_s, rate = self._clock(), self._rates.of(plan.peer.node_id)
         took_s, first_s = now_s - began_s, received.first_at_s - began_s
         learn = rate.record if blocks >= plan.blocks else rate.record_failure
-        learn(received.total, took_s, first_s, now_s)
+        moved_bytes = blocks * expected.block_bytes if lease.name else received.total
+        learn(moved_bytes, took_s, first_s, now_s)
+        # What goes through a window takes nothing of the link.
         self._quota.take(self._user, received.total, now_s)
         metrics.KV_FETCH_SECONDS.observe(now_s - began_s)
-        metrics.KV_FETCH_BYTES.inc(received.total)
+        metrics.KV_FETCH_BYTES.inc(moved_bytes)
+        current_span().set(names.KV_BYTES, moved_bytes)
         return blocks
 
 

@@ -13,13 +13,16 @@ Rule 3: the leg ends with its request: closing its connection ends the work at t
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from math import inf
 from typing import Final, Protocol
 
 import aiohttp
 import msgspec
 
+from isochrone.service.tracing import names
+from isochrone.service.tracing.recorder import child_span, current_span
+from isochrone.service.tracing.spans import SpanKind
 from isochrone.wire import headers, kv_transfer
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import ReplicaId
@@ -36,9 +39,11 @@ from nodeagent.decide.prefill_leg import (
 from nodeagent.disaggregation.kv_fetch import (
     FetchedPrefix,
     KvHolders,
+    LeaseWindow,
     PrefixFetcher,
     length_header,
 )
+from nodeagent.disaggregation.kv_windows import WindowLease
 from nodeagent.host.open_session import open_session
 
 ENGINE_TIMEOUT_S: Final = 5.0
@@ -84,6 +89,8 @@ class LegRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Replicas of the PoP that may have the prompt's prefix."""
     deadline_s: float = inf
     """The time by which the answer must have begun, on the clock of the leg."""
+    lease_window: LeaseWindow = lambda _: nullcontext(WindowLease())
+    """Leases a window to a transfer from the named replica, if that is on this node."""
     set_waiting: Callable[[bool], None] = lambda is_waiting: None
     """Called with whether the engine waits for KV, and has nothing to compute for this request."""
     announce: Callable[[ReplicaId], Awaitable[None]]
@@ -143,6 +150,7 @@ class PrefillLeg:
         finally:
             if len(self._request.replicas) > 1:
                 metrics.PREFILL_LEGS.labels(outcome).inc()
+                current_span().set(names.PREFILL_OUTCOME, outcome)
             if self.received is None:
                 await self._begin_alone()
 
@@ -152,9 +160,10 @@ class PrefillLeg:
         """Fetch what other replicas of the PoP have of the prompt; return what is left of it."""
         self._request.set_waiting(True)
         try:
-            fetched = self.fetched = await self._fetcher.fetch(
-                self.transfer, expected, holders, self._request.deadline_s
-            )
+            with child_span("fetch kv", SpanKind.CLIENT):
+                fetched = self.fetched = await self._fetcher.fetch(
+                    self.transfer, expected, holders, self._request.deadline_s
+                )
         finally:
             self._request.set_waiting(False)
         return await self._describe() if fetched is not None and fetched.blocks else expected
@@ -173,8 +182,12 @@ class PrefillLeg:
             await request.announce(candidate.replica_id)
             began_s = self._clock()
             try:
-                async with asyncio.timeout(plan.timeout_s):
-                    received = await self._transfer(candidate, expected)
+                with child_span("prefill", SpanKind.CLIENT) as span:
+                    span.set(names.NODE, candidate.node_id)
+                    span.set(names.REPLICA, candidate.replica_id)
+                    async with asyncio.timeout(plan.timeout_s):
+                        received = await self._transfer(candidate, expected)
+                    span.set(names.CACHED_TOKENS, received.cached_tokens)
             except (LegRefused, PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError):
                 metrics.PREFILL_ATTEMPTS_FAILED.inc()
                 continue
@@ -182,6 +195,7 @@ class PrefillLeg:
             self.received = received
             metrics.PREFILL_LEG_SECONDS.observe(self.received_s - began_s)
             metrics.KV_TRANSFER_BYTES.inc(received.transfer_bytes)
+            metrics.KV_TRANSFER_SECONDS.observe(received.after_prefill_ms / 1000)
             self._rate.record(
                 received.blocks * expected.block_tokens,
                 received.transfer_bytes,
@@ -221,21 +235,35 @@ class PrefillLeg:
         }
         if expected.kv_format:
             sent[kv_transfer.KV_FORMAT] = expected.kv_format
+        current_span().add_to(sent)
+        with request.lease_window(candidate.replica_id) as lease:
+            return await self._relay(candidate, {**sent, **lease.to_sender}, lease)
+
+    async def _relay(
+        self, candidate: PeerReplica, sent: Mapping[str, str], lease: WindowLease
+    ) -> kv_transfer.ReceivedBlocks:
+        """Request the blocks, and pass them to the engine."""
+        request = self._request
         async with self._peers.relay(candidate, request.path, request.body, sent) as leg:
             if leg.status == kv_transfer.OTHER_FORMAT_STATUS:
                 metrics.KV_OTHER_FORMAT.labels("prefill").inc()
             if leg.status != 200 or leg.content_type != kv_transfer.CONTENT_TYPE:
                 raise LegRefused(f"{candidate.replica_id} answered {leg.status}")
             blocks = _pieces(leg.content)
-            engine, length = open_session(self._engine), length_header(leg)
-            async with engine.post(self._path, data=blocks, headers=length) as answer:
-                body = await answer.read()
-                if answer.status != 200:
-                    raise LegRefused(f"the engine answered {answer.status}")
-        try:
-            return msgspec.json.decode(body, type=kv_transfer.ReceivedBlocks)
-        except msgspec.DecodeError as error:
-            raise LegRefused("the engine sent no result") from error
+            with child_span("transfer kv") as span:
+                engine = open_session(self._engine)
+                head = {**length_header(leg), **lease.to_receiver}
+                async with engine.post(self._path, data=blocks, headers=head) as answer:
+                    body = await answer.read()
+                    if answer.status != 200:
+                        lease.record_failure()
+                        raise LegRefused(f"the engine answered {answer.status}")
+                received = _received(body)
+                span.set(names.REPLICA, candidate.replica_id)
+                span.set(names.KV_BYTES, received.transfer_bytes)
+                span.set(names.KV_BLOCKS, received.blocks)
+                span.set(names.KV_AFTER_PREFILL_S, received.after_prefill_ms / 1000)
+                return received
 
     async def _begin_alone(self) -> None:
         """Tell the engine to compute what has not arrived.
@@ -248,6 +276,14 @@ class PrefillLeg:
                 engine = open_session(self._engine)
                 async with asyncio.timeout(ENGINE_TIMEOUT_S), engine.delete(self._path):
                     return
+
+
+def _received(body: bytes) -> kv_transfer.ReceivedBlocks:
+    """Decode the engine's account of a transfer; raise LegRefused if it sent none."""
+    try:
+        return msgspec.json.decode(body, type=kv_transfer.ReceivedBlocks)
+    except msgspec.DecodeError as error:
+        raise LegRefused("the engine sent no result") from error
 
 
 async def _pieces(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

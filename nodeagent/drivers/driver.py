@@ -90,7 +90,8 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     `model_link` it works in its own folder, where a link of that name leads to the model.
 
     `ready_path` and `metrics_path` replace the driver's. With a `model_name` requests call the
-    model so. With `stall_s` a request may go on for that long without a byte of its answer, and
+    model so. Unless it `may_force_tools`, requests that require a call of a tool are refused. With
+    `stall_s` a request may go on for that long without a byte of its answer, and
     meanwhile the server may answer nothing else.
     """
 
@@ -108,6 +109,7 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     metrics_path: str = ""
     model_name: str = ""
     stall_s: float = 0.0
+    may_force_tools: bool = True
 
     @property
     def port(self) -> int:
@@ -225,12 +227,13 @@ def with_spare_seats(options: Mapping[str, str], name: str) -> dict[str, str]:
     return {**options, name: str(int(seats) + spare_seats(int(seats)))}
 
 
-def with_fields(body: bytes, values: Mapping[str, Any]) -> bytes:
+def with_fields(body: bytes, values: Mapping[str, Any], *, may_force_tools: bool = True) -> bytes:
     """Return a request body with these fields set, replacing what the client wrote.
 
     One of them is the salt that separates the prefix caches of tenants: a cache hit would reveal
-    another tenant's prompt. Raises ApiError 400 for a body that cannot be decoded: the engine's
-    parser may be more lenient, and would read a salt of the client's choice.
+    another tenant's prompt. Raises ApiError 400 for a body that cannot be decoded (the engine's
+    parser may be more lenient, and would read a salt of the client's choice), and for one that
+    requires a call of a tool unless it `may_force_tools`.
     """
     try:
         check_json_body(body)
@@ -239,7 +242,19 @@ def with_fields(body: bytes, values: Mapping[str, Any]) -> bytes:
         raise ApiError(
             ErrorCode.INVALID_REQUEST, f"cannot use the request body: {describe(error)}"
         ) from error
+    if not may_force_tools and _requires_call(fields):
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            "cannot require a call of a tool: the chat template of this model has no tools, and"
+            " its engine would answer with a text; leave 'tool_choice' out, or ask another model",
+            param="tool_choice",
+        )
     return msgspec.json.encode({**fields, **values})
+
+
+def _requires_call(fields: Mapping[str, msgspec.Raw]) -> bool:
+    choice = msgspec.json.decode(fields.get("tool_choice", b"null"))
+    return choice == "required" or isinstance(choice, dict)
 
 
 def visible_devices(spec: ReplicaSpec) -> dict[str, str]:

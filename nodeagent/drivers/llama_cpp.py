@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from isochrone.service.gguf_metadata import GgufError, attention_size
+from isochrone.service.gguf_metadata import GgufError, attention_size, read_metadata
 from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.engine import EngineStats
@@ -35,6 +35,7 @@ from nodeagent.drivers.driver import (
     visible_devices,
 )
 from nodeagent.drivers.handshake import Handshake
+from nodeagent.drivers.output_parsers import TOOLS_VARIABLE
 
 PROGRAM: Final = "llama-server"
 HELP_TIMEOUT_S: Final = 10.0
@@ -54,6 +55,9 @@ SHARED_CACHE_OPTION: Final = "shared_prompt_cache"
 SLOTS_MAX: Final = 32
 SLOTS_DEFAULT: Final = 4
 """Sequences at once: at most, if they fit in the KV memory; and without a plan for that memory."""
+
+TEMPLATE_KEY: Final = "tokenizer.chat_template"
+"""The key of the chat template in a GGUF file; further templates have a suffix."""
 
 CPU_BATCH_TOKENS: Final = 128
 """Tokens of a step on a CPU. While a step runs, neither health checks that read the statistics nor
@@ -123,6 +127,7 @@ class LlamaCppDriver:
             # It closes connections without saying so in the answer before.
             keep_alive=False,
             environment={**visible_devices(spec), **cpu_threads(launch)},
+            may_force_tools=_knows_tools(model),
         )
 
     def handshake(self, spec: ReplicaSpec) -> Handshake | None:
@@ -147,6 +152,19 @@ class LlamaCppDriver:
             prefix_hit_tokens_total=cached,
             steps_total=int(found.get("llamacpp:n_decode_total", 0)),
         )
+
+
+def _knows_tools(model: Path) -> bool:
+    """Say whether a model's chat template has tools.
+
+    Without, llama.cpp ignores a `tool_choice` that requires a call.
+    """
+    try:
+        metadata = read_metadata(model)
+    except GgufError:
+        return True  # the engine itself says what is wrong with the file
+    templates = (metadata[name] for name in metadata if name.startswith(TEMPLATE_KEY))
+    return any(TOOLS_VARIABLE in str(template) for template in templates)
 
 
 def gguf_file(folder: Path) -> Path:

@@ -14,6 +14,7 @@ from isochrone.wire.engine import EngineStats
 from isochrone.wire.engine_capabilities import (
     STORE_BUFFER_BYTES,
     STORE_BYTES_OPTION,
+    sleep_problem_on,
     store_bytes,
     uses_kv_store,
 )
@@ -43,6 +44,7 @@ from nodeagent.drivers.output_parsers import with_parsers
 
 SORTED_QUEUE: Final = ("--scheduling-policy", "priority")
 BINDING: Final = "VLLM_CPU_OMP_THREADS_BIND"
+TRACES_OPTION: Final = "otlp_traces_endpoint"
 STAGES_OPTION: Final = "pipeline_parallel_size"
 MEMORY_OPTIONS: Final = frozenset({"kv_cache_memory_bytes", "gpu_memory_utilization"})
 VERSIONS: Final = VersionRange(first=(0, 11), before=(1, 0))
@@ -91,11 +93,9 @@ class VllmDriver:
         """Return the server's command, split by tensor and pipeline parallelism."""
         spec = launch.spec
         check_options(spec)
-        if spec.overcommit > 1 and spec.device_ids == ("cpu",):
-            raise UnknownOption(
-                "cannot over-commit vllm on a CPU: its sleep mode frees no memory there; use GPUs,"
-                " or --driver embedded"
-            )
+        problem = sleep_problem_on(spec.engine, spec.device_ids[0])
+        if spec.overcommit > 1 and problem:
+            raise UnknownOption(problem)
         given = with_parsers("vllm", spec.engine.options, launch.model_path)
         defaults = {"scheduling_policy": "priority", **_device_options(spec)}
         options = {**defaults, **_memory_options(launch), **given}
@@ -194,6 +194,10 @@ def _environment(launch: EngineLaunch, options: Mapping[str, str]) -> dict[str, 
     if options.get("enable_lora", "false").lower() in TRUE:
         # Adapters are loaded and unloaded while the engine runs.
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if TRACES_OPTION in options:
+        # It records the requests that the node records, and starts no traces of its own.
+        variables["OTEL_TRACES_SAMPLER"] = "parentbased_always_off"
+        variables["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
     if launch.spec.device_ids == ("cpu",) and BINDING not in os.environ:
         variables[BINDING] = "nobind"
     return {**variables, **cpu_threads(launch)}

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from isochrone.service.files import sync
+from isochrone.service.model_signature import NO_SIGNERS, ModelSigners
 from isochrone.service.threads import run_to_completion
 from isochrone.wire.adapter import ADAPTER_FILES, CLUSTER_SCHEME
 from isochrone.wire.artifact import SCHEMES, check_artifact, check_path
@@ -62,12 +63,17 @@ class ArtifactStore:
         *,
         link: TransferLink,
         peers: PeerFetcher | None = None,
+        signers: ModelSigners = NO_SIGNERS,
     ) -> None:
-        """Fetch over `link`, from `peers` before the origin."""
+        """Fetch over `link`, from `peers` before the origin.
+
+        If there are `signers`, one of them must have signed each model.
+        """
         self._folder = folder
         self._sources = sources
         self._budget_bytes = budget_bytes
         self._peers = peers
+        self._signers = signers
         self.link = link
         self._fetch_locks: dict[str, asyncio.Lock] = {}
         self._space_lock = asyncio.Lock()
@@ -111,14 +117,17 @@ class ArtifactStore:
         *,
         bytes_per_s: float = 0.0,
         holders: Sequence[PeerSource] = (),
+        is_adapter: bool = False,
     ) -> Path:
         """Return the folder of an artifact, fetching it if it is missing. Raises ArtifactError.
 
         `pinned` digests are not deleted to make space. `on_progress` gets the bytes so far.
         `bytes_per_s` limits this fetch below the link's own rate; 0 is no further limit. `holders`
-        are nodes to fetch from beside those that the assignment names.
+        are nodes to fetch from beside those that the assignment names. An adapter needs no
+        signature: only an engine's request for one loads it, under a name of its own.
         """
         problem = check_artifact(artifact, (*SCHEMES, CLUSTER_SCHEME))
+        problem = problem or ("" if is_adapter else self._signers.problem(artifact))
         if problem:
             raise ArtifactError(problem)
         target = self._folder / artifact.digest

@@ -64,7 +64,11 @@ class AdapterFetcher:
         """Return the folder of an adapter, fetching it if it is missing. Raises ArtifactError."""
         async with self._slots:
             return await self._artifacts.ensure(
-                adapter.artifact, self._pinned(), lambda _: None, holders=adapter.holders
+                adapter.artifact,
+                self._pinned(),
+                lambda _: None,
+                holders=adapter.holders,
+                is_adapter=True,
             )
 
 

@@ -1,4 +1,4 @@
-"""Loopback ports for engines: one engine each, and checked once the engine listens.
+"""Ports of engines: on loopback one engine each, checked once it listens. Connections to others.
 
 Several engines let other processes of the same user listen on their port (SO_REUSEPORT), and the
 kernel then gives each of them a part of the connections. An engine that is given a port may need
@@ -13,6 +13,7 @@ from typing import Final
 
 from nodeagent.host.processes import group_members
 
+ESTABLISHED: Final = "01"
 LISTENING: Final = "0A"
 LOCAL_ADDRESSES: Final = ("0100007F", "00000000")
 """127.0.0.1 and 0.0.0.0, as /proc/net/tcp writes them (proc_pid_net(5))."""
@@ -56,6 +57,18 @@ def _listening_sockets(port: int) -> set[str]:
             if fields[3] == LISTENING and address in LOCAL_ADDRESSES and int(number, 16) == port:
                 found.add(fields[9])
     return found
+
+
+def is_connected_to(port: int, group: int) -> bool:
+    """Say whether a process of a group has an open connection to a port of any host. Blocks."""
+    connections = set()
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == ESTABLISHED and int(fields[2].rpartition(":")[2], 16) == port:
+                    connections.add(fields[9])
+    return bool(connections and connections & _sockets_of(group_members(group)))
 
 
 def _sockets_of(pids: Collection[int]) -> set[str]:

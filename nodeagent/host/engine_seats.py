@@ -4,8 +4,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from isochrone.ttft_order import TtftObjective
+from nodeagent.decide.preemption import BatchItem
 from nodeagent.decide.seats import SeatRequest, Seats
 
 
@@ -22,16 +24,27 @@ class EngineSeats:
 
     @asynccontextmanager
     async def seat(
-        self, tenant: str, objective: TtftObjective | None = None, *, yields: bool = False
+        self,
+        tenant: str,
+        objective: TtftObjective | None = None,
+        *,
+        yields: bool = False,
+        item: BatchItem | None = None,
     ) -> AsyncIterator[None]:
         """Wait for a seat, and give it back at the end, or when the wait is cancelled.
 
-        `yields` says that the request has the lowest priority.
+        `yields` says that the request has the lowest priority. `item` is set for an item of a
+        batch, which gives the seat back as soon as it is preempted.
         """
         now_s = self._clock()
         request = self._seats.request(
-            tenant, objective or TtftObjective(now_s), now_s, yields=yields
+            tenant, objective or TtftObjective(now_s), now_s, yields=yields, item=item
         )
+        if item is not None:
+            item.on_preempt(partial(self._release, request))
+        preempted = self._seats.item_to_preempt(request)
+        if preempted is not None:
+            preempted.preempt()
         try:
             if not request.is_seated:
                 event = self._seated[request] = asyncio.Event()
@@ -39,5 +52,11 @@ class EngineSeats:
             yield
         finally:
             self._seated.pop(request, None)
-            for following in self._seats.release(request, self._clock()):
-                self._seated[following].set()
+            self._release(request)
+
+    def _release(self, request: SeatRequest) -> None:
+        """Give a seat back, and wake the requests that have one now."""
+        for following in self._seats.release(request, self._clock()):
+            event = self._seated.get(following)
+            if event is not None:
+                event.set()

@@ -93,7 +93,6 @@ class EngineProcess:
         on_release: Callable[[], object] = lambda: None,
         canary_timeout_s: float = CANARY_TIMEOUT_S,
     ) -> None:
-        """`child` is None for an adopted process."""
         self.record = record
         self._canary_timeout_s = canary_timeout_s
         self._on_release = on_release
@@ -103,7 +102,7 @@ class EngineProcess:
         self.canary_problem = ""
         self.log = folder / LOG
         self._owns_port = False
-        self._folder, self._child = folder, child
+        self._folder, self._child, self.is_adopted = folder, child, child is None
         self._driver = DRIVERS[record.spec.engine.driver]
         connector = (
             aiohttp.UnixConnector(
@@ -171,16 +170,16 @@ class EngineProcess:
         return self._driver.tokenize_path
 
     def salted(self, path: str, body: bytes, salt: str, priority: str = "") -> bytes:
-        """Return the request body with the tenant's cache salt and its priority, from "0" to "100".
+        """Return the body with the tenant's cache salt and its priority, from "0" to "100".
 
-        The body is unchanged if this engine reads them from headers or not at all. Raises ApiError
-        400 for a body that cannot take the salt.
+        It is unchanged if the engine reads them from headers or not at all. Raises ApiError 400.
         """
         if path not in self._driver.salted_paths:
             return body
         is_number = priority.isascii() and priority.isdigit() and len(priority) <= 3
         rank = int(priority) if is_number else headers.PRIORITY_DEFAULT
-        return with_fields(body, self._driver.body_fields(self.record.command, salt, rank))
+        values = self._driver.body_fields(self.record.command, salt, rank)
+        return with_fields(body, values, may_force_tools=self.record.command.may_force_tools)
 
     async def is_ready(self) -> bool:
         """Return True if the engine reports to be healthy.

@@ -63,10 +63,10 @@ class ContestantProcess:
         print(f"{self.name} {measure}: {seconds:.3f} s", file=sys.stderr, flush=True)
 
 
-def start(name: str, model: Path, threads: int) -> ContestantProcess:
-    """Start the process of engine `name` and wait until it has loaded."""
+def start(name: str, model: Path, threads: int, python: str = sys.executable) -> ContestantProcess:
+    """Start the process of engine `name` in `python` and wait until it has loaded."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "ops.bench.engine_contestants", name, str(model), str(threads)],
+        [python, "-m", "ops.bench.engine_contestants", name, str(model), str(threads)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -13,11 +13,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
 Prompts = list[list[int]]
+QUANTISATIONS: Final = {"packed": "file", "f16": "file", "int8": "int8"}
+"""The option of contestants whose name it is not; all others compute with full weights."""
 
 
 def clock_s() -> float:
@@ -62,10 +64,10 @@ class EmbeddedEngine:
             "served_name": "bench",
             "socket": "unused",
             "threads": threads,
-            "dtype": "fp32" if dtype == "packed" or dtype.endswith("f16") else dtype,
-            "quantisation": "file" if dtype in ("packed", "f16") else "none",
+            "dtype": "bf16" if dtype == "bf16" else "fp32",
+            "quantisation": QUANTISATIONS.get(dtype, "none"),
             "kv_memory_bytes": 1 << 29,
-            "context_tokens_max": 4096,
+            "context_tokens_max": 8192,
             "sequences_max": 32,
             "batch_tokens_max": 512,
             # The other engines do not speculate, and answers to random prompts repeat themselves.
@@ -78,6 +80,7 @@ class EmbeddedEngine:
         self._numbers = itertools.count(1)
         self._salt = b""
         self._kept = dtype
+        self._from_gguf = model.suffix == ".gguf"
 
     def generate(self, prompts: Prompts, tokens: int) -> float:
         number = next(self._numbers)
@@ -97,7 +100,7 @@ class EmbeddedEngine:
         if self._kept.endswith("f16") and cpu_kernels():
             # 16 bits per weight; rounded weights have a scale of 4 bytes per 32 weights.
             return int(shape.parameters() * (2 + 4 / 32 * (self._kept == "f16")))
-        if self._kept != "packed":
+        if self._kept not in ("packed", "int8") or not self._from_gguf:
             return self._loaded.weights_bytes
         # 4 bits per weight and 4 bytes per 32 weights; the head has 8 bits or is fp16.
         head = shape.vocabulary * shape.hidden
@@ -129,9 +132,9 @@ class EmbeddedEngine:
 
 
 class TransformersEngine:
-    """transformers' `generate` in fp32: the whole batch at once, its own KV cache."""
+    """transformers' `generate`: the whole batch at once, its own KV cache."""
 
-    def __init__(self, model: Path, threads: int) -> None:
+    def __init__(self, model: Path, threads: int, dtype: str = "float32") -> None:
         import torch
         from transformers import (  # type: ignore[import-not-found,unused-ignore]
             AutoModelForCausalLM,
@@ -146,7 +149,7 @@ class TransformersEngine:
             if model.is_dir()
             else {"pretrained_model_name_or_path": model.parent, "gguf_file": model.name}
         )
-        self._model: Any = loader.from_pretrained(**source, dtype=torch.float32).eval()
+        self._model: Any = loader.from_pretrained(**source, dtype=getattr(torch, dtype)).eval()
         self._cache: Any = None
 
     def generate(self, prompts: Prompts, tokens: int) -> float:
@@ -259,9 +262,11 @@ class LlamaCppEngine:
 
 
 def build(name: str, model: Path, threads: int) -> BenchEngine:
-    """Return the engine called `name`: `ours-DTYPE`, `transformers` or `llama.cpp...`."""
+    """Return the engine called `name`: `ours-KIND`, `transformers[-bf16]` or `llama.cpp...`."""
     if name == "transformers":
         return TransformersEngine(model, threads)
+    if name == "transformers-bf16":
+        return TransformersEngine(model, threads, "bfloat16")
     if name.startswith("llama.cpp"):
         return LlamaCppEngine(model, threads)
     return EmbeddedEngine(model, threads, name.removeprefix("ours-"))

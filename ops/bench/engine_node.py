@@ -41,7 +41,7 @@ END_S: Final = 30.0
 
 
 class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine of a node: its model is a file or a folder, its options those of the driver."""
+    """The engines of a node: their model is a file or a folder, their options the driver's."""
 
     name: str
     model: str
@@ -49,6 +49,8 @@ class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
     kv_memory_bytes: int = 600 * 1024**2
     context_tokens: int = 2048
     share_kv: bool = False
+    others: tuple[str, ...] = ()
+    """Further replicas of the same deployment on this node."""
     options: dict[str, str] = {}
 
 
@@ -94,8 +96,8 @@ async def bench_node(setup: NodeSetup) -> AsyncIterator[NodeClient]:
             process.kill()
 
 
-def a_spec(setup: NodeSetup) -> ReplicaSpec:
-    """Return the replica of a node."""
+def a_spec(setup: NodeSetup, name: str) -> ReplicaSpec:
+    """Return a replica of a node."""
     model = Path(setup.model)
     paths = sorted(model.iterdir()) if model.is_dir() else [model]
     files = [_artifact_file(path) for path in paths]
@@ -103,7 +105,7 @@ def a_spec(setup: NodeSetup) -> ReplicaSpec:
         source=f"file:{paths[0].parent}", files=tuple(files), digest=manifest_digest(files)
     )
     return ReplicaSpec(
-        replica_id=ReplicaId(setup.name),
+        replica_id=ReplicaId(name),
         deployment_id=DeploymentId("bench"),
         version=1,
         name="bench",
@@ -149,11 +151,13 @@ async def serve(setup: NodeSetup) -> None:
     app = DataPlaneServer(supervisor, PeerReplicaClient(None, time.monotonic), SECRET).app()
     async with serve_http(app, "127.0.0.1", 0) as port:
         survivors = await asyncio.to_thread(engines.survivors)
-        supervisor.start(a_spec(setup), survivors[0] if survivors else None)
-        replica = supervisor.replicas[ReplicaId(setup.name)]
+        found = {engine.spec.replica_id: engine for engine in survivors}
+        for name in (setup.name, *setup.others):
+            supervisor.start(a_spec(setup, name), found.get(ReplicaId(name)))
+        replicas = list(supervisor.replicas.values())
         input_ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
         try:
-            while not (replica.is_serving or input_ended.done()):  # noqa: ASYNC110
+            while not (all(replica.is_serving for replica in replicas) or input_ended.done()):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
             print(f"127.0.0.1:{port}", flush=True)
             await input_ended

@@ -25,12 +25,16 @@ from typing import Final
 import xxhash
 
 from isochrone.service.identity import Authority, make_csr, new_key_pem
+from isochrone.service.shared_window import OwnedWindow, receive_window
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import PopId
 
 BLOCK_BYTES: Final = 368_640
 RECORD_BYTES: Final = 256 * 1024
 """What an event loop reads and encrypts at once."""
+
+WINDOW_BYTES: Final = 16 * 1024 * 1024
+"""As large as an engine's."""
 
 ROUNDS: Final = 5
 
@@ -83,6 +87,31 @@ def join_chunks(content: bytearray) -> None:
         b"".join((b"5a000\r\n", block, b"\r\n"))
 
 
+class WindowPair:
+    """Both ends of a window: the sender's mapping, and the receiver's own."""
+
+    def __init__(self) -> None:
+        owned = OwnedWindow(WINDOW_BYTES)
+        first, second = socket.socketpair()
+        with first, second:
+            owned.send(first)
+            self._mapped = memoryview(receive_window(second, WINDOW_BYTES))
+        self._slots = memoryview(owned.memory)
+        self._device = bytearray(WINDOW_BYTES)
+
+    def move(self, content: bytearray) -> None:
+        """Copy blocks into the window with a checksum, check them, and copy them out of it."""
+        device, slots = memoryview(self._device), WINDOW_BYTES // BLOCK_BYTES
+        for number, block in enumerate(blocks_of(content)):
+            place = number % slots * BLOCK_BYTES
+            slot = slice(place, place + len(block))
+            self._slots[slot] = block
+            sent = xxhash.xxh3_128_digest(self._slots[slot])
+            if xxhash.xxh3_128_digest(self._mapped[slot]) != sent:
+                raise SystemExit("cannot measure: a block is wrong")
+            device[slot] = self._mapped[slot]
+
+
 class TlsPair:
     """Both ends of a TLS connection in memory, with keys as the nodes have them."""
 
@@ -130,9 +159,11 @@ def main() -> None:
     content = bytearray(os.urandom(megabytes * 1_000_000))
     with tempfile.TemporaryDirectory() as folder:
         tls = TlsPair(Path(folder))
+    window = WindowPair()
     rows: dict[str, Callable[[], object]] = {
         "raw copy over loopback TCP, both ends": lambda: copy_over_loopback(content),
         f"TLS ({tls.cipher}), both ends, without the socket": lambda: tls.send(content),
+        "a window, both ends: two copies and two checksums": lambda: window.move(content),
         "xxh3_128, one end": lambda: hash_all(content, lambda block: xxhash.xxh3_128_digest(block)),
         "SHA-256, one end": lambda: hash_all(content, lambda block: hashlib.sha256(block).digest()),
         "a chunk of a body without length, one relay": lambda: join_chunks(content),

@@ -34,7 +34,8 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_head,
 )
 from nodeagent.engine.server.kv_receiving import STORE_BYTES_MAX, read_blocks
-from nodeagent.engine.server.kv_sending import READ_BYTES_MAX, content_bytes
+from nodeagent.engine.server.kv_windows import PART_BYTES
+from nodeagent.engine.server.kv_writing import content_bytes
 from ops.bench.disaggregation import raw_copy_s
 from ops.sim.measure import percentile
 
@@ -76,7 +77,7 @@ async def prefill_engine(folder: Path) -> None:
 
     async def answer(request: web.Request) -> web.StreamResponse:
         overlaps = request.query["setting"] == SETTINGS[1]
-        most = (READ_BYTES_MAX if overlaps else SERIAL_READ_BYTES) // BLOCK_BYTES
+        most = (PART_BYTES if overlaps else SERIAL_READ_BYTES) // BLOCK_BYTES
         parts = [(first, min(most, BLOCKS - first)) for first in range(0, BLOCKS, most)]
         response = web.StreamResponse()
         await response.prepare(request)

@@ -1,12 +1,13 @@
 """The cost of one step's matrix products, by the format of the matrices and by rows.
 
-    python -m ops.bench.linear
+    python -m ops.bench.linear [--only "four bits" bf16]
 
 Matrices of SmolLM2-135M's shapes, twelve layers of them (42 million weights: more than the caches
 hold in fp32; in four bits they fit a large cache), one thread, processor time, best of a few
 rounds.
 """
 
+import argparse
 import time
 import warnings
 from collections.abc import Callable
@@ -73,6 +74,8 @@ KINDS: Final[dict[str, Callable[[Tensor], Linear]]] = {
     "Int4Linear (bf16 above 4 rows)": lambda weight: Int4Linear(in_groups(weight, 4)),
     "Native, four bits": lambda weight: native().pack_groups(in_groups(weight, 4)),
     "Native, eight bits": lambda weight: native().pack_groups(in_groups(weight, 8)),
+    "Native, four bits by bytes": lambda weight: native().pack_groups(in_groups(weight, 4), True),
+    "Native, eight bits by bytes": lambda weight: native().pack_groups(in_groups(weight, 8), True),
     "Native, rounded floats": lambda weight: native().pack_floats([weight.half()], rounded=True),
     "Native, fp16": lambda weight: native().pack_floats([weight.half()], rounded=False),
     "Native, fp32": lambda weight: native().pack_floats([weight], rounded=False),
@@ -95,12 +98,17 @@ def seconds(products: list[tuple[int, Linear]], rows: int) -> float:
 @torch.inference_mode()
 def main() -> None:
     """Print one row for each format."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of formats")
+    wanted = parser.parse_args().only
     torch.set_num_threads(1)
     torch.manual_seed(0)
     weights = [torch.randn(shape) * 0.02 for _ in range(LAYERS) for shape in SHAPES]
     print("| kept as | " + " | ".join(f"{rows} rows" for rows in ROWS) + " |")
     print("|---" * (len(ROWS) + 1) + "|")
     for name, kind in KINDS.items():
+        if not any(part in name for part in wanted):
+            continue
         products = [(weight.shape[1], kind(weight)) for weight in weights]
         times = " | ".join(f"{seconds(products, rows) * 1e3:.1f}" for rows in ROWS)
         print(f"| {name} | {times} |", flush=True)

@@ -1,12 +1,15 @@
 """Measures many models on one node whose device holds a few of them, against one that holds all.
 
     python -m ops.bench.overcommit [--models 13] [--overcommit 4] [--requests 120]
+    python -m ops.bench.overcommit --models 5 --overcommit 2.5 --trace 30 --prompts
 
 The node is the agent's own: supervisor, data-plane server and one embedded engine for each model,
 each with weights in a folder of its own. Requests go to the data plane as a router sends them, one
 after the other at random times, to models drawn from a Zipf distribution; the same requests go to
 both nodes, in blocks that alternate. A wake "from disk" is one whose weights were dropped from the
-page cache before.
+page cache before. `--trace` sends that many requests, each to a sleeping model and then a second
+one to the same model, awake, and shows where the time of the first goes; without lengths after
+`--prompts` there is no load.
 """
 
 import argparse
@@ -34,6 +37,7 @@ from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import DeploymentId, DeviceId, ModelId, ReplicaId
 from isochrone.wire.model import EngineSettings
 from isochrone.wire.report import ReplicaState
+from nodeagent import metrics
 from nodeagent.api.data_plane import DataPlaneServer
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.config import NodeConfig
@@ -51,6 +55,14 @@ CPU: Final = DeviceId("cpu")
 WORDS: Final = ("river", "stone", "cloud", "market", "winter", "letter", "garden", "silver")
 WARM_TIMEOUT_S: Final = 600.0
 ANSWER_TOKENS: Final = 8
+TRACED: Final = (
+    "TTFT of a sleeping model",
+    "of it: sleep of another",
+    "of it: wake",
+    "of it: the rest",
+    "TTFT of the same model, awake",
+)
+TRACED_WORDS: Final = 100
 BLOCK: Final = 10
 """The requests that one node gets before the other gets the same ones."""
 
@@ -249,6 +261,33 @@ async def measure_wakes(node: BenchNode, models: int, *, from_disk: bool) -> lis
     return took_ms
 
 
+async def trace_wakes(node: BenchNode, models: int, requests: int) -> dict[str, list[float]]:
+    """Return in ms where the time to first token of requests to sleeping models goes."""
+    chance = random.Random(requests)
+    spent: dict[str, list[float]] = {name: [] for name in TRACED}
+    for number in range(requests):
+        asleep = [model for model in range(models) if not node.is_awake(model)]
+        model = asleep[number % len(asleep)]
+        first, second = (
+            f"{number} {' '.join(chance.choices(WORDS, k=TRACED_WORDS))}" for _ in range(2)
+        )
+        await asyncio.sleep(1.0)  # longer than the others must stay awake
+        before = {kind: _switched_ms(kind) for kind in ("sleep", "wake")}
+        asleep_ms = await node.ttft_ms(model, first)
+        sleep_ms, wake_ms = (_switched_ms(kind) - ms for kind, ms in before.items())
+        awake_ms = await node.ttft_ms(model, second)
+        rest_ms = asleep_ms - sleep_ms - wake_ms
+        for name, ms in zip(TRACED, (asleep_ms, sleep_ms, wake_ms, rest_ms, awake_ms), strict=True):
+            spent[name].append(ms)
+    return spent
+
+
+def _switched_ms(kind: str) -> float:
+    """Return the time that this process's nodes have spent in sleeps or wakes."""
+    name = "isochrone_node_sleep_switch_seconds_sum"
+    return 1000 * (metrics.REGISTRY.get_sample_value(name, {"kind": kind}) or 0.0)
+
+
 def quantile(values: Sequence[float], share: float) -> float:
     """Return a quantile of values."""
     ordered = sorted(values)
@@ -289,6 +328,9 @@ async def measure(arguments: argparse.Namespace) -> None:
         for name, from_disk in (("page cache", False), ("disk", True)):
             wakes = await measure_wakes(node, models, from_disk=from_disk)
             print(_row(f"wake, weights in the {name}", wakes), flush=True)
+        for name, spent_ms in (await trace_wakes(node, models, arguments.trace)).items():
+            if spent_ms:
+                print(_row(f"{TRACED_WORDS} words, {name}", spent_ms), flush=True)
         for tokens in arguments.prompts:
             load = planned_load(
                 models, arguments.requests, arguments.interval_s, tokens, seed=tokens
@@ -313,7 +355,8 @@ def main() -> None:
     parser.add_argument("--overcommit", type=float, default=4.0)
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--interval-s", type=float, default=2.0)
-    parser.add_argument("--prompts", type=int, nargs="+", default=[100, 1000])
+    parser.add_argument("--prompts", type=int, nargs="*", default=[100, 1000])
+    parser.add_argument("--trace", type=int, default=0)
     asyncio.run(measure(parser.parse_args()))
 
 

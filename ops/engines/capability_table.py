@@ -37,7 +37,7 @@ def capability_table() -> str:
     rows += [
         ("over several nodes", *(_yes(one.over_nodes) for one in engines)),
         ("adapters (LoRA)", *(_condition(one.adapters) for one in engines)),
-        ("sleep of idle replicas", *(_condition(one.sleep) for one in engines)),
+        ("sleep of idle replicas", *(_sleep(one) for one in engines)),
         ("phases apart", *(one.handshake or "no" for one in engines)),
         ("changes its role without a restart", *(_change(one) for one in engines)),
         ("how KV is sent", *(_transfer(one) for one in engines)),
@@ -70,6 +70,11 @@ def _yes(is_able: bool) -> str:
 
 def _condition(when: str) -> str:
     return {"": "no", "always": "yes", "with_option": "with an option"}[when]
+
+
+def _sleep(one: EngineCapabilities) -> str:
+    where = "" if one.sleeps_on_cpu or not one.sleep else ", on GPUs"
+    return _condition(one.sleep) + where
 
 
 def _change(one: EngineCapabilities) -> str:

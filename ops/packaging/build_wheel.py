@@ -1,11 +1,13 @@
 """Build the wheel of this checkout: compiled request path, prebuilt kernels, any glibc from 2.28.
 
-    python -m ops.packaging.build_wheel [--python PYTHON ...] [--out dist]
+    python -m ops.packaging.build_wheel [--python PYTHON ...] [--out dist] [--key SSH_KEY]
 
 For each interpreter a wheel of its own, because extension modules fit one version of Python. Every
 object is compiled by `ziglang` for x86-64 without extensions and against glibc 2.28, whatever this
 machine has; the kernels are compiled once for each processor feature set that `build.VARIANTS`
 names, and the engine chooses among them when it starts. The work is done in a copy.
+
+Beside the wheels are their SHA-256 and, with a key, its signature (`release_sums.py`).
 """
 
 import argparse
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from nodeagent.engine.kernels.cpu import build
+from ops.packaging.release_sums import CannotSign, sign_sums, write_sums
 
 ROOT: Final = Path(__file__).parents[2]
 TARGET: Final = "x86_64-linux-gnu.2.28"
@@ -94,6 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", action="append", help="an interpreter; may be repeated")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    parser.add_argument("--key", type=Path, help="a private SSH key, which signs the release")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     compiler = [sys.executable, "-m", "ziglang", "cc"]
@@ -101,9 +105,17 @@ def main() -> None:
         folder = Path(name)
         checkout = copy_of_checkout(folder / "checkout")
         build_kernels(checkout, compiler)
+        wheels = []
         for python in arguments.python or [sys.executable]:
-            wheel = build_wheel(checkout, python, arguments.out.resolve(), folder)
-            sys.stdout.write(f"{wheel}\n")
+            wheels.append(build_wheel(checkout, python, arguments.out.resolve(), folder))
+            sys.stdout.write(f"{wheels[-1]}\n")
+    sums = write_sums(arguments.out, wheels)
+    sys.stdout.write(f"{sums}\n")
+    if arguments.key is not None:
+        try:
+            sys.stdout.write(f"{sign_sums(sums, arguments.key)}\n")
+        except CannotSign as error:
+            sys.exit(str(error))
 
 
 if __name__ == "__main__":

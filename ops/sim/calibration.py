@@ -1,6 +1,6 @@
 """Compare the simulator with a live fleet: replay its arrivals and print both distributions.
 
-    python -m ops.sim.calibration FILE.json
+    python -m ops.sim.calibration FILE.json [--replica flowing|boundaries|stepped]
 
 `ops.sim.calibrate` writes the file, with each replica's times when it was profiled alone, and each
 request with its time to first token. The replicas' rates are fitted to their times; the requests
@@ -20,7 +20,9 @@ from ops.fleet.cities import CITIES, round_trip_ms
 from ops.sim.cpu_share import OTHER_CPU_SHARE_MAX
 from ops.sim.measure import percentile
 from ops.sim.outcome import RunOutcome
+from ops.sim.replica import ReplicaKind, SimulatedReplica
 from ops.sim.run import simulate
+from ops.sim.stepped_replica import REPLICA_KINDS
 from ops.sim.traces import TraceRequest
 from ops.sim.world import EngineProfile, ReplicaSite, RoutingWorld
 
@@ -165,7 +167,11 @@ def demo_world(replicas: Sequence[FittedReplica]) -> RoutingWorld:
     )
 
 
-def replay(live: LiveMeasurements, replicas: Sequence[FittedReplica]) -> RunOutcome:
+def replay(
+    live: LiveMeasurements,
+    replicas: Sequence[FittedReplica],
+    kind: ReplicaKind = SimulatedReplica,
+) -> RunOutcome:
     """Simulate the same arrivals."""
     pops: list[str] = [city.pop for city in CITIES]
     requests = [
@@ -181,7 +187,8 @@ def replay(live: LiveMeasurements, replicas: Sequence[FittedReplica]) -> RunOutc
         )
         for played in live.asked
     ]
-    return simulate(demo_world(replicas), requests, 1.0, live.words_age_s, "ours")
+    world = demo_world(replicas)
+    return simulate(world, requests, 1.0, live.words_age_s, "ours", replica_kind=kind)
 
 
 def ks_distance(first: Sequence[float], second: Sequence[float]) -> float:
@@ -284,7 +291,9 @@ def main() -> None:
     """Print the fitted rates and the table."""
     parser = argparse.ArgumentParser(prog="python -m ops.sim.calibration")
     parser.add_argument("file", type=Path)
-    live = read_measurements(parser.parse_args().file)
+    parser.add_argument("--replica", choices=REPLICA_KINDS, default="flowing", help="its model")
+    arguments = parser.parse_args()
+    live = read_measurements(arguments.file)
     for when, share in zip(("the profile", "the run"), live.others, strict=False):
         warning = ": the machine was not idle" if share > OTHER_CPU_SHARE_MAX else ""
         print(f"other processes took {100 * share:.1f} % of the machine during {when}{warning}")
@@ -298,7 +307,7 @@ def main() -> None:
             f"{1000 * replica.overhead_s:.1f} ms overhead"
         )
     print()
-    outcome = replay(live, replicas)
+    outcome = replay(live, replicas, REPLICA_KINDS[arguments.replica])
     print(distribution_table(live, outcome, replicas))
     if live.errors:
         print(prediction_errors_line(live, outcome))

@@ -7,9 +7,9 @@ Each engine runs alone, without a router. The engine is profiled first: single p
 lengths, then several answers at once. The simulated replica's rates are fitted to this profile
 only. Then requests of drawn lengths come at random times, none with another's prefix, and the
 simulated replica gets the same requests at the same times. Time to first token, and each answer's
-mean time between tokens. Under four minutes for both engines on an idle machine of two cores; other
-load makes the figures worthless, so the average load is in the table. `make test-engines` installs
-vLLM.
+mean time between tokens, with a row for each model of a replica (`stepped_replica.py`). Under four
+minutes for both engines on an idle machine of two cores; other load makes the figures worthless, so
+the average load is in the table. `make test-engines` installs vLLM.
 """
 
 import argparse
@@ -35,7 +35,8 @@ from nodeagent.host.engines import EngineProcess
 from ops.engines.vllm_cpu import small_chat_model
 from ops.sim.calibration import ITL_TOKENS_MIN, FittedReplica, ProfileProbe, fit_replicas
 from ops.sim.measure import percentile
-from ops.sim.replica import ReplicaJob, SimulatedReplica
+from ops.sim.replica import ReplicaJob, ReplicaKind, SimulatedReplica
+from ops.sim.stepped_replica import REPLICA_KINDS
 from ops.sim.traces import TraceRequest
 from ops.sim.world import ReplicaSite
 from tests.builders import GIB, a_spec
@@ -231,11 +232,13 @@ async def play(
 
 
 def simulate_answers(
-    fitted: FittedReplica, measured: Sequence[MeasuredAnswer]
+    fitted: FittedReplica,
+    measured: Sequence[MeasuredAnswer],
+    kind: ReplicaKind = SimulatedReplica,
 ) -> list[MeasuredAnswer]:
     """Give a simulated replica the same requests at the same times."""
     rates = fitted.profile
-    replica = SimulatedReplica(ReplicaSite(0, 0, rates, rates.prefill_tokens_per_s))
+    replica = kind(ReplicaSite(0, 0, rates, rates.prefill_tokens_per_s), None)
     coming = sorted(measured, key=lambda one: one.sent_s, reverse=True)
     sent_s: list[float] = []
     found = []
@@ -314,8 +317,9 @@ async def compare(name: str, engine: EngineUnderTest, loads: Sequence[int], seco
                     fitted, load, seconds, longest / PROFILE_WORDS[-1], 11 + number
                 )
                 measured = await play(process, requests, chance)
-                simulated = simulate_answers(fitted, measured)
-                print(row(f"{name} | {load} %", measured, simulated), flush=True)
+                for model, kind in REPLICA_KINDS.items():
+                    simulated = simulate_answers(fitted, measured, kind)
+                    print(row(f"{name}, {model} | {load} %", measured, simulated), flush=True)
 
 
 def main() -> int:

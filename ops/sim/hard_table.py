@@ -2,6 +2,7 @@
 
     python -m ops.sim.hard_table [--data FOLDER] [--out FILE.csv] [--table FILE.md] [--processes N]
         [--requests N] [--draw N] [--world WORD] [--load N ...] [--age S ...] [--policy NAME ...]
+        [--replica flowing|boundaries|stepped]
 
 The oracle does not depend on the age of information. Its figures are the best of ORACLES, each
 figure apart. Load counts the hits that the oracle reaches in that world.
@@ -23,6 +24,7 @@ from ops.sim.hard_worlds import WORLDS, HardWorld
 from ops.sim.measure import PolicyRun, RunFigures, RunSetting, summarize, write_runs
 from ops.sim.policy_choice import RIVAL_NAMES
 from ops.sim.run import simulate
+from ops.sim.stepped_replica import REPLICA_KINDS
 from ops.sim.traces import TraceRequest
 from ops.sim.world import RoutingWorld
 
@@ -45,6 +47,7 @@ class TableOptions(NamedTuple):
     loads: Sequence[int]
     ages_s: Sequence[float]
     policies: Sequence[str]
+    replica_kind: str = "flowing"
 
 
 class PreparedWorld(NamedTuple):
@@ -54,6 +57,7 @@ class PreparedWorld(NamedTuple):
     fleet: RoutingWorld
     requests: Sequence[TraceRequest]
     cached_share: float
+    replica_kind: str = "flowing"
 
     def speed(self, load: int) -> float:
         """Return the factor that gives a load in percent."""
@@ -63,7 +67,10 @@ class PreparedWorld(NamedTuple):
         """Run one policy and sum it up."""
         speed = self.speed(load)
         losses = self.hard.losses(self.fleet, self.requests[-1].at_s / speed, draw)
-        outcome = simulate(self.fleet, self.requests, speed, age_s, policy, losses=losses)
+        kind = REPLICA_KINDS[self.replica_kind]
+        outcome = simulate(
+            self.fleet, self.requests, speed, age_s, policy, losses=losses, replica_kind=kind
+        )
         return summarize(policy, outcome)
 
 
@@ -71,7 +78,7 @@ def prepare(hard: HardWorld, options: TableOptions) -> PreparedWorld:
     """Build a world, and measure the share of prompts that an oracle finds cached there."""
     fleet = hard.build(options.folder, options.draw)
     requests = hard.requests(options.folder, options.requests_max, options.draw)
-    nominal = PreparedWorld(hard, fleet, requests, hard.case.cached_share)
+    nominal = PreparedWorld(hard, fleet, requests, hard.case.cached_share, options.replica_kind)
     hit = nominal.run(ORACLES[1], 80, 1.0, options.draw).hit if nominal.cached_share else 0.0
     return nominal._replace(cached_share=hit / 100)
 
@@ -136,6 +143,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--load", type=int, nargs="*", default=list(LOADS), help="in percent")
     parser.add_argument("--age", type=float, nargs="*", default=list(AGES_S), help="in seconds")
     parser.add_argument("--policy", nargs="*", default=["ours", *RIVAL_NAMES])
+    parser.add_argument("--replica", choices=REPLICA_KINDS, default="flowing", help="its model")
     return parser.parse_args()
 
 
@@ -154,6 +162,7 @@ def main() -> int:
         arguments.load,
         arguments.age,
         arguments.policy,
+        arguments.replica,
     )
     worlds = [n for n, world in enumerate(WORLDS) if arguments.world in world.name]
     tasks = [(world, load, options) for world, load in product(worlds, arguments.load)]

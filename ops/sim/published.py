@@ -1,15 +1,17 @@
 """The simulated replica against the throughput that NVIDIA publishes for Llama 3.3 70B.
 
-    python -m ops.sim.published
+    python -m ops.sim.published [--replica flowing|boundaries|stepped]
 
 Source: TensorRT-LLM 1.0, docs/source/performance/perf-overview.md (commit 00f37686): FP8, no limit
 on the arrival rate, output tokens per second of the whole replica. Each row has 3,000 requests; the
 time in which the first third and the last ones run does not count.
 """
 
+import argparse
 from typing import Final, NamedTuple
 
-from ops.sim.replica import ReplicaJob, SimulatedReplica
+from ops.sim.replica import ReplicaJob, ReplicaKind
+from ops.sim.stepped_replica import REPLICA_KINDS
 from ops.sim.traces import TraceRequest
 from ops.sim.world import LLAMA_70B_TODAY, EngineProfile, ReplicaSite
 
@@ -38,9 +40,11 @@ PUBLISHED: Final = (
 )
 
 
-def output_tokens_per_s(profile: EngineProfile, prompt_tokens: int, output_tokens: int) -> float:
+def output_tokens_per_s(
+    profile: EngineProfile, prompt_tokens: int, output_tokens: int, kind: ReplicaKind
+) -> float:
     """Return the throughput of a replica that always has requests waiting."""
-    replica = SimulatedReplica(ReplicaSite(0, 0, profile, profile.prefill_tokens_per_s))
+    replica = kind(ReplicaSite(0, 0, profile, profile.prefill_tokens_per_s), None)
     waiting = [
         ReplicaJob(
             TraceRequest(number, 0.0, prompt_tokens, output_tokens, (), 64, "", 0.0),
@@ -64,11 +68,14 @@ def output_tokens_per_s(profile: EngineProfile, prompt_tokens: int, output_token
 
 def main() -> None:
     """Print a row for each length."""
+    parser = argparse.ArgumentParser(prog="python -m ops.sim.published")
+    parser.add_argument("--replica", choices=REPLICA_KINDS, default="flowing", help="its model")
+    kind = REPLICA_KINDS[parser.parse_args().replica]
     print("| prompt, answer | 2 x H100, published | simulated | 1 x H200, published | simulated |")
     print("|---|---|---|---|---|")
     for row in PUBLISHED:
         large, small = (
-            output_tokens_per_s(profile, row.prompt_tokens, row.output_tokens)
+            output_tokens_per_s(profile, row.prompt_tokens, row.output_tokens, kind)
             for profile in LLAMA_70B_TODAY
         )
         print(

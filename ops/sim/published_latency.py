@@ -1,6 +1,6 @@
 """The simulated replica against the latencies that NVIDIA publishes for Llama 3.3 70B.
 
-    python -m ops.sim.published_latency
+    python -m ops.sim.published_latency [--replica flowing|boundaries|stepped]
 
 Source: NVIDIA NIM LLM benchmarking guide 1.0.0, "Performance" (docs.nvidia.com/nim/benchmarking/
 llm/1.0.0/performance): Llama-3.3-70b-instruct, NIM 1.8.0, two H100 80G, fp8, TP2, means by the
@@ -8,11 +8,13 @@ number of requests at once: a client sends a request as soon as its last one has
 the simulated replica are those of `LLAMA_70B_TODAY`, which were not fitted to these figures.
 """
 
+import argparse
 import statistics
 from collections import deque
 from typing import Final, NamedTuple
 
-from ops.sim.replica import ReplicaJob, SimulatedReplica
+from ops.sim.replica import ReplicaJob, ReplicaKind
+from ops.sim.stepped_replica import REPLICA_KINDS
 from ops.sim.traces import TraceRequest
 from ops.sim.world import LLAMA_70B_TODAY, EngineProfile, ReplicaSite
 
@@ -59,9 +61,11 @@ class SimulatedLatency(NamedTuple):
     itl_ms: float
 
 
-def simulate_clients(profile: EngineProfile, row: PublishedLatency) -> SimulatedLatency:
+def simulate_clients(
+    profile: EngineProfile, row: PublishedLatency, kind: ReplicaKind
+) -> SimulatedLatency:
     """Return the mean times of a replica with so many clients."""
-    replica = SimulatedReplica(ReplicaSite(0, 0, profile, profile.prefill_tokens_per_s))
+    replica = kind(ReplicaSite(0, 0, profile, profile.prefill_tokens_per_s), None)
     waiting: deque[tuple[int, float]] = deque((number, 0.0) for number in range(row.clients))
     sent_s: dict[int, float] = {}
     ttft_s: list[float] = []
@@ -92,10 +96,13 @@ def simulate_clients(profile: EngineProfile, row: PublishedLatency) -> Simulated
 
 def main() -> None:
     """Print a row for each length and number of clients."""
+    parser = argparse.ArgumentParser(prog="python -m ops.sim.published_latency")
+    parser.add_argument("--replica", choices=REPLICA_KINDS, default="flowing", help="its model")
+    kind = REPLICA_KINDS[parser.parse_args().replica]
     print("| prompt, answer | at once | TTFT ms, published | simulated | ITL ms | simulated |")
     print("|---|---|---|---|---|---|")
     for row in PUBLISHED:
-        found = simulate_clients(LLAMA_70B_TODAY.large, row)
+        found = simulate_clients(LLAMA_70B_TODAY.large, row, kind)
         print(
             f"| {row.prompt_tokens}, {row.output_tokens} | {row.clients} "
             f"| {row.ttft_ms:.0f} | {found.ttft_ms:.0f} ({found.ttft_ms / row.ttft_ms:.2f}) "

@@ -29,7 +29,7 @@ BLOCK_TOKENS: Final = 16
 ALL_ROUTERS: Final = -1
 """Stands for a PoP without requests: to it, every token is another router's."""
 
-_TOLERANCE: Final = 1e-6
+TOLERANCE: Final = 1e-6
 
 
 class ReplicaJob:
@@ -187,26 +187,10 @@ class SimulatedReplica:
         """Let time pass until now; return the jobs with a first token and those that ended."""
         self._advance(now_s)
         events = StepEvents([], [])
-        if self.reading is not None and self.reading.work_left <= _TOLERANCE:
-            job = self.reading
-            if not job.first_token_at_s:
-                job.first_token_at_s = now_s
-                self.prefill_tokens -= job.request.prompt_tokens
-                self.pending_prefill_tokens -= job.pending_prefill_tokens
-                self._pending_by_pop[job.pop] -= job.pending_prefill_tokens
-                events.first_tokens.append(job)
-            self._memory.put(job.request, self._grown_tokens())
-            self._begin_decoding(job)
+        if self.reading is not None and self.reading.work_left <= TOLERANCE:
+            self._end_reading(self.reading, events)
             self._read_next()
-        while self._decoding and self._decoding[0][0] <= self._tokens_given + _TOLERANCE:
-            job = heappop(self._decoding)[2]
-            self._end_decoding(job)
-            self.running -= 1
-            self.decode_tokens -= job.needed_tokens - job.request.prompt_tokens
-            self._decode_by_pop[job.pop] -= job.needed_tokens - job.request.prompt_tokens
-            events.ended.append(job)
-        while self._must_preempt() and self._memory.free_tokens(self._grown_tokens()) <= 0.5:
-            self._preempt_newest()
+        self._end_answers(events)
         if self.reading is None:
             self._read_next()
         if events.first_tokens or events.ended:
@@ -259,15 +243,9 @@ class SimulatedReplica:
         return min(count * request.block_tokens, request.prompt_tokens - 1)
 
     def work(self, request: TraceRequest, cached: int, generated_tokens: int = 0) -> float:
-        """Return a prompt's prefill work in tokens at the beginning of a prompt.
-
-        Deeper tokens cost more; a short prompt takes at least one step.
-        """
-        tokens = request.prompt_tokens + generated_tokens
-        depth = (tokens + cached) / 2
-        profile = self.site.profile
-        work = (tokens - cached) * (1 + depth / profile.attention_tokens)
-        return max(work, profile.step_s * self.site.true_rate)
+        """Return a prompt's prefill work in tokens at its beginning; at least that of a step."""
+        work = self._tokens_work(request, cached, generated_tokens)
+        return max(work, self.site.profile.step_s * self.site.true_rate)
 
     def read_speed(self) -> float:
         """Return the prefill work per second while a prompt is read."""
@@ -294,6 +272,12 @@ class SimulatedReplica:
     def shared_prefix_events(self) -> Sequence[SharedPrefixEvent]:
         """Events of the prefixes that several prompts have in common, oldest first."""
         return self._memory.events
+
+    def _tokens_work(self, request: TraceRequest, cached: int, generated_tokens: int) -> float:
+        # Deeper tokens cost more.
+        tokens = request.prompt_tokens + generated_tokens
+        depth = (tokens + cached) / 2
+        return (tokens - cached) * (1 + depth / self.site.profile.attention_tokens)
 
     def _report_at(self, at_s: float) -> SimulatedLoadReport:
         return self._history[max(0, bisect_right(self._history_at_s, at_s) - 1)]
@@ -325,8 +309,7 @@ class SimulatedReplica:
 
     def _prefill_step(self) -> StepProgress:
         """Return what a step reads of a prompt, and how long it takes."""
-        profile, rate = self.site.profile, self.site.true_rate
-        decodes_s = self._decodes_s()
+        profile, rate, decodes_s = self.site.profile, self.site.true_rate, self._decodes_s()
         whole_s = profile.chunk_tokens / rate + decodes_s
         if not self._decoding or whole_s <= profile.interval_s:
             return StepProgress(profile.chunk_tokens, whole_s)
@@ -336,8 +319,7 @@ class SimulatedReplica:
         return StepProgress(read_s * rate, read_s + decodes_s)
 
     def _advance(self, now_s: float) -> None:
-        took_s = now_s - self._now_s
-        if took_s > 0:
+        if (took_s := now_s - self._now_s) > 0:
             read_speed, decode_speed = self._read_speed(), self._decode_speed()
             if self.reading is not None:
                 self.reading.work_left -= took_s * read_speed
@@ -347,22 +329,31 @@ class SimulatedReplica:
 
     def _read_next(self) -> None:
         self.reading = None
+        if (job := self._beginning()) is not None:
+            self.reading = job
+            job.work_left = self.work(job.request, self._hold(job), job.generated_tokens)
+
+    def _beginning(self) -> ReplicaJob | None:
+        """Return the queued request that can begin to be read now, if there is any."""
         if not self.queue or len(self._decoding) >= self.site.profile.sequences_max:
-            return
-        job, grown_tokens = self._next_in_queue(), self._grown_tokens()
+            return None
+        job = self._next_in_queue()
         if self._decoding and not self._memory.has_room(
-            job.request, job.generated_tokens, grown_tokens
+            job.request, job.generated_tokens, self._grown_tokens()
         ):
-            return
+            return None
+        return job
+
+    def _hold(self, job: ReplicaJob) -> int:
+        """Take a request from the queue and memory for it; return how many tokens are cached."""
         self.queue.remove(job)
-        self.reading = job
         job.began_s = self._now_s
-        self._memory.trim(grown_tokens)
+        self._memory.trim(self._grown_tokens())
         cached_tokens = self.cached(job.request)
         if not job.first_token_at_s:
             job.cached_tokens = cached_tokens
-        job.work_left = self.work(job.request, cached_tokens, job.generated_tokens)
         self._memory.hold(job.request, job.generated_tokens)
+        return cached_tokens
 
     def _next_in_queue(self) -> ReplicaJob:
         """Return the queued request to read next: a preempted one, or the first by the order."""
@@ -382,6 +373,29 @@ class SimulatedReplica:
         self._joined_tokens -= job.read_tokens
         self._context_base -= job.read_tokens - job.given_at_join
         self._memory.release(job.request, job.generated_tokens)
+
+    def _end_reading(self, job: ReplicaJob, events: StepEvents) -> None:
+        """Let a prompt that was read begin to decode."""
+        if not job.first_token_at_s:
+            job.first_token_at_s = self._now_s
+            self.prefill_tokens -= job.request.prompt_tokens
+            self.pending_prefill_tokens -= job.pending_prefill_tokens
+            self._pending_by_pop[job.pop] -= job.pending_prefill_tokens
+            events.first_tokens.append(job)
+        self._memory.put(job.request, self._grown_tokens())
+        self._begin_decoding(job)
+
+    def _end_answers(self, events: StepEvents) -> None:
+        """End the sequences that have all of their tokens; preempt some if the pool is full."""
+        while self._decoding and self._decoding[0][0] <= self._tokens_given + TOLERANCE:
+            job = heappop(self._decoding)[2]
+            self._end_decoding(job)
+            self.running -= 1
+            self.decode_tokens -= job.needed_tokens - job.request.prompt_tokens
+            self._decode_by_pop[job.pop] -= job.needed_tokens - job.request.prompt_tokens
+            events.ended.append(job)
+        while self._must_preempt() and self._memory.free_tokens(self._grown_tokens()) <= 0.5:
+            self._preempt_newest()
 
     def _must_preempt(self) -> bool:
         """Return whether a full pool would stop a sequence: one alone goes on."""
@@ -425,6 +439,10 @@ class SimulatedReplica:
 
 QueueOrder = Callable[[SimulatedReplica, ReplicaJob, float], float]
 """Sort key of a request in a replica's queue now; of equal ones the first to arrive is first."""
+
+
+ReplicaKind = Callable[[ReplicaSite, QueueOrder | None], SimulatedReplica]
+"""A model of a replica."""
 
 
 def due_order(_replica: SimulatedReplica, job: ReplicaJob, now_s: float) -> float:

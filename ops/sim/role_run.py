@@ -19,7 +19,7 @@ from nodeagent.decide.prefill_leg import (
 from ops.sim.isochrone_policy import route_table
 from ops.sim.outcome import RunOutcome
 from ops.sim.policies import RoutingPolicy
-from ops.sim.replica import QueueOrder, ReplicaJob, SimulatedReplica, StepEvents
+from ops.sim.replica import QueueOrder, ReplicaJob, ReplicaKind, SimulatedReplica, StepEvents
 from ops.sim.role_policies import (
     LLMD_THRESHOLD,
     LlmdRolesPolicy,
@@ -98,7 +98,9 @@ class RoleSimulation(Simulation):
             gaps += self._role_replica(replica).gaps
         return RoleOutcome(outcome, gaps, self.choices)
 
-    def _create_replicas(self, queue_order: QueueOrder | None) -> list[SimulatedReplica]:
+    def _create_replicas(
+        self, kind: ReplicaKind, queue_order: QueueOrder | None
+    ) -> list[SimulatedReplica]:
         return [RoleReplica(site, LINK_BYTES_PER_S) for site in self._world.sites]
 
     def _create_policies(

@@ -21,7 +21,7 @@ from ops.sim.oracle import OraclePolicy
 from ops.sim.outcome import RunOutcome, SendEvent, ServedRequest
 from ops.sim.policies import RoutingPolicy
 from ops.sim.policy_choice import create_policies
-from ops.sim.replica import QueueOrder, ReplicaJob, SimulatedReplica, StepEvents
+from ops.sim.replica import QueueOrder, ReplicaJob, ReplicaKind, SimulatedReplica, StepEvents
 from ops.sim.rivals import RivalPolicy
 from ops.sim.router import OUTPUT_TOKENS_ASSUMED, SimulatedRouter
 from ops.sim.traces import TraceRequest
@@ -79,6 +79,7 @@ class Simulation:
         processes: int = 1,
         losses: Sequence[ReplicaLoss] = (),
         queue_order: QueueOrder | None = None,
+        replica_kind: ReplicaKind = SimulatedReplica,
     ) -> None:
         self.now_s = 0.0
         self._processes = processes
@@ -87,7 +88,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         """Heap of (time, number, function, arguments)."""
         self._event_count = 0
-        self._replicas = self._create_replicas(queue_order)
+        self._replicas = self._create_replicas(replica_kind, queue_order)
         self._settle_numbers = [0] * len(self._replicas)
         """For each replica, the number of its last planned `settle`: earlier ones are obsolete."""
         self._routers = [
@@ -111,8 +112,10 @@ class Simulation:
             pop = min(len(shares) - 1, bisect_right(shares, request.place))
             self._schedule(request.at_s / speed, self._arrive, request, pop)
 
-    def _create_replicas(self, queue_order: QueueOrder | None) -> list[SimulatedReplica]:
-        return [SimulatedReplica(site, queue_order) for site in self._world.sites]
+    def _create_replicas(
+        self, kind: ReplicaKind, queue_order: QueueOrder | None
+    ) -> list[SimulatedReplica]:
+        return [kind(site, queue_order) for site in self._world.sites]
 
     def _create_policies(
         self, name: str, requests: Sequence[TraceRequest]
@@ -432,11 +435,15 @@ def simulate(
     processes: int = 1,
     losses: Sequence[ReplicaLoss] = (),
     queue_order: QueueOrder | None = None,
+    replica_kind: ReplicaKind = SimulatedReplica,
 ) -> RunOutcome:
     """Run once; the same arguments give the same outcome.
 
     `speed` divides the arrival times of the trace. With `processes`, each so many consecutive PoPs
     are processes of one router, which share what was answered where. `losses` are the replicas that
-    die during the run. `queue_order` is that of the replicas' queues, if not ours.
+    die during the run. `queue_order` is that of the replicas' queues, if not ours; `replica_kind`
+    the model of a replica (`stepped_replica.py`).
     """
-    return Simulation(world, requests, speed, age_s, policy, processes, losses, queue_order).run()
+    return Simulation(
+        world, requests, speed, age_s, policy, processes, losses, queue_order, replica_kind
+    ).run()

@@ -1,16 +1,12 @@
 """Decides how many requests of batches may run: only what interactive requests leave free. Pure.
 
-Rule 1: an engine that preempts runs a request of a client at once, in the place of an item. So
-items may take all of its sequences, and a few wait in its queue, for when a sequence ends.
-Rule 2: other engines keep some sequences free: a client's request begins there without waiting.
-Each turn fills half of the other free ones, because several routers may fill a replica.
+A request of a client takes the place of an item at once: its node preempts the item, or its engine
+does (the embedded one). So items may take all sequences of an engine, and a few wait in its queue,
+for when a sequence ends.
 """
 
 from collections.abc import Sequence
-from math import ceil
-from typing import Final
-
-from isochrone.batch_sequences import sequences_for_items
+from typing import Final, NamedTuple
 
 TOKENS_SHARE: Final = 0.7
 """The share of a replica's tokens in flight that batches may use, counting interactive requests.
@@ -20,15 +16,17 @@ QUEUE_FACTOR: Final = 2
 """Items are leased ahead of their turn, so that the next one begins when one ends."""
 
 SURPLUS_SHARE: Final = 0.125
-"""Items that wait in the queue of an engine that preempts, as a share of its sequences: the next
-one begins without a round trip to a router."""
-
-STARTED_SHARE: Final = 0.5
-"""The part of the free places that a turn fills where items are not preempted. If several routers
-filled a replica at once, it would refuse requests of clients."""
+"""Items that wait in the queue of a replica, as a share of its sequences: the next one begins
+without a round trip to a router."""
 
 UNKNOWN_ITEMS: Final = 4
 """Items at once on a replica that has not said how many sequences its engine runs."""
+
+
+class PreemptedItem(NamedTuple):
+    """An item that clients' requests have preempted so often, and that found no other place."""
+
+    preemptions: int
 
 
 class ReplicaRoom:
@@ -49,14 +47,10 @@ class ReplicaRoom:
         self.requests = requests
 
 
-def free_places(replica: ReplicaRoom, *, preempts: bool) -> int:
-    """Return how many more items a replica takes, whose engine `preempts` or does not."""
-    sequences = replica.sequences_max
-    if preempts:
-        allowed = sequences + max(1, int(SURPLUS_SHARE * sequences))
-        return max(0, allowed - replica.requests)
-    # Other routers see the same room, and what they send is known here seconds later.
-    return ceil(STARTED_SHARE * max(0, sequences_for_items(sequences) - replica.requests))
+def free_places(replica: ReplicaRoom) -> int:
+    """Return how many more items a replica takes."""
+    allowed = replica.sequences_max + max(1, int(SURPLUS_SHARE * replica.sequences_max))
+    return max(0, allowed - replica.requests)
 
 
 def requests_max(
@@ -64,7 +58,6 @@ def requests_max(
     running: int,
     item_tokens: int,
     *,
-    preempts: bool,
     per_replica_max: int | None = None,
 ) -> int:
     """Return how many items of a deployment may run now, `running` of which do.
@@ -76,7 +69,7 @@ def requests_max(
     if per_replica_max is not None:
         limit = per_replica_max * len(replicas)
     elif all(replica.sequences_max for replica in replicas):
-        limit = running + sum([free_places(replica, preempts=preempts) for replica in replicas])
+        limit = running + sum([free_places(replica) for replica in replicas])
     else:
         limit = UNKNOWN_ITEMS * len(replicas)
     free_tokens = sum(

@@ -2,13 +2,14 @@
 
 Items are leased from the scheduler a little ahead of their turn and answered like other requests,
 at the lowest priority. A turn sends results, renews leases and leases more. An item whose lease was
-lost is dropped: another router answers it, or its batch has ended.
+lost is dropped: another router answers it, or its batch has ended. An item that a node preempted
+for a client's request stays here and is sent again in the next turn, before others.
 """
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from typing import Final, NamedTuple
 
 import msgspec
@@ -22,12 +23,12 @@ from isochrone.wire.batches import (
     LeasedItems,
     LeaseItems,
 )
-from isochrone.wire.engine_capabilities import capabilities_of
 from isochrone.wire.errors import ApiError
 from isochrone.wire.routes import DeploymentEntry, Route
 from router.batch_client import BatchClient
 from router.decide.batch_room import (
     QUEUE_FACTOR,
+    PreemptedItem,
     ReplicaRoom,
     requests_max,
 )
@@ -39,7 +40,9 @@ OUTPUT_TOKENS_ASSUMED: Final = 256
 BYTES_PER_TOKEN: Final = 4
 RESULT_BYTES_MAX: Final = wire.WORK_BYTES_MAX // 2
 
-AnswerItem = Callable[[LeasedItem], Awaitable[ItemResult]]
+AnswerItem = Callable[[LeasedItem, int], Awaitable[ItemResult | PreemptedItem]]
+"""Answers an item that was preempted so many times before."""
+
 _LEASED: Final = msgspec.msgpack.Decoder(LeasedItems)
 
 
@@ -56,13 +59,27 @@ class DeploymentWork:
     def __init__(self) -> None:
         self.waiting: deque[LeasedItem] = deque()
         self.running: dict[ItemRef, asyncio.Task[None]] = {}
+        self.preempted: list[LeasedItem] = []
+        """Items that wait for the next turn."""
+        self.preemptions: dict[ItemRef, int] = {}
+        """How often an item was preempted, if it was."""
         self.item_tokens = 2 * OUTPUT_TOKENS_ASSUMED
         """The average of what recent items were expected to take."""
 
     @property
     def refs(self) -> list[ItemRef]:
         """The items held, waiting or running."""
-        return [*self.running, *[item.ref for item in self.waiting]]
+        return [*self.running, *[item.ref for item in (*self.preempted, *self.waiting)]]
+
+    def drop(self, lost: Collection[ItemRef]) -> None:
+        """Forget items, and stop those that run."""
+        for ref in lost:
+            self.preemptions.pop(ref, None)
+            task = self.running.get(ref)
+            if task is not None:
+                task.cancel()
+        self.waiting = deque(item for item in self.waiting if item.ref not in lost)
+        self.preempted = [item for item in self.preempted if item.ref not in lost]
 
 
 class AnswerBatches:
@@ -101,7 +118,9 @@ class AnswerBatches:
             # Results are kept, and the leases run for a while.
             log.warning("batch service", extra={"fields": {"reason": error.message[:200]}})
             return AnsweredCounts(0, 0)
-        for name in list(self._work):
+        for name, work in list(self._work.items()):
+            work.waiting.extendleft(reversed(work.preempted))
+            work.preempted.clear()
             self._start(name)
         return AnsweredCounts(leased, returned)
 
@@ -144,19 +163,13 @@ class AnswerBatches:
             wire.LEASE_PATH, LeaseItems(wanted=wanted, holds=tuple(holds[: 4 * wire.LEASED_MAX]))
         )
         leased = _LEASED.decode(body)
-        self._drop(leased.lost)
+        lost = frozenset(leased.lost)
+        for work in self._work.values():
+            work.drop(lost)
         for item in leased.items:
             name = self._fleet.directory.base_of(_model_of(item.body))
             self._work.setdefault(name, DeploymentWork()).waiting.append(item)
         return len(leased.items)
-
-    def _drop(self, lost: Sequence[ItemRef]) -> None:
-        for work in self._work.values():
-            for ref in lost:
-                task = work.running.get(ref)
-                if task is not None:
-                    task.cancel()
-            work.waiting = deque(item for item in work.waiting if item.ref not in lost)
 
     def _requests_max(self, entry: DeploymentEntry) -> int:
         """Return how many items of a deployment may run now."""
@@ -171,7 +184,6 @@ class AnswerBatches:
             rooms,
             len(work.running) if work is not None else 0,
             work.item_tokens if work is not None else 2 * OUTPUT_TOKENS_ASSUMED,
-            preempts=capabilities_of(entry.engine).preempts,
             per_replica_max=self._per_replica_max,
         )
 
@@ -197,14 +209,19 @@ class AnswerBatches:
             tokens = len(item.body) // BYTES_PER_TOKEN + OUTPUT_TOKENS_ASSUMED
             work.item_tokens = (7 * work.item_tokens + tokens) // 8
             work.running[item.ref] = asyncio.create_task(self._run(name, item))
-        if not work.waiting and not work.running:
+        if not work.refs:
             del self._work[name]
 
     async def _run(self, name: str, item: LeasedItem) -> None:
         """Answer one item, and start the next one."""
         work = self._work[name]
         try:
-            self._results.append(await self._answer(item))
+            answer = await self._answer(item, work.preemptions.pop(item.ref, 0))
+            if isinstance(answer, PreemptedItem):
+                work.preemptions[item.ref] = answer.preemptions
+                work.preempted.append(item)
+            else:
+                self._results.append(answer)
         finally:
             del work.running[item.ref]
         if name in self._work:

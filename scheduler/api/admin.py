@@ -1,9 +1,14 @@
 """The admin API: the table of endpoints, and the functions of those without a file of their own."""
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from typing import Final
 
+import msgspec
+
+from isochrone.service.model_signature import ModelSigners, SignatureError
 from isochrone.wire.admin import (
     JoinTokenBody,
     JoinTokenView,
@@ -150,13 +155,19 @@ async def put_model(request: AdminRequest) -> ModelView:
     problem = check_artifact(model.artifact)
     if problem:
         raise ApiError(ErrorCode.INVALID_REQUEST, problem, param="artifact")
+    signers = request.context.signers
+    try:
+        signed_by = signers.signer(model.artifact) if signers.are_required else ""
+    except SignatureError as error:
+        raise ApiError(ErrorCode.INVALID_REQUEST, str(error), param="artifact") from error
     if model.kind not in KIND_FEATURES:
         kinds = ", ".join(KIND_FEATURES)
         reason = f"cannot use kind {model.kind[:40]!r}: expected one of {kinds}"
         raise ApiError(ErrorCode.INVALID_REQUEST, reason, param="kind")
     before = await catalogue.get_model(request.connection, model.model_id)
     after = await catalogue.put_model(request.connection, model, request.etag)
-    if before is not None and before.model.artifact.digest != model.artifact.digest:
+    # A replica keeps the signature that it was placed with, so one that is new replaces replicas.
+    if before is not None and _signed_files(before.model) != _signed_files(model):
         rolling = await deployments.bump_versions(request.connection, model.model_id)
         if rolling:
             raise ApiError(
@@ -165,7 +176,31 @@ async def put_model(request: AdminRequest) -> ModelView:
                 "abort it first",
             )
     await request.record_change("model.put", model.model_id, before=before, after=after)
-    return after
+    return msgspec.structs.replace(after, signed_by=signed_by)
+
+
+def _signed_files(model: CatalogModel) -> tuple[str, str]:
+    return model.artifact.digest, model.artifact.signature
+
+
+async def list_models(request: AdminRequest) -> Page:
+    """List models."""
+    rows = await catalogue.list_models(request.connection, request.after, request.limit + 1)
+    signers = request.context.signers
+    return request.page([_with_signer(row, signers) for row in rows], attrgetter("model.model_id"))
+
+
+async def get_model(request: AdminRequest) -> ModelView:
+    """Read a model."""
+    row = await catalogue.get_model(request.connection, request.name)
+    return _with_signer(require_found(row, "model", request.name), request.context.signers)
+
+
+def _with_signer(row: ModelView, signers: ModelSigners) -> ModelView:
+    """Return a model's view with the name of its signer, if that is a trusted one."""
+    with suppress(SignatureError):
+        return msgspec.structs.replace(row, signed_by=signers.signer(row.model.artifact))
+    return row
 
 
 async def delete_model(request: AdminRequest) -> None:
@@ -233,11 +268,11 @@ ENDPOINTS: Final = (
     ),
     Endpoint("DELETE", "/v1/routers/{router_id}", delete_router, "Delete a router", status=204),
     Endpoint(
-        "GET", "/v1/models", list_endpoint(catalogue.list_models, "model.model_id"),
+        "GET", "/v1/models", list_models,
         "List models", ModelView, is_list=True,
     ),
     Endpoint(
-        "GET", "/v1/models/{model_id:.+}", read_endpoint(catalogue.get_model, "model"),
+        "GET", "/v1/models/{model_id:.+}", get_model,
         "Read a model", ModelView,
     ),
     Endpoint(

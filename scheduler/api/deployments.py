@@ -109,11 +109,13 @@ async def create_deployment(request: AdminRequest) -> DeploymentView:
     """Create a deployment of a model."""
     body: NewDeploymentBody = request.body
     deployment = await _validated(request, body, body.deployment_id)
+    await _require_replacement(request, deployment, None)
     await require_served_model(request, body.model_id, body.engine)
     if not await deployments.add_deployment(request.connection, deployment):
         raise ApiError(
             ErrorCode.CONFLICT,
-            f"cannot create {body.deployment_id}: the id or the name {deployment.name} is taken",
+            f"cannot create {body.deployment_id}: the id or the name {deployment.name} is taken;"
+            " give another name",
         )
     after = await deployments.get_deployment(request.connection, body.deployment_id)
     await request.record_change("deployment.create", body.deployment_id, after=after)
@@ -127,6 +129,7 @@ async def put_deployment(request: AdminRequest) -> DeploymentView:
     before = await require_deployment(request)
     body: DeploymentBody = request.body
     deployment = await _validated(request, body, name)
+    await _require_replacement(request, deployment, before)
     await require_same_kind(request, before, body.model_id)
     await require_served_model(request, body.model_id, body.engine)
     if await conflicts_with_rollout(request.connection, deployment):
@@ -273,6 +276,28 @@ async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id:
     )
 
 
+async def _require_replacement(
+    request: AdminRequest, deployment: Deployment, before: DeploymentView | None
+) -> None:
+    """Raise ApiError unless a newly named replacement is the name of another deployment.
+
+    One that was deleted since stands in the way of no other change.
+    """
+    replacement = deployment.deprecation.replacement if deployment.deprecation else ""
+    was = before.deprecation.replacement if before and before.deprecation else ""
+    if not replacement or replacement == was:
+        return
+    found = await deployments.id_of_name(request.connection, replacement)
+    if found is None or found == deployment.deployment_id:
+        reason = "it is the deployment itself" if found else "no deployment has this name"
+        raise ApiError(
+            ErrorCode.NOT_FOUND,
+            f"cannot name {replacement!r} as the replacement: {reason};"
+            " `isochrone deployments` lists the names",
+            param="deprecation.replacement",
+        )
+
+
 def roles_problem(engine: EngineSettings, policy: PlacementPolicy) -> str:
     """Return why replicas of this engine cannot have roles of their own; empty if they can."""
     one = capabilities_of(engine.driver)
@@ -318,6 +343,11 @@ def _policy_problem(policy: PlacementPolicy, pops: Sequence[Pop]) -> str:
     """Return why no fleet with these PoPs can satisfy a policy; empty if one can."""
     if len(policy.keep_warm) > policy.replicas_max:
         return f"keep_warm names more PoPs than replicas_max {policy.replicas_max}"
+    if policy.awake_min and policy.overcommit == 1:
+        return (
+            f"awake_min {policy.awake_min} needs an overcommit above 1: without, no replica sleeps;"
+            " set overcommit, or awake_min to 0"
+        )
     known = {str(pop.pop) for pop in pops} | {pop.country for pop in pops}
     for name in (*policy.allow, *policy.deny):
         if name not in known:

@@ -20,6 +20,7 @@ from cryptography.fernet import Fernet, InvalidToken
 
 from isochrone.service.http_server import read_body
 from isochrone.service.identity import Authority
+from isochrone.service.model_signature import NO_SIGNERS, ModelSigners
 from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import KeyId
@@ -66,6 +67,7 @@ class AdminContext(NamedTuple):
     nudge_disconnect: Callable[[], None]
     adapters: AdapterIntake | None = None
     """None if this cluster stores no files of clients."""
+    signers: ModelSigners = NO_SIGNERS
 
 
 class Page(NamedTuple):

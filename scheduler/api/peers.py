@@ -342,7 +342,6 @@ class PeerServer:
                 )
             is_behind = register.generation > newest or register.epoch > epoch
             if is_behind:
-                self._leadership.note_lost_history()
                 await raise_epoch_and_generation(
                     connection,
                     holder=self._lease.holder,

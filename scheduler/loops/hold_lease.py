@@ -134,7 +134,6 @@ class HoldLease:
             f"{newest.route_generation}: was a backup restored?"
         )
         log.error("the database has lost history", extra={"fields": {"reason": reason}})
-        self._leadership.note_lost_history()
         async with transaction(self._reserved) as connection:
             await raise_epoch_and_generation(
                 connection,

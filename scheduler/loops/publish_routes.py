@@ -4,8 +4,8 @@ After a node's report, that node alone is read and published at once. A replica 
 and going is published a little later each time (`flap_damping.py`). The whole fleet is read now and
 then, for changes without a report: nodes that fell silent, rates that drift.
 
-A term that began because the database had lost history first waits for the nodes' reports: the
-store may lack deployments whose replicas run. Routers use the table that they have meanwhile.
+The first table after the database has lost history waits for the nodes' reports: the store may lack
+deployments whose replicas run. Routers use the table that they have meanwhile.
 
 A changed key is read and published alone. There may be a million keys, so all are read only when a
 term begins. After that a page of them is compared at a time, to find changes that were not

@@ -2,6 +2,7 @@
 
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.peer_registry import PeerRegistry
+from scheduler.store.lease import are_routes_after_loss
 from scheduler.store.nodes import read_node_ids
 from scheduler.store.pool import Pool, using
 
@@ -10,8 +11,9 @@ class FirstReports:
     """Says whether to wait: a term adopts what nodes report before it decides what they run.
 
     After the database has lost history, the store may lack whole deployments whose replicas run. So
-    the first route table of such a term waits for reports too, and longer: a route that it lacks is
-    withdrawn, while routers go on with the table that they have.
+    the first route table waits for reports too, and longer: a route that it lacks is withdrawn,
+    while routers go on with the table that they have. The database remembers the loss until then,
+    because another scheduler may take over in this wait.
     """
 
     def __init__(
@@ -26,16 +28,6 @@ class FirstReports:
         self._peers = peers
         self._hear_first_s = hear_first_s
         self._lost_after_s = lost_after_s
-        self._has_lost_history = False
-        self._is_after_loss = False
-
-    def note_lost_history(self) -> None:
-        """Expect a new term, because the database was found to be behind its fleet."""
-        self._has_lost_history = True
-
-    def begin_term(self) -> None:
-        """Begin a term; it follows a loss if one was noted since the last term began."""
-        self._is_after_loss, self._has_lost_history = self._has_lost_history, False
 
     async def must_placement_wait(self, pool: Pool) -> bool:
         """Say whether a plan would be made without the first report of a known node."""
@@ -43,7 +35,9 @@ class FirstReports:
 
     async def must_routes_wait(self, pool: Pool) -> bool:
         """Say whether the first table would lack what only a node's report can add."""
-        return self._is_after_loss and await self._are_missing(pool, self._lost_after_s)
+        async with using(pool) as connection:
+            is_after_loss = await are_routes_after_loss(connection)
+        return is_after_loss and await self._are_missing(pool, self._lost_after_s)
 
     async def _are_missing(self, pool: Pool, wait_max_s: float) -> bool:
         if self._lease.acting_for_s >= wait_max_s:

@@ -3,7 +3,6 @@
 import logging
 
 from isochrone.wire.control import RefusedCode, RegistrationRefused
-from scheduler.state.first_reports import FirstReports
 from scheduler.state.heartbeats import Heartbeats, PulseBuffer
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.peer_admission import PeerAdmission
@@ -26,7 +25,6 @@ class Leadership:
         routes: PublishedRoutes,
         heartbeats: Heartbeats,
         pulses: PulseBuffer,
-        first_reports: FirstReports,
     ) -> None:
         self._lease = lease
         self._peers = peers
@@ -34,14 +32,6 @@ class Leadership:
         self._routes = routes
         self._heartbeats = heartbeats
         self._pulses = pulses
-        self._first_reports = first_reports
-
-    def note_lost_history(self) -> None:
-        """Prepare for the term that begins once the database's counters have been raised.
-
-        Noted before they are: the answer to that commit may be lost.
-        """
-        self._first_reports.note_lost_history()
 
     def take(self, lease: Lease, requested_at: float) -> bool:
         """Hold `lease`; say whether a new term begins with it."""
@@ -51,7 +41,6 @@ class Leadership:
         self._routes.replace(None)
         self._peers.forget_stored_reports()
         self._peers.require_reports()
-        self._first_reports.begin_term()
         log.info("acting", extra={"fields": {"epoch": lease.epoch}})
         return True
 

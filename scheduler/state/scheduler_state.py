@@ -54,7 +54,6 @@ class SchedulerState:
             routes=self.routes,
             heartbeats=self.heartbeats,
             pulses=self.pulses,
-            first_reports=self.first_reports,
         )
         self.assignments = AssignmentOutbox(
             pool=intake,

@@ -133,8 +133,9 @@ async def raise_epoch_and_generation(
 ) -> bool:
     """Raise the counters of a database that was restored from a backup above what its fleet has.
 
-    Return whether anything was raised. The caller's epoch may then be outdated; its next renewal of
-    the lease returns the new one, and with it a new term begins.
+    Return whether anything was raised. Until a route table is published, the database remembers
+    that it has lost history (`are_routes_after_loss`). The caller's epoch may then be outdated; its
+    next renewal of the lease returns the new one, and with it a new term begins.
     """
     # The epoch is locked first, as in every transaction.
     raised_epoch = await connection.execute(
@@ -151,7 +152,18 @@ async def raise_epoch_and_generation(
         """,
         generation,
     )
-    return affected_rows(raised_generation) > 0 or affected_rows(raised_epoch) > 0
+    if affected_rows(raised_generation) == 0 and affected_rows(raised_epoch) == 0:
+        return False
+    await connection.execute("UPDATE cluster SET lost_generation = route_generation")
+    return True
+
+
+async def are_routes_after_loss(connection: Connection) -> bool:
+    """Return whether history was lost and no route table has been published since."""
+    is_after_loss: bool = await connection.fetchval(
+        "SELECT route_generation = lost_generation FROM cluster"
+    )
+    return is_after_loss
 
 
 async def read_lease_remaining_s(connection: Connection) -> float:

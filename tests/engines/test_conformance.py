@@ -196,13 +196,17 @@ async def test_tools_are_accepted_and_a_named_one_is_called(
 ) -> None:
     """A model of 135M seldom calls a tool by itself."""
     named = {"type": "function", "function": {"name": "get_weather"}}
-    answer = await ask(
-        engine,
-        messages=user("What is the weather in Paris?"),
-        tools=[TOOL],
-        tool_choice=named if choice == "named" else choice,
-        max_tokens=48,
-    )
+    fields: dict[str, Any] = {
+        "messages": user("What is the weather in Paris?"),
+        "tools": [TOOL],
+        "tool_choice": named if choice == "named" else choice,
+        "max_tokens": 48,
+    }
+    if choice == "named" and not engine.record.command.may_force_tools:
+        with pytest.raises(ApiError, match="template of this model has no tools"):
+            await ask(engine, **fields)
+        return
+    answer = await ask(engine, **fields)
     if choice == "named" and "forced_tools" not in traits.features:
         check_refusal(answer, "tool_choice")
         return

@@ -98,6 +98,8 @@ class Nemesis:
             "lose_power": self.profile.loses_engines,
             "destroy": self.profile.loses_engines,
             "restore": self.profile.restores,
+            # In a history that names it: others keep what their seed has drawn.
+            "crash_after_restore": False,
             "jump": self.profile.jumps,
         }
         return fault.name in self._only if self._only else needed.get(fault.name, True)
@@ -168,6 +170,16 @@ class Nemesis:
 async def _crash_scheduler(nemesis: Nemesis) -> None:
     scheduler = nemesis.rng.choice(list(nemesis.world.schedulers.values()))
     await nemesis.crash(scheduler, nemesis.a_while(20.0))
+
+
+async def _crash_after_restore(nemesis: Nemesis) -> None:
+    """Crash the acting scheduler while routes wait, because history was lost."""
+    await _restore(nemesis)
+    store = nemesis.world.store
+    while store.tables.lost_generation != store.tables.route_generation:
+        await asyncio.sleep(0.1)
+    name = store.lease.holder.partition("/")[0]
+    await nemesis.crash(nemesis.world.schedulers[name], nemesis.a_while(20.0))
 
 
 async def _pause_scheduler(nemesis: Nemesis) -> None:
@@ -321,6 +333,7 @@ async def _operate(nemesis: Nemesis) -> None:
 FAULTS: Final = (
     Fault("crash_scheduler", 4, _crash_scheduler),
     Fault("pause_scheduler", 3, _pause_scheduler),
+    Fault("crash_after_restore", 4, _crash_after_restore),
     Fault("hang_scheduler", 1, _hang_scheduler),
     Fault("crash_peer", 3, _crash_peer),
     Fault("pause_peer", 2, _pause_peer),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from isochrone.service.control_link import ControlLink
 from isochrone.service.identity import Identity
 from isochrone.service.loop import Loop
+from isochrone.service.model_signature import NO_SIGNERS
 from isochrone.wire.assignment import Assignment, ReplicaSpec
 from isochrone.wire.control import TABLE_PARTS, PeerRole, ToAgent, ToRouter
 from isochrone.wire.engine import EngineStats
@@ -63,6 +64,7 @@ class EngineHandle:
     log = Path("/nonexistent/engine.log")
     exit_reason = "the engine exited"
     pid = 0
+    is_adopted = False
     problem = ""
     stall_s = 0.0
 
@@ -271,7 +273,7 @@ class SimNode:
         )
         self.node, self.supervisor, self.link = node, supervisor, link
         jobs = agent_app._loops(config, node, supervisor, artifacts, link, rng)
-        await agent_app._adopt_survivors(node, engines, supervisor)
+        await agent_app._adopt_survivors(node, engines, supervisor, NO_SIGNERS)
         for job in jobs:
             if job.name != "prefetch":
                 self.process.spawn(job.run())

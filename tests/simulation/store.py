@@ -72,6 +72,7 @@ class Tables:
     def __init__(self) -> None:
         self.generation = 1
         self.route_generation = 1
+        self.lost_generation = 0
         self.epoch = 0
         self.pops: dict[str, Any] = {}
         self.models: dict[str, Any] = {}

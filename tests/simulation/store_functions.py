@@ -20,6 +20,7 @@ from scheduler.store.retention import DAY_S, RetentionRule
 from tests.simulation.store import SimDbConnection, Tables
 from tests.simulation.store_lease import (
     acquire_or_renew_lease,
+    are_routes_after_loss,
     assert_epoch,
     count_peers,
     raise_epoch_and_generation,
@@ -185,6 +186,7 @@ async def revoked_since(connection: SimDbConnection, since_s: float) -> list[Any
 
 FUNCTIONS = (
     *(acquire_or_renew_lease, renew_lease, release_lease, assert_epoch, read_cluster_row),
+    *(are_routes_after_loss,),
     *(raise_epoch_and_generation, read_lease_remaining_s, count_peers, record_registration),
     *(read_node_ids, record_pulses, record_routers_seen, record_report, read_assignment),
     *(read_nodes, read_cluster, read_fleet, read_fleet_nodes, commit_plan, read_lost_nodes),

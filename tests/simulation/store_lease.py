@@ -98,7 +98,15 @@ async def raise_epoch_and_generation(
         tables.generation = max(tables.generation, generation + 1)
         tables.route_generation = max(tables.route_generation, generation + 1)
         is_raised = True
+    if is_raised:
+        tables.lost_generation = tables.route_generation
     return is_raised
+
+
+async def are_routes_after_loss(connection: SimDbConnection) -> bool:
+    await connection.round_trip()
+    tables = connection.tables
+    return bool(tables.route_generation == tables.lost_generation)
 
 
 async def read_lease_remaining_s(connection: SimDbConnection) -> float:

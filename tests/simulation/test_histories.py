@@ -216,7 +216,25 @@ def _trust_the_first_table_after_a_loss(patch: pytest.MonkeyPatch) -> None:
 
 
 def publish_before_nodes_report(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FirstReports, "note_lost_history", lambda self: None)
+    async def wait_for_none(self: Any, pool: Any) -> bool:
+        return False
+
+    patch.setattr(FirstReports, "must_routes_wait", wait_for_none)
+
+
+def forget_a_loss_at_a_takeover(patch: pytest.MonkeyPatch) -> None:
+    noticed_by: set[str] = set()
+    must_wait = FirstReports.must_routes_wait
+
+    async def note(connection: Any, **counters: Any) -> bool:
+        noticed_by.add(counters["holder"])
+        return await store_lease.raise_epoch_and_generation(connection, **counters)
+
+    async def wait_if_noticed(self: Any, pool: Any) -> bool:
+        return self._lease.holder in noticed_by and await must_wait(self, pool)
+
+    replace_function(patch, "raise_epoch_and_generation", note)
+    patch.setattr(FirstReports, "must_routes_wait", wait_if_noticed)
 
 
 def publish_whatever_is_stored(patch: pytest.MonkeyPatch) -> None:
@@ -270,6 +288,8 @@ MUTATIONS: Final = (
              ("restore", "operate"), "has no route to", seed=15),
     Mutation("the first table after a loss waits for no report", publish_before_nodes_report,
              ("restore", "operate", "crash_peer", "cut_all"), "has no route to", seed=34),
+    Mutation("a takeover does not know of a loss", forget_a_loss_at_a_takeover,
+             ("crash_after_restore", "operate", "cut_all"), "has no route to"),
     Mutation("only the last withdrawn replicas are asked", remember_only_the_last_withdrawn,
              ("break_engines", "crash_database", "lose_power"), "has no route to", seed=17),
     Mutation("a withdrawn replica is not asked again", ask_no_withdrawn_replica,

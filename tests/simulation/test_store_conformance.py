@@ -212,6 +212,7 @@ async def _state(pool: Any, functions: Any) -> Any:
         lost = sorted(await functions.read_lost_nodes(connection))
         ids = sorted(await functions.read_node_ids(connection))
         peers = await functions.count_peers(connection)
+        is_after_loss = await functions.are_routes_after_loss(connection)
     async with transaction(pool) as connection:
         epoch = 0
         for candidate in range(1, 400):
@@ -230,6 +231,7 @@ async def _state(pool: Any, functions: Any) -> Any:
         "lost": lost,
         "ids": ids,
         "peers": peers,
+        "is_after_loss": is_after_loss,
         "epoch": epoch,
     }
 

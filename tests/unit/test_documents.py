@@ -57,6 +57,7 @@ def test_a_command_in_the_documents_parses(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen").mkdir()
+    (tmp_path / "qwen" / "model.sig").touch()
     command: click.Command = main
     words = shlex.split(line, comments=True)[1:]
     for file in (word for word in words if word.endswith(".json")):

@@ -5,15 +5,17 @@ counts, which are replaced as a whole.
 Rule 2: a cancellation takes effect before the next step begins.
 """
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from torch import Tensor
 
+from isochrone.service.threads import wait_to_completion
 from nodeagent.engine.core.generation import Generation, GenerationDelta
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.core.step_thread import StepThread
@@ -43,6 +45,23 @@ _Message = Generation | _PrefetchedGeneration | _Call | int
 
 Publish = Callable[[list[GenerationDelta]], None]
 Result = TypeVar("Result")
+
+
+SETTLE_S: Final = 10.0
+"""The longest wait for a call that runs: steps and copies take less, unless their thread hangs."""
+
+
+async def settled(call: Future[Result]) -> Result:
+    """Wait for a call of the step thread, also if the caller is cancelled while it runs.
+
+    After that the call reads and writes nothing.
+    """
+    try:
+        return await asyncio.wrap_future(call)
+    except asyncio.CancelledError:
+        if call.running():
+            await wait_to_completion(asyncio.to_thread(wait, [call], SETTLE_S))
+        raise
 
 
 class GenerationThread(StepThread):

@@ -99,16 +99,16 @@ class KvTransfers:
             outgoing.next_block = computed
             outgoing.on_computed(computed)
 
-    def read_outgoing(self, number: int, count: int) -> Tensor | None:
+    def read_outgoing(self, number: int, count: int, out: Tensor | None = None) -> Tensor | None:
         """Return the next `count` blocks on the host [blocks, ...], and let go of them.
 
-        None if the transfer was closed.
+        They are copied to `out`, if it is given. None if the transfer was closed.
         """
         outgoing = self._outgoing.get(number)
         if outgoing is None or len(outgoing.held) < count:
             return None
         blocks = [outgoing.held.popleft() for _ in range(count)]
-        contents = self._device.read_blocks(blocks)
+        contents = self._device.read_blocks(blocks, out)
         self._pool.release(blocks)
         self.sent_blocks_total += count
         return contents
@@ -153,9 +153,12 @@ class KvTransfers:
         self._reading[reader] = self._pool.allocate(found, 0) or []
         return self._reading[reader]
 
-    def read_held(self, blocks: Sequence[int]) -> Tensor:
-        """Return the contents of blocks that are held [blocks, ...]. For any thread."""
-        return self._device.read_blocks(blocks)
+    def read_held(self, blocks: Sequence[int], out: Tensor | None = None) -> Tensor:
+        """Return the contents of blocks that are held [blocks, ...]. For any thread.
+
+        They are copied to `out`, if it is given.
+        """
+        return self._device.read_blocks(blocks, out)
 
     def close_reading(self, reader: int) -> None:
         """Let go of what a reader holds. Does nothing the second time."""

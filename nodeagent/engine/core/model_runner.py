@@ -188,17 +188,23 @@ class ModelRunner:
             self.token_states.clear_blocks(targets, BLOCK_TOKENS)
 
     @torch.inference_mode()
-    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
-        """Return the contents of `blocks`: [blocks, layers, tokens, keys and values, width]."""
+    def read_blocks(self, blocks: Sequence[int], out: Tensor | None = None) -> Tensor:
+        """Return the contents of `blocks`: [blocks, layers, tokens, keys and values, width].
+
+        They are copied to `out`, which has this form, if it is given.
+        """
         if self.device == "cpu":
             pages = self._kv[0].pages
-            contents = pages.new_empty(len(blocks), len(self._kv), *pages.shape[1:])
+            contents = out
+            if contents is None:
+                contents = pages.new_empty(len(blocks), len(self._kv), *pages.shape[1:])
             rows, numbers = _rows(contents, 2), np.array(blocks, dtype=np.int64)
             for layer, kv in enumerate(self._kv):
                 rows[:, layer] = _rows(kv.pages, 1)[numbers]
             return contents
         indices = self._index(blocks)
-        return torch.stack([kv.pages[indices] for kv in self._kv], 1).cpu()
+        stacked = torch.stack([kv.pages[indices] for kv in self._kv], 1)
+        return stacked.cpu() if out is None else out.copy_(stacked)
 
     @torch.inference_mode()
     def write_blocks(self, blocks: Sequence[int], contents: Tensor) -> None:

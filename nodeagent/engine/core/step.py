@@ -70,7 +70,7 @@ class SleepingExecutor:
     def copy(self, copies: abc.Sequence[BlockCopy]) -> None:
         """Do nothing: there are no blocks."""
 
-    def read_blocks(self, blocks: abc.Sequence[int]) -> Tensor:
+    def read_blocks(self, blocks: abc.Sequence[int], out: Tensor | None = None) -> Tensor:
         """Raise RuntimeError: there are no blocks."""
         raise RuntimeError("cannot read KV: the engine sleeps")
 

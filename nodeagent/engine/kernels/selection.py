@@ -6,7 +6,11 @@ from isochrone.wire.engine import Quantisation
 from nodeagent.engine.kernels.attention_backend import AttentionBackend, AttentionConfig
 from nodeagent.engine.kernels.cpu.attention import CpuAttention
 from nodeagent.engine.kernels.cpu.library import cpu_kernels
-from nodeagent.engine.kernels.cpu.linear import NativeFloatBackend, NativeQuantisedBackend
+from nodeagent.engine.kernels.cpu.linear import (
+    NativeBytesBackend,
+    NativeFloatBackend,
+    NativeQuantisedBackend,
+)
 from nodeagent.engine.kernels.cuda.attention import TritonAttention
 from nodeagent.engine.kernels.cuda.triton_kernels import paged_kernels, triton_kernels
 from nodeagent.engine.kernels.linear_backend import LinearBackend
@@ -47,10 +51,12 @@ def choose_linear(
         return PlainBackend(), f"this processor has no kernel for another layout of {dtype}"
     kernels = cpu_kernels() if dtype is torch.float32 else None
     if kernels is not None:
+        if quantisation == "int8":
+            return NativeBytesBackend(kernels), "the C kernels multiply rows rounded to bytes"
         if quantisation != "none":
             return NativeQuantisedBackend(kernels), "the C kernels multiply by the file's groups"
         return NativeFloatBackend(kernels), "the C kernels multiply by the file's floats"
     has_fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
-    if quantisation == "file" and has_fbgemm and has_bf16 and dtype is torch.float32:
+    if quantisation in ("file", "int8") and has_fbgemm and has_bf16 and dtype is torch.float32:
         return PackedBackend(), "torch has kernels for packed matrices on this processor"
     return OneDnnBackend(), f"oneDNN's layout is the fastest for {dtype} on this processor"

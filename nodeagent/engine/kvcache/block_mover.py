@@ -43,8 +43,8 @@ class DeviceBlocks(Protocol):
         """Whether any thread may read blocks that no step writes to, also during a step."""
         ...
 
-    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
-        """Return the contents [blocks, ...] on the host."""
+    def read_blocks(self, blocks: Sequence[int], out: Tensor | None = None) -> Tensor:
+        """Return the contents [blocks, ...] on the host; in `out`, if that is given."""
         ...
 
     def write_blocks(self, blocks: Sequence[int], contents: Tensor) -> None:

@@ -3,13 +3,15 @@
 A frame is its kind (one byte), its length (four bytes, little endian) and its payload. A block's
 payload is its digest, a checksum of digest and content, and the content as the engine stores it, so
 that FP8 stays FP8. The digests form a chain over the prompt's tokens that begins with the id of the
-transfer: blocks of another prompt, tenant or transfer are recognised.
+transfer: blocks of another prompt, tenant or transfer are recognised. Between two engines of a node
+the content is replaced by its place in a window, memory that the sender fills and the receiver
+reads (`server/kv_windows.py`).
 
 Rule 1: the reader knows the digests to come from its own tokens. It raises WrongTransfer at the
 first byte that does not fit, so that it never stores more than it requested.
 Rule 2: only an end frame makes a transfer complete.
 Rule 3: a content is copied once, from the piece that was received to its place in a part of several
-blocks, where the device can take it from.
+blocks, where the device can take it from. From a window the device takes it directly.
 """
 
 from collections.abc import Sequence
@@ -24,7 +26,8 @@ _FRAME_HEAD_BYTES: Final = 5
 _SMALL_FRAME_BYTES_MAX: Final = 1024
 _END_PAYLOAD_BYTES: Final = 96
 """An end is padded to this size, so that the length of a transfer is known when it begins."""
-_HEAD, _BLOCK, _END = 1, 2, 3
+_PLACE_BYTES: Final = 8
+_HEAD, _BLOCK, _END, _BLOCK_IN_WINDOW = 1, 2, 3, 4
 
 
 class WrongTransfer(Exception):
@@ -73,12 +76,13 @@ def encode_end(end: TransferEnd) -> bytes:
     return _frame(_END, msgspec.msgpack.encode(msgspec.structs.replace(end, padding=padding)))
 
 
-def transfer_bytes(head: TransferHead) -> int:
+def transfer_bytes(head: TransferHead, *, in_window: bool = False) -> int:
     """Return the size of all frames of a transfer.
 
     With it as Content-Length, nothing on the way copies the blocks into chunks.
     """
-    block = _FRAME_HEAD_BYTES + DIGEST_BYTES + CHECKSUM_BYTES + head.block_bytes
+    content = _PLACE_BYTES if in_window else head.block_bytes
+    block = _FRAME_HEAD_BYTES + DIGEST_BYTES + CHECKSUM_BYTES + content
     return len(encode_head(head)) + head.blocks * block + _FRAME_HEAD_BYTES + _END_PAYLOAD_BYTES
 
 
@@ -87,6 +91,12 @@ def encode_block(digest: bytes, content: bytes | memoryview) -> list[bytes | mem
     length = DIGEST_BYTES + CHECKSUM_BYTES + len(content)
     head = bytes((_BLOCK,)) + length.to_bytes(4, "little") + digest + _checksum(digest, content)
     return [head, content]
+
+
+def encode_block_in_window(digest: bytes, content: memoryview, place: int) -> bytes:
+    """Return the frame of a block whose content lies at byte `place` of the transfer's window."""
+    payload = digest + _checksum(digest, content) + place.to_bytes(_PLACE_BYTES, "little")
+    return _frame(_BLOCK_IN_WINDOW, payload)
 
 
 class TransferReader:
@@ -101,11 +111,13 @@ class TransferReader:
         *,
         may_be_shorter: bool = False,
         part_blocks: int = 1,
+        window: memoryview | None = None,
     ) -> None:
         """With `may_be_shorter`, the sender may have no more than the first of the blocks.
 
-        Up to `part_blocks` contents lie side by side.
+        Up to `part_blocks` contents lie side by side. With a `window`, contents may lie there.
         """
+        self._window = window
         self._expected = TransferHead(
             fingerprint=fingerprint,
             block_bytes=block_bytes,
@@ -150,8 +162,13 @@ class TransferReader:
             at += lacking
             if len(self._frame) < wanted:
                 return blocks
-            if wanted > _FRAME_HEAD_BYTES or not self._payload_bytes():
-                self._take_frame(self._frame[0], bytes(self._frame[_FRAME_HEAD_BYTES:]))
+            if wanted == _FRAME_HEAD_BYTES and self._payload_bytes():
+                continue
+            kind, payload = self._frame[0], bytes(self._frame[_FRAME_HEAD_BYTES:])
+            if kind == _BLOCK_IN_WINDOW:
+                blocks.append(self._take_from_window(payload))
+            else:
+                self._take_frame(kind, payload)
 
     def _payload_bytes(self) -> int:
         return int.from_bytes(self._frame[1:_FRAME_HEAD_BYTES], "little")
@@ -176,6 +193,11 @@ class TransferReader:
                 raise WrongTransfer("more blocks than the prompt has")
             if length != DIGEST_BYTES + CHECKSUM_BYTES + self._expected.block_bytes:
                 raise WrongTransfer(f"a block of {length} bytes")
+        elif kind == _BLOCK_IN_WINDOW:
+            if self._next >= len(self._digests):
+                raise WrongTransfer("more blocks than the prompt has")
+            if self._window is None or length != DIGEST_BYTES + CHECKSUM_BYTES + _PLACE_BYTES:
+                raise WrongTransfer(f"a block in a window, in {length} bytes")
         elif kind not in (_HEAD, _END) or length > _SMALL_FRAME_BYTES_MAX:
             raise WrongTransfer(f"a frame of kind {kind} with {length} bytes")
 
@@ -212,8 +234,7 @@ class TransferReader:
     def _begin_block(self, names: bytes) -> None:
         """Check the digest of a block, and prepare the place of its content."""
         number = self._next
-        if names[:DIGEST_BYTES] != self._digests[number]:
-            raise WrongTransfer(f"block {number} of another prompt")
+        self._check_digest(names)
         size = self._expected.block_bytes
         if self._part_used == len(self._part):
             blocks = min(self._part_blocks, len(self._digests) - number)
@@ -223,14 +244,32 @@ class TransferReader:
         self._filled = 0
 
     def _end_block(self, content: memoryview) -> ReceivedBlock:
-        number = self._next
         names = bytes(self._frame[_FRAME_HEAD_BYTES:])
+        self._content = None
+        return self._take_block(names, content)
+
+    def _take_from_window(self, names: bytes) -> ReceivedBlock:
+        """Take a block where it lies."""
+        assert self._window is not None
+        self._check_digest(names)
+        place = int.from_bytes(names[-_PLACE_BYTES:], "little")
+        size = self._expected.block_bytes
+        if place + size > len(self._window):
+            raise WrongTransfer(f"block {self._next} at byte {place}, outside of the window")
+        return self._take_block(names[:-_PLACE_BYTES], self._window[place : place + size])
+
+    def _take_block(self, names: bytes, content: memoryview) -> ReceivedBlock:
+        """Check a content; it is the next block."""
+        number = self._next
         if names[DIGEST_BYTES:] != _checksum(self._digests[number], content):
             raise WrongTransfer(f"block {number} with a wrong checksum")
         self._frame.clear()
-        self._content = None
         self._next += 1
         return ReceivedBlock(number, content)
+
+    def _check_digest(self, names: bytes) -> None:
+        if names[:DIGEST_BYTES] != self._digests[self._next]:
+            raise WrongTransfer(f"block {self._next} of another prompt")
 
 
 def _frame(kind: int, payload: bytes) -> bytes:

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from aiohttp import web
@@ -26,6 +27,7 @@ from nodeagent.engine.server.http_routes import ModelServer, json_response
 from nodeagent.engine.server.kv_receiving import KvReceiver
 from nodeagent.engine.server.kv_sending import KvSender
 from nodeagent.engine.server.kv_sharing import KvSharing
+from nodeagent.engine.server.kv_windows import KvWindows
 from nodeagent.engine.server.open_requests import OpenRequest, OpenRequests
 from nodeagent.engine.server.openai.request_body import read_chat, read_completion
 from nodeagent.engine.server.openai.response_body import CompletionResponse, ResponseChoice
@@ -62,7 +64,11 @@ class GenerationServer(ModelServer):
         self.sleep = EngineSleep(config, loaded, self.worker, self.inflight)
         self.adapters = AdapterRegistry(config, loaded.active_adapters, loaded.dtype)
         self._preparer = RequestPreparer(config, loaded, self.adapters, self.context_tokens)
-        self.kv_sender = KvSender(config, loaded.kv_blocks, self.worker, self.open_requests)
+        socket = Path(config.socket).with_name(kv_transfer.WINDOW_SOCKET_NAME)
+        self.kv_windows = KvWindows(loaded.kv_blocks, socket)
+        self.kv_sender = KvSender(
+            config, loaded.kv_blocks, self.worker, self.open_requests, self.kv_windows
+        )
         waiting_max = config.sequences_max + config.waiting_max
         mover = engine.block_mover
         self.kv_receiver = KvReceiver(
@@ -74,7 +80,12 @@ class GenerationServer(ModelServer):
         )
         files = mover.files if mover is not None else None
         self.kv_sharing = KvSharing(
-            loaded.kv_blocks, self.worker, engine.kv_transfers, files, config.client_stall_s
+            loaded.kv_blocks,
+            self.worker,
+            engine.kv_transfers,
+            files,
+            self.kv_windows,
+            config.client_stall_s,
         )
 
     def fail_all(self, message: str) -> None:
@@ -88,7 +99,8 @@ class GenerationServer(ModelServer):
     def app(self) -> web.Application:
         """Build the aiohttp application."""
         app = super().app()
-        app.on_cleanup.append(self._close_preparer)
+        app.on_startup.append(self._open_windows)
+        app.on_cleanup.append(self._close_parts)
         self.kv_receiver.attach(app)
         self.kv_sharing.attach(app)
         app.router.add_post("/v1/chat/completions", self.chat)
@@ -119,6 +131,7 @@ class GenerationServer(ModelServer):
             **(transfers.counts() if transfers is not None else {}),
             **self.kv_receiver.counts(),
             **self.kv_sharing.counts(),
+            **self.kv_windows.counts(),
             **(speculation.counts() if speculation is not None else {}),
             "adapters": len(self.adapters.names),
             "adapters_kept": self.adapters.cached,
@@ -174,7 +187,11 @@ class GenerationServer(ModelServer):
         count = await self._preparer.count_chat_tokens(body)
         return json_response({"count": count, "max_model_len": self.context_tokens})
 
-    async def _close_preparer(self, app: web.Application) -> None:
+    async def _open_windows(self, app: web.Application) -> None:
+        await self.kv_windows.start()
+
+    async def _close_parts(self, app: web.Application) -> None:
+        await self.kv_windows.close()
         self._preparer.close()
 
     async def _generate(

@@ -5,7 +5,8 @@ Rule 2: the request begins after any failure: blocks that did not arrive are com
 wrong blocks, all blocks of that transfer are computed here.
 Rule 3: blocks that the PoP shares come first, as a part of the prompt: the request goes on waiting.
 Rule 4: blocks are copied to the device while later ones arrive. Those in memory and not yet there
-are bounded by twice STORE_BYTES_MAX per transfer, or SHARED_BYTES_MAX.
+are bounded by twice STORE_BYTES_MAX per transfer, or SHARED_BYTES_MAX. In a window they are the
+sender's, and half of it at most is copied at once.
 Rule 5: between two steps there is one such copy, whatever the number of transfers.
 """
 
@@ -20,7 +21,7 @@ from aiohttp import web
 
 from isochrone.wire import kv_transfer
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.engine.core.generation_thread import GenerationThread
+from nodeagent.engine.core.generation_thread import GenerationThread, settled
 from nodeagent.engine.core.kv_transfers import HeldPrefix, KvTransfers
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
@@ -34,6 +35,7 @@ from nodeagent.engine.kvcache.transfer_frames import (
 from nodeagent.engine.scheduler.sequence import Sequence as TokenSequence
 from nodeagent.engine.scheduler.sequence import StopConditions
 from nodeagent.engine.server.http_routes import json_response
+from nodeagent.engine.server.kv_windows import ReceivedWindow, WindowLost, received_window
 from nodeagent.engine.server.openai.request_errors import invalid_request
 from nodeagent.engine.server.prepared_request import PreparedRequest
 from nodeagent.engine.weights.lora_adapter import prefix_cache_salt
@@ -183,7 +185,10 @@ class KvReceiver:
                 raise _unknown_transfer()
             try:
                 read = self._read_shared if is_shared else self._read
-                received = await read(transfer, waiting, request)
+                async with _window_of(request) as window:
+                    received = await read(transfer, waiting, request, window)
+            except WindowLost as error:
+                raise ApiError(ErrorCode.UPSTREAM, str(error)) from error
             except WrongTransfer as error:
                 self.wrong_total += 1
                 shared = waiting.shared
@@ -198,7 +203,11 @@ class KvReceiver:
         return json_response(received)
 
     async def _read(
-        self, transfer: str, waiting: WaitingPrompt, request: web.Request
+        self,
+        transfer: str,
+        waiting: WaitingPrompt,
+        request: web.Request,
+        window: ReceivedWindow | None,
     ) -> kv_transfer.ReceivedBlocks:
         fingerprint = await asyncio.to_thread(self._form.fingerprint)
         first = waiting.held.on_device
@@ -208,12 +217,15 @@ class KvReceiver:
             waiting.wire_digests,
             first,
             part_blocks=self._store_blocks_max,
+            window=window.memory if window is not None else None,
         )
 
         async def store(blocks: Sequence[ReceivedBlock]) -> None:
             await self._store(transfer, waiting, blocks)
+            await _release(window, blocks)
 
-        end = await read_blocks(request.content, reader, self._store_blocks_max, store)
+        part_blocks = self._part_blocks(self._store_blocks_max, window)
+        end = await read_blocks(request.content, reader, part_blocks, store)
         blocks = len(waiting.digests) - first
         return kv_transfer.ReceivedBlocks(
             blocks=blocks,
@@ -223,7 +235,11 @@ class KvReceiver:
         )
 
     async def _read_shared(
-        self, transfer: str, waiting: WaitingPrompt, request: web.Request
+        self,
+        transfer: str,
+        waiting: WaitingPrompt,
+        request: web.Request,
+        window: ReceivedWindow | None,
     ) -> kv_transfer.ReceivedBlocks:
         """Store the blocks that another replica has after those that this engine has."""
         fingerprint = await asyncio.to_thread(self._form.fingerprint)
@@ -237,12 +253,15 @@ class KvReceiver:
             first,
             may_be_shorter=True,
             part_blocks=self._shared_blocks_max,
+            window=window.memory if window is not None else None,
         )
 
         async def store(blocks: Sequence[ReceivedBlock]) -> None:
             await self._store(transfer, waiting, blocks, is_shared=True)
+            await _release(window, blocks)
 
-        await read_blocks(request.content, reader, self._shared_blocks_max, store)
+        part_blocks = self._part_blocks(self._shared_blocks_max, window)
+        await read_blocks(request.content, reader, part_blocks, store)
         blocks = reader.next_block - first
         return kv_transfer.ReceivedBlocks(
             blocks=blocks, transfer_bytes=blocks * self._form.block_bytes, cached_tokens=0
@@ -262,7 +281,7 @@ class KvReceiver:
             call = self._worker.call(
                 lambda core: _store(core, transfer, digests, contents, is_shared=is_shared)
             )
-            is_stored = await asyncio.wrap_future(call)
+            is_stored = await settled(call)
         if not is_stored:
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY, "cannot take KV blocks: none is free", retry_after_s=1.0
@@ -273,6 +292,13 @@ class KvReceiver:
             # Stored on the device, they follow what is cached there.
             stored_on_device = 0 if self._has_host_tier else len(digests)
             waiting.held = HeldPrefix(on_device + stored_on_device, held + len(digests))
+
+    def _part_blocks(self, blocks_max: int, window: ReceivedWindow | None) -> int:
+        """Return how many blocks are copied at once: the sender fills the rest of the window."""
+        if window is None:
+            return blocks_max
+        slots = len(window.memory) // self._form.block_bytes
+        return max(1, min(self._store_blocks_max, slots // 2))
 
     def _held(self, digests: Sequence[bytes]) -> HeldPrefix:
         transfers = self._transfers
@@ -329,10 +355,30 @@ def contents_of(blocks: Sequence[ReceivedBlock], form: KvBlockForm) -> torch.Ten
     flat = torch.frombuffer(part, dtype=torch.uint8)
     offset = torch.frombuffer(first, dtype=torch.uint8).data_ptr() - flat.data_ptr()
     size = form.block_bytes * len(blocks)
-    if offset + size > len(flat) or any(block.content.obj is not part for block in blocks):
+    last = torch.frombuffer(blocks[-1].content, dtype=torch.uint8).data_ptr() - flat.data_ptr()
+    is_whole = all(block.content.obj is part for block in blocks)
+    if not is_whole or last + form.block_bytes != offset + size:
         part, offset = bytearray().join(block.content for block in blocks), 0
         flat = torch.frombuffer(part, dtype=torch.uint8)
     return flat[offset : offset + size].view(form.dtype).view(-1, *form.shape)
+
+
+@asynccontextmanager
+async def _window_of(request: web.Request) -> AsyncIterator[ReceivedWindow | None]:
+    """Yield the window that the agent names, None if it names none. Raises WindowLost."""
+    lease = request.headers.get(kv_transfer.WINDOW, "")
+    if not lease:
+        yield None
+        return
+    path = request.headers.get(kv_transfer.WINDOW_SOCKET, "")
+    async with received_window(path, lease) as window:
+        yield window
+
+
+async def _release(window: ReceivedWindow | None, blocks: Sequence[ReceivedBlock]) -> None:
+    """Release the slots of blocks that are on the device."""
+    if window is not None:
+        await window.release(len(blocks))
 
 
 def _waiting_prompt(transfer: str, prepared: PreparedRequest) -> WaitingPrompt:

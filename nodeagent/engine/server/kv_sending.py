@@ -3,16 +3,15 @@
 Rule 1: blocks stay on the device until the receiver takes them. A receiver that disconnects, or
 reads nothing for `client_stall_s`, ends the transfer and releases every hold.
 Rule 2: blocks are copied off the device while those before them are sent. Copied bytes that are not
-yet sent are bounded by twice READ_BYTES_MAX per transfer.
+yet sent are bounded by twice PART_BYTES per transfer, or by the transfer's window.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
-import torch
 from aiohttp import web
 from torch import Tensor
 
@@ -20,29 +19,21 @@ from isochrone.wire import kv_transfer
 from isochrone.wire.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.core.generation import GenerationDelta
-from nodeagent.engine.core.generation_thread import GenerationThread
+from nodeagent.engine.core.generation_thread import GenerationThread, settled
 from nodeagent.engine.core.kv_transfers import OutgoingBlocks
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.tier_setup import KvBlockForm
-from nodeagent.engine.kvcache.transfer_frames import (
-    TransferEnd,
-    TransferHead,
-    encode_block,
-    encode_end,
-    encode_head,
-    transfer_bytes,
-)
+from nodeagent.engine.kvcache.transfer_frames import TransferEnd, TransferHead
 from nodeagent.engine.sampling.sampler import SamplingParams
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
+from nodeagent.engine.server.kv_windows import KvWindows
+from nodeagent.engine.server.kv_writing import BlockRoom, BlockWriter
 from nodeagent.engine.server.open_requests import OpenRequest, OpenRequests
 from nodeagent.engine.server.openai.generation_options import GenerationOptions
 from nodeagent.engine.server.openai.request_errors import invalid_request
 from nodeagent.engine.server.prepared_request import PreparedRequest, TokenisedPrompt
 from nodeagent.engine.weights.lora_adapter import prefix_cache_salt
-
-READ_BYTES_MAX: Final = 4 * 1024 * 1024
-"""How much is copied off the device at once: the step thread computes nothing meanwhile."""
 
 _READ_ONLY: Final = GenerationOptions(
     params=SamplingParams(temperature=0),
@@ -57,6 +48,13 @@ _READ_ONLY: Final = GenerationOptions(
 """Read the prompt; the one token that a prompt always yields is dropped."""
 
 RaiseFailure = Callable[[GenerationDelta], None]
+
+
+class ReadPart(NamedTuple):
+    """Blocks that were copied off the device, and the room that they take."""
+
+    contents: Tensor
+    room: BlockRoom
 
 
 class ComputedBlocks:
@@ -99,12 +97,13 @@ class KvSender:
         form: KvBlockForm,
         worker: GenerationThread,
         open_requests: OpenRequests,
+        windows: KvWindows,
     ) -> None:
         self._form = form
+        self._windows = windows
         self._worker = worker
         self._open_requests = open_requests
         self._stall_s = config.client_stall_s
-        self._read_blocks_max = max(1, READ_BYTES_MAX // form.block_bytes)
 
     async def send(
         self, request: web.Request, prepared: PreparedRequest, raise_failure: RaiseFailure
@@ -140,86 +139,73 @@ class KvSender:
             tool_use=None,
             outgoing=OutgoingBlocks(first_block, blocks, computed.record),
         )
-        opened = self._open_requests.open(self._worker, reading, lambda: None)
-        try:
-            return await self._stream(request, opened, computed, digests, head, raise_failure)
-        finally:
-            self._open_requests.close(self._worker, opened)
-            number = opened.numbers[0]
-            self._worker.call(lambda core: _close_outgoing(core, number))
+        async with self._windows.lease(request.headers.get(kv_transfer.WINDOW, "")) as lease:
+            writer = BlockWriter(request, lease, self._stall_s, self._windows.part_blocks)
+            opened = self._open_requests.open(self._worker, reading, lambda: None)
+            try:
+                return await self._stream(writer, opened, computed, digests, head, raise_failure)
+            finally:
+                self._open_requests.close(self._worker, opened)
+                number = opened.numbers[0]
+                self._worker.call(lambda core: _close_outgoing(core, number))
 
     async def _stream(
         self,
-        request: web.Request,
+        writer: BlockWriter,
         opened: OpenRequest,
         computed: ComputedBlocks,
         digests: list[bytes],
         head: TransferHead,
         raise_failure: RaiseFailure,
     ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"content-type": kv_transfer.CONTENT_TYPE})
         ended = asyncio.create_task(_last_delta(opened, computed))
-        reading = asyncio.create_task(
-            self._read_next(opened.numbers[0], computed, head.first_block, len(digests))
-        )
+        number, total = opened.numbers[0], len(digests)
+
+        def read_from(first: int) -> asyncio.Task[ReadPart | None]:
+            return asyncio.create_task(self._read_next(writer, number, computed, first, total))
+
+        reading = read_from(head.first_block)
         try:
             sent = head.first_block
-            while sent < len(digests):
-                contents = await reading
-                if contents is None:
+            while sent < total:
+                part = await reading
+                if part is None:
                     raise_failure(ended.result())
                     raise ConnectionResetError("the prompt was not computed")
                 if sent == head.first_block:
-                    response.content_length = transfer_bytes(head)
-                    await response.prepare(request)
-                    await self._write(response, [encode_head(head)])
-                count = len(contents)
-                reading = asyncio.create_task(
-                    self._read_next(opened.numbers[0], computed, sent + count, len(digests))
-                )
-                pieces: list[bytes | memoryview] = []
-                for digest, content in zip(digests[sent : sent + count], contents, strict=True):
-                    pieces += encode_block(digest, content_bytes(content))
-                await self._write(response, pieces)
+                    await writer.begin(head)
+                count = len(part.contents)
+                reading = read_from(sent + count)
+                await writer.write(digests[sent : sent + count], part.contents, part.room)
                 sent += count
             last = await ended
             raise_failure(last)
             opened.ended = last.finish is not None
             after_ms = 1000 * (time.monotonic() - computed.ended_s)
-            end = TransferEnd(cached_tokens=last.cached_tokens, after_prefill_ms=after_ms)
-            await self._write(response, [encode_end(end)])
-            await response.write_eof()
-            return response
+            await writer.end(
+                TransferEnd(cached_tokens=last.cached_tokens, after_prefill_ms=after_ms)
+            )
+            return writer.response
         finally:
             ended.cancel()
             reading.cancel()
             await asyncio.wait({reading})
 
     async def _read_next(
-        self, number: int, computed: ComputedBlocks, first: int, total: int
-    ) -> Tensor | None:
+        self, writer: BlockWriter, number: int, computed: ComputedBlocks, first: int, total: int
+    ) -> ReadPart | None:
         """Wait for blocks from number `first` on, and copy them off the device.
 
         None if there are no more, or will not be.
         """
         if first >= total or not await computed.more_than(first):
             return None
-        return await self._read(number, min(computed.blocks - first, self._read_blocks_max))
-
-    async def _read(self, number: int, count: int) -> Tensor:
-        call = self._worker.call(lambda core: _read_outgoing(core, number, count))
-        contents = await asyncio.wrap_future(call)
+        room = await writer.room(computed.blocks - first)
+        call = self._worker.call(lambda core: _read_outgoing(core, number, room))
+        contents = await settled(call)
         if contents is None:
             raise ConnectionResetError("the transfer was closed")
-        return contents
-
-    async def _write(self, response: web.StreamResponse, pieces: list[bytes | memoryview]) -> None:
-        try:
-            async with asyncio.timeout(self._stall_s):
-                for piece in pieces:
-                    await response.write(piece)
-        except TimeoutError as error:
-            raise ConnectionResetError("the receiver does not read") from error
+        return ReadPart(contents, room)
 
 
 def _transfer_of(headers: Mapping[str, str]) -> tuple[str, int]:
@@ -256,12 +242,6 @@ def _close_outgoing(core: EngineCore, number: int) -> None:
         core.kv_transfers.close_outgoing(number)
 
 
-def _read_outgoing(core: EngineCore, number: int, blocks: int) -> Tensor | None:
+def _read_outgoing(core: EngineCore, number: int, room: BlockRoom) -> Tensor | None:
     transfers = core.kv_transfers
-    return transfers.read_outgoing(number, blocks) if transfers is not None else None
-
-
-def content_bytes(content: Tensor) -> memoryview:
-    """Return the bytes of one block."""
-    flat = content.contiguous().view(torch.uint8).numpy().reshape(-1)
-    return memoryview(flat.data)
+    return transfers.read_outgoing(number, room.blocks, room.out) if transfers is not None else None

@@ -20,6 +20,7 @@ import torch
 from aiohttp import web
 from torch import Tensor
 
+from isochrone.service.threads import run_to_completion
 from isochrone.wire import kv_sharing, kv_transfer
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.core.generation_thread import GenerationThread
@@ -33,14 +34,12 @@ from nodeagent.engine.kvcache.transfer_frames import (
     TransferHead,
     TransferReader,
     WrongTransfer,
-    encode_block,
-    encode_end,
-    encode_head,
-    transfer_bytes,
 )
 from nodeagent.engine.server.http_routes import json_response
 from nodeagent.engine.server.kv_receiving import SHARED_BYTES_MAX, contents_of, read_blocks
-from nodeagent.engine.server.kv_sending import check_format, content_bytes
+from nodeagent.engine.server.kv_sending import check_format
+from nodeagent.engine.server.kv_windows import KvWindows
+from nodeagent.engine.server.kv_writing import BlockWriter
 
 STREAMS_MAX: Final = 8
 """Streams of shared blocks at a time, in both directions together."""
@@ -57,11 +56,14 @@ class KvSharing:
         worker: GenerationThread,
         transfers: KvTransfers | None,
         files: FileTier | None,
+        windows: KvWindows,
         stall_s: float,
     ) -> None:
         self._form = form
+        self._windows = windows
         self._worker = worker
         self._transfers = transfers
+        self._part_blocks = max(1, SHARED_BYTES_MAX // form.block_bytes)
         self._readers = itertools.count()
         self._files = files
         self._stall_s = stall_s
@@ -114,33 +116,31 @@ class KvSharing:
                 first_block=int(first),
                 blocks=blocks,
             )
-            response = web.StreamResponse(headers={"content-type": kv_transfer.CONTENT_TYPE})
-            response.content_length = transfer_bytes(head)
-            await response.prepare(request)
-            await self._write(response, [encode_head(head)])
-            await self._send_blocks(response, digests[:blocks])
-            await self._write(response, [encode_end(TransferEnd(cached_tokens=0))])
-            await response.write_eof()
+            async with self._windows.lease(request.headers.get(kv_transfer.WINDOW, "")) as lease:
+                part = self._windows.part_blocks if lease is not None else self._part_blocks
+                writer = BlockWriter(request, lease, self._stall_s, part)
+                await writer.begin(head)
+                await self._send_blocks(writer, digests[:blocks])
+                await writer.end(TransferEnd(cached_tokens=0))
             if kv_sharing.COPY not in request.headers:
                 self._worker.call(lambda core: _demote(core, digests[:blocks]))
-            return response
+            return writer.response
         finally:
             self._streams -= 1
 
-    async def _send_blocks(self, response: web.StreamResponse, digests: Sequence[bytes]) -> None:
-        read_max = max(1, SHARED_BYTES_MAX // self._form.block_bytes)
+    async def _send_blocks(self, writer: BlockWriter, digests: Sequence[bytes]) -> None:
         sent = 0
         while sent < len(digests):
-            wanted = digests[sent : sent + read_max]
-            contents = await self._read(wanted)
-            frames = await asyncio.to_thread(_encode_blocks, wanted, contents)
-            await self._write(response, frames)
+            room = await writer.room(len(digests) - sent)
+            wanted = digests[sent : sent + room.blocks]
+            contents = await self._read(wanted, room.out)
+            await writer.write(wanted[: len(contents)], contents, room)
             sent += len(contents)
             self.shared_blocks_total += len(contents)
 
-    async def _read(self, digests: Sequence[bytes]) -> Tensor:
+    async def _read(self, digests: Sequence[bytes], out: Tensor | None) -> Tensor:
         """Return the first of these blocks [blocks, ...], at least one."""
-        contents = await self._read_beside_steps(digests)
+        contents = await self._read_beside_steps(digests, out)
         if contents is None:
             call = self._worker.call(lambda core: _read_prefix(core, digests))
             contents = await asyncio.wrap_future(call)
@@ -153,7 +153,9 @@ class KvSharing:
             raise ConnectionResetError("a shared KV block was evicted")
         return torch.frombuffer(content, dtype=self._form.dtype).view(1, *self._form.shape)
 
-    async def _read_beside_steps(self, digests: Sequence[bytes]) -> Tensor | None:
+    async def _read_beside_steps(
+        self, digests: Sequence[bytes], out: Tensor | None
+    ) -> Tensor | None:
         """Return those on the device, copied while steps run; None if the step thread must."""
         transfers = self._transfers
         if transfers is None or not transfers.count_on_device(digests[:1]):
@@ -162,17 +164,12 @@ class KvSharing:
         opening = self._worker.call(lambda core: _open_reading(core, reader, digests))
         try:
             held = await asyncio.wrap_future(opening)
-            return await asyncio.to_thread(transfers.read_held, held) if held else None
+            if not held:
+                return None
+            place = out[: len(held)] if out is not None else None
+            return await run_to_completion(transfers.read_held, held, place)
         finally:
             self._worker.call(lambda core: _close_reading(core, reader))
-
-    async def _write(self, response: web.StreamResponse, pieces: list[bytes | memoryview]) -> None:
-        try:
-            async with asyncio.timeout(self._stall_s):
-                for piece in pieces:
-                    await response.write(piece)
-        except TimeoutError as error:
-            raise ConnectionResetError("the receiver does not read") from error
 
     async def _keep(self, request: web.Request) -> web.Response:
         """Store the blocks in the body, which begins with their digests."""
@@ -201,14 +198,13 @@ class KvSharing:
         names = await request.content.readexactly(blocks * size)
         digests = [names[start : start + size] for start in range(0, len(names), size)]
         fingerprint = await asyncio.to_thread(self._form.fingerprint)
-        batch = max(1, SHARED_BYTES_MAX // self._form.block_bytes)
         reader = TransferReader(
             fingerprint,
             self._form.block_bytes,
             digests,
             0,
             may_be_shorter=True,
-            part_blocks=batch,
+            part_blocks=self._part_blocks,
         )
 
         async def store(arrived: Sequence[ReceivedBlock]) -> None:
@@ -217,7 +213,7 @@ class KvSharing:
             await asyncio.wrap_future(self._worker.call(lambda core: _keep(core, named, contents)))
             self.kept_blocks_total += len(named)
 
-        await read_blocks(request.content, reader, batch, store)
+        await read_blocks(request.content, reader, self._part_blocks, store)
         return reader.next_block
 
     def _count(self, digests: Sequence[bytes]) -> int:
@@ -242,14 +238,6 @@ async def _digests(request: web.Request) -> tuple[bytes, ...]:
         return _QUERY.decode(await request.read()).digests
     except msgspec.DecodeError as error:
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use this query: {error}") from error
-
-
-def _encode_blocks(digests: Sequence[bytes], contents: Tensor) -> list[bytes | memoryview]:
-    """Return the frames of the first of these blocks, as many as `contents` has."""
-    frames: list[bytes | memoryview] = []
-    for digest, content in zip(digests, contents, strict=False):
-        frames += encode_block(digest, content_bytes(content))
-    return frames
 
 
 def _open_reading(core: EngineCore, reader: int, digests: Sequence[bytes]) -> list[int]:

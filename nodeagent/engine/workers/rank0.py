@@ -68,15 +68,20 @@ class Rank0Executor:
         self._workers.broadcast(CopyBlocks(list(copies)))
         self._runner.copy(copies)
 
-    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
-        """Return the contents of `blocks`: [blocks, layers, tokens, keys and values, head_dim]."""
+    def read_blocks(self, blocks: Sequence[int], out: Tensor | None = None) -> Tensor:
+        """Return the contents of `blocks`: [blocks, layers, tokens, keys and values, head_dim].
+
+        They are copied to `out`, which has this form, if it is given.
+        """
         replies = self._workers.gather(ReadBlocks(list(blocks)))
         parts = [self._runner.read_blocks(blocks)]
         for shard, reply in zip(self._shards[1:], replies, strict=True):
             parts.append(shard_blocks(reply, len(blocks), shard, self._runner.kv_dtype))
         _, _, tokens, _, width = parts[0].shape
         heads = 2 * self._whole.kv_heads
-        whole = parts[0].new_empty(len(blocks), self._whole.layers, tokens, heads, width)
+        whole = out
+        if whole is None:
+            whole = parts[0].new_empty(len(blocks), self._whole.layers, tokens, heads, width)
         for shard, part in zip(self._shards, parts, strict=True):
             whole[:, shard.layers.start : shard.layers.stop, :, _kv_rows(shard)] = part
         return whole

@@ -17,6 +17,7 @@ from router.dataplane.http_messages import (
     PausableSource,
     ResponseWriter,
 )
+from router.decide.batch_room import PreemptedItem
 from router.inference_request import InferenceRequest
 
 RETRY_AFTER_S: Final = 5.0
@@ -32,6 +33,7 @@ NOT_NOW: Final = frozenset(
 
 _FAILED: Final = frozenset({ErrorCode.UPSTREAM, ErrorCode.INTERNAL})
 """Errors after which the item is tried again a few times."""
+
 
 ReadInference = Callable[
     [HttpRequest, str, ResponseWriter], tuple[InferenceRequest, ResponseWriter]
@@ -87,8 +89,11 @@ class ItemAnswerer:
         self._request_ids = request_ids
         self._clock = clock
 
-    async def answer(self, item: LeasedItem) -> ItemResult:
-        """Return the result of an item. It raises nothing but CancelledError."""
+    async def answer(self, item: LeasedItem, preemptions: int) -> ItemResult | PreemptedItem:
+        """Return the result of an item that was preempted `preemptions` times before.
+
+        It raises nothing but CancelledError.
+        """
         request = HttpRequest()
         request.method, request.path, request.body = b"POST", item.endpoint, item.body
         request.headers = {headers.PRIORITY.encode(): headers.PRIORITY_LOWEST.encode()}
@@ -100,8 +105,14 @@ class ItemAnswerer:
             inference, translating = self._read(request, item.endpoint, writer)
             # Interactive requests must not wait behind it.
             inference.reject_if_busy = True
-            await self._serve(inference, translating)
+            inference.preemptions = preemptions
+            try:
+                await self._serve(inference, translating)
+            finally:
+                preemptions = inference.preemptions
         except ApiError as error:
+            if preemptions and error.code is ErrorCode.OUT_OF_CAPACITY:
+                return PreemptedItem(preemptions)
             return _result_of(item, request, error)
         response = writer.response
         if response is None or len(response.body) > ANSWER_BYTES_MAX:

@@ -28,7 +28,12 @@ from router.apis.media.schema import (
 )
 from router.apis.openai.decode import decode
 from router.apis.openai.engine_features import refuse_lacking_route
-from router.apis.openai.surface import OpenAiSurface, relayed_headers, ttft_ms_of
+from router.apis.openai.surface import (
+    OpenAiSurface,
+    relayed_headers,
+    traceparent_of,
+    ttft_ms_of,
+)
 from router.dataplane.http_messages import HttpRequest
 from router.decide.prefix_index import NO_KEYS
 from router.inference_request import InferenceRequest
@@ -105,6 +110,7 @@ def read_media_request(openai: OpenAiSurface, request: HttpRequest, path: str) -
         determinism="",
         prefix_keys=NO_KEYS,
         relayed_headers=relayed_headers(request),
+        traceparent=traceparent_of(request),
         ttft_ms=ttft_ms_of(request),
         content_type=content_type,
         is_media=True,

@@ -31,8 +31,6 @@ ROUTES: Final = (
     f"POST {', '.join((*DECODERS, *MEDIA_ROUTES, MODERATIONS_PATH))}, /v1/responses,"
     " /v1/messages and /ai/run/{model}, and GET /v1/models"
 )
-ANTHROPIC_VERSION: Final = "anthropic-version"
-"""A header of each of Anthropic's clients: the list of models then has that API's form."""
 
 
 def auxiliary_app(
@@ -49,7 +47,7 @@ def auxiliary_app(
     async def list_models(request: web.Request) -> web.Response:
         key = key_of(request)
         allowed = [entry for entry in fleet.directory.deployments if may_use(key, entry.name)]
-        if ANTHROPIC_VERSION in request.headers:
+        if headers.ANTHROPIC_VERSION in request.headers:
             chats = [entry for entry in allowed if entry.kind == "chat"]
             return json_response(models_page(chats, request.query, surface.unix_clock()))
         return json_response({"object": "list", "data": [model_body(entry) for entry in allowed]})
@@ -57,7 +55,7 @@ def auxiliary_app(
     async def show_model(request: web.Request) -> web.Response:
         key = key_of(request)
         entry = surface.deployment(request.match_info["name"], key)
-        if ANTHROPIC_VERSION in request.headers:
+        if headers.ANTHROPIC_VERSION in request.headers:
             return json_response(model_info(entry, surface.unix_clock()))
         return json_response(model_body(entry))
 
@@ -82,7 +80,7 @@ def auxiliary_app(
         try:
             return await handler(request)
         except ApiError as error:
-            if ANTHROPIC_VERSION not in request.headers:
+            if headers.ANTHROPIC_VERSION not in request.headers:
                 raise
             response = encode_error(error)
             response.body = msgspec.json.encode(error_body(error))

@@ -1,6 +1,5 @@
 """The OpenAI inference routes: from an HTTP request to the pipeline's InferenceRequest."""
 
-import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import islice
@@ -14,6 +13,7 @@ from isochrone.wire.adapter import AdapterEntry
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.ids import RequestId
 from isochrone.wire.routes import DeploymentEntry, KeyEntry
+from isochrone.wire.trace_context import parse_traceparent
 from router.apis.openai.decode import (
     CHAT,
     CLASSIFY,
@@ -80,9 +80,6 @@ PRIORITY: Final = headers.PRIORITY.encode()
 TTFT_MS: Final = headers.TTFT_MS.encode()
 API_KEY: Final = headers.API_KEY.encode()
 TRACEPARENT: Final = headers.TRACEPARENT.encode()
-
-_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-"""W3C Trace Context, level 1. A header of another form is dropped, as it demands."""
 
 
 class NamedModel:
@@ -198,6 +195,7 @@ class OpenAiSurface:
             determinism=determinism_of(openai) if openai.stream else "",
             prefix_keys=_prefix_keys(prompt, key, deployment, adapter),
             relayed_headers=relayed_headers(request, service_tier_of(openai)),
+            traceparent=traceparent_of(request),
             adapter=adapter,
             ttft_ms=ttft_ms_of(request),
         )
@@ -342,8 +340,14 @@ def service_tier_of(openai: OpenAiRequest) -> str:
     return openai.service_tier or "" if isinstance(openai, ChatRequest | CompletionRequest) else ""
 
 
+def traceparent_of(request: HttpRequest) -> str:
+    """Return the client's position in its trace, "" if it sent none or a malformed one."""
+    value = request.header(TRACEPARENT)
+    return value if value and parse_traceparent(value) is not None else ""
+
+
 def relayed_headers(request: HttpRequest, service_tier: str = "") -> str:
-    """Return the header lines of the client's priority, trace and session. Raises ApiError 400."""
+    """Return the header lines of the client's priority and session. Raises ApiError 400."""
     lines, priority = "", request.header(PRIORITY)
     if not priority and service_tier == "flex":
         priority = headers.PRIORITY_LOWEST
@@ -360,9 +364,6 @@ def relayed_headers(request: HttpRequest, service_tier: str = "") -> str:
                 param=headers.PRIORITY,
             )
         lines = f"{headers.PRIORITY}: {priority}\r\n"
-    trace = request.header(TRACEPARENT)
-    if trace and _TRACEPARENT.fullmatch(trace):
-        lines += f"{headers.TRACEPARENT}: {trace}\r\n"
     session = request.header(SESSION_AFFINITY)
     if session and session.isascii() and session.isprintable():
         lines += f"{headers.SESSION_AFFINITY}: {session}\r\n"

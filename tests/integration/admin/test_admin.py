@@ -76,6 +76,28 @@ async def test_the_openapi_document_is_valid_and_names_every_route(admin: Admin)
         assert (endpoint.method, path) in named
 
 
+async def test_a_replacement_is_the_name_of_another_deployment(admin: Admin) -> None:
+    await catalogued(admin)
+    new = {**a_deployment_body(), "deployment_id": "new", "name": "tiny-2"}
+    assert (await admin.ask("POST", "/v1/deployments", new)).status == 201
+    body = a_deployment_body()
+    for name in ("nobody", "new", body.get("name", "m")):
+        announced = {**body, "deprecation": {"announced_at": 5, "replacement": name}}
+        if name == body.get("name", "m"):
+            assert (await admin.ask("POST", "/v1/deployments", body)).status == 201
+            del announced["deployment_id"]
+            refused = await admin.ask("PUT", "/v1/deployments/d", announced)
+        else:
+            refused = await admin.ask("POST", "/v1/deployments", announced)
+        assert refused.status == 404, refused
+        assert refused.body["error"]["message"].startswith(f"cannot name {name!r} as the repl")
+    announced["deprecation"]["replacement"] = "tiny-2"
+    assert (await admin.ask("PUT", "/v1/deployments/d", announced)).status == 200
+    # Its end later stands in the way of no other change.
+    assert (await admin.ask("DELETE", "/v1/deployments/new")).status == 204
+    assert (await admin.ask("PUT", "/v1/deployments/d", announced)).status == 200
+
+
 async def test_a_deployment_is_created_changed_and_deleted(admin: Admin) -> None:
     await catalogued(admin)
     made = await admin.ask("POST", "/v1/deployments", a_deployment_body(replicas_min=1))
@@ -88,9 +110,9 @@ async def test_a_deployment_is_created_changed_and_deleted(admin: Admin) -> None
     first = await admin.ask("PUT", "/v1/deployments/d", changed, if_match='"1"')
     assert first.status == 200
     assert first.body["version"] == 2  # another engine is another version
-    announced = {**changed, "deprecation": {"announced_at": 5, "replacement": "new"}}
+    announced = {**changed, "deprecation": {"announced_at": 5}}
     ending = await admin.ask("PUT", "/v1/deployments/d", announced)
-    assert ending.body["deprecation"] == {"announced_at": 5, "sunset_at": 0, "replacement": "new"}
+    assert ending.body["deprecation"] == {"announced_at": 5, "sunset_at": 0, "replacement": ""}
     assert ending.body["version"] == 2  # the replicas stay as they are
     moved = await admin.ask("PUT", "/v1/deployments/d", changed, if_match='"1"')
     assert moved.status == 412

@@ -166,6 +166,8 @@ async def test_errors_go_to_standard_error_with_an_exit_code(admin: Admin) -> No
     code, _, err = await run_cli(admin, "keys", "create", "acme", "--deployment", "nobody")
     assert (code, "cannot find the deployment 'nobody'" in err) == (1, True)
     assert (await run_cli(admin, "keys", "create", "acme", "--ttl", "0"))[0] == 1
+    code, _, err = await run_cli(admin, "keys", "create", "acme", "--ttl", "1 hour")
+    assert (code, "cannot read the duration '1 hour'" in err) == (2, True)
     code, _, err = await run_cli(admin, "nodes", "drain", "nobody")
     assert code == 1
     assert "cannot find the node 'nobody'" in err

@@ -24,6 +24,7 @@ async def test_a_deployment_that_its_engine_cannot_have_is_refused(admin: Admin)
         # The model's weights are a GGUF file.
         ({"engine": {"driver": "vllm"}}, "engine.driver"),
         ({"engine": {"driver": "sglang"}, "policy": {"overcommit": 4}}, "policy.overcommit"),
+        ({"policy": {"awake_min": 2}}, "policy"),
     ):
         answer = await admin.ask("POST", "/v1/deployments", {**body, **change})
         assert answer.status == 400

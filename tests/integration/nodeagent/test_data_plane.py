@@ -19,6 +19,7 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from isochrone.service.http_server import serve_http
 from isochrone.wire import headers
@@ -34,6 +35,7 @@ from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import LOAD_MAX_AGE_S, PeerReplicaClient
 from nodeagent.config import NodeConfig
 from nodeagent.decide.admission import TokenReservation
+from nodeagent.decide.preemption import PREEMPTIONS_MAX
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.drivers.driver import EngineCommand, StorePorts
@@ -113,6 +115,7 @@ class Node(NamedTuple):
 async def a_node(
     load_timeout_s: float = 600.0,
     commands: Mapping[str, ConfiguredCommand] | None = None,
+    spans: Middleware | None = None,
     store_ports: StorePorts | None = None,
     attach: Callable[[web.Application], None] = lambda _: None,
 ) -> AsyncIterator[Node]:
@@ -143,7 +146,8 @@ async def a_node(
         rng=random.Random(1),
         on_change=lambda: None,
     )
-    app = DataPlaneServer(supervisor, PeerReplicaClient(None, time.monotonic), SALTS).app()
+    peers = PeerReplicaClient(None, time.monotonic)
+    app = DataPlaneServer(supervisor, peers, SALTS, spans=spans).app()
     attach(app)
     async with (
         serve_http(app, "127.0.0.1", 0) as port,
@@ -192,6 +196,41 @@ async def test_a_tenant_that_fills_the_engine_is_refused_and_another_is_not(node
             assert response.status == status
             assert response.headers.get(headers.REFUSED) == ("busy" if status == 429 else None)
             await response.read()
+
+
+async def test_a_client_takes_the_place_of_an_item_which_the_engine_ends(node: Node) -> None:
+    await node.warm(node.spec(sequences="1", itl_ms="200"))
+    admission = node.supervisor.replicas[ReplicaId("r1")].admission
+    counted = metrics.PREEMPTED_ITEMS.labels("running")
+    lost = metrics.PREEMPTED_TOKENS.labels("prompt")
+    before, lost_before = counted._value.get(), lost._value.get()
+
+    async def item(preemptions: int, tokens: int) -> tuple[int, str]:
+        sent = {headers.PREEMPTIONS: str(preemptions), headers.PRIORITY: headers.PRIORITY_LOWEST}
+        async with node.ask(tokens=tokens, sent=sent, stream=False) as response:
+            await response.read()
+            return response.status, response.headers.get(headers.REFUSED, "")
+
+    async def is_running() -> bool:
+        return admission.running == 1
+
+    first = asyncio.create_task(item(PREEMPTIONS_MAX - 1, 1_000))
+    await until("the item runs", is_running, 5.0)
+    async with node.ask() as response:
+        assert response.status == 200
+        await response.read()
+    assert await first == (429, headers.PREEMPTED)
+    assert (counted._value.get() - before, lost._value.get() - lost_before) == (1, 10)
+    await until("tokens are released", node.idle, 5.0)
+    # After so many times it finishes, and the client waits.
+    last = asyncio.create_task(item(PREEMPTIONS_MAX, 3))
+    await until("the item runs", is_running, 5.0)
+    async with node.ask() as response:
+        assert response.status == 200
+        await response.read()
+    assert await last == (200, "")
+    assert counted._value.get() - before == 1
+    await until("tokens are released", node.idle, 5.0)
 
 
 async def test_a_ping_reports_the_load_of_other_routers(node: Node) -> None:

@@ -8,6 +8,7 @@ import msgspec
 
 from isochrone.wire import headers
 from isochrone.wire.ids import DeviceId, ReplicaId
+from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.host.awake_memory import AwakeMemory
 from tests.integration.nodeagent.test_data_plane import Node, a_node
 
@@ -35,6 +36,10 @@ async def test_a_request_wakes_a_sleeping_replica_and_answers_tell_of_it() -> No
             loads = headers.parse_loads(response.headers[headers.LOADS])
         asleep = [name for name in NAMES if loads[ReplicaId(name)].wake_ms]
         assert asleep == [name for name in NAMES if not memory.is_awake(ReplicaId(name))]
+        reasons = {
+            name: node.supervisor.replicas[ReplicaId(name)].report().reason for name in NAMES
+        }
+        assert [name for name in NAMES if reasons[name].startswith("asleep")] == asleep
         for name in (*asleep, *NAMES):
             await answered(node, name)
         await asyncio.gather(*(answered(node, name) for name in NAMES * 3))
@@ -43,3 +48,31 @@ async def test_a_request_wakes_a_sleeping_replica_and_answers_tell_of_it() -> No
             page = await response.text()
         assert "isochrone_node_replicas_asleep 1.0" in page
         assert 'isochrone_node_sleep_switch_seconds_count{kind="wake"}' in page
+
+
+async def test_a_request_for_a_sleeping_replica_goes_to_a_peer_that_is_awake() -> None:
+    async with a_node() as node:
+        memory = node.supervisor.awake = AwakeMemory(budgets, time.monotonic)
+        for name in NAMES:
+            spec = msgspec.structs.replace(node.spec(name), memory_bytes=4, overcommit=2.0)
+            await node.warm(spec)
+        (asleep,) = [name for name in NAMES if not memory.is_awake(ReplicaId(name))]
+        (awake, _) = [name for name in NAMES if memory.is_awake(ReplicaId(name))]
+        async with node.ask(asleep, peers=[node.peer(asleep), node.peer(awake)]) as response:
+            assert response.headers[headers.HANDOFF_REPLICA] == awake
+            assert b"t0" in await response.read()
+        # Not the other way round: a queue of 50 ms is shorter than a wake.
+        queued = node.supervisor.replicas[ReplicaId(awake)].admission.admit(50, 1, 50)
+        assert queued is not None
+        async with node.ask(awake, peers=[node.peer(awake), node.peer(asleep)]) as response:
+            assert headers.HANDOFF_REPLICA not in response.headers
+        queued.release()
+        assert not memory.is_awake(ReplicaId(asleep))
+
+        # Nodes of the PoP learn it from a ping.
+        client = PeerReplicaClient(None, time.monotonic)
+        peers = [node.peer(asleep), node.peer(awake)]
+        found = await client.queued_tokens(peers, timeout_s=5.0)
+        await client.close()
+        assert found[ReplicaId(asleep)] == memory.wake_ms(ReplicaId(asleep)) > 0
+        assert found[ReplicaId(awake)] == 0

@@ -9,6 +9,7 @@ import secrets
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
@@ -20,6 +21,9 @@ import pytest
 from aiohttp import web
 
 from isochrone.service.http_server import serve_http
+from isochrone.service.tracing import names
+from isochrone.service.tracing.recorder import SpanRecorder
+from isochrone.service.tracing.spans import Span
 from isochrone.wire import headers, kv_transfer
 from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.assignment import ReplicaSpec, Tombstone
@@ -27,8 +31,10 @@ from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import Generation, NodeId, ReplicaId
 from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
 from isochrone.wire.report import ReplicaState
+from isochrone.wire.trace_context import TraceContext
 from nodeagent import metrics
 from nodeagent.api.peer_replicas import LOAD_MAX_AGE_S
+from nodeagent.api.request_spans import trace_requests
 from nodeagent.engine.kvcache.transfer_frames import TransferHead, encode_head
 from ops.golden import tiny
 from tests.builders import a_spec
@@ -118,6 +124,7 @@ class TwoLegs(NamedTuple):
         then: Callable[[], object] | None = None,
         bad: PeerReplica | None = None,
         deadline_ms: int = 0,
+        traceparent: str = "",
     ) -> Answer:
         """Send a request as a router does, without hiding interim responses; call `then` after.
 
@@ -145,6 +152,8 @@ class TwoLegs(NamedTuple):
         }
         if deadline_ms:
             lines[headers.DEADLINE_MS] = str(deadline_ms)
+        if traceparent:
+            lines[headers.TRACEPARENT] = traceparent
         if candidates or bad is not None:
             peers = [*self.peers("d", *candidates), *([bad] if bad is not None else [])]
             lines[headers.PREFILL_REPLICAS] = headers.format_peer_replicas(peers)
@@ -170,13 +179,25 @@ def long_probe_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def fleet() -> AsyncIterator[TwoLegs]:
+async def spans() -> list[Span]:
+    """The spans that the nodes of `fleet` have recorded."""
+    return []
+
+
+@pytest.fixture
+async def fleet(spans: list[Span]) -> AsyncIterator[TwoLegs]:
+    recorder = SpanRecorder(spans.extend, time.monotonic, time.time, secrets.token_hex)
     folder = Path(tempfile.mkdtemp(prefix="iso-"))
     tiny.write_folder(folder, "qwen3")
     tiny.write_tokenizer(folder)
     try:
         async with AsyncExitStack() as stack:
-            nodes = [await stack.enter_async_context(a_node()) for _ in NAMES]
+            nodes = [
+                await stack.enter_async_context(
+                    a_node(spans=trace_requests(recorder, NodeId(name)))
+                )
+                for name in NAMES
+            ]
             artifact = artifact_of(folder)
             for node, name in zip(nodes, NAMES, strict=True):
                 node.supervisor.start(spec_of(name, artifact))
@@ -214,9 +235,13 @@ def prefilled() -> float:
     return outcomes().get("prefill", 0.0)
 
 
-async def test_two_legs_answer_as_one_replica_does_whatever_fails(fleet: TwoLegs) -> None:
+async def test_two_legs_answer_as_one_replica_does_whatever_fails(
+    fleet: TwoLegs, spans: list[Span]
+) -> None:
     """One test, because starting engines takes most of its time."""
     await check_answers(fleet)
+    assert not spans
+    await check_trace(fleet, spans)
     await check_choices(fleet)
     await check_cancel(fleet)
     await check_bad_peers(fleet)
@@ -243,6 +268,39 @@ async def check_answers(fleet: TwoLegs) -> None:
     again = await fleet.ask(prompt, "p1", "p2", stream=True)
     assert (again.heads, again.text) == (["200"], answer.text)
     assert again.cached_tokens >= 190
+
+
+async def check_trace(fleet: TwoLegs, spans: list[Span]) -> None:
+    """A traced request has a span for each step of both legs, on both nodes."""
+    client = TraceContext("ab" * 16, "cd" * 8)
+    await fleet.ask(a_prompt(), "p1", stream=True, traceparent=client.traceparent)
+    await until("tokens are released", fleet.is_idle, 10.0)
+    assert {span.context.trace_id for span in spans} == {client.trace_id}
+    of = {(str(span.attributes.get(names.LEG, "")), span.name): span for span in spans}
+    serve, other = of[("", "serve")], of[("prefill", "serve")]
+    own = {span.name: span for span in spans if span.parent_id == serve.context.span_id}
+    assert [*sorted(own)] == ["admission", "decode", "prefill"]
+    assert serve.parent_id == client.span_id
+    assert other.parent_id == own["prefill"].context.span_id
+    assert of[("", "transfer kv")].parent_id == own["prefill"].context.span_id
+    under = {span.name for span in spans if span.parent_id == own["decode"].context.span_id}
+    assert under == {"relay"}
+    elsewhere = {span.name for span in spans if span.parent_id == other.context.span_id}
+    assert elsewhere == {"admission", "decode"}
+    assert (serve.attributes[names.NODE], other.attributes[names.NODE]) == ("d", "p1")
+    assert serve.attributes[names.PREFILL_OUTCOME] == "prefill"
+    assert own["prefill"].attributes[names.REPLICA] == "p1"
+    moved = of[("", "transfer kv")].attributes
+    assert int(moved[names.KV_BYTES]) > 0 and int(moved[names.KV_BLOCKS]) > 0
+    assert float(own["decode"].attributes[names.FIRST_CHUNK_S]) > 0
+    assert float(own["decode"].attributes[names.DECODE_WAIT_S]) >= 0
+    assert not any(span.error for span in spans)
+    spans.clear()
+    # A prompt that is not worth a leg says why.
+    await fleet.ask([1, 2, 3], "p1", traceparent=client.traceparent)
+    (short,) = [span for span in spans if span.name == "serve"]
+    assert short.attributes[names.PREFILL_OUTCOME] in ("short", "faster_here")
+    assert {span.name for span in spans} == {"serve", "admission", "decode", "relay"}
 
 
 async def check_choices(fleet: TwoLegs) -> None:

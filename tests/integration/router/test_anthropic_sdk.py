@@ -179,3 +179,20 @@ async def test_closing_a_stream_frees_the_node(tmp_path: Path) -> None:
             break
         await stream.close()
         await node.until(lambda: node.cancelled == 1)
+
+
+async def test_files_are_refused_in_anthropics_shape(tmp_path: Path) -> None:
+    """`/v1/files` has OpenAI's objects: its answers would be read as files without a name."""
+    async with a_bench(tmp_path) as bench, a_client(bench) as client:
+        calls: list[Any] = [
+            client.beta.files.list(),
+            client.beta.files.upload(file=("a.txt", b"text")),
+            client.beta.files.retrieve_metadata("file_1"),
+            client.beta.files.download("file_1"),
+            client.beta.files.delete("file_1"),
+        ]
+        for call in calls:
+            with pytest.raises(anthropic.NotFoundError, match="files here are OpenAI's") as caught:
+                await call
+            assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+            assert caught.value.request_id

@@ -171,6 +171,30 @@ async def test_a_batch_is_answered_line_by_line(bench: BatchBench) -> None:
     assert {sent["x-isochrone-priority"] for sent in bench.node.request_headers} == {"0"}
 
 
+async def test_a_preempted_item_is_sent_again_and_says_how_often(bench: BatchBench) -> None:
+    bench.node.refuse = headers.PREEMPTED
+    created = await bench.client.batches.create(
+        input_file_id=await bench.upload(a_line("one")),
+        endpoint="/v1/chat/completions",
+        completion_window="24h",
+    )
+
+    async def is_sent_twice() -> bool:
+        return len(bench.node.request_headers) >= 2
+
+    await until("the item is sent again", is_sent_twice, WAIT_S)
+    bench.node.refuse = ""
+    batch = await bench.ended(created.id)
+    assert (batch.status, batch.request_counts.completed) == ("completed", 1)
+    sent = [headers_sent[headers.PREEMPTIONS] for headers_sent in bench.node.request_headers]
+    assert sent == [str(number) for number in range(len(sent))]
+    # A client's request says nothing of it, and a preempted item is no failure of its replica.
+    await bench.client.chat.completions.create(
+        model="tiny", max_tokens=3, messages=[{"role": "user", "content": "hi"}]
+    )
+    assert headers.PREEMPTIONS not in bench.node.request_headers[-1]
+
+
 async def test_all_endpoints_are_answered(bench: BatchBench) -> None:
     body = {"model": "tiny", "input": "hi", "max_output_tokens": 3}
     line = {"custom_id": "r", "method": "POST", "url": "/v1/responses", "body": body}

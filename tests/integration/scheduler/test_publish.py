@@ -297,6 +297,28 @@ async def test_after_lost_history_routes_wait_for_known_nodes(
     assert (published.nodes, state.routes.table is None) == (-1, False)
 
 
+async def test_a_takeover_in_the_wait_after_lost_history_waits_too(pool: Pool) -> None:
+    """The other scheduler has not noticed the loss itself."""
+    first, publish = await a_publisher(pool)
+    await publish.run_once()
+    await restore_counters(pool)
+    await first.hold_lease.run_once()
+    assert await publish.run_once() == PublishCounts()
+    await expire_lease(pool)
+    other = await scheduler_parts(pool, "s2")
+    publish = other.publish_routes()
+    await other.hold_lease.run_once()
+    assert (other.state.lease.is_acting, await publish.run_once()) == (True, PublishCounts())
+    other.clock.now_s += other.limits.lost_after_s
+    await other.hold_lease.run_once()
+    assert (await publish.run_once()).nodes == -1
+    # Now that a table is published, a takeover does not wait again.
+    await expire_lease(pool)
+    third = await scheduler_parts(pool, "s3")
+    await third.hold_lease.run_once()
+    assert (await third.publish_routes().run_once()).nodes == -1
+
+
 async def test_after_lost_history_routes_do_not_wait_for_lost_nodes(pool: Pool) -> None:
     scheduler, publish = await a_publisher(pool)
     hold_lease = scheduler.hold_lease

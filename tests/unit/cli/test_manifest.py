@@ -88,3 +88,12 @@ def test_the_context_of_a_model_that_reads_sounds_is_its_decoders(tmp_path: Path
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
     values = config_values(tmp_path)
     assert (values["kind"], values["context_tokens"]) == ("transcription", 448)
+
+
+def test_a_link_in_a_folder_that_nodes_copy_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real.txt").write_text("a")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "real.txt")
+    with pytest.raises(ManifestError, match=r"link\.txt: it is a symbolic link.*cp -rL"):
+        artifact_of(tmp_path, f"file:{tmp_path}")
+    # Of a hub's cache only the digests are read, and its files are links.
+    assert len(artifact_of(tmp_path, "hf:owner/name@rev").files) == 2

@@ -93,7 +93,9 @@ class Receiving:
             name = hashlib.sha256(digest).digest() if is_wrong else digest
             content.feed_data(b"".join(map(bytes, encode_block(name, b"abcd"))))
         content.feed_eof()
-        http: Any = SimpleNamespace(match_info={"transfer": transfer}, query={}, content=content)
+        http: Any = SimpleNamespace(
+            match_info={"transfer": transfer}, query={}, headers={}, content=content
+        )
         with pytest.raises(ApiError, match="cannot use these KV blocks: "):
             await self.receiver._receive(http)
 

@@ -36,6 +36,7 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_head,
 )
 from nodeagent.engine.server.kv_sharing import KvSharing
+from nodeagent.engine.server.kv_windows import KvWindows
 from tests.unit.engine.test_kv_receiving import turns
 from tests.unit.engine.test_kv_transfers import Memory, digest
 
@@ -226,7 +227,8 @@ async def test_how_much_is_here_is_said_during_a_step_and_a_part_waits_for_one()
     form: Any = SimpleNamespace(
         block_bytes=4, dtype=torch.float32, shape=(1,), fingerprint=lambda: FINGERPRINT
     )
-    sharing = KvSharing(form, worker, transfers, None, 1.0)
+    windows = KvWindows(form, Path("unused"))
+    sharing = KvSharing(form, worker, transfers, None, windows, 1.0)
     body = msgspec.msgpack.encode(BlockQuery(digests=tuple(CHAIN)))
 
     async def read() -> bytes:
@@ -237,7 +239,7 @@ async def test_how_much_is_here_is_said_during_a_step_and_a_part_waits_for_one()
     assert isinstance(answer.body, bytes)
     located = msgspec.json.decode(answer.body, type=LocatedBlocks)
     assert (located.blocks, located.keep_blocks_max) == (6, 2)
-    reading = asyncio.create_task(sharing._read(CHAIN))
+    reading = asyncio.create_task(sharing._read(CHAIN, None))
     await turns()
     assert transfers.held_blocks == 0
     worker.step()
@@ -247,7 +249,7 @@ async def test_how_much_is_here_is_said_during_a_step_and_a_part_waits_for_one()
     assert transfers.held_blocks == 0
     # One that is given up holds nothing, whether the step thread has begun with it or not.
     for has_begun in (False, True):
-        reading = asyncio.create_task(sharing._read(CHAIN))
+        reading = asyncio.create_task(sharing._read(CHAIN, None))
         await turns()
         if has_begun:
             worker.step()

@@ -36,7 +36,7 @@ class Pages:
     def __init__(self, blocks: int) -> None:
         self.rows = torch.full((blocks, BLOCK_TOKENS, 2), -1)
 
-    def read_blocks(self, blocks: Ordered[int]) -> Tensor:
+    def read_blocks(self, blocks: Ordered[int], out: Tensor | None = None) -> Tensor:
         return self.rows[list(blocks)].clone()
 
     def write_blocks(self, blocks: Ordered[int], contents: Tensor) -> None:

@@ -26,7 +26,7 @@ class Memory:
     def __init__(self, total: int) -> None:
         self.rows = torch.zeros(total, 1)
 
-    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+    def read_blocks(self, blocks: Sequence[int], out: Tensor | None = None) -> Tensor:
         return self.rows[list(blocks)]
 
     def write_blocks(self, blocks: Sequence[int], contents: Tensor) -> None:

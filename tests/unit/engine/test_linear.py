@@ -16,7 +16,11 @@ from isochrone.wire.engine import Quantisation
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.kernels import selection
 from nodeagent.engine.kernels.cpu.library import CpuKernels, cpu_kernels
-from nodeagent.engine.kernels.cpu.linear import NativeFloatBackend, NativeQuantisedBackend
+from nodeagent.engine.kernels.cpu.linear import (
+    NativeBytesBackend,
+    NativeFloatBackend,
+    NativeQuantisedBackend,
+)
 from nodeagent.engine.kernels.cpu.native_matrix import NativeMatrix
 from nodeagent.engine.kernels.linear_backend import Linear, LinearBackend
 from nodeagent.engine.kernels.matrix_formats import QuantisedGroups, stack_quantised
@@ -185,6 +189,111 @@ def test_nan_stays_in_its_own_row() -> None:
     assert (found[2] == 0).all()
 
 
+def bytes_error(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return how far products by bytes may be off: half a step for each number of x.
+
+    A step is 1/127 of the group's largest number, or 1/32639 in a group with an outlier.
+    """
+    groups = x.view(len(x), x.shape[1] // 32, 32)
+    largest = groups.abs().amax(-1, keepdim=True)
+    outlier = 8 * x.square().mean(-1).sqrt()[:, None, None]
+    step = largest / torch.where(largest > outlier * 0.9999, 32639, 127)
+    step = torch.where((largest > outlier * 0.9999) & (largest < outlier * 1.0001), largest, step)
+    return (step.expand_as(groups).reshape(x.shape) / 2) @ weight.abs().T
+
+
+@needs_kernels
+@given(
+    panels=st.integers(1, 5),
+    groups=st.integers(1, 9),
+    rows=st.integers(0, 35),
+    kind=st.sampled_from(["4 bits", "8 bits", torch.float16, torch.bfloat16, torch.float32]),
+    spread=st.sampled_from([0.0, 1.0, 3.0]),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=80, deadline=None)
+def test_products_by_bytes_are_off_by_half_a_step_at_most_in_any_batch(
+    panels: int,
+    groups: int,
+    rows: int,
+    kind: str | torch.dtype,
+    spread: float,
+    threads: int,
+    seed: int,
+) -> None:
+    columns = 32 * groups
+    weight = random(16 * panels, columns, seed=seed)
+    if isinstance(kind, torch.dtype):
+        product = own_kernels().pack_floats_as_bytes([weight.to(kind)])
+    else:
+        bits = int(kind[0])
+        numbers = ((weight * 2 ** (bits - 3)) + 2 ** (bits - 1)).clamp(0, 2**bits - 1)
+        scales = torch.rand(16 * panels, groups).half().float()
+        kept = QuantisedGroups(numbers.to(torch.uint8), scales, -scales * 2 ** (bits - 1), bits)
+        product = own_kernels().pack_groups(kept, by_bytes=True)
+    exact = product[torch.arange(16 * panels)]
+    x = random(rows, columns, seed=seed + 1) * (spread * random(columns, seed=seed + 2)).exp()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = product(x)
+        alone = [product(x[row : row + 1]) for row in range(rows)]
+        later = product(x[rows // 3 :])
+    finally:
+        torch.set_num_threads(before)
+    limit = bytes_error(x, exact) * 1.0001 + (x.abs() @ exact.abs().T) * 1e-5
+    assert ((found - x @ exact.T).abs() <= limit).all()
+    assert all(torch.equal(row, found[at : at + 1]) for at, row in enumerate(alone))
+    assert torch.equal(later, found[rows // 3 :])
+
+
+@needs_kernels
+def test_an_outlier_does_not_make_the_other_numbers_of_its_group_inexact() -> None:
+    product = own_kernels().pack_groups(some_groups(1), by_bytes=True)
+    weight = product[torch.arange(ROWS)]
+    x = random(9, COLUMNS, seed=3)
+    x[::2, 40] = 3000.0
+    outlier = x[:, 40:41] @ weight[:, 40:41].T
+    found, exact = product(x) - outlier, x @ weight.T - outlier
+    # With one byte for the group, the 31 other numbers would be rounded to nought.
+    assert float((found - exact)[::2].norm() / exact[::2].norm()) < 0.03
+    assert float((found - exact)[1::2].norm() / exact[1::2].norm()) < 0.01
+
+
+@needs_kernels
+def test_floats_as_bytes_are_off_by_half_a_step_of_their_group() -> None:
+    weight = random(ROWS, COLUMNS, seed=4) * 10.0 ** random(ROWS, 1, seed=5)
+    weight[3] = 0.0
+    product = own_kernels().pack_floats_as_bytes([weight[:64], weight[64:]])
+    read = product[torch.arange(ROWS)]
+    largest = weight.view(ROWS, -1, 32).abs().amax(-1, keepdim=True)
+    # The scale has 16 bits.
+    limit = largest / 127 * (0.5 + 127 * 2**-11) + 1e-5
+    assert ((read - weight).abs().view(ROWS, -1, 32) <= limit).all()
+    assert (read[3] == 0).all()
+    table = own_kernels().pack_floats_as_bytes([weight[:64]])
+    with pytest.raises(IndexError, match="there are 64"):
+        table[torch.tensor([64])]
+
+
+@needs_kernels
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+def test_products_by_bytes_keep_what_is_not_finite_in_its_own_row(wrong: float) -> None:
+    product = own_kernels().pack_groups(some_groups(1), by_bytes=True)
+    x = torch.ones(3, COLUMNS)
+    x[0, 5], x[2] = wrong, 0.0
+    found = product(x)
+    assert not found[0].isfinite().any()
+    assert torch.equal(found[1:2], product(torch.ones(1, COLUMNS)))
+    assert (found[2] == 0).all()
+    weight = torch.ones(16, 64)
+    weight[2, 5] = wrong
+    answer = own_kernels().pack_floats_as_bytes([weight])(torch.ones(2, 64))
+    assert not answer[:, 2].isfinite().any()
+    assert answer[:, 3].isfinite().all()
+
+
 @pytest.mark.parametrize("rows", [1, 4, 5, 33])
 def test_each_torch_linear_keeps_its_tolerance(rows: int) -> None:
     groups = some_groups(1)
@@ -228,6 +337,8 @@ def test_the_backend_follows_the_device_the_dtype_and_the_quantisation() -> None
     )
     assert backend_for("cpu", torch.float32, "none") == floats
     assert backend_for("cpu", torch.float32, "auto") == quantised
+    in_bytes = "native-bytes" if cpu_kernels() else "packed"
+    assert backend_for("cpu", torch.float32, "int8") == in_bytes
     assert backend_for("cpu", torch.bfloat16, "none") == "onednn"
 
 
@@ -240,6 +351,7 @@ def test_without_the_c_kernels_weights_are_packed_only_if_asked_and_possible(
     assert backend_for("cpu", torch.float32, "auto") == "onednn"
     packed, bf16 = ("packed", "onednn") if has_bf16 else ("onednn", "plain")
     assert backend_for("cpu", torch.float32, "file") == packed
+    assert backend_for("cpu", torch.float32, "int8") == packed
     assert backend_for("cpu", torch.bfloat16, "auto") == bf16
 
 
@@ -255,6 +367,10 @@ def test_bytes_per_weight_is_what_a_matrix_takes(groups: QuantisedGroups, bits: 
     assert kept.packed.nbytes == groups.numbers.numel() * promised
     rounded = rounded_floats([torch.ones(32, 64)])
     assert rounded.packed.nbytes == 32 * 64 * quantised.bytes_per_weight(torch.float32, 16)
+    by_bytes = NativeBytesBackend(own_kernels())
+    as_bytes = own_kernels().pack_floats_as_bytes([torch.ones(32, 64)])
+    assert as_bytes.packed.nbytes == 32 * 64 * by_bytes.bytes_per_weight(torch.float32, 16)
+    assert by_bytes.bytes_per_weight(torch.float32, bits) == promised
     assert floats.bytes_per_weight(torch.float32, 16) == 2
     assert floats.bytes_per_weight(torch.float32, bits) == 4
     assert PlainBackend().bytes_per_weight(torch.bfloat16, bits) == 2

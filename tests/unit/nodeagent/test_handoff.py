@@ -12,6 +12,7 @@ from nodeagent.decide.handoff import (
     choose_handoff,
     estimated_ttft_ms,
     is_worth_probing,
+    queued_before,
 )
 
 
@@ -52,6 +53,19 @@ def test_peers_are_not_probed_while_the_local_queue_is_short() -> None:
     assert not is_worth_probing(A, 0)
     assert not is_worth_probing(A, int(MARGIN_MS))
     assert is_worth_probing(A, 20)
+
+
+def test_the_time_to_wake_counts_like_a_queue_of_that_length() -> None:
+    fast = a_peer("fast", token_us=500)
+    for peer in (A, fast):
+        asleep = queued_before(peer, 7, wake_ms=120)
+        waits_ms = estimated_ttft_ms(peer, asleep) - estimated_ttft_ms(peer, 7)
+        assert waits_ms == 120
+    assert queued_before(A, 7, wake_ms=0) == 7
+    queues = {A.replica_id: queued_before(A, 0, wake_ms=300), B.replica_id: 100}
+    handoff = choose_handoff([A, B], queues, None)
+    assert handoff is not None
+    assert handoff.target is B
 
 
 @given(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from isochrone.service.gguf_metadata import GgufError, attention_size, read_metadata
 from isochrone.wire import headers
+from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.model import EngineSettings
 from nodeagent.drivers import DRIVERS
@@ -222,3 +223,33 @@ def test_a_hostile_header_is_refused_without_reading_much(tmp_path: Path, data: 
     path.write_bytes(data)
     with pytest.raises(GgufError, match=r"^cannot "):
         read_metadata(path)
+
+
+@pytest.mark.parametrize(
+    ("template", "may_force"),
+    [("{% for t in tools %}{{ t }}{% endfor %}", True), ("{{ messages }}", False), ("", False)],
+)
+def test_a_call_can_be_required_if_the_template_has_tools(
+    tmp_path: Path, template: str, may_force: bool
+) -> None:
+    launch = a_launch(tmp_path)
+    entries = (entry("tokenizer.chat_template", 8, text(template)),) if template else ()
+    (tmp_path / "m.gguf").write_bytes(gguf(*LLAMA, *entries))
+    assert DRIVER.command(launch).may_force_tools is may_force
+
+
+@pytest.mark.parametrize(
+    ("choice", "is_refused"),
+    [('"required"', True), ('{"type":"function"}', True), ('"auto"', False), ("null", False)],
+)
+def test_a_required_call_is_refused_where_the_engine_would_ignore_it(
+    choice: str, is_refused: bool
+) -> None:
+    body = f'{{"tools":[{{}}],"tool_choice":{choice}}}'.encode()
+    assert b"tool_choice" in with_fields(body, {})
+    if not is_refused:
+        assert b"tool_choice" in with_fields(body, {}, may_force_tools=False)
+        return
+    with pytest.raises(ApiError, match="template of this model has no tools") as refused:
+        with_fields(body, {}, may_force_tools=False)
+    assert refused.value.param == "tool_choice"

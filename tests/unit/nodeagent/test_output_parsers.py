@@ -145,3 +145,9 @@ def test_vllm_on_a_cpu_shares_its_cores(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "--enforce-eager" not in on_gpu.arguments
     assert "OMP_NUM_THREADS" not in on_gpu.environment
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in on_gpu.environment
+    assert not any(name.startswith("OTEL_") for name in on_gpu.environment)
+    url = "http://10.1.0.9:4318/v1/traces"
+    traced = driver.command(launch("gpu0", otlp_traces_endpoint=url))
+    assert f"--otlp-traces-endpoint {url}" in " ".join(traced.arguments)
+    assert traced.environment["OTEL_TRACES_SAMPLER"] == "parentbased_always_off"
+    assert traced.environment["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"

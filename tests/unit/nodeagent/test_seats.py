@@ -55,7 +55,7 @@ def test_within_a_tenant_the_one_that_is_due_first_has_the_next_seat() -> None:
     assert seats.release(none, 0.0) == [other]
 
 
-def test_items_of_batches_wait_until_no_other_request_waits() -> None:
+def test_requests_of_the_lowest_priority_wait_until_no_other_request_waits() -> None:
     seats = Seats(1)
     first = ask(seats, "a")
     item = seats.request("idle", ttft_objective(0.0, 100), 0.0, yields=True)
@@ -67,7 +67,7 @@ def test_items_of_batches_wait_until_no_other_request_waits() -> None:
     assert seats.release(item, 0.0) == [own_item]
 
 
-def test_items_of_batches_leave_a_seat_that_a_client_takes_at_once() -> None:
+def test_flexible_requests_leave_a_seat_that_a_client_takes_at_once() -> None:
     seats = Seats(16)
     items = [seats.request("idle", ttft_objective(0.0, 100), 0.0, yields=True) for _ in range(20)]
     assert sum(item.is_seated for item in items) == 15

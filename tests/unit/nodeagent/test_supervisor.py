@@ -48,6 +48,7 @@ class FakeEngine:
     log = Path("r1")
     exit_reason = "the engine exited"
     pid = 1
+    is_adopted = False
     problem = canary_problem = ""
     stall_s = 0.0
 

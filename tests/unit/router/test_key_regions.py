@@ -120,6 +120,7 @@ class Router:
             recorder=Recorder(PopId("ams"), metrics, UsageJournal(folder, time.monotonic)),
             metrics=metrics,
             clock=clock,
+            tracer=None,
         )
 
     def context(self, request_id: str = "r", regions: tuple[str, ...] = ("DE",)) -> RequestContext:

@@ -1,7 +1,7 @@
 """Messages are translated to and from chat completions; the official SDK's types accept them."""
 
 import json
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from anthropic.types import (
@@ -14,6 +14,9 @@ from anthropic.types import (
     tool_param,
     tool_result_block_param,
 )
+from anthropic.types.beta import BetaToolParam
+from anthropic.types.beta.beta_content_block_param import BetaContentBlockParam
+from anthropic.types.beta.beta_tool_union_param import BetaToolUnionParam
 from anthropic.types.user_message_param import UserMessageParam
 
 from isochrone.wire.errors import ApiError, ErrorCode
@@ -155,6 +158,40 @@ def test_each_field_of_the_sdk_is_decided() -> None:
     assert results - {"TextBlockParam", "ImageBlockParam", "DocumentBlockParam"} == {
         *("SearchResultBlockParam", "ToolReferenceBlockParam", "BrowserStateBlockParam")
     }
+
+
+def test_each_block_and_tool_of_the_beta_sdk_is_decided() -> None:
+    """What only the beta has is refused by name: its `type` or its field is unknown here."""
+    accepted = {"Text", "Image", "RequestDocument", "Thinking", "ToolUse", "ToolResult"}
+    blocks = [kind for kind in get_args(BetaContentBlockParam) if isinstance(kind, type)]
+    assert {f"Beta{name}BlockParam" for name in accepted} <= {kind.__name__ for kind in blocks}
+    refused = 0
+    for kind in blocks:
+        name = kind.__name__.removeprefix("Beta").removesuffix("Param").replace("Request", "")
+        if hasattr(schema, name):
+            fields = {*getattr(schema, name).__struct_fields__, "type"}
+            assert {*kind.__annotations__} <= fields, name
+            continue
+        (tag,) = get_args(get_type_hints(kind)["type"])
+        assert_refused(
+            "messages[0].content", messages=[{"role": "user", "content": [{"type": tag}]}]
+        )
+        refused += 1
+    assert refused == len(blocks) - len(accepted)
+    for kind in get_args(BetaToolUnionParam):
+        if kind is BetaToolParam:
+            assert {*kind.__annotations__} <= {*schema.CustomTool.__struct_fields__}
+            continue
+        for tag in get_args(get_type_hints(kind)["type"]):
+            tool = {"type": tag, "name": "f", "input_schema": SCHEMA}
+            assert_refused("tools[0]", tools=[tool])
+
+
+def assert_refused(field: str, **fields: Any) -> None:
+    """Check that a request with `fields` is refused with an error that names the field."""
+    with pytest.raises(ApiError) as caught:
+        decode(json.dumps({**BODY, **fields}).encode(), schema.MESSAGES_REQUEST)
+    assert field in str(caught.value)
 
 
 def test_a_text_becomes_a_user_message() -> None:

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+from isochrone.wire.ids import DeviceId
+from isochrone.wire.model import EngineSettings
+from isochrone.wire.report import NodeDevice
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
 from tests.builders import GIB, a_cluster, a_deployment, a_node
 
@@ -28,6 +31,21 @@ def test_the_replicas_that_stay_awake_are_counted_in_full() -> None:
     for plan in (over_committed(13, awake_min=1), over_committed(13, keep_warm=("ams",))):
         assert len(plan.starts) == 3
         assert {start.spec.overcommit for start in plan.starts} == {1.0}
+
+
+def test_an_engine_whose_sleep_frees_nothing_on_a_cpu_is_over_committed_on_gpus_only() -> None:
+    engine = EngineSettings(driver="vllm", options={"enable_sleep_mode": "true"})
+    deployments = (a_deployment("d", overcommit=4.0, engine=engine),)
+    on_cpu = a_node("n1", "ams", 16.0)
+    gpu = NodeDevice(
+        device_id=DeviceId("cuda:0"), device_class="h100-80g", memory_bytes=80 * GIB, healthy=True
+    )
+    on_gpu = a_node("n2", "ams", devices=(gpu,))
+    plan = plan_deployments(a_cluster(nodes=(on_cpu,), deployments=deployments, placements=()))
+    assert not plan.starts
+    assert "cannot over-commit vllm on a CPU" in plan.unmet[0].reason
+    both = a_cluster(nodes=(on_cpu, on_gpu), deployments=deployments, placements=())
+    assert {start.node_id for start in plan_deployments(both).starts} == {"n2"}
 
 
 def test_a_fixed_replica_leaves_room_for_a_sleeping_one_to_wake() -> None:

@@ -14,6 +14,7 @@ from ops.sim.engine_calibration import (
     simulate_answers,
 )
 from ops.sim.published_latency import PUBLISHED, simulate_clients
+from ops.sim.replica import SimulatedReplica
 from ops.sim.world import LLAMA_70B_TODAY
 
 
@@ -71,5 +72,5 @@ def test_a_prompt_alone_takes_as_long_as_published() -> None:
     rows = [row for row in PUBLISHED if row.clients == 1 and row.prompt_tokens >= 1000]
     assert rows
     for row in rows:
-        found = simulate_clients(LLAMA_70B_TODAY.large, row)
+        found = simulate_clients(LLAMA_70B_TODAY.large, row, SimulatedReplica)
         assert found.ttft_ms == pytest.approx(row.ttft_ms, rel=0.12)

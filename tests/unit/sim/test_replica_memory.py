@@ -1,8 +1,11 @@
 """One pool for cached prefixes and running sequences: what one takes the other does not have."""
 
+import pytest
+
 from ops.sim.published import PUBLISHED, output_tokens_per_s
 from ops.sim.replica import ReplicaJob, SimulatedReplica
 from ops.sim.replica_memory import KvPool, PrefixCache
+from ops.sim.stepped_replica import REPLICA_KINDS
 from ops.sim.traces import TraceRequest
 from ops.sim.world import LLAMA_70B_TODAY, EngineProfile, ReplicaSite
 from tests.unit.sim.test_replica import run
@@ -80,10 +83,12 @@ def test_the_newest_sequence_is_preempted_when_the_pool_is_full_and_read_again()
     assert 0.4 < ended[1][1] - first_ends_s < 1.1
 
 
-def test_published_throughput_is_reproduced() -> None:
+@pytest.mark.parametrize("kind", REPLICA_KINDS)
+def test_published_throughput_is_reproduced(kind: str) -> None:
+    replica_kind = REPLICA_KINDS[kind]
     row = next(row for row in PUBLISHED if row.prompt_tokens == 2048 and row.output_tokens == 128)
-    large = output_tokens_per_s(LLAMA_70B_TODAY.large, 2048, 128)
-    small = output_tokens_per_s(LLAMA_70B_TODAY.small, 2048, 128)
+    large = output_tokens_per_s(LLAMA_70B_TODAY.large, 2048, 128, replica_kind)
+    small = output_tokens_per_s(LLAMA_70B_TODAY.small, 2048, 128, replica_kind)
     assert abs(large / row.h100x2 - 1) < 0.05
     assert abs(small / row.h200x1 - 1) < 0.05
 

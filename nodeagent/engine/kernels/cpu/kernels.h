@@ -151,6 +151,13 @@ void attend(const float *mixed, int64_t heads, const float *slots, int64_t block
             const int64_t *pieces, int64_t count, int64_t window, int64_t use_amx, int64_t threads,
             float *out);
 
+/* Added to the kind of a matrix in groups of 4 or 8 bits: rows of x are rounded to bytes, not to
+ * 16 bits. */
+#define BY_BYTES 32
+
+/* The bits of the numbers of a matrix in groups. */
+INLINED int64_t bits_of(int64_t kind) { return kind % BY_BYTES; }
+
 /* The size of one group of a panel. */
 INLINED int64_t group_bytes(int64_t bits) { return GROUP * PANEL * bits / 8 + 4 * PANEL; }
 
@@ -160,5 +167,7 @@ int64_t multiply(const uint8_t *packed, int64_t kind, int64_t rows, int64_t colu
                  int64_t count, int64_t threads, float *out);
 void multiply_floats(const uint8_t *packed, int64_t kind, int64_t rows, int64_t columns,
                      const float *x, int64_t count, int64_t threads, float *out);
+int64_t multiply_by_bytes(const uint8_t *packed, int64_t bits, int64_t rows, int64_t columns,
+                          const float *x, int64_t count, int64_t threads, float *out);
 
 #endif

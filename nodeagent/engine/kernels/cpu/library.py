@@ -17,6 +17,7 @@ from torch import Tensor
 from nodeagent.engine.kernels.cpu.build import KernelsUnavailable, kernels_library
 from nodeagent.engine.kernels.cpu.file_reads import RowFetch
 from nodeagent.engine.kernels.cpu.native_matrix import (
+    BY_BYTES,
     FORMAT_CODES,
     ROUNDED_KIND,
     NativeMatrix,
@@ -39,6 +40,7 @@ HEAD_DIM_MAX: Final = 256
 PIECE_TOKENS: Final = 64
 """Attention reads the keys once for up to this many neighbouring tokens, with all their heads."""
 _TEST_ERROR_MAX: Final = 1e-3
+_TEST_ERROR_OF_BYTES_MAX: Final = 2e-2
 _TEST_ROWS: Final = (11, 61)
 """Few and many rows: different C functions multiply them."""
 _C_TYPES: Final = {"p": c_void_p, "n": c_int64, "f": c_float}
@@ -79,20 +81,29 @@ class CpuKernels:
         """Return the memory of all packed matrices of this process."""
         return self._arena.regions()
 
-    def pack_groups(self, groups: QuantisedGroups) -> NativeMatrix:
-        """Pack a matrix in quantised groups; its rows are whole panels."""
-        matrix = NativeMatrix(self.library, self._arena, groups.bits, *groups.numbers.shape)
+    def pack_groups(self, groups: QuantisedGroups, by_bytes: bool = False) -> NativeMatrix:
+        """Pack a matrix in quantised groups; its rows are whole panels.
+
+        With `by_bytes` products round rows to bytes instead of 16 bits.
+        """
+        kind = groups.bits + BY_BYTES * by_bytes
+        matrix = NativeMatrix(self.library, self._arena, kind, *groups.numbers.shape)
         matrix.fill_groups(groups)
         return matrix
 
     def pack_blocks(
-        self, blocks: GgufBlocks, fetches: list[RowFetch] | None = None
+        self,
+        blocks: GgufBlocks,
+        fetches: list[RowFetch] | None = None,
+        by_bytes: bool = False,
     ) -> NativeMatrix:
         """Pack a matrix in GGUF blocks, each part of which is whole panels.
 
+        With `by_bytes` products round rows to bytes instead of 16 bits.
+
         Parts that are still in a file are appended to `fetches`; without that list they are read.
         """
-        kind = 8 if blocks.layout == "Q8_0" else 4
+        kind = (8 if blocks.layout == "Q8_0" else 4) + BY_BYTES * by_bytes
         parts = [(part, blocks.layout) for part in blocks.parts]
         return self._pack_parts(kind, parts, blocks.columns, fetches)
 
@@ -116,6 +127,16 @@ class CpuKernels:
         rounds = rounded and not (self.has_amx and dtype is not torch.float32)
         kind = ROUNDED_KIND if rounds else FORMAT_CODES[dtype]
         return self._pack_parts(kind, with_formats, parts[0].shape[1], fetches)
+
+    def pack_floats_as_bytes(
+        self, parts: Sequence[Tensor | RowsInFile], fetches: list[RowFetch] | None = None
+    ) -> NativeMatrix:
+        """Pack float matrices as `pack_floats`, rounded to 8 bits in groups of 32 columns.
+
+        Products round rows to bytes, too.
+        """
+        with_formats = [_with_format(part) for part in parts]
+        return self._pack_parts(8 + BY_BYTES, with_formats, parts[0].shape[1], fetches)
 
     def _pack_parts(
         self,
@@ -229,12 +250,21 @@ class CpuKernels:
             scales, offsets = torch.rand(2, 2 * PANEL_ROWS, 2, generator=random).half().float()
             groups = QuantisedGroups(numbers, scales, offsets, bits)
             _compare(f"{bits} bits", self.pack_groups(groups), x, groups.dequantise())
+            _compare(
+                f"{bits} bits with bytes",
+                self.pack_groups(groups, by_bytes=True),
+                x,
+                groups.dequantise(),
+                _TEST_ERROR_OF_BYTES_MAX,
+            )
         for dtype in FLOATS:
             weight = torch.randn(3 * PANEL_ROWS, 64, generator=random).to(dtype)
             _compare(str(dtype), self.pack_floats([weight], rounded=False), x, weight.float())
             _compare(
                 f"rounded {dtype}", self.pack_floats([weight], rounded=True), x, weight.float()
             )
+            as_bytes = self.pack_floats_as_bytes([weight])
+            _compare(f"{dtype} as bytes", as_bytes, x, weight.float(), _TEST_ERROR_OF_BYTES_MAX)
 
 
 def _with_format(part: Tensor | RowsInFile) -> tuple[Tensor | RowsInFile, RowFormat]:
@@ -245,13 +275,15 @@ def _with_format(part: Tensor | RowsInFile) -> tuple[Tensor | RowsInFile, RowFor
     return part, part.dtype
 
 
-def _compare(kind: str, matrix: NativeMatrix, x: Tensor, weight: Tensor) -> None:
+def _compare(
+    kind: str, matrix: NativeMatrix, x: Tensor, weight: Tensor, error_max: float = _TEST_ERROR_MAX
+) -> None:
     """Raise KernelsUnavailable where the product by `matrix` is not torch's by `weight`."""
     expected = x @ weight.T
     for rows in _TEST_ROWS:
         error = float((matrix(x[:rows]) - expected[:rows]).norm() / expected[:rows].norm())
         # Written so that NaN fails too.
-        if not error < _TEST_ERROR_MAX:
+        if not error < error_max:
             raise KernelsUnavailable(
                 f"cannot use the C kernels: products by {kind} are wrong by {error:.2g}"
             )

@@ -3,7 +3,8 @@
 Quantised groups are multiplied with an error of 2^-16 and no second copy, in a third of the time
 of torch's int4 kernel. Floats are multiplied exactly as their file has them. Beside quantised
 groups they may be rounded to 14 bits in groups instead: products are twice as fast then, with an
-error of 2^-14.
+error of 2^-14. With all rows of x rounded to bytes, and floats to 8 bits, products are faster
+again, with an error of about 2^-8.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -93,6 +94,7 @@ class NativeQuantisedBackend(_NativeMatrices, PackedBackend):
 
     name = "native-quantised"
     _rounds_floats = True
+    _by_bytes: ClassVar[bool] = False
 
     def bytes_per_weight(self, dtype: torch.dtype, file_bits: int) -> float:
         """Return the size of a weight with its share of the group's scale and offset (4 bytes)."""
@@ -112,7 +114,22 @@ class NativeQuantisedBackend(_NativeMatrices, PackedBackend):
         if isinstance(matrix, GgufBlocks):
             if any(len(part) % PANEL_ROWS for part in matrix.parts):
                 return None
-            return self._kernels.pack_blocks(matrix, self._fetches)
+            return self._kernels.pack_blocks(matrix, self._fetches, self._by_bytes)
         if matrix.numbers.shape[0] % PANEL_ROWS:
             return None
-        return self._kernels.pack_groups(matrix)
+        return self._kernels.pack_groups(matrix, self._by_bytes)
+
+
+class NativeBytesBackend(NativeQuantisedBackend):
+    """Keeps quantised groups as their file has them and floats in 8 bits; multiplies by bytes."""
+
+    name = "native-bytes"
+    _by_bytes = True
+
+    def bytes_per_weight(self, dtype: torch.dtype, file_bits: int) -> float:
+        """Return the size of a weight with its share of the group's scale and offset (4 bytes)."""
+        return min(file_bits, 8) / 8 + 4 / GROUP_WEIGHTS
+
+    def from_rows(self, parts: Sequence[Tensor | RowsInFile]) -> NativeMatrix:
+        """Keep float matrices, stacked vertically, in 8 bits."""
+        return self._kernels.pack_floats_as_bytes(parts, self._fetches)

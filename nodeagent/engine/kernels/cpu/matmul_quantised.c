@@ -172,6 +172,8 @@ int64_t multiply(const uint8_t *packed, int64_t kind, int64_t rows, int64_t colu
     if (amx_allowed() && count >= many_rows(kind))
         return multiply_by_amx(packed, kind, rows, columns, x, count, threads, out);
 #endif
+    if (kind > BY_BYTES)
+        return multiply_by_bytes(packed, bits_of(kind), rows, columns, x, count, threads, out);
     if (kind <= FP32) {
         multiply_floats(packed, kind, rows, columns, x, count, threads, out);
         return 0;

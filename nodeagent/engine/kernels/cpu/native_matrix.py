@@ -18,6 +18,8 @@ FORMAT_CODES: Final = {name: number for number, name in enumerate(_ROW_FORMATS)}
 ROUNDED_KIND: Final = 16
 """The kind of a float matrix rounded to groups of this many bits. The kind of a quantised matrix is
 its bits, 4 or 8."""
+BY_BYTES: Final = 32
+"""Added to the kind of a quantised matrix by which rows are multiplied as bytes."""
 
 
 class NativeMatrix:

@@ -14,9 +14,10 @@
 
 #include "packing.h"
 
-/* The size of a panel. `kind` is an `enum kind` for floats, or the bits of groups. */
+/* The size of a panel. `kind` is an `enum kind` for floats, or the bits of groups and maybe
+ * BY_BYTES. */
 int64_t panel_bytes(int64_t kind, int64_t columns) {
-    return kind <= FP32 ? PANEL * columns * bytes_of(kind) : columns / GROUP * group_bytes(kind);
+    return kind <= FP32 ? PANEL * columns * bytes_of(kind) : columns / GROUP * group_bytes(bits_of(kind));
 }
 
 struct numbers {
@@ -49,9 +50,9 @@ static void pack_numbers(const void *arguments, int64_t panel, int64_t end) {
 }
 
 /* Pack numbers, scales and offsets; `rows` are whole panels. */
-void pack_groups(const uint8_t *numbers, const float *scales, const float *offsets, int64_t bits,
+void pack_groups(const uint8_t *numbers, const float *scales, const float *offsets, int64_t kind,
                  int64_t rows, int64_t columns, int64_t threads, uint8_t *out) {
-    const struct numbers arguments = {numbers, scales, offsets, bits, columns, out};
+    const struct numbers arguments = {numbers, scales, offsets, bits_of(kind), columns, out};
     parallel_for(pack_numbers, &arguments, rows / PANEL, portions_of(rows * columns, threads),
                  threads);
 }
@@ -102,6 +103,35 @@ INLINED void round_floats(const enum kind kind, const uint8_t *const *from, int6
     }
 }
 
+/* Pack one panel of floats, rounded to bytes as GGUF's Q8_0 rounds them. Its scales have 16 bits:
+ * a group below 2^-18 becomes zero or inexact. */
+INLINED void round_floats_to_bytes(const enum kind kind, const uint8_t *const *from,
+                                   int64_t columns, uint8_t *out) {
+    int64_t bytes = bytes_of(kind);
+    for (int64_t column = 0; column < columns; column += GROUP, out += group_bytes(8)) {
+        uint16_t *halves = (uint16_t *)(out + GROUP * PANEL);
+        for (int64_t row = 0; row < PANEL; row++) {
+            const uint8_t *at = from[row] + column * bytes;
+            __m512 one = (__m512)load_fp32(kind, at);
+            __m512 other = (__m512)load_fp32(kind, at + LANES * bytes);
+            struct rounded group = round_to_integers((lanes)one, (lanes)other, INT8_MAX);
+            uint8_t numbers[GROUP];
+            halves[row] = _cvtss_sh(group.scale, 0);
+            float scale = _cvtsh_ss(halves[row]);
+            __m512 inverse = _mm512_set1_ps(scale > 0 ? 1 / scale : 0);
+            halves[PANEL + row] = _cvtss_sh(-128 * scale, 0);
+            /* Rounded again, by the scale as it is stored; an integer saturates. */
+            __m128i low = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(one, inverse)));
+            __m128i high = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(other, inverse)));
+            const __m128i sign = _mm_set1_epi8(-128); /* int8 to uint8 */
+            _mm_storeu_si128((__m128i *)numbers, _mm_xor_si128(low, sign));
+            _mm_storeu_si128((__m128i *)(numbers + LANES), _mm_xor_si128(high, sign));
+            for (int64_t word = 0; word < GROUP / 4; word++)
+                memcpy(out + word * LINE + 4 * row, numbers + 4 * word, 4);
+        }
+    }
+}
+
 /* Pack one GGUF block: a scale, an offset (Q4_1 only) and the numbers. Its bytes of four bits
  * have the order of ours. */
 INLINED void pack_block(const enum row_format layout, const uint8_t *from, int64_t row,
@@ -132,7 +162,7 @@ INLINED void pack_blocks(const enum row_format layout, const uint8_t *const *fro
             pack_block(layout, from[row] + group * block_bytes(layout), row, out);
 }
 
-/* Pack one panel of a matrix of `kind`. Blocks have one possible kind, floats three. */
+/* Pack one panel of a matrix of `kind`. Blocks have one possible size, floats four. */
 static void pack_panel(const uint8_t *const *from, int64_t layout, int64_t kind, int64_t columns,
                        uint8_t *out) {
     if (layout == Q4_0) pack_blocks(Q4_0, from, columns, out);
@@ -141,6 +171,9 @@ static void pack_panel(const uint8_t *const *from, int64_t layout, int64_t kind,
     if (layout == FP16 && kind == 16) round_floats(FP16, from, columns, out);
     if (layout == BF16 && kind == 16) round_floats(BF16, from, columns, out);
     if (layout == FP32 && kind == 16) round_floats(FP32, from, columns, out);
+    if (layout == FP16 && bits_of(kind) == 8) round_floats_to_bytes(FP16, from, columns, out);
+    if (layout == BF16 && bits_of(kind) == 8) round_floats_to_bytes(BF16, from, columns, out);
+    if (layout == FP32 && bits_of(kind) == 8) round_floats_to_bytes(FP32, from, columns, out);
     if (layout == FP16 && kind == FP32) pack_floats(FP16, 1, from, columns, out);
     if (layout == BF16 && kind == FP32) pack_floats(BF16, 1, from, columns, out);
     if (layout == FP32 && kind == FP32) pack_floats(FP32, 1, from, columns, out);
@@ -212,8 +245,8 @@ int64_t unpack_rows(const uint8_t *packed, int64_t kind, int64_t rows, int64_t c
         const uint8_t *panel = packed + wanted[at] / PANEL * panel_bytes(kind, columns);
         for (int64_t column = 0, row = wanted[at] % PANEL; column < columns; column++)
             *out++ = kind <= FP32 ? load_fp32(kind, panel + column * PANEL * bytes_of(kind))[row]
-                                  : number_at(panel + column / GROUP * group_bytes(kind), kind, row,
-                                              column % GROUP);
+                                  : number_at(panel + column / GROUP * group_bytes(bits_of(kind)),
+                                              bits_of(kind), row, column % GROUP);
     }
     return 0;
 }

@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from isochrone.wire.engine_capabilities import sleep_problem_on
 from isochrone.wire.ids import DeviceId, NodeId, PopId
 from isochrone.wire.model import CatalogModel, Deployment, EngineSettings, PlacementPolicy
 from isochrone.wire.routes import Pop
@@ -154,6 +155,13 @@ def why_no_slot(
     return _why_too_full(node, deployment.engine, planned_memory_bytes(model, deployment), free)
 
 
+def class_refusal(deployment: Deployment, device_class: str) -> str:
+    """Return why no replica of a deployment can be on a device class, or ""."""
+    if deployment.policy.overcommit <= 1:
+        return ""
+    return sleep_problem_on(deployment.engine, device_class)
+
+
 def classes_with_space(
     node: FleetNode, deployment: Deployment, model: CatalogModel, free: FreeMemory
 ) -> set[str]:
@@ -165,7 +173,11 @@ def classes_with_space(
         for device in node.devices
         if device.healthy and free[node.node_id, device.device_id] >= needed
     )
-    return {name for name, count in fitting.items() if count >= deployment.engine.devices_per_node}
+    return {
+        name
+        for name, count in fitting.items()
+        if count >= deployment.engine.devices_per_node and not class_refusal(deployment, name)
+    }
 
 
 def why_ineligible(
@@ -184,6 +196,9 @@ def why_ineligible(
         return f"the node is {liveness.value}: silent for {node.silent_s:.0f} s"
     if deployment.engine.nodes > 1 and node.rank_ports is None:
         return "it takes no part of a replica over several nodes: plaintext_rank_ports is not set"
+    refusals = [class_refusal(deployment, device.device_class) for device in node.devices]
+    if refusals and all(refusals):
+        return refusals[0]
     refused = node.refusal_of(deployment.deployment_id, deployment.version)
     if refused is not None:
         return f"it refused a replica of this deployment: {refused}"

@@ -20,7 +20,7 @@ from scheduler.decide.capacity.start_times import COMING
 from scheduler.decide.cluster import Placement
 from scheduler.decide.demand.demand_rates import DeploymentDemand, demand_load
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
-from scheduler.decide.placement.fleet.slots import Slot, planned_memory_bytes
+from scheduler.decide.placement.fleet.slots import Slot, class_refusal, planned_memory_bytes
 from scheduler.decide.placement.roles import TokenMix, generating_share
 from scheduler.decide.placement.score import (
     ABSENT,
@@ -105,6 +105,12 @@ class DeploymentNeeds:
         self.memory_bytes = planned_memory_bytes(model, deployment) * deployment.engine.devices
         self.hold_cost = hold_cost(self.memory_bytes)
         self.eligible_nodes = fleet.eligible_nodes(deployment, model)
+        if deployment.policy.overcommit > 1:
+            self.eligible_nodes = {
+                site: found
+                for site, found in self.eligible_nodes.items()
+                if not class_refusal(deployment, fleet.sites[site].device_class)
+            }
         if has_pins(deployment.policy):
             is_open = pinned_sites(deployment.policy, fleet.table)
             nodes = self.eligible_nodes.items()

@@ -1,0 +1,1 @@
+"""Distributed traces: spans of sampled requests, sent to an OpenTelemetry collector."""

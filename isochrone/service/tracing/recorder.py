@@ -1,0 +1,169 @@
+"""Records the spans of a request while it passes through a service.
+
+The current span belongs to a task and to the tasks that it starts, so that no function needs a
+parameter for it. Without a traced request nothing is recorded.
+"""
+
+from collections.abc import Callable, MutableMapping, Sequence
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Final, Self
+
+from isochrone.service.tracing.spans import AttributeValue, Span, SpanKind
+from isochrone.wire import headers
+from isochrone.wire.trace_context import TraceContext
+
+
+class SpanRecorder:
+    """What spans need from outside: the time, ids, and where they go when they are finished."""
+
+    def __init__(
+        self,
+        export: Callable[[Sequence[Span]], None],
+        clock: Callable[[], float],
+        unix_clock: Callable[[], float],
+        new_id: Callable[[int], str],
+    ) -> None:
+        """`clock` returns monotonic seconds, `unix_clock` Unix time.
+
+        `new_id(n)` returns `n` random bytes in hexadecimal.
+        """
+        self.export = export
+        self.clock = clock
+        self.unix_clock = unix_clock
+        self.new_id = new_id
+
+    def request(self, parent: TraceContext, name: str, kind: SpanKind) -> "OpenSpan":
+        """Return the first span of this service in the trace of `parent`; use it in a `with`."""
+        offset_s = self.unix_clock() - self.clock()
+        return OpenSpan(self, parent, name, kind, offset_s)
+
+
+class OpenSpan:
+    """A step that has begun. It is the current span within its `with`, until it ends."""
+
+    is_recording: Final = True
+
+    def __init__(
+        self,
+        recorder: SpanRecorder,
+        parent: TraceContext,
+        name: str,
+        kind: SpanKind,
+        offset_s: float,
+    ) -> None:
+        """Begin now. `offset_s` is what to add to monotonic seconds to get Unix time."""
+        self._recorder = recorder
+        self._parent = parent
+        self._name = name
+        self._kind = kind
+        self._offset_s = offset_s
+        self._began_s = recorder.clock()
+        self._attributes: dict[str, AttributeValue] = {}
+        self._error = ""
+        self._outer: OpenSpan | None = None
+        self._has_ended = False
+        self.context = TraceContext(parent.trace_id, recorder.new_id(8))
+
+    def __enter__(self) -> Self:
+        self._outer = _CURRENT.get()
+        _CURRENT.set(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.fail(type(error).__name__)
+        self.end()
+
+    def child(self, name: str, kind: SpanKind) -> "OpenSpan":
+        """Return a step of this one that begins now; use it in a `with`."""
+        return OpenSpan(self._recorder, self.context, name, kind, self._offset_s)
+
+    def set(self, name: str, value: AttributeValue) -> None:
+        """Set an attribute."""
+        self._attributes[name] = value
+
+    def set_elapsed(self, name: str) -> None:
+        """Set an attribute to the seconds since the step began."""
+        self._attributes[name] = self._recorder.clock() - self._began_s
+
+    def fail(self, error: str) -> None:
+        """Note what went wrong, in a word."""
+        if not self._has_ended:
+            self._error = error
+
+    def add_to(self, sent: MutableMapping[str, str]) -> None:
+        """Make this step the parent of what the receiver of these headers records."""
+        sent[headers.TRACEPARENT] = self.context.traceparent
+
+    def end(self) -> None:
+        """End the step and let its outer one be current again. A second call has no effect."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        if _CURRENT.get() is self:
+            _CURRENT.set(self._outer)
+        span = Span(
+            context=self.context,
+            parent_id=self._parent.span_id,
+            name=self._name,
+            kind=self._kind,
+            began_s=self._offset_s + self._began_s,
+            ended_s=self._offset_s + self._recorder.clock(),
+            attributes=self._attributes,
+            error=self._error,
+        )
+        self._recorder.export((span,))
+
+
+class NoSpan:
+    """The step of a request that is not traced."""
+
+    is_recording: Final = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Do nothing."""
+
+    def set(self, name: str, value: AttributeValue) -> None:
+        """Do nothing."""
+
+    def set_elapsed(self, name: str) -> None:
+        """Do nothing."""
+
+    def fail(self, error: str) -> None:
+        """Do nothing."""
+
+    def add_to(self, sent: MutableMapping[str, str]) -> None:
+        """Do nothing: a `traceparent` is passed on as it came."""
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
+AnySpan = OpenSpan | NoSpan
+NO_SPAN: Final = NoSpan()
+_CURRENT: Final[ContextVar[OpenSpan | None]] = ContextVar("isochrone_span", default=None)
+
+
+def current_span() -> AnySpan:
+    """Return the current step of the request that this task serves."""
+    return _CURRENT.get() or NO_SPAN
+
+
+def child_span(name: str, kind: SpanKind = SpanKind.INTERNAL) -> AnySpan:
+    """Return a step of the current one that begins now; use it in a `with`."""
+    current = _CURRENT.get()
+    return NO_SPAN if current is None else current.child(name, kind)

@@ -1,0 +1,351 @@
+"""Blocks go through memory that two processes map, and a slot is never filled too early."""
+
+import asyncio
+import hashlib
+import logging
+import mmap
+import os
+import secrets
+import socket
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from isochrone.service.shared_window import OwnedWindow, WindowRefused, receive_window
+from isochrone.wire.kv_transfer import BLOCK_IN_WINDOW_BYTES
+from nodeagent.engine.kvcache.slot_ring import SlotRing, SlotRun
+from nodeagent.engine.kvcache.transfer_frames import (
+    TransferHead,
+    TransferReader,
+    WrongTransfer,
+    encode_block_in_window,
+    encode_head,
+    transfer_bytes,
+)
+from nodeagent.engine.server import kv_windows
+from nodeagent.engine.server.kv_receiving import contents_of
+from nodeagent.engine.server.kv_windows import (
+    WINDOWS_MAX,
+    KvWindows,
+    WindowLease,
+    WindowLost,
+    received_window,
+)
+
+BLOCK_BYTES = 1 << 20
+FORM: Any = SimpleNamespace(block_bytes=BLOCK_BYTES, dtype=torch.uint8, shape=(BLOCK_BYTES,))
+SLOTS = 16
+DIGESTS = [hashlib.sha256(bytes([number])).digest() for number in range(4)]
+
+
+@pytest.fixture
+async def windows() -> AsyncIterator[KvWindows]:
+    with tempfile.TemporaryDirectory(prefix="kvw") as folder:
+        opened = KvWindows(FORM, Path(folder) / "kv.sock")
+        await opened.start()
+        try:
+            yield opened
+        finally:
+            await opened.close()
+
+
+def path_of(windows: KvWindows) -> str:
+    return str(windows._path)
+
+
+def leased(windows: KvWindows) -> float:
+    return windows.counts()["kv_windows_leased"]
+
+
+async def until_freed(windows: KvWindows) -> None:
+    async with asyncio.timeout(10):
+        while leased(windows) or len(windows._tasks) > 1:
+            await asyncio.sleep(0)
+
+
+def a_name() -> str:
+    return secrets.token_hex(16)
+
+
+async def fill(lease: WindowLease, count: int, value: int) -> SlotRun:
+    run = await lease.take(count)
+    lease.slots(run)[:] = value
+    return run
+
+
+async def test_the_receiver_reads_what_the_sender_writes_and_releases_it(
+    windows: KvWindows,
+) -> None:
+    name = a_name()
+    async with windows.lease(name) as lease:
+        assert lease is not None
+        async with received_window(path_of(windows), name) as window:
+            await lease.wait_connected()
+            run = await fill(lease, 3, 7)
+            part = window.memory[: 3 * BLOCK_BYTES]
+            assert bytes(part[:2]) == bytes(part[-2:]) == b"\x07\x07"
+            window.memory[0] = 1
+            assert lease.slots(run)[0, 0] == 7, "the receiver cannot write"
+            await fill(lease, SLOTS - run.slots, 8)
+            third = asyncio.create_task(lease.take(4))
+            await asyncio.sleep(0)
+            assert not third.done(), "all slots are in use"
+            await window.release(3)
+            assert await third == SlotRun(0, 3), "what lies side by side"
+    await until_freed(windows)
+    assert windows.counts()["kv_windows"] == 1
+
+
+async def test_a_window_is_not_used_again_while_its_receiver_may_read_it(
+    windows: KvWindows,
+) -> None:
+    name = a_name()
+    async with windows.lease(name) as lease:
+        assert lease is not None
+        receiving = received_window(path_of(windows), name)
+        window = await receiving.__aenter__()
+        await lease.wait_connected()
+        await fill(lease, 1, 1)
+    # The sender has failed, and the receiver goes on copying.
+    async with windows.lease(a_name()) as other:
+        assert other is not None
+        await fill(other, 1, 2)
+        assert window.memory[0] == 1
+        assert windows.counts()["kv_windows"] == 2
+        await receiving.__aexit__(None, None, None)
+    await until_freed(windows)
+
+
+async def test_a_receiver_that_is_gone_ends_the_wait_for_slots(windows: KvWindows) -> None:
+    name = a_name()
+    async with windows.lease(name) as lease:
+        assert lease is not None
+        async with received_window(path_of(windows), name):
+            await lease.wait_connected()
+            await fill(lease, SLOTS, 1)
+            waiting = asyncio.create_task(lease.take(1))
+        with pytest.raises(WindowLost, match="closed"):
+            await waiting
+    await until_freed(windows)
+
+
+async def test_without_a_receiver_the_sender_gives_up(
+    windows: KvWindows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_windows, "CONNECT_S", 0.01)
+    async with windows.lease(a_name()) as lease:
+        assert lease is not None
+        await fill(lease, SLOTS, 1)
+        with pytest.raises(TimeoutError):
+            await lease.take(1)
+        with pytest.raises(TimeoutError):
+            await lease.wait_connected()
+    assert leased(windows) == 0
+
+
+async def test_a_lease_is_for_one_receiver_that_knows_its_name(windows: KvWindows) -> None:
+    name = a_name()
+    async with windows.lease(name) as lease:
+        assert lease is not None
+        with pytest.raises(WindowLost, match="cannot take KV"):
+            async with received_window(path_of(windows), a_name()):
+                pass
+        async with received_window(path_of(windows), name):
+            await lease.wait_connected()
+            with pytest.raises(WindowLost, match="cannot take KV"):
+                async with received_window(path_of(windows), name):
+                    pass
+    with pytest.raises(WindowLost, match="cannot take KV"):
+        async with received_window(path_of(windows), name):
+            pass
+    async with windows.lease("not a name") as none:
+        assert none is None
+
+
+async def test_a_receiver_that_releases_more_than_it_has_is_cut(windows: KvWindows) -> None:
+    name = a_name()
+    async with windows.lease(name) as lease:
+        assert lease is not None
+        async with received_window(path_of(windows), name) as window:
+            await lease.wait_connected()
+            await fill(lease, 2, 1)
+            await window.release(SLOTS + 1)
+            with pytest.raises(WindowLost):
+                for _ in range(2):
+                    await lease.take(SLOTS)
+    await until_freed(windows)
+
+
+async def test_without_a_free_window_blocks_go_through_the_sockets(windows: KvWindows) -> None:
+    contexts = [windows.lease(a_name()) for _ in range(WINDOWS_MAX + 1)]
+    opened = [await context.__aenter__() for context in contexts]
+    assert [lease is None for lease in opened] == [False] * WINDOWS_MAX + [True]
+    for context in contexts:
+        await context.__aexit__(None, None, None)
+    assert leased(windows) == 0
+
+
+async def test_a_system_that_refuses_memory_is_asked_again_later(
+    windows: KvWindows, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = 4 * SLOTS * BLOCK_BYTES - 1
+    monkeypatch.setattr(kv_windows, "available_bytes", lambda device: free)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            async with windows.lease(a_name()) as lease:
+                assert lease is None
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"cannot share {SLOTS * BLOCK_BYTES} bytes of memory with other engines: Cannot allocate"
+        " memory; KV for engines of this node goes through sockets"
+    )
+    monkeypatch.setattr(kv_windows, "available_bytes", lambda device: free + 1)
+    windows._may_allocate_at_s = 0.0
+    async with windows.lease(a_name()) as lease:
+        assert lease is not None
+
+
+async def test_abandoned_leases_leave_no_memory_descriptor_or_task(windows: KvWindows) -> None:
+    async def abandon(number: int) -> None:
+        name = a_name()
+        async with windows.lease(name) as lease:
+            assert lease is not None
+            if number % 3:
+                async with received_window(path_of(windows), name):
+                    await lease.wait_connected()
+                    if number % 3 == 1:
+                        await lease.take(1)
+        await until_freed(windows)
+
+    for number in range(10):
+        await abandon(number)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for number in range(1000):
+        await abandon(number)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert windows.counts() == {
+        "kv_windows": 1,
+        "kv_windows_leased": 0,
+        "kv_window_leases_total": 1010,
+    }
+
+
+def test_a_socket_of_a_dead_engine_is_replaced_and_another_file_is_not(tmp_path: Path) -> None:
+    async def listens(path: Path) -> bool:
+        opened = KvWindows(FORM, path)
+        await opened.start()
+        try:
+            async with opened.lease(a_name()) as lease:
+                return lease is not None
+        finally:
+            await opened.close()
+
+    with tempfile.TemporaryDirectory(prefix="kvw") as folder:
+        path = Path(folder) / "kv.sock"
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(path))
+        assert asyncio.run(listens(path))
+        assert not path.exists()
+        path.write_text("a file")
+        assert not asyncio.run(listens(path))
+        assert path.read_text() == "a file"
+
+
+def test_only_memory_that_cannot_shrink_is_mapped() -> None:
+    def passed(descriptor: int, size_max: int = 1 << 20) -> mmap.mmap:
+        first, second = socket.socketpair()
+        with first, second:
+            socket.send_fds(first, [b"w"], [descriptor])
+            return receive_window(second, size_max)
+
+    window = OwnedWindow(1 << 16)
+    assert len(passed(window._descriptor)) == 1 << 16
+    with pytest.raises(WindowRefused, match="65536 bytes, more than"):
+        passed(window._descriptor, 1 << 15)
+    for open_again in (os.pwrite, lambda *args: mmap.mmap(args[0], 1 << 16)):
+        with pytest.raises(PermissionError):
+            open_again(window._descriptor, b"x", 0)
+    window.close()
+    loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+    os.truncate(loose, 4096)
+    with tempfile.TemporaryFile() as file:
+        for descriptor in (loose, file.fileno()):
+            with pytest.raises(WindowRefused, match="its size can change"):
+                passed(descriptor)
+    os.close(loose)
+    first, second = socket.socketpair()
+    with second:
+        first.close()
+        with pytest.raises(WindowRefused, match="closed the connection"):
+            receive_window(second, 1)
+
+
+def test_slots_are_taken_side_by_side_and_released_in_order() -> None:
+    ring = SlotRing(5)
+    assert [ring.take(3), ring.take(3), ring.take(1)] == [SlotRun(0, 3), SlotRun(3, 2), None]
+    ring.release(4)
+    run = ring.take(4)
+    assert run == SlotRun(0, 4)
+    ring.give_back(3)
+    assert ring.take(9) == SlotRun(1, 3)
+    with pytest.raises(ValueError, match="cannot release 6 slots: 5 are in use"):
+        ring.release(6)
+
+
+SIZE = 24
+MEMORY = memoryview(bytearray().join(bytes([number]) * SIZE for number in range(4)))
+HEAD = TransferHead(fingerprint=b"f" * 16, block_bytes=SIZE, first_block=0, blocks=4)
+
+
+def a_reader(window: memoryview | None = MEMORY) -> TransferReader:
+    reader = TransferReader(b"f" * 16, SIZE, DIGESTS, 0, window=window)
+    reader.feed(encode_head(HEAD))
+    return reader
+
+
+def place_of(number: int, place: int | None = None) -> bytes:
+    place = number * SIZE if place is None else place
+    content = MEMORY[number * SIZE : (number + 1) * SIZE]
+    return encode_block_in_window(DIGESTS[number], content, place)
+
+
+def test_blocks_are_taken_where_they_lie() -> None:
+    assert len(place_of(0)) == BLOCK_IN_WINDOW_BYTES
+    assert transfer_bytes(HEAD, in_window=True) == transfer_bytes(HEAD) - 4 * (SIZE - 8)
+    blocks = a_reader().feed(b"".join(map(place_of, range(4))))
+    form: Any = SimpleNamespace(block_bytes=SIZE, dtype=torch.uint8, shape=(SIZE,))
+    window = bytearray(MEMORY)
+    assert torch.equal(
+        contents_of(blocks, form), torch.frombuffer(window, dtype=torch.uint8).view(4, SIZE)
+    )
+    turned = [blocks[2]._replace(number=0), blocks[1]._replace(number=1)]
+    assert contents_of(turned, form)[:, 0].tolist() == [2, 1], "not side by side"
+
+
+@pytest.mark.parametrize(
+    ("frame", "why"),
+    [
+        (place_of(0, 3 * SIZE + 1), "outside of the window"),
+        (place_of(0, (1 << 64) - SIZE), "outside of the window"),
+        (place_of(0, SIZE), "a wrong checksum"),
+        (place_of(1), "of another prompt"),
+        (place_of(0)[:1] + b"\x39" + place_of(0)[2:], "a block in a window, in 57 bytes"),
+    ],
+)
+def test_a_wrong_place_is_refused(frame: bytes, why: str) -> None:
+    with pytest.raises(WrongTransfer, match=why):
+        a_reader().feed(frame)
+
+
+def test_places_are_refused_without_a_window() -> None:
+    with pytest.raises(WrongTransfer, match="a block in a window"):
+        a_reader(window=None).feed(place_of(0))
+    whole = a_reader()
+    whole.feed(b"".join(map(place_of, range(4))))
+    with pytest.raises(WrongTransfer, match="more blocks"):
+        whole.feed(place_of(0))
