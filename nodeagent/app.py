@@ -4,10 +4,11 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from ssl import SSLContext
 from time import monotonic, time
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -82,31 +83,34 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     client_tls = client_context(node.identity) if config.door_tls else None
     artifacts = _artifact_store(config, node, sources, rng, client_tls, signers)
     engines = _engine_processes(config, node)
-    supervisor = Supervisor(
-        config=config,
-        artifacts=artifacts,
-        engines=engines,
-        clock=monotonic,
+    supervisor = _supervisor(config, node, artifacts, engines, rng)
+    link = ControlLink(
+        urls=config.schedulers,
+        identity=node.identity,
+        boot_id=node.boot_id,
+        incoming=ToAgent,
+        progress=node.progress,
+        on_welcome=node.on_welcome,
+        on_message=node.on_message,
         rng=rng,
-        on_change=lambda: node.nudge_report(),
-        device_budgets=node.device_budgets,
-        memory_used=node.devices.used_by,
-        device_memory=node.devices.memory,
+        folder=config.state,
+        contexts=[context for context in (server_tls, client_tls) if context is not None],
     )
-    link = _control_link(config, node, rng, (server_tls, client_tls))
-    cluster_tls = client_context(node.identity)
+    cluster = client_context(node.identity)
     sources.cluster = lambda: ClusterOrigin(
-        link.url, node.relay_token, cluster_tls if link.url.startswith("https:") else None
+        link.url, node.relay_token, cluster if link.url.startswith("https:") else None
     )
-    exporter = _span_exporter(config, node)
+    exporter = open_exporter(
+        config.traces_endpoint,
+        config.traces_authorization_file,
+        ServiceName("node", node.node_id, node.identity.pop),
+        lambda: SpanCounts(metrics.REGISTRY, "isochrone_node_"),
+        monotonic,
+    )
     peer_replicas = PeerReplicaClient(client_tls, monotonic)
-    store_master = StoreMaster(config.state / "kv_store")
-    dial = dial_through(peer_replicas)
-    store_relay = StoreRelay(node.node_id, node.store_master, lambda: store_master.port, dial)
-    loops = _loops(config, node, supervisor, artifacts, link, rng)
-    loops = (*loops, _store_loop(node, store_master, store_relay))
-    if exporter is not None:
-        loops = (*loops, exporter.loop)
+    store = _store_parts(config, node, peer_replicas)
+    more = (store.loop, exporter.loop) if exporter is not None else (store.loop,)
+    loops = (*_loops(config, node, supervisor, artifacts, link, rng), *more)
 
     try:
         await _adopt_survivors(node, engines, supervisor, signers)
@@ -117,14 +121,12 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
             kv_limits=_kv_limits(config),
             spans=_span_middleware(node, exporter),
         )
-        app = _data_plane_app(server, artifacts, config, node)
-        store_relay.attach(app)
-        listeners = _listeners(config, app, supervisor, server_tls)
-        async with listeners as port, _store_listener(config, store_relay):
+        app = _data_plane_app(server, artifacts, config, node, store.relay)
+        async with _listeners(config, app, supervisor, server_tls, store.relay) as port:
             log.info("serving", extra={"fields": {"port": port, "node": node.node_id}})
             async with asyncio.TaskGroup() as tasks:
-                runs = [loop.run() for loop in loops]
-                started = [tasks.create_task(run) for run in (*runs, link.run(), feed_watchdog())]
+                runs = (*(loop.run() for loop in loops), link.run(), feed_watchdog())
+                started = [tasks.create_task(run) for run in runs]
                 notify("READY=1")
                 await stopping.wait()
                 server.is_draining = True
@@ -136,30 +138,30 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
         keep_engines = config.keep_engines_on_stop or not stopping.is_set()
         await supervisor.shut_down(keep_engines=keep_engines)
         await engines.close()
+        if not keep_engines:
+            await store.master.stop()
         if exporter is not None:
             await exporter.close()
-        if not keep_engines:
-            await store_master.stop()
     return 0
 
 
-def _control_link(
+def _supervisor(
     config: NodeConfig,
     node: NodeState,
+    artifacts: ArtifactStore,
+    engines: EngineProcesses,
     rng: random.Random,
-    contexts: Sequence[SSLContext | None],
-) -> ControlLink:
-    return ControlLink(
-        urls=config.schedulers,
-        identity=node.identity,
-        boot_id=node.boot_id,
-        incoming=ToAgent,
-        progress=node.progress,
-        on_welcome=node.on_welcome,
-        on_message=node.on_message,
+) -> Supervisor:
+    return Supervisor(
+        config=config,
+        artifacts=artifacts,
+        engines=engines,
+        clock=monotonic,
         rng=rng,
-        folder=config.state,
-        contexts=[context for context in contexts if context is not None],
+        on_change=lambda: node.nudge_report(),
+        device_budgets=node.device_budgets,
+        memory_used=node.devices.used_by,
+        device_memory=node.devices.memory,
     )
 
 
@@ -171,52 +173,48 @@ def _kv_limits(config: NodeConfig) -> KvRateLimits:
     )
 
 
-def _store_loop(node: NodeState, master: StoreMaster, relay: StoreRelay) -> Loop:
-    """Return the job that runs the master of the PoP's KV store where the scheduler wants it."""
-    job = SuperviseStore(node.node_id, node.store_master, master, relay.drop_stale, monotonic)
+class _StoreParts(NamedTuple):
+    """The node's parts of its PoP's store of KV."""
+
+    master: StoreMaster
+    relay: StoreRelay
+    loop: Loop
+
+
+def _store_parts(config: NodeConfig, node: NodeState, peers: PeerReplicaClient) -> _StoreParts:
+    master = StoreMaster(config.state / "kv_store")
+    where = (node.node_id, node.store_master)
+    relay = StoreRelay(*where, lambda: master.port, dial_through(peers))
+    job = SuperviseStore(*where, master, relay.drop_stale, monotonic)
     loop = Loop("supervise_store", job.run_once, STORE_INTERVAL_S)
     node.nudge_store = loop.nudge
-    return loop
-
-
-@asynccontextmanager
-async def _store_listener(config: NodeConfig, relay: StoreRelay) -> AsyncIterator[None]:
-    """Accept the connections of this node's engines to their store's master, if it has ports."""
-    if config.plaintext_kv_store_ports is None:
-        yield
-        return
-    async with relay.listening(config.plaintext_kv_store_ports[0]):
-        yield
+    return _StoreParts(master, relay, loop)
 
 
 @asynccontextmanager
 async def _listeners(
-    config: NodeConfig, app: web.Application, supervisor: Supervisor, context: SSLContext | None
+    config: NodeConfig,
+    app: web.Application,
+    supervisor: Supervisor,
+    context: SSLContext | None,
+    store_relay: StoreRelay,
 ) -> AsyncIterator[int]:
-    """Open the data-plane listener and, if configured, the private metrics listener.
+    """Open the data-plane listener and, if configured, those of metrics and of the store of KV.
 
     Yields the data-plane port.
     """
     async with AsyncExitStack() as stack:
         data_plane = serve_http(app, config.door_host, config.door_port, ssl_context=context)
         port = await stack.enter_async_context(data_plane)
+        if config.plaintext_kv_store_ports is not None:
+            listening = store_relay.listening(config.plaintext_kv_store_ports[0])
+            await stack.enter_async_context(listening)
         if config.private_host:
             metrics_app = web.Application()
             add_metrics(metrics_app, supervisor)
             private = serve_http(metrics_app, config.private_host, config.private_port)
             await stack.enter_async_context(private)
         yield port
-
-
-def _span_exporter(config: NodeConfig, node: NodeState) -> SpanExporter | None:
-    """Return what sends spans to the collector; None without one. Raises ConfigError."""
-    return open_exporter(
-        config.traces_endpoint,
-        config.traces_authorization_file,
-        ServiceName("node", node.node_id, node.identity.pop),
-        lambda: SpanCounts(metrics.REGISTRY, "isochrone_node_"),
-        monotonic,
-    )
 
 
 def _span_middleware(node: NodeState, exporter: SpanExporter | None) -> Middleware | None:
@@ -329,7 +327,11 @@ def _artifact_store(
 
 
 def _data_plane_app(
-    server: DataPlaneServer, artifacts: ArtifactStore, config: NodeConfig, node: NodeState
+    server: DataPlaneServer,
+    artifacts: ArtifactStore,
+    config: NodeConfig,
+    node: NodeState,
+    store_relay: StoreRelay,
 ) -> web.Application:
     """Return the data-plane application: inference requests, and artifact uploads to nodes."""
     app = server.app()
@@ -339,6 +341,7 @@ def _data_plane_app(
         app.middlewares.append(refuse_unknown_hosts(HostAllowList(names), "address"))
     app.middlewares.append(refuse_revoked(node.revoked_certificates))
     uplink = TransferLink(config.upload_bytes_per_s, monotonic)
+    store_relay.attach(app)
     ArtifactUploads(artifacts, uplink, uploads_max=config.uploads_max).attach(app)
     return app
 

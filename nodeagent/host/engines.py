@@ -90,9 +90,7 @@ class EngineProcess:
         self.canary_problem = ""
         self.log = folder / LOG
         self._owns_port = False
-        self._folder = folder
-        self._child = child
-        self.is_adopted = child is None
+        self._folder, self._child, self.is_adopted = folder, child, child is None
         self._driver = DRIVERS[record.spec.engine.driver]
         connector = (
             aiohttp.UnixConnector(
@@ -281,8 +279,7 @@ class EngineProcess:
         await self._http.close()
 
     async def _watch_exit(self) -> None:
-        loop = asyncio.get_running_loop()
-        exited = asyncio.Event()
+        loop, exited = asyncio.get_running_loop(), asyncio.Event()
         try:
             descriptor = os.pidfd_open(self.record.pid)
         except ProcessLookupError:
@@ -320,8 +317,7 @@ class EngineProcesses:
         servers, by name.
         """
         self._commands = commands or {}
-        self._host = host
-        self._store_ports = store_ports
+        self._host, self._store_ports = host, store_ports
         self._canary_timeout_s = canary_timeout_s
         self._folder = folder
         self._device_memory = device_memory
@@ -351,8 +347,7 @@ class EngineProcesses:
         folder.mkdir(mode=0o700)
         taken = [port for ports in self._ports.values() for port in ports]
         port = free_port(taken)
-        transfer_port = free_port([*taken, port])
-        self._ports[spec.replica_id] = [port, transfer_port]
+        self._ports[spec.replica_id] = [port, transfer_port := free_port([*taken, port])]
         launch = EngineLaunch(
             spec=spec,
             model_path=artifact_path,
