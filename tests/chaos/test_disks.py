@@ -22,7 +22,7 @@ from isochrone.wire.ids import BootId
 from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
 from isochrone.wire.usage import Usage
 from nodeagent.engine.kvcache.file_tier import FileTier
-from nodeagent.host import engines
+from nodeagent.host import engine_record, engines
 from nodeagent.host.artifacts import ArtifactStore
 from nodeagent.host.assignment_file import AssignmentFile
 from nodeagent.host.cache_salts import CacheSalts
@@ -149,7 +149,7 @@ async def test_an_engine_without_a_record_on_disk_does_not_run(
             raise OSError(28, "No space left on device")
         original(path, data)
 
-    monkeypatch.setattr(engines, "write_atomic", fail_for_record)
+    monkeypatch.setattr(engine_record, "write_atomic", fail_for_record)
     started = engines.EngineProcesses(tmp_path / "engines", 1)
     engine = EngineSettings(driver="mock", kv_memory_bytes=1)
     with pytest.raises(OSError, match="No space left"):

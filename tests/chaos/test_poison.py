@@ -95,26 +95,31 @@ async def test_what_one_router_refuses_the_others_refuse_soon(fleet: Fleet) -> N
     await fleet.routers_know()
     poison: dict[str, Any] = {"key": key, "mock": {"crash_at_token": 0}}
     async with counting_engines(fleet) as new_engines, aiohttp.ClientSession() as http:
+        told_before = await losses_told(fleet, "sin")
         first = await one_stream(fleet, http, "ams", 8, **poison)
         assert first.how == "refused"
         await until("two warm engines", lambda: fleet.is_warm(REPLICAS))
+
+        async def is_told() -> bool:
+            return await losses_told(fleet, "sin") >= told_before + ENGINES_LOST_MAX
+
         # Routers tell each other once a second; with others busy this may take longer.
-        await until("the other router was told", lambda: suspects_known(fleet, "sin"), 30.0)
+        await until("the other router was told of both losses", is_told, 30.0)
         for pop in ("sin", "ams", "sin"):
             again = await one_stream(fleet, http, pop, 8, **poison)
             assert again.how == "refused" and "2 engines failed" in again.detail, (pop, again)
     assert len(new_engines) <= ENGINES_LOST_MAX
 
 
-async def suspects_known(fleet: Fleet, pop: str) -> bool:
-    """Return whether a router has been told of a suspect request by another one."""
+async def losses_told(fleet: Fleet, pop: str) -> float:
+    """Return of how many engines, lost to suspect requests, other routers have told this one."""
     async with (
         aiohttp.ClientSession() as http,
         http.get(f"{fleet.endpoint(pop)}/metrics") as response,
     ):
         text = await response.text()
     name = "isochrone_router_suspicions_told_total"
-    return any(float(line.split()[1]) > 0 for line in text.splitlines() if line.startswith(name))
+    return sum(float(line.split()[1]) for line in text.splitlines() if line.startswith(name))
 
 
 async def test_a_request_that_ran_beside_a_killed_engine_twice_is_not_refused(fleet: Fleet) -> None:

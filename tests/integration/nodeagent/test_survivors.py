@@ -41,14 +41,14 @@ from pathlib import Path
 from nodeagent.host import engines
 from tests.integration.nodeagent.test_survivors import SPEC
 
-write_record = engines._write_record
+write_record = engines.write_record
 
 def killed_before(folder, record):
     if bool(record.pid) == bool(int(sys.argv[2])):
         os.kill(os.getpid(), signal.SIGKILL)
     write_record(folder, record)
 
-engines._write_record = killed_before
+engines.write_record = killed_before
 asyncio.run(engines.EngineProcesses(Path(sys.argv[1]), 1).start(SPEC, Path(sys.argv[1])))
 """
 
