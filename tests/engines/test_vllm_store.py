@@ -43,6 +43,7 @@ FOUND_S: Final = 60.0
 
 pytestmark = [
     needs_vllm,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(
         not (VLLM_COMMANDS / "mooncake_master").exists(),
         reason="no Mooncake beside vLLM: run `python -m ops.engines.mooncake`",
@@ -62,8 +63,8 @@ class StoreNode:
         self.relay = StoreRelay(
             NodeId(name), lambda: self.place, lambda: self.master.port, dial_through(self.peers)
         )
-        first = free_port()
-        self.ports = StorePorts(master=first, first=first + 1, last=first + 12)
+        ports = [free_port() for _ in range(12)]
+        self.ports = StorePorts(master=ports[0], first=ports[1], last=ports[-1])
         self.node: Node
 
     def supervise(self) -> Loop:
@@ -117,7 +118,8 @@ async def pop(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[S
         patch.setenv("PATH", f"{VLLM_COMMANDS}:{os.environ['PATH']}")
         patch.setattr("nodeagent.api.peer_replicas.PROBE_TIMEOUT_S", 10.0)
         for one in nodes:
-            started = a_node(READY_S, store_ports=one.ports, attach=one.relay.attach)
+            # Without the master a look-up may take five seconds.
+            started = a_node(READY_S, store_ports=one.ports, stall_s=15.0, attach=one.relay.attach)
             one.node = await stack.enter_async_context(started)
             stack.push_async_callback(one.peers.close)
             stack.push_async_callback(one.master.stop)

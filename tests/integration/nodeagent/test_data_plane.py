@@ -118,6 +118,7 @@ async def a_node(
     commands: Mapping[str, ConfiguredCommand] | None = None,
     spans: Middleware | None = None,
     store_ports: StorePorts | None = None,
+    stall_s: float = 3.0,
     attach: Callable[[web.Application], None] = lambda _: None,
 ) -> AsyncIterator[Node]:
     folder = a_folder("iso-")
@@ -131,7 +132,7 @@ async def a_node(
         schedulers=(),
         state=folder,
         address="",
-        stall_s=3.0,
+        stall_s=stall_s,
         load_timeout_s=load_timeout_s,
     )
     supervisor = Supervisor(
