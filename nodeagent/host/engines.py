@@ -63,6 +63,10 @@ log = logging.getLogger(__name__)
 TERM_TIMEOUT_S: Final = 10.0
 KILL_TIMEOUT_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 4.0
+IDLE_CONNECTION_S: Final = 2.0
+"""How long an idle connection to a vendor's server is kept. vLLM, SGLang and TensorRT-LLM close it
+after 5 s, and a request sent at that moment would look like a lost engine."""
+
 CONNECT_TIMEOUT_S: Final = 4.0  # probes may fill a busy server's queue of connections for a second
 SLEEP_TIMEOUT_S: Final = 30.0
 WAKE_TIMEOUT_S: Final = 120.0
@@ -97,7 +101,7 @@ class EngineProcess:
                 record.command.socket, limit=0, force_close=not record.command.keep_alive
             )
             if record.command.socket
-            else aiohttp.TCPConnector(limit=0)
+            else aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
         )
         self._http = aiohttp.ClientSession(
             record.command.base_url or None,

@@ -92,8 +92,8 @@ def test_vllm_takes_our_command_lines_and_has_our_options_and_parsers() -> None:
     assert "MooncakeStoreConnector" in str(configured["kv_transfer_config"])
     assert "ipc:///run/kv" in str(configured["kv_events_config"])
 
-    # `kv_connector` is the driver's own, and becomes a kv_transfer_config.
-    for name in sorted(OPTIONS.names - {"kv_connector"}):
+    # The driver's own: they become a kv_transfer_config, and the store's configuration.
+    for name in sorted(OPTIONS.names - {"kv_connector", "kv_store_bytes"}):
         is_flag, strings = result["known"][name]
         assert is_flag == OPTIONS.is_flag(name), name
         argument = name.replace("_", "-")
