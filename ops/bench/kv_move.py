@@ -30,6 +30,9 @@ from ops.sim.measure import percentile
 TOKEN_US: Final = 20_000
 """What the receiver is said to need for a token, so that a fetch always pays."""
 
+PAUSE_S: Final = 1.0
+"""Between the end of the sender's work and the transfer."""
+
 SETTINGS: Final = {"p": "two engines of one node, through memory", "q": "two nodes, loopback TCP"}
 
 
@@ -104,6 +107,8 @@ async def measure(model: Path, rounds: int, tokens: int) -> None:
                 for name, source in sources.items():
                     request = random_request(1000 * number + ord(name), tokens, 2)
                     await ask(source, request, "t", 1000)
+                    # Threads of torch spin for a while after their last product.
+                    await asyncio.sleep(PAUSE_S)
                     moved = await fetch(node, name, source.address, request, "t")
                     if not moved.count:
                         raise SystemExit(f"cannot measure: nothing was fetched from {name}")
