@@ -8,7 +8,7 @@ import shutil
 import aiohttp
 import pytest
 
-from router.documents.sandbox import landlock_version
+from isochrone.service.landlock import landlock_version
 from tests.system.harness import a_fleet
 
 needs_systemd = pytest.mark.skipif(
