@@ -108,13 +108,7 @@ async def serve(
     sources.cluster = lambda: ClusterOrigin(
         link.url, node.relay_token, cluster if link.url.startswith("https:") else None
     )
-    exporter = open_exporter(
-        config.traces_endpoint,
-        config.traces_authorization_file,
-        ServiceName("node", node.node_id, node.identity.pop),
-        lambda: SpanCounts(metrics.REGISTRY, "isochrone_node_"),
-        monotonic,
-    )
+    exporter = _exporter(config, node)
     peer_replicas = PeerReplicaClient(client_tls, monotonic)
     store = _store_parts(config, node, peer_replicas, confinement)
     more = (store.loop, exporter.loop) if exporter is not None else (store.loop,)
@@ -228,6 +222,16 @@ async def _listeners(
             private = serve_http(metrics_app, config.private_host, config.private_port)
             await stack.enter_async_context(private)
         yield port
+
+
+def _exporter(config: NodeConfig, node: NodeState) -> SpanExporter | None:
+    return open_exporter(
+        config.traces_endpoint,
+        config.traces_authorization_file,
+        ServiceName("node", node.node_id, node.identity.pop),
+        lambda: SpanCounts(metrics.REGISTRY, "isochrone_node_"),
+        monotonic,
+    )
 
 
 def _span_middleware(node: NodeState, exporter: SpanExporter | None) -> Middleware | None:
