@@ -11,7 +11,9 @@ signal a process outside either (signals: from Linux 6.12 on), so not the agent 
 """
 
 import logging
+import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -56,13 +58,17 @@ class EngineConfinement:
 def engine_confinement(
     setting: ConfineEngines, closed: Iterable[Path], artifacts: Path
 ) -> EngineConfinement | None:
-    """Return the confinement of engines, None if there is none here.
+    """Return the confinement of engines, None if there is none here. Makes the user's cache folder.
 
     Raises ConfigError if it must be there and the kernel has none.
     """
     if setting == "never":
         return None
     if landlock_version() >= WHOLE_VERSION:
+        with suppress(OSError):
+            # Engines cannot make it themselves if closed files are in the home directory.
+            cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+            Path(cache).mkdir(mode=0o700, parents=True, exist_ok=True)
         return EngineConfinement(closed, artifacts)
     lack = "this kernel has no Landlock, or an old one: use Linux 5.19 or later, and enable it"
     if setting == "always":

@@ -119,4 +119,6 @@ def test_an_old_kernel_is_told_or_refused(
     with pytest.raises(ConfigError, match=r"cannot confine engines: .* use Linux 5\.19"):
         engine_confinement("always", *places)
     monkeypatch.setattr(confinement, "landlock_version", lambda: WHOLE_VERSION)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(state / "home" / "cache"))
     assert engine_confinement("always", *places) is not None
+    assert (state / "home" / "cache").is_dir(), "engines could not make it beside closed files"
