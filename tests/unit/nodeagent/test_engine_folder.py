@@ -1,10 +1,11 @@
 """The folders of an engine: made for it, and removed with it."""
 
+import socket
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from nodeagent.host import engine_folder
 from nodeagent.host.engine_folder import (
     SOCKET_NAME_BYTES,
     SOCKET_PATH_BYTES_MAX,
@@ -17,8 +18,8 @@ from nodeagent.host.engine_folder import (
 
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(engine_folder.socket, "gethostname", lambda: "node-1")
-    monkeypatch.setattr(engine_folder.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-1")
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
 
 
 @pytest.mark.parametrize("letters", [1, 200])
@@ -49,7 +50,7 @@ def test_a_long_host_name_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM with Mooncake Store has it in the name of a socket."""
     folder = Path("/var/lib/isochrone/node/engines/chat-1-1")
     assert temporary_folder(folder) == folder / "tmp"
-    monkeypatch.setattr(engine_folder.socket, "gethostname", lambda: "h" * 60)
+    monkeypatch.setattr(socket, "gethostname", lambda: "h" * 60)
     assert temporary_folder(folder) != folder / "tmp"
 
 
