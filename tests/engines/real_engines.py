@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -61,7 +62,8 @@ async def running_engine(
 ) -> AsyncIterator[EngineProcess]:
     """Start an engine, wait until it is warm, and kill its whole process group afterwards."""
     devices = DeviceReader(0, open_nvml=lambda: None)
-    confinement = engine_confinement("auto", [folder], folder / "artifacts")
+    # Tests write adapters to temporary folders, also after the start.
+    confinement = engine_confinement("auto", [folder], Path(tempfile.gettempdir()))
     processes = EngineProcesses(folder, 2, device_memory=devices.memory, confinement=confinement)
     engine = await processes.start(spec, model)
     try:
