@@ -76,6 +76,7 @@ admin_port = {ADMIN_PORT}
 control_host = "{SCHEDULER_HOST}"
 control_port = {CONTROL_PORT}
 place_interval_s = 2.0
+batch_folder = "{state}/files"
 """
 
 
