@@ -103,6 +103,7 @@ async def test_models_are_listed_in_pages_and_retrieved(tmp_path: Path) -> None:
         assert ([model.id for model in page.data], page.has_more) == (["m2", "m3"], True)
         model = await client.models.retrieve("m3")
         assert (model.display_name, model.max_input_tokens, model.type) == ("m3", 4096, "model")
+        assert model._request_id
         with pytest.raises(anthropic.NotFoundError, match="cannot find the model 'none'"):
             await client.models.retrieve("none")
         with pytest.raises(anthropic.BadRequestError, match="cannot use 'limit' '0'"):
@@ -229,3 +230,25 @@ async def test_files_are_refused_in_anthropics_shape(tmp_path: Path) -> None:
                 await call
             assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
             assert caught.value.request_id
+
+
+async def test_a_wrong_key_is_refused_in_anthropics_shape(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench, a_client(bench, api_key="iso_wrong") as client:
+        calls: list[Any] = [
+            client.messages.create(model="tiny", max_tokens=3, messages=HELLO),
+            client.messages.count_tokens(model="tiny", messages=HELLO),
+            client.models.list(),
+            client.models.retrieve("tiny"),
+            client.beta.files.list(),
+            client.beta.files.upload(file=("a.txt", b"text")),
+            client.beta.skills.list(),
+            client.beta.skills.create(files=[("a.md", b"text")]),
+            client.messages.batches.list(),
+        ]
+        for call in calls:
+            with pytest.raises((anthropic.AuthenticationError, anthropic.NotFoundError)) as caught:
+                await call
+            assert caught.value.type in ("authentication_error", "not_found_error")
+            body: Any = caught.value.body
+            assert body["request_id"] == caught.value.request_id
+            assert body["request_id"]
