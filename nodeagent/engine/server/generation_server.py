@@ -99,7 +99,7 @@ class GenerationServer(ModelServer):
     def app(self) -> web.Application:
         """Build the aiohttp application."""
         app = super().app()
-        app.on_startup.append(self._open_windows)
+        app.on_startup.append(self._start_parts)
         app.on_cleanup.append(self._close_parts)
         self.kv_receiver.attach(app)
         self.kv_sharing.attach(app)
@@ -187,8 +187,9 @@ class GenerationServer(ModelServer):
         count = await self._preparer.count_chat_tokens(body)
         return json_response({"count": count, "max_model_len": self.context_tokens})
 
-    async def _open_windows(self, app: web.Application) -> None:
+    async def _start_parts(self, app: web.Application) -> None:
         await self.kv_windows.start()
+        self.loaded.first_touch.start()
 
     async def _close_parts(self, app: web.Application) -> None:
         await self.kv_windows.close()
