@@ -25,12 +25,15 @@ STORE_NAME_BYTES: Final = 36
 def make_folders(folder: Path) -> Path:
     """Make an engine's folders, which nothing of an earlier engine is left in. Blocks.
 
+    The folder that all engines use for what torch compiles is made, too: a confined engine cannot.
+
     Returns the folder for temporary files. Raises OSError.
     """
     remove_folders(folder)
     folder.mkdir(mode=0o700)
     temporary = temporary_folder(folder)
     temporary.mkdir(mode=0o700)
+    _compiled_folder().mkdir(mode=0o700, exist_ok=True)
     return temporary
 
 
@@ -59,5 +62,8 @@ def temporary_variables(temporary: Path) -> dict[str, str]:
 
     What torch compiles stays outside, so that the next engine need not compile it again.
     """
-    compiled = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
-    return {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
+    return {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(_compiled_folder())}
+
+
+def _compiled_folder() -> Path:
+    return Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")

@@ -40,6 +40,7 @@ from nodeagent.drivers.driver import (
 )
 from nodeagent.drivers.handshake import Handshake
 from nodeagent.host.canary import BAD_REQUEST, CANARIES, OK, PROMPT_CANARY, Canary
+from nodeagent.host.confinement import EngineConfinement
 from nodeagent.host.engine_folder import make_folders, remove_folders, temporary_variables
 from nodeagent.host.engine_log import LOG
 from nodeagent.host.engine_ports import free_port, other_listener
@@ -320,6 +321,7 @@ class EngineProcesses:
         commands: Mapping[str, ConfiguredCommand] | None = None,
         canary_timeout_s: float = CANARY_TIMEOUT_S,
         store_ports: StorePorts | None = None,
+        confinement: EngineConfinement | None = None,
     ) -> None:
         """`device_memory` returns the memory of a replica's devices; None if it is unknown.
 
@@ -328,6 +330,7 @@ class EngineProcesses:
         """
         self._commands = commands or {}
         self._host, self._store_ports = host, store_ports
+        self._confinement = confinement
         self._canary_timeout_s = canary_timeout_s
         self._folder = folder
         self._device_memory = device_memory
@@ -393,9 +396,12 @@ class EngineProcesses:
         return EngineProcess(record, folder, child, on_release, self._canary_timeout_s)
 
     def _spawn(self, command: EngineCommand, log: Path) -> Child:
-        spare = self._standby.take_for(command, log) if self._standby else None
+        rules = self._confinement.rules(log.parent) if self._confinement else ()
+        spare = self._standby.take_for(command, log, rules) if self._standby else None
         folder = str(log.parent) if command.model_link else None
-        child = spare or spawn(command.arguments, log, command.environment, folder=folder)
+        child = spare or spawn(
+            command.arguments, log, command.environment, folder=folder, rules=rules
+        )
         if self._standby:
             self._standby.prepare_for(command)
         return child

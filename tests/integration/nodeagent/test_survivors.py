@@ -191,7 +191,7 @@ def test_a_pid_of_an_earlier_boot_is_not_signalled(
 async def test_an_engine_starts_even_if_no_standby_process_can(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(arguments: tuple[str, ...], log: Path, stdin: int) -> subprocess.Popen[bytes]:
+    def fails(*_: object, **__: object) -> subprocess.Popen[bytes]:
         raise OSError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr("nodeagent.host.standby.spawn", fails)
