@@ -52,10 +52,7 @@ def auxiliary_app(
         allowed = [entry for entry in fleet.directory.deployments if may_use(key, entry.name)]
         if headers.ANTHROPIC_VERSION in request.headers:
             chats = [entry for entry in allowed if entry.kind == "chat"]
-            query = request.query
-            # Its SDKs send a list with brackets.
-            lifecycles = [*query.getall("lifecycle", ()), *query.getall("lifecycle[]", ())]
-            return json_response(models_page(chats, query, lifecycles, surface.unix_clock()))
+            return json_response(models_page(chats, request.query_string, surface.unix_clock()))
         return json_response({"object": "list", "data": [model_body(entry) for entry in allowed]})
 
     async def show_model(request: web.Request) -> web.Response:
