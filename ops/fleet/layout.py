@@ -75,7 +75,9 @@ admin_host = "{SCHEDULER_HOST}"
 admin_port = {ADMIN_PORT}
 control_host = "{SCHEDULER_HOST}"
 control_port = {CONTROL_PORT}
+batch_folder = "{state}/batches"
 place_interval_s = 2.0
+batch_folder = "{state}/files"
 """
 
 

@@ -52,10 +52,11 @@ INFERENCE_PATHS: Final = (
 )
 WORKERS_AI_ROUTES: Final = "POST /ai/run/{model} and /ai/v1/..., " + ", ".join(AUXILIARY_PATHS)
 REQUEST_ID: Final = headers.REQUEST_ID.encode()
+ANTHROPIC_VERSION: Final = headers.ANTHROPIC_VERSION.encode()
 
 PREFLIGHT_LINES: Final = (
-    "allow: GET, POST, OPTIONS\r\n"
-    "access-control-allow-methods: GET, POST\r\n"
+    "allow: GET, POST, DELETE, OPTIONS\r\n"
+    "access-control-allow-methods: GET, POST, DELETE\r\n"
     "access-control-allow-headers: authorization, *\r\n"
     "access-control-max-age: 7200\r\n"
 )
@@ -109,7 +110,7 @@ class ApiDispatcher:
             self._pipeline.check_limits(key, self._openai.unix_clock())
         return key
 
-    def encode_error(self, error: ApiError, path: str, client_request_id: str) -> HttpResponse:
+    def encode_error(self, error: ApiError, request: HttpRequest) -> HttpResponse:
         """Count an error and encode it in the format of its surface, with a request id."""
         self._metrics.errors.labels(error.code.value).inc()
         if isinstance(error, LimitExceeded):
@@ -118,12 +119,12 @@ class ApiDispatcher:
         if error.retry_after_s is not None:
             header_lines += f"retry-after: {max(1, math.ceil(error.retry_after_s))}\r\n"
         # A request that was refused while it was read has no id yet.
-        request_id = client_request_id or self._request_ids.next("")[1]
+        request_id = request.client_request_id or self._request_ids.next("")[1]
         header_lines += f"{headers.REQUEST_ID}: {request_id}\r\n"
-        status, path = error.meaning.status, _openai_path(path)
+        status, path = error.meaning.status, _openai_path(request.path)
         if is_workers_ai(path):
             body = encode_error_envelope(error.message, error.meaning.number)
-        elif is_messages(path):
+        elif is_messages(path) or _is_anthropics(request):
             status, body = error_status(error), msgspec.json.encode(error_body(error, request_id))
             header_lines += f"{MESSAGES_REQUEST_ID}: {request_id}\r\n"
         else:
@@ -208,6 +209,11 @@ def _not_found(request: HttpRequest, routes: str) -> ApiError:
 
 async def _answer_preflight(client: ClientConnection) -> None:
     client.reply(HttpResponse(200, b"", PREFLIGHT_LINES))
+
+
+def _is_anthropics(request: HttpRequest) -> bool:
+    """Return whether a client of Anthropic's API sent a request to a path without a surface."""
+    return ANTHROPIC_VERSION in request.headers and not _is_inference(request.path)
 
 
 def _is_inference(path: str) -> bool:

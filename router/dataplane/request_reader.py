@@ -88,15 +88,12 @@ class RequestReader:
         """How much of a body that is kept on disk has arrived."""
         return self._body_bytes if self._request.upload is not None else 0
 
-    @property
-    def path(self) -> str:
-        """The path of the request being read, as far as it has arrived; empty between requests."""
-        return self._target.partition(b"?")[0].decode("latin-1")
-
     def give_up(self) -> HttpRequest:
-        """Drop the body received so far; return the unfinished request."""
+        """Drop the body received so far; return the unfinished request, as far as it arrived."""
         self._first_part, self._other_parts = b"", bytearray()
-        return self._request
+        request = self._request
+        request.path = self._target.partition(b"?")[0].decode("latin-1")
+        return request
 
     def feed(self, data: bytes) -> None:
         """Parse received bytes. Raises ApiError if they are not an acceptable request."""

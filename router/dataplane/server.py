@@ -44,8 +44,8 @@ ABORT_TIMEOUT_S: Final = 5.0
 
 
 Handler = Callable[[HttpRequest, "ClientConnection"], Awaitable[None]]
-EncodeError = Callable[[ApiError, str, str], HttpResponse]
-"""(error, path, client request id) to a response; path and id are empty if not known."""
+EncodeError = Callable[[ApiError, HttpRequest], HttpResponse]
+"""Encodes a response. A request that was not read whole has what arrived of it."""
 
 
 class PublicServer:
@@ -413,7 +413,7 @@ class ClientConnection:
             # Part of a response is out: only a broken connection shows that it is incomplete.
             self.abort()
         else:
-            self.reply(self._server.encode_error(error, request.path, request.client_request_id))
+            self.reply(self._server.encode_error(error, request))
 
     def _refuse(self, error: ApiError) -> None:
         """Answer a malformed request and close, unless earlier requests must be answered first.
@@ -422,16 +422,16 @@ class ClientConnection:
         reset the connection, and the client would not see the answer.
         """
         self._malformed = error
-        self._server.bodies.drop(self._reader.give_up(), self._network)
+        request = self._reader.give_up()
+        self._server.bodies.drop(request, self._network)
         if self._task is None and self._transport is not None:
-            self.reply(self._server.encode_error(error, self._reader.path, ""))
+            self.reply(self._server.encode_error(error, request))
             if self._transport.can_write_eof():
                 self._transport.write_eof()
             self.due_s = self._server.clock() + LINGER_S
 
     def _write(self, data: bytes) -> None:
-        # Without a transport the client is gone and the request is being cancelled.
-        if self._transport is not None:
+        if self._transport is not None:  # else the client is gone, and the request being cancelled
             self._transport.write(data)
 
     def _extend_write_deadline(self) -> bool:

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from isochrone.wire import batches as wire
+from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.apis.batches.relay import in_a_task
 from router.apis.openai.decode import decode
@@ -79,7 +80,8 @@ async def _answer(
     ) as response:
         result = msgspec.Raw(await response.read())
     envelope = {"result": result, "success": True, "errors": [], "messages": []}
-    writer.reply(HttpResponse(200, msgspec.json.encode(envelope)))
+    header_lines = f"{headers.REQUEST_ID}: {request.client_request_id}\r\n"
+    writer.reply(HttpResponse(200, msgspec.json.encode(envelope), header_lines))
 
 
 def _line(number: int, run: dict[str, msgspec.Raw], model: str) -> bytes:

@@ -6,13 +6,9 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
-import msgspec
-
 from isochrone.wire import batches as wire
 from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
-from router.apis.messages.adapter import REQUEST_ID as MESSAGES_REQUEST_ID
-from router.apis.messages.errors import error_body, error_status
 from router.batch_client import BatchClient
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
 from router.dataplane.inline_task import InlineEvent
@@ -59,22 +55,13 @@ async def relay_to_batch_service(
 ) -> None:
     """Answer a request with the scheduler's answer. Raises ApiError. An inline task."""
     if request.header(headers.ANTHROPIC_VERSION.encode()):
-        writer.reply(_anthropic_refusal(request))
-        return
+        # Anthropic's files are other objects.
+        raise ApiError(
+            ErrorCode.NOT_FOUND,
+            f"cannot serve {request.path[:80]} to a client of Anthropic's API: files here are"
+            " OpenAI's, for batches. Send images as base64 blocks and documents as plain text",
+        )
     await in_a_task(_relay(client, request, writer))
-
-
-def _anthropic_refusal(request: HttpRequest) -> HttpResponse:
-    """Return the answer to a client of Anthropic's API, whose files are other objects."""
-    error = ApiError(
-        ErrorCode.NOT_FOUND,
-        f"cannot serve {request.path[:80]} to a client of Anthropic's API: files here are OpenAI's,"
-        " for batches. Send images as base64 blocks and documents as plain text",
-    )
-    request_id = request.client_request_id
-    header_lines = f"{headers.REQUEST_ID}: {request_id}\r\n{MESSAGES_REQUEST_ID}: {request_id}\r\n"
-    body = msgspec.json.encode(error_body(error, request_id))
-    return HttpResponse(error_status(error), body, header_lines)
 
 
 async def in_a_task(work: Coroutine[Any, Any, T]) -> T:

@@ -25,7 +25,7 @@ from router.apis.openai.moderations import MODERATIONS_PATH, ClassifyAnswer, Mod
 from router.apis.responses.adapter import PATH as RESPONSES_PATH
 from router.apis.responses.counting import INPUT_TOKENS_PATH, InputTokensRequest
 from router.apis.responses.translate import InputItem, ResponsesRequest
-from router.apis.workers_ai.catalog import ModelQuery, SchemaQuery
+from router.apis.workers_ai.catalog import ModelQuery, PageQuery, SchemaQuery
 
 NewItems = Annotated[list[InputItem], Meta(max_length=public_bodies.ITEMS_MAX)]
 
@@ -351,6 +351,7 @@ WORKERS_AI: Final = (
         path="/ai/tasks/search",
         summary="List tasks",
         surface="workers_ai",
+        query=PageQuery,
         answer=list[answers.NamedEntry],
     ),
     PublicRoute(
@@ -358,6 +359,7 @@ WORKERS_AI: Final = (
         path="/ai/authors/search",
         summary="List authors",
         surface="workers_ai",
+        query=PageQuery,
         answer=list[answers.NamedEntry],
     ),
     PublicRoute(

@@ -1,6 +1,6 @@
 """The list of models as Anthropic's API returns it. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -9,20 +9,20 @@ from isochrone.wire.routes import DeploymentEntry
 
 LIMIT_DEFAULT: Final = 20
 LIMIT_MAX: Final = 1000
+LIFECYCLES: Final = ("active", "deprecated", "retired")
+LIFECYCLES_DEFAULT: Final = ("active", "deprecated")
 
 
 def model_info(entry: DeploymentEntry, now_unix_s: float) -> dict[str, Any]:
     """Return one model."""
     deprecation = entry.deprecation
     retires_at = deprecation.sunset_at if deprecation is not None else 0
-    is_retired = 0 < retires_at <= now_unix_s
-    lifecycle = "active" if deprecation is None else "deprecated"
     return {
         "type": "model",
         "id": entry.name,
         "display_name": entry.name,
         "created_at": _rfc3339(entry.created_at),
-        "lifecycle": "retired" if is_retired else lifecycle,
+        "lifecycle": _lifecycle(entry, now_unix_s),
         "deprecated_at": _rfc3339(deprecation.announced_at) if deprecation is not None else None,
         "retires_at": _rfc3339(retires_at) if retires_at else None,
         "max_input_tokens": entry.context_tokens,
@@ -31,12 +31,21 @@ def model_info(entry: DeploymentEntry, now_unix_s: float) -> dict[str, Any]:
 
 
 def models_page(
-    entries: Sequence[DeploymentEntry], query: Mapping[str, str], now_unix_s: float
+    chats: Sequence[DeploymentEntry],
+    query: Mapping[str, str],
+    lifecycles: Collection[str],
+    now_unix_s: float,
 ) -> dict[str, Any]:
-    """Return a page of chat models. `query` has `limit`, `after_id` and `before_id`.
+    """Return a page of the chat models of these lifecycles: of LIFECYCLES_DEFAULT if it is empty.
 
-    Raises ApiError 400.
+    `query` has `limit`, `after_id` and `before_id`. Raises ApiError 400.
     """
+    for lifecycle in lifecycles:
+        if lifecycle not in LIFECYCLES:
+            message = f"cannot use 'lifecycle' {lifecycle[:20]!r}: use {', '.join(LIFECYCLES)}"
+            raise ApiError(ErrorCode.INVALID_REQUEST, message, param="lifecycle")
+    wanted = lifecycles or LIFECYCLES_DEFAULT
+    entries = [entry for entry in chats if _lifecycle(entry, now_unix_s) in wanted]
     limit = _limit(query.get("limit", ""))
     names = [entry.name for entry in entries]
     start, end = 0, len(names)
@@ -52,6 +61,13 @@ def models_page(
         "first_id": page[0].name if page else None,
         "last_id": page[-1].name if page else None,
     }
+
+
+def _lifecycle(entry: DeploymentEntry, now_unix_s: float) -> str:
+    if entry.deprecation is None:
+        return "active"
+    is_retired = 0 < entry.deprecation.sunset_at <= now_unix_s
+    return "retired" if is_retired else "deprecated"
 
 
 def _rfc3339(unix_s: float) -> str:

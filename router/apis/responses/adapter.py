@@ -19,7 +19,8 @@ def refuse_stored(request: ResponsesRequest) -> None:
     """Raise ApiError 400 for fields that store the response or need a stored one."""
     for field in ("store", "background", "previous_response_id", "conversation"):
         if getattr(request, field):
-            message = f"cannot use field '{field}' in a batch: its responses are not stored"
+            reason = "responses of batches and of /ai/run are not stored; use POST /v1/responses"
+            message = f"cannot use field '{field}': {reason}"
             raise ApiError(ErrorCode.INVALID_REQUEST, message, param=field)
 
 

@@ -1,5 +1,6 @@
 """Workers AI routes without inference, on aiohttp. Errors have Workers AI's envelope."""
 
+import math
 import re
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
@@ -13,12 +14,13 @@ from isochrone.wire.routes import DeploymentEntry, KeyEntry
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.workers_ai.catalog import (
     ModelQuery,
+    PageQuery,
     SchemaQuery,
-    author_list,
+    author_page,
     envelope,
     model_page,
     model_schema,
-    task_list,
+    task_page,
 )
 from router.apis.workers_ai.translate import encode_error_envelope
 from router.decide.authentication import authenticate, may_use
@@ -104,7 +106,7 @@ class EnvelopeRoutes:
             headers=error.headers,
         )
         if error.retry_after_s is not None:
-            response.headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+            response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
         return response
 
 
@@ -122,11 +124,11 @@ def add_catalog_routes(routes: EnvelopeRoutes, surface: OpenAiSurface, fleet: Fl
         entry = surface.deployment(_query(request, SchemaQuery).model, key)
         return WorkersAiReply(envelope(model_schema(entry)))
 
-    async def tasks(_: web.Request, key: KeyEntry) -> WorkersAiReply:
-        return WorkersAiReply(envelope(task_list(usable(key))))
+    async def tasks(request: web.Request, key: KeyEntry) -> WorkersAiReply:
+        return WorkersAiReply(task_page(usable(key), _query(request, PageQuery)))
 
-    async def authors(_: web.Request, key: KeyEntry) -> WorkersAiReply:
-        return WorkersAiReply(envelope(author_list(usable(key))))
+    async def authors(request: web.Request, key: KeyEntry) -> WorkersAiReply:
+        return WorkersAiReply(author_page(usable(key), _query(request, PageQuery)))
 
     for path, answer in zip(AUXILIARY_PATHS, (models, schema, tasks, authors), strict=False):
         routes.add("GET", path, answer)

@@ -4,7 +4,7 @@ Fields are those of Cloudflare's REST API reference, "List models" (`/ai/models/
 neighbours. `source` is 1 throughout, as there for models that are served by the service itself.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
@@ -80,6 +80,16 @@ TASKS: Final[Mapping[str, TaskDescription]] = {
 Classification. Models of another kind are not served by `/ai/run`, and not listed."""
 
 
+class PageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The query parameters of `/ai/tasks/search` and `/ai/authors/search`.
+
+    Cloudflare's SDKs expect these lists in one page, so it is as large as a page may be.
+    """
+
+    page: int = 1
+    per_page: int = PER_PAGE_MAX
+
+
 class ModelQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The query parameters of `/ai/models/search`. No model is experimental here."""
 
@@ -102,33 +112,22 @@ class SchemaQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def model_page(
     entries: Iterable[DeploymentEntry], query: ModelQuery, now_unix_s: float
 ) -> dict[str, Any]:
-    """Return one page of the model list, as an envelope; past the last page it is empty."""
-    if query.page < 1 or not 1 <= query.per_page <= PER_PAGE_MAX:
-        reason = f"page counts from 1 and per_page is 1 to {PER_PAGE_MAX}"
-        raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot list models: {reason}", param="page")
-    found = [
-        entry for entry in entries if entry.kind in TASKS and _matches(entry, query, now_unix_s)
-    ]
-    first = (query.page - 1) * query.per_page
-    page = found[first : first + query.per_page]
-    info = {
-        "count": len(page),
-        "page": query.page,
-        "per_page": query.per_page,
-        "total_count": len(found),
-    }
-    return {**envelope([_model(entry) for entry in page]), "result_info": info}
+    """Return one page of the model list, as an envelope."""
+    return _page(
+        [_model(e) for e in entries if e.kind in TASKS and _matches(e, query, now_unix_s)], query
+    )
 
 
-def task_list(entries: Iterable[DeploymentEntry]) -> list[dict[str, str]]:
-    """Return the tasks that the models of `entries` serve."""
-    return [_task(kind) for kind in TASKS if kind in {entry.kind for entry in entries}]
+def task_page(entries: Iterable[DeploymentEntry], query: PageQuery) -> dict[str, Any]:
+    """Return one page of the tasks that the models of `entries` serve, as an envelope."""
+    kinds = {entry.kind for entry in entries}
+    return _page([_task(kind) for kind in TASKS if kind in kinds], query)
 
 
-def author_list(entries: Iterable[DeploymentEntry]) -> list[dict[str, str]]:
-    """Return the authors in the names of `entries`."""
+def author_page(entries: Iterable[DeploymentEntry], query: PageQuery) -> dict[str, Any]:
+    """Return one page of the authors in the names of `entries`, as an envelope."""
     authors = sorted({author_of(entry.name) for entry in entries if entry.kind in TASKS} - {""})
-    return [{"id": author, "name": author} for author in authors]
+    return _page([{"id": author, "name": author} for author in authors], query)
 
 
 def model_schema(entry: DeploymentEntry) -> dict[str, Any]:
@@ -163,6 +162,22 @@ def author_of(name: str) -> str:
 def envelope(result: object) -> dict[str, Any]:
     """Return a successful answer in Workers AI's envelope."""
     return {"result": result, "success": True, "errors": [], "messages": []}
+
+
+def _page(rows: Sequence[object], query: PageQuery | ModelQuery) -> dict[str, Any]:
+    """Return one page of a list, as an envelope; past the last it is empty. Raises ApiError."""
+    if query.page < 1 or not 1 <= query.per_page <= PER_PAGE_MAX:
+        reason = f"page counts from 1 and per_page is 1 to {PER_PAGE_MAX}"
+        raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot list: {reason}", param="page")
+    first = (query.page - 1) * query.per_page
+    page = rows[first : first + query.per_page]
+    info = {
+        "count": len(page),
+        "page": query.page,
+        "per_page": query.per_page,
+        "total_count": len(rows),
+    }
+    return {**envelope(page), "result_info": info}
 
 
 def _matches(entry: DeploymentEntry, query: ModelQuery, now_unix_s: float) -> bool:

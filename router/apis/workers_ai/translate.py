@@ -110,6 +110,7 @@ class OpenAiCall(NamedTuple):
 
 class _ResponsesShape(msgspec.Struct, frozen=True):
     input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    model: str | None = None
 
 
 _ADAPTER_NAME: Final = re.compile(ADAPTER_NAME_PATTERN)
@@ -195,9 +196,7 @@ def _check(run: RunRequest, sent: dict[str, msgspec.Raw], model: str) -> None:
         name = unsupported[0][:60]
         reason = f"/ai/run does not support it together with '{given[0]}'"
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field '{name}': {reason}")
-    if run.model not in (None, model):
-        reason = f"it is {run.model!r}, and the path names {model!r}"
-        raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field 'model': {reason}")
+    check_model(run.model, model)
     if run.target_lang is not None and not isinstance(run.text, str):
         reason = "it needs field 'text' with one text to translate"
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field 'target_lang': {reason}")
@@ -233,8 +232,19 @@ def is_responses_request(body: bytes) -> bool:
 
 
 def with_model(body: bytes, model: str) -> bytes:
-    """Return a JSON object with the field `model`, which Workers AI has in the path instead."""
+    """Return a JSON object with the field `model`, which Workers AI has in the path instead.
+
+    Raises ApiError 400 if it has another one.
+    """
+    check_model(decode(body, _RESPONSES_SHAPE).model, model)
     return msgspec.json.encode({**_FIELDS.decode(body), "model": model})
+
+
+def check_model(given: str | None, model: str) -> None:
+    """Raise ApiError 400 if a body names another model than its path."""
+    if given not in (None, model):
+        reason = f"it is {given[:80]!r}, and the path names {model[:80]!r}"
+        raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field 'model': {reason}")
 
 
 def translate_refusal(body: bytes) -> bytes:

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import msgspec
 import pytest
 from anthropic.types import MessageParam
 
+from isochrone.wire.model import Deprecation
 from isochrone.wire.routes import KeyLimits
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, Bench, a_bench, a_route, a_table
@@ -101,12 +103,44 @@ async def test_models_are_listed_in_pages_and_retrieved(tmp_path: Path) -> None:
         assert ([model.id for model in page.data], page.has_more) == (["m2", "m3"], True)
         model = await client.models.retrieve("m3")
         assert (model.display_name, model.max_input_tokens, model.type) == ("m3", 4096, "model")
+        assert model._request_id
         with pytest.raises(anthropic.NotFoundError, match="cannot find the model 'none'"):
             await client.models.retrieve("none")
         with pytest.raises(anthropic.BadRequestError, match="cannot use 'limit' '0'"):
             await client.models.list(limit=0)
         async with bench.http.get(f"{bench.url}/v1/models") as response:
             assert (await response.json())["object"] == "list"
+
+
+async def test_models_are_listed_by_lifecycle(tmp_path: Path) -> None:
+    names = ("active", "deprecated", "retired")
+    async with a_bench(tmp_path) as bench, a_client(bench) as client:
+        table = a_table([a_route(bench.nodes[0])], generation=2, names=names)
+        ends = (None, Deprecation(announced_at=5), Deprecation(announced_at=5, sunset_at=9))
+        deployments = tuple(
+            msgspec.structs.replace(entry, deprecation=end)
+            for entry, end in zip(table.deployments, ends, strict=True)
+        )
+        bench.app.fleet.adopt(msgspec.structs.replace(table, deployments=deployments))
+        listed = client.models.list
+        assert [model.id async for model in listed()] == ["active", "deprecated"]
+        ended = [model async for model in listed(lifecycle=["deprecated", "retired"])]
+        assert [(model.id, model.lifecycle) for model in ended] == [
+            ("deprecated", "deprecated"),
+            ("retired", "retired"),
+        ]
+        unknown: Any = ["new"]
+        with pytest.raises(anthropic.BadRequestError, match="cannot use 'lifecycle' 'new'"):
+            await listed(lifecycle=unknown)
+
+
+async def test_a_parameter_that_is_sent_as_a_header_is_refused(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench, a_client(bench) as client:
+        fields: Any
+        for fields in ({"workspace_id": "w"}, {"user_profile_id": "u"}):
+            name = next(iter(fields)).replace("_", "-")
+            with pytest.raises(anthropic.BadRequestError, match=f"header 'anthropic-{name}'"):
+                await client.messages.create(model="tiny", max_tokens=3, messages=HELLO, **fields)
 
 
 async def test_errors_raise_the_sdks_own_exceptions(tmp_path: Path) -> None:
@@ -196,3 +230,25 @@ async def test_files_are_refused_in_anthropics_shape(tmp_path: Path) -> None:
                 await call
             assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
             assert caught.value.request_id
+
+
+async def test_a_wrong_key_is_refused_in_anthropics_shape(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench, a_client(bench, api_key="iso_wrong") as client:
+        calls: list[Any] = [
+            client.messages.create(model="tiny", max_tokens=3, messages=HELLO),
+            client.messages.count_tokens(model="tiny", messages=HELLO),
+            client.models.list(),
+            client.models.retrieve("tiny"),
+            client.beta.files.list(),
+            client.beta.files.upload(file=("a.txt", b"text")),
+            client.beta.skills.list(),
+            client.beta.skills.create(files=[("a.md", b"text")]),
+            client.messages.batches.list(),
+        ]
+        for call in calls:
+            with pytest.raises((anthropic.AuthenticationError, anthropic.NotFoundError)) as caught:
+                await call
+            assert caught.value.type in ("authentication_error", "not_found_error")
+            body: Any = caught.value.body
+            assert body["request_id"] == caught.value.request_id
+            assert body["request_id"]

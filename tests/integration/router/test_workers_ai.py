@@ -134,6 +134,11 @@ async def test_the_lists_name_what_the_key_may_use(tmp_path: Path) -> None:
         async with bench.http.get(f"{bench.url}/ai/authors/search") as response:
             authors = [author["name"] for author in (await response.json())["result"]]
             assert authors == ["baai", "meta"]
+        for path, pages in (("tasks", [["chat"], []]), ("authors", [["baai"], ["meta"], []])):
+            for number, expected in enumerate(pages, 1):
+                url = f"{bench.url}/ai/{path}/search?per_page=1&page={number}"
+                async with bench.http.get(url) as response:
+                    assert [row["id"] for row in (await response.json())["result"]] == expected
 
 
 async def test_a_models_schema_accepts_what_the_model_answers(tmp_path: Path) -> None:
@@ -154,6 +159,7 @@ async def test_a_models_schema_accepts_what_the_model_answers(tmp_path: Path) ->
     [
         ("GET", "/ai/models/search?colour=red", 400, 5006),
         ("GET", "/ai/models/search?page=0", 400, 5006),
+        ("GET", "/ai/authors/search?colour=red", 400, 5006),
         ("GET", "/ai/models/schema?model=none", 404, 3042),
         ("POST", "/ai/tasks/search", 405, 10405),
     ],
@@ -208,6 +214,12 @@ async def test_an_input_makes_it_a_responses_request(tmp_path: Path) -> None:
             answer = await response.json()
             assert (response.status, answer["success"]) == (400, False)
             assert "colour" in answer["errors"][0]["message"]
+        for field, value in (("model", "other"), ("store", True)):
+            async with bench.http.post(url, json={**body, field: value}) as response:
+                (error,) = (await response.json())["errors"]
+                assert (response.status, error["code"]) == (400, 5006)
+                assert f"cannot use field '{field}'" in error["message"]
+                assert "in a batch:" not in error["message"]
 
 
 async def test_a_request_without_a_body_is_incomplete(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ class Clients:
         self.bodies.append(request.body)
         client.reply(HttpResponse(200, b""))
 
-    def _encode_error(self, error: ApiError, path: str, request_id: str) -> HttpResponse:
+    def _encode_error(self, error: ApiError, request: HttpRequest) -> HttpResponse:
         self.errors.append(error)
         return HttpResponse(error.meaning.status, b"")
 

@@ -116,7 +116,7 @@ def test_a_client_is_disconnected_unless_it_reads_a_buffer_in_each_write_timeout
         config=RouterConfig(),
         authorize=lambda method, path, fields: None,
         handler=handler,
-        encode_error=lambda error, path, request_id: HttpResponse(500, b""),
+        encode_error=lambda error, request: HttpResponse(500, b""),
         deadlines=Deadlines(loop.time),
         clock=loop.time,
         unix_clock=loop.time,
