@@ -15,7 +15,9 @@ import argparse
 import asyncio
 import os
 import random
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -152,6 +154,7 @@ async def compare(every: Mapping[str, Format], clients: int, rounds: int) -> Non
         for _ in range(rounds):
             for name, engine in engines.items():
                 seen[name].append(await one_round(engine, clients, draw))
+                print(name, seen[name][-1], file=sys.stderr, flush=True)
         print(table(seen))
 
 
@@ -193,6 +196,8 @@ def main() -> None:
     if missing := [name for name in arguments.engines if name not in found]:
         raise SystemExit(f"cannot run {', '.join(missing)}; there are {', '.join(found)}")
     every = {name: found[name] for name in arguments.engines}
+    # One that is stopped must end its engines, which outlive it otherwise.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         asyncio.run(compare(every, arguments.clients, arguments.rounds))
     except aiohttp.ClientError as error:
