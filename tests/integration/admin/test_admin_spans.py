@@ -25,8 +25,7 @@ async def collector(settings: dict[str, Any], tmp_path: Path) -> AsyncIterator[C
 
 async def test_admin_requests_are_spans(collector: Collector, admin: Admin) -> None:
     await admin.pop()
-    sampled = {"traceparent": CLIENT.traceparent}
-    assert (await admin.ask("GET", "/v1/picture", **sampled)).status == 200
+    assert (await admin.ask("GET", "/v1/picture", traceparent=CLIENT.traceparent)).status == 200
     assert (await admin.ask("DELETE", "/v1/pops/nowhere")).status == 404
     # Neither of these is recorded.
     assert (await admin.ask("GET", "/v1/pops")).status == 200
