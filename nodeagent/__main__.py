@@ -24,7 +24,7 @@ def main(config: Path | None) -> NoReturn:
         settings = load_config(NodeConfig, config, os.environ, "ISOCHRONE_NODE_")
         setup_logs("nodeagent", settings.log_level)
         with lock_state_folder(settings.state):
-            return await serve(settings, stopping)
+            return await serve(settings, stopping, config)
 
     run_service(run)
 

@@ -6,6 +6,7 @@ import random
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from ssl import SSLContext
 from time import monotonic, time
 from typing import NamedTuple
@@ -48,6 +49,7 @@ from nodeagent.drivers.driver import StorePorts
 from nodeagent.host.artifacts import ArtifactStore
 from nodeagent.host.assignment_file import AssignmentFile
 from nodeagent.host.cache_salts import load_cache_salts
+from nodeagent.host.confinement import EngineConfinement, engine_confinement
 from nodeagent.host.devices import DeviceReader
 from nodeagent.host.engines import EngineProcesses
 from nodeagent.host.link import TransferLink
@@ -73,8 +75,14 @@ DELETE_IDLE_INTERVAL_S = 3600.0
 DAY_S = 86_400.0
 
 
-async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
-    """Run the agent of one node until `stopping` is set; return its exit code."""
+async def serve(
+    config: NodeConfig, stopping: asyncio.Event, config_file: Path | None = None
+) -> int:
+    """Run the agent of one node until `stopping` is set; return its exit code.
+
+    `config_file` is where the configuration was read.
+    """
+    confinement = _confinement(config, config_file)
     sources = await asyncio.to_thread(_artifact_sources, config)
     signers = await asyncio.to_thread(load_signers, config.model_signers)
     node = await _open_node(config)
@@ -82,7 +90,7 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     server_tls = node_server_context(node.identity) if config.door_tls else None
     client_tls = client_context(node.identity) if config.door_tls else None
     artifacts = _artifact_store(config, node, sources, rng, client_tls, signers)
-    engines = _engine_processes(config, node)
+    engines = _engine_processes(config, node, confinement)
     supervisor = _supervisor(config, node, artifacts, engines, rng)
     link = ControlLink(
         urls=config.schedulers,
@@ -100,15 +108,9 @@ async def serve(config: NodeConfig, stopping: asyncio.Event) -> int:
     sources.cluster = lambda: ClusterOrigin(
         link.url, node.relay_token, cluster if link.url.startswith("https:") else None
     )
-    exporter = open_exporter(
-        config.traces_endpoint,
-        config.traces_authorization_file,
-        ServiceName("node", node.node_id, node.identity.pop),
-        lambda: SpanCounts(metrics.REGISTRY, "isochrone_node_"),
-        monotonic,
-    )
+    exporter = _exporter(config, node)
     peer_replicas = PeerReplicaClient(client_tls, monotonic)
-    store = _store_parts(config, node, peer_replicas)
+    store = _store_parts(config, node, peer_replicas, confinement)
     more = (store.loop, exporter.loop) if exporter is not None else (store.loop,)
     loops = (*_loops(config, node, supervisor, artifacts, link, rng), *more)
 
@@ -181,8 +183,13 @@ class _StoreParts(NamedTuple):
     loop: Loop
 
 
-def _store_parts(config: NodeConfig, node: NodeState, peers: PeerReplicaClient) -> _StoreParts:
-    master = StoreMaster(config.state / "kv_store")
+def _store_parts(
+    config: NodeConfig,
+    node: NodeState,
+    peers: PeerReplicaClient,
+    confinement: EngineConfinement | None,
+) -> _StoreParts:
+    master = StoreMaster(config.state / "kv_store", confinement)
     where = (node.node_id, node.store_master)
     relay = StoreRelay(*where, lambda: master.port, dial_through(peers))
     job = SuperviseStore(*where, master, relay.drop_stale, monotonic)
@@ -217,6 +224,16 @@ async def _listeners(
         yield port
 
 
+def _exporter(config: NodeConfig, node: NodeState) -> SpanExporter | None:
+    return open_exporter(
+        config.traces_endpoint,
+        config.traces_authorization_file,
+        ServiceName("node", node.node_id, node.identity.pop),
+        lambda: SpanCounts(metrics.REGISTRY, "isochrone_node_"),
+        monotonic,
+    )
+
+
 def _span_middleware(node: NodeState, exporter: SpanExporter | None) -> Middleware | None:
     """Return what records the spans of requests; None if they are not exported."""
     if exporter is None:
@@ -242,7 +259,20 @@ async def _open_node(config: NodeConfig) -> NodeState:
     return node
 
 
-def _engine_processes(config: NodeConfig, node: NodeState) -> EngineProcesses:
+def _confinement(config: NodeConfig, config_file: Path | None) -> EngineConfinement | None:
+    secrets_of = (config.join_token_file, config.hf_token_file, config.traces_authorization_file)
+    files = [path for path in (config_file, *secrets_of) if path is not None]
+    closed = [config.state, *files]
+    return engine_confinement(config.confine_engines, closed, _artifacts_folder(config))
+
+
+def _artifacts_folder(config: NodeConfig) -> Path:
+    return config.state / "artifacts"
+
+
+def _engine_processes(
+    config: NodeConfig, node: NodeState, confinement: EngineConfinement | None
+) -> EngineProcesses:
     return EngineProcesses(
         config.state / "engines",
         config.engine_threads or usable_cores(),
@@ -252,6 +282,7 @@ def _engine_processes(config: NodeConfig, node: NodeState) -> EngineProcesses:
         commands=config.commands,
         canary_timeout_s=config.canary_timeout_s,
         store_ports=_store_ports(config),
+        confinement=confinement,
     )
 
 
@@ -317,7 +348,7 @@ def _artifact_store(
         rng=rng,
     )
     return ArtifactStore(
-        config.state / "artifacts",
+        _artifacts_folder(config),
         sources,
         config.disk_budget_bytes,
         link=TransferLink(config.download_bytes_per_s, monotonic),

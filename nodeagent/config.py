@@ -1,7 +1,7 @@
 """The settings of a node agent: a TOML file, overridden by `ISOCHRONE_NODE_*`."""
 
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -17,6 +17,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 Days = Annotated[float, msgspec.Meta(ge=0, le=3650)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Rate = Annotated[float, msgspec.Meta(ge=0)]
+ConfineEngines = Literal["auto", "always", "never"]
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,6 +57,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     cpu_memory_bytes: Count = 0  # for replicas without a GPU; 0: 80 % of what the agent may use
     engine_threads: Count = 0  # of an engine on a CPU; 0: one per core that the agent may use
     standby: bool = False  # keep a spare engine process with imports done: halves a cold start
+    # Keep engines out of the agent's files and of each other's, with the kernel's Landlock. auto:
+    # where the kernel has it; always: or do not start; never.
+    confine_engines: ConfineEngines = "auto"
     keep_engines_on_stop: bool = False  # leave engines running when the agent is stopped
     load_timeout_s: Seconds = 1800.0
     drain_timeout_s: Seconds = 30.0

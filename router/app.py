@@ -16,7 +16,7 @@ from isochrone.service.identity import Identity
 from isochrone.service.loop import Loop
 from isochrone.service.systemd import feed_watchdog
 from isochrone.service.tls import CERTIFICATE_CHECK_S, client_context, load_tls_certificate
-from isochrone.wire.control import TABLE_PARTS, ToRouter, Welcome
+from isochrone.wire.control import KEYS_FIRST, TABLE_PARTS, ToRouter, Welcome
 from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.key_use import KEY_USE, FleetKeyUse
 from isochrone.wire.routes import RouteDelta, RouteTable, RouteTablePart
@@ -43,6 +43,7 @@ from router.key_use_sharing import KeyUseOutbox, OwnKeyUse
 from router.listeners import open_listeners
 from router.loops.answer_batches import AnswerBatches
 from router.loops.answer_responses import LEASE_INTERVAL_S
+from router.loops.collect_garbage import CollectInTurns
 from router.loops.follow_routes import TableFollower
 from router.loops.pop_loads import PopLoadPoller
 from router.loops.probe_nodes import NodeProber
@@ -70,6 +71,7 @@ log = logging.getLogger(__name__)
 
 ROUND_TRIPS_INTERVAL_S: Final = 10.0
 GAUGES_INTERVAL_S: Final = 1.0
+GARBAGE_INTERVAL_S: Final = 1.0
 SHARE_INTERVAL_S: Final = 1.0
 SEND_TABLE_INTERVAL_S: Final = 1.0
 BATCHES_INTERVAL_S: Final = 0.5
@@ -138,7 +140,7 @@ class RouterApp:
             rng=random.Random(),  # noqa: S311 - jitter, not a secret
             folder=self.config.state_folder,
             contexts=() if self.node_tls is None else (self.node_tls,),
-            capabilities=(TABLE_PARTS, SUSPICIONS, KEY_USE),
+            capabilities=(TABLE_PARTS, KEYS_FIRST, SUSPICIONS, KEY_USE),
             on_too_large=self.metrics.messages_refused.inc,
         )
         count = max(0, (self.config.processes or 1) - 1) if worker is None else 0
@@ -227,6 +229,7 @@ class RouterApp:
             self.limiter.take_untold,
             self.key_use,
         )
+        self.garbage = CollectInTurns()
         self.gauges = GaugeSetter(
             fleet=self.fleet,
             follower=self.follower,
@@ -297,6 +300,7 @@ class RouterApp:
             demand,
             Loop("usage", self.shipper.ship_usage, config.usage_interval_s, jitter=jitter),
             Loop("round_trips", self.shipper.ship_round_trips, ROUND_TRIPS_INTERVAL_S),
+            Loop("garbage", self.garbage.run_once, GARBAGE_INTERVAL_S),
             Loop("gauges", self.gauges.run_once, GAUGES_INTERVAL_S),
             Loop("share", self.sharer.run_once, SHARE_INTERVAL_S),
             Loop("send_table", self.send_table, SEND_TABLE_INTERVAL_S),
@@ -392,6 +396,7 @@ async def open_router(
                 f"cannot use the state folder {config.state_folder}: {error.strerror or error}"
             ) from error
         await app.follower.load(time.time())
+        stack.enter_context(app.garbage.in_turns())
         app.deadlines.start()
         stack.callback(app.deadlines.stop)
         stack.push_async_callback(app.upstream.close)

@@ -50,8 +50,8 @@ class BatchClient:
         if self.access.token and not self.access.has_batches:
             raise ApiError(
                 ErrorCode.UNAVAILABLE,
-                "cannot use files and batches: the operator has not set the scheduler's"
-                " `batch_folder` or `batch_bucket`",
+                "cannot use files and batches: the operator must set `batch_folder` or"
+                " `batch_bucket` in the configuration of all schedulers",
             )
 
     @asynccontextmanager

@@ -4,6 +4,7 @@
 learn through `feedback.py`. One event loop owns it, so it needs no locks.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Final
 
@@ -12,7 +13,7 @@ from isochrone.wire.ids import DeploymentId, PopId, ReplicaId
 from isochrone.wire.routes import DeploymentEntry, Route, RouteTable
 from router.decide.affinity import SessionTable
 from router.decide.deployment_routing import DeploymentRouting
-from router.decide.health import ReplicaHealth, split_ejected
+from router.decide.health import ReplicaHealth, is_panic
 from router.decide.reachability import NodeReachability
 from router.decide.replica_table import ReplicaTable, RoutingSnapshot
 from router.decide.rollout import VersionDraw, draw_version
@@ -200,28 +201,27 @@ class FleetState:
 
     def panicking_deployments(self) -> int:
         """Return in how many deployments more than half of the replicas are unhealthy."""
-        if not self.health.unhealthy():
-            return 0
-        ejected_until_s = self.health.ejected_until_s(self.clock())
+        unhealthy: Counter[DeploymentId] = Counter()
+        for replica_id in self.health.ejected_until_s(self.clock()):
+            route = self.directory.route(replica_id)
+            if route is not None and self.routing(route.deployment_id).slot_of(replica_id) >= 0:
+                unhealthy[route.deployment_id] += 1
         return sum(
-            bool(split_ejected(deployment.replicas.slots.keys(), ejected_until_s).last_resort)
-            for deployment in self._deployments.values()
+            is_panic(count, len(self.routing(deployment_id).replicas.slots))
+            for deployment_id, count in unhealthy.items()
         )
 
-    def answering_replicas(self, *, trusts_silence: bool = True) -> Set[ReplicaId]:
-        """Return the replicas of the table that their nodes still serve, as far as is known.
+    def is_answering(self, route: Route, *, trusts_silence: bool = True) -> bool:
+        """Return whether a node still serves a replica of the table, as far as is known.
 
-        Without `trusts_silence`, those of nodes that do not answer are among them.
+        Without `trusts_silence`, that of a node that does not answer counts as served.
         """
-        now_s = self.clock()
+        known = self.directory.route(route.replica_id)
+        if known is None:
+            return False
         if not trusts_silence:
-            replica_ids = (route.replica_id for route in self.directory.routes)
-            return {id_ for id_ in replica_ids if not self.nodes.is_disowned(id_)}
-        return {
-            route.replica_id
-            for route in self.directory.routes
-            if self.nodes.is_answering(route, now_s)
-        }
+            return not self.nodes.is_disowned(known.replica_id)
+        return self.nodes.is_answering(known, self.clock())
 
     def _set_routes(self, deployment_id: DeploymentId) -> None:
         routes = self._routes_to_set.pop(deployment_id)

@@ -1,10 +1,13 @@
-"""A collector for tests: takes spans over OTLP/HTTP, decoded by OpenTelemetry's own messages."""
+"""Collectors for tests: one takes spans over OTLP/HTTP, decoded by OpenTelemetry's own messages;
+a real one (rotel) passes on to it what it takes."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import rotel
 from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
@@ -14,6 +17,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from isochrone.service.http_server import serve_http
+from tests.ports import free_port
 from tests.system.harness import until
 
 
@@ -108,3 +112,25 @@ async def a_collector(port: int = 0) -> AsyncIterator[Collector]:
     async with serve_http(app, "127.0.0.1", port) as bound:
         collector.url = f"http://127.0.0.1:{bound}"
         yield collector
+
+
+@asynccontextmanager
+async def a_real_collector(folder: Path) -> AsyncIterator[tuple[str, Collector]]:
+    """Run rotel; yield its URL, and the collector behind it. Its log is in `folder`."""
+    port, behind = free_port(), free_port()
+    agent = Path(rotel.__file__).parent / "rotel-agent"
+    command = [
+        *(str(agent), "start", "--otlp-http-endpoint", f"127.0.0.1:{port}"),
+        *("--otlp-grpc-endpoint", f"127.0.0.1:{free_port()}"),
+        *("--exporter", "otlp", "--otlp-exporter-endpoint", f"http://127.0.0.1:{behind}"),
+        *("--otlp-exporter-protocol", "http", "--otlp-exporter-compression", "none"),
+    ]
+    with (folder / "rotel.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+    try:
+        async with a_collector(behind) as collector:
+            yield f"http://127.0.0.1:{port}", collector
+    finally:
+        process.terminate()
+        async with asyncio.timeout(20):
+            await process.wait()

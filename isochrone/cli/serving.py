@@ -265,7 +265,14 @@ def _derived_sizes(obj: CliContext, deployment: str) -> list[str]:
     except AdminError as error:
         return [f"the sizes are not known yet: {error}"]
     lines = list(explained.get("sizes_in_words", ()))
-    return lines or ["the sizes are not known yet: no device of the fleet can hold a replica"]
+    if lines:
+        return lines
+    if not explained.get("here") and not explained.get("elsewhere"):
+        return [
+            "the sizes are not known yet: no node has joined, so nothing was compared with its"
+            " devices"
+        ]
+    return ["the sizes are not known yet: no device of the fleet can hold a replica"]
 
 
 def _deployment_body(before: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,10 @@ from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
 TABLE_PARTS: Final = "table_parts"
 """Capability of a router: it takes whole tables in parts, and reports the generation it serves."""
 
+KEYS_FIRST: Final = "keys_first"
+"""Capability of a router: it takes a table of keys alone (`RouteTable.keys_only`), which a
+scheduler publishes while it cannot know the routes yet."""
+
 
 class PeerRole(StrEnum):
     """The kind of peer that connects to a scheduler."""

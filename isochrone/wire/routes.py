@@ -103,11 +103,15 @@ class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):
 
     `keys_revoked` are tombstones: a listed key was revoked, while one that is only absent may have
     been lost with a database.
+
+    A table with `keys_only` has keys and tombstones, and nothing else: a router keeps the rest of
+    its own table.
     """
 
     cluster_id: ClusterId
     generation: Generation
     epoch: Epoch
+    keys_only: bool = False
     pops: tuple[Pop, ...] = ()
     deployments: tuple[DeploymentEntry, ...] = ()
     routes: tuple[Route, ...] = ()
@@ -128,6 +132,7 @@ class RouteTablePart(msgspec.Struct, frozen=True, kw_only=True, tag="route_table
     epoch: Epoch
     index: int
     is_last: bool = False
+    keys_only: bool = False
     keys_kept: bytes = b""
     """In the first part: the buckets of keys (`key_sums.KeptBuckets`) that the router keeps as it
     last reported them. The parts have no keys of these buckets. In other buckets, keys that the
@@ -213,6 +218,7 @@ def apply_delta(table: RouteTable, delta: RouteDelta) -> RouteTable:
         cluster_id=table.cluster_id,
         generation=delta.generation,
         epoch=delta.epoch,
+        keys_only=table.keys_only,
         keys=table.keys.replaced(delta.keys_set, delta.keys_gone),
         **parts,
     )

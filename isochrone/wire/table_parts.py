@@ -202,6 +202,7 @@ class TableAssembler:
             cluster_id=part.cluster_id,
             generation=part.generation,
             epoch=part.epoch,
+            keys_only=part.keys_only,
             keys=keys,
             **{field: tuple(entries) for field, entries in self._lists.items()},
         )
@@ -317,6 +318,7 @@ def _part(table: RouteTable, index: int, kept: KeptBuckets | None, **fields: Any
         cluster_id=table.cluster_id,
         generation=table.generation,
         epoch=table.epoch,
+        keys_only=table.keys_only,
         index=index,
         keys_kept=kept.encode() if kept is not None and index == 0 else b"",
         **fields,

@@ -15,6 +15,7 @@ from isochrone.service.tracing import names
 from isochrone.service.tracing.recorder import NO_SPAN, SpanRecorder, child_span, current_span
 from isochrone.service.tracing.spans import SpanKind
 from isochrone.wire import headers, kv_sharing, kv_transfer
+from isochrone.wire.engine_times import ENGINE_TIMES, parse_times
 from isochrone.wire.headers import PeerReplica
 from isochrone.wire.ids import NodeId
 from isochrone.wire.trace_context import parse_traceparent
@@ -27,6 +28,14 @@ TRACED: Final = {
     kv_sharing.BLOCKS_PATH: "send kv",
 }
 """The names of the spans by path."""
+
+ENGINE_STEPS: Final = {
+    "wait_kv": "engine wait kv",
+    "queue": "engine queue",
+    "prefill": "engine prefill",
+    "decode": "engine decode",
+}
+"""The names of the spans by the engine's step. They end where the head of its answer came."""
 
 
 def trace_requests(recorder: SpanRecorder, node_id: NodeId) -> Middleware:
@@ -92,4 +101,6 @@ async def _in_a_span(
         span.add_to(sent)
         async with post(headers=sent) as answer:
             span.set(names.STATUS, answer.status)
+            times = parse_times(answer.headers.get(ENGINE_TIMES, ""))
+            span.record([(ENGINE_STEPS[name], seconds) for name, seconds in times.steps()])
             yield answer

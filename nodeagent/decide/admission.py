@@ -9,7 +9,7 @@ items of batches hold what a client's request needs, they are preempted (`preemp
 Each reservation is released exactly once. A router knows its own requests better than the node
 does, so the load reported to a router also gives the tokens of all other routers. Prompts are
 assumed to be prefilled in arrival order: of the first one, the part already prefilled is estimated
-from the elapsed time.
+from the elapsed time (`prompt_progress.py`).
 """
 
 from collections import Counter
@@ -18,10 +18,7 @@ from typing import Final
 
 from isochrone.wire.headers import ReportedLoad
 from nodeagent.decide.preemption import BatchItem, in_order_of_preemption
-
-PREFILL_SHARE_MAX: Final = 0.95
-"""Largest share of a prompt assumed prefilled before its first token. A prompt that takes longer
-than the router predicted still counts for a little."""
+from nodeagent.decide.prompt_progress import tokens_read
 
 SURPLUS_SHARE: Final = 0.25
 """The generations admitted beyond the engine's sequences, as a share of them: the next one is there
@@ -199,11 +196,9 @@ class ReplicaAdmission:
             r.pending_prefill_tokens for r in self._in_prefill if r.router != excluding_router
         )
         first = next(iter(self._in_prefill), None)
-        if first is None or first.router == excluding_router or first.prefill_ms <= 0:
+        if first is None or first.router == excluding_router:
             return pending
-        elapsed_ms = 1000 * (now_s - max(first.admitted_s, self._last_prefill_end_s))
-        done_share = max(0.0, min(PREFILL_SHARE_MAX, elapsed_ms / first.prefill_ms))
-        return pending - round(first.pending_prefill_tokens * done_share)
+        return pending - tokens_read(first, self._last_prefill_end_s, now_s)
 
     @property
     def in_engine(self) -> int:
@@ -270,6 +265,7 @@ class TokenReservation:
         "admitted_s",
         "generates_for",
         "item",
+        "on_first_token",
         "output_tokens",
         "pending_prefill_tokens",
         "prefill_ms",
@@ -300,6 +296,7 @@ class TokenReservation:
         self.prefill_ms = prefill_ms
         self.admitted_s = admitted_s
         self.item = item
+        self.on_first_token: Callable[[], None] = lambda: None
 
     @property
     def held_tokens(self) -> int:
@@ -321,6 +318,7 @@ class TokenReservation:
             self.set_prefill_elsewhere(False)
             self._is_prefilled = True
             self._admission._end_prefill(self, now_s)
+            self.on_first_token()
 
     def release(self, now_s: float = 0.0) -> None:
         """Release all tokens, whether the request finished, was cancelled or failed."""

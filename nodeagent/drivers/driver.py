@@ -92,8 +92,9 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
 
     `ready_path` and `metrics_path` replace the driver's. With a `model_name` requests call the
     model so. Unless it `may_force_tools`, requests that require a call of a tool are refused. With
-    `stall_s` a request may go on for that long without a byte of its answer, and
-    meanwhile the server may answer nothing else.
+    `strict_forced_tools` the tools of such requests are marked `strict`. With `stall_s` a request
+    may go on for that long without a byte of its answer, and meanwhile the server may answer
+    nothing else.
     """
 
     arguments: tuple[str, ...]
@@ -111,6 +112,7 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     model_name: str = ""
     stall_s: float = 0.0
     may_force_tools: bool = True
+    strict_forced_tools: bool = False
 
     @property
     def port(self) -> int:
@@ -228,13 +230,20 @@ def with_spare_seats(options: Mapping[str, str], name: str) -> dict[str, str]:
     return {**options, name: str(int(seats) + spare_seats(int(seats)))}
 
 
-def with_fields(body: bytes, values: Mapping[str, Any], *, may_force_tools: bool = True) -> bytes:
+def with_fields(
+    body: bytes,
+    values: Mapping[str, Any],
+    *,
+    may_force_tools: bool = True,
+    strict_forced_tools: bool = False,
+) -> bytes:
     """Return a request body with these fields set, replacing what the client wrote.
 
     One of them is the salt that separates the prefix caches of tenants: a cache hit would reveal
     another tenant's prompt. Raises ApiError 400 for a body that cannot be decoded (the engine's
     parser may be more lenient, and would read a salt of the client's choice), and for one that
-    requires a call of a tool unless it `may_force_tools`.
+    requires a call of a tool unless it `may_force_tools`. With `strict_forced_tools` the tools of
+    such a body are marked `strict`, except those that the client has marked.
     """
     try:
         check_json_body(body)
@@ -243,19 +252,31 @@ def with_fields(body: bytes, values: Mapping[str, Any], *, may_force_tools: bool
         raise ApiError(
             ErrorCode.INVALID_REQUEST, f"cannot use the request body: {describe(error)}"
         ) from error
-    if not may_force_tools and _requires_call(fields):
+    forces_tools = _requires_call(fields)
+    if not may_force_tools and forces_tools:
         raise ApiError(
             ErrorCode.INVALID_REQUEST,
             "cannot require a call of a tool: the chat template of this model has no tools, and"
             " its engine would answer with a text; leave 'tool_choice' out, or ask another model",
             param="tool_choice",
         )
+    if strict_forced_tools and forces_tools:
+        fields["tools"] = _strict(msgspec.json.decode(fields.get("tools", b"null")))
     return msgspec.json.encode({**fields, **values})
 
 
 def _requires_call(fields: Mapping[str, msgspec.Raw]) -> bool:
     choice = msgspec.json.decode(fields.get("tool_choice", b"null"))
     return choice == "required" or isinstance(choice, dict)
+
+
+def _strict(tools: Any) -> Any:
+    """Mark functions `strict` whose client has not chosen; leave what is no function as it is."""
+    for tool in tools if isinstance(tools, list) else ():
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if isinstance(function, dict) and function.get("strict") is None:
+            function["strict"] = True
+    return tools
 
 
 def visible_devices(spec: ReplicaSpec) -> dict[str, str]:

@@ -141,6 +141,9 @@ class VllmDriver:
             files={STORE_CONFIG: _store_config(launch)} if shares_kv else {},
             kv_address=_kv_address(launch) if connector else None,
             model_link=link,
+            # Else most of its parsers hold a required call to the tool's name only, not to the
+            # schema of its parameters (--tool-strict-level).
+            strict_forced_tools=True,
         )
 
     def handshake(self, spec: ReplicaSpec) -> Handshake | None:

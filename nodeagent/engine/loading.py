@@ -10,6 +10,7 @@ from isochrone.wire.engine import EngineConfig
 from nodeagent.engine.architecture.decoder_shape import DecoderShape
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.chat.chat_template import ChatTemplate
+from nodeagent.engine.core.first_touch import FirstTouch, first_touch
 from nodeagent.engine.core.kv_transfers import KvTransfers
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.core.parked_model import ParkedModel
@@ -67,6 +68,7 @@ class LoadedEngine:
     known: KnownHeader | None
     """The header of the model's GGUF file, to load it again after a sleep."""
     parked: ParkedModel
+    first_touch: FirstTouch
 
 
 def load_engine(config: EngineConfig, workers: WorkerGroup | None = None) -> LoadedEngine:
@@ -124,6 +126,7 @@ def load_engine(config: EngineConfig, workers: WorkerGroup | None = None) -> Loa
         active_adapters=adapters,
         known=source.known if isinstance(source, GgufFile) else None,
         parked=parked,
+        first_touch=first_touch(executor, config.memory_max_bytes, sleeps=config.sleeps),
     )
 
 

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import secrets
-import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -41,6 +40,8 @@ from nodeagent.drivers.driver import (
 )
 from nodeagent.drivers.handshake import Handshake
 from nodeagent.host.canary import BAD_REQUEST, CANARIES, OK, PROMPT_CANARY, Canary
+from nodeagent.host.confinement import EngineConfinement
+from nodeagent.host.engine_folder import make_folders, remove_folders, temporary_variables
 from nodeagent.host.engine_log import LOG
 from nodeagent.host.engine_ports import free_port, other_listener
 from nodeagent.host.engine_record import EngineRecord, write_record
@@ -171,7 +172,13 @@ class EngineProcess:
         is_number = priority.isascii() and priority.isdigit() and len(priority) <= 3
         rank = int(priority) if is_number else headers.PRIORITY_DEFAULT
         values = self._driver.body_fields(self.record.command, salt, rank)
-        return with_fields(body, values, may_force_tools=self.record.command.may_force_tools)
+        command = self.record.command
+        return with_fields(
+            body,
+            values,
+            may_force_tools=command.may_force_tools,
+            strict_forced_tools=command.strict_forced_tools,
+        )
 
     async def is_ready(self) -> bool:
         """Return True if the engine reports to be healthy.
@@ -274,7 +281,7 @@ class EngineProcess:
         await self.release()
         # Children that left the group still hold memory and devices.
         await asyncio.to_thread(kill_remaining, self.log)
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        await asyncio.to_thread(remove_folders, self._folder)
 
     async def release(self) -> None:
         """Stop watching the process and leave it running."""
@@ -314,6 +321,7 @@ class EngineProcesses:
         commands: Mapping[str, ConfiguredCommand] | None = None,
         canary_timeout_s: float = CANARY_TIMEOUT_S,
         store_ports: StorePorts | None = None,
+        confinement: EngineConfinement | None = None,
     ) -> None:
         """`device_memory` returns the memory of a replica's devices; None if it is unknown.
 
@@ -322,6 +330,7 @@ class EngineProcesses:
         """
         self._commands = commands or {}
         self._host, self._store_ports = host, store_ports
+        self._confinement = confinement
         self._canary_timeout_s = canary_timeout_s
         self._folder = folder
         self._device_memory = device_memory
@@ -347,8 +356,7 @@ class EngineProcesses:
 
     async def _start(self, spec: ReplicaSpec, artifact_path: Path) -> EngineProcess:
         folder = self._folder / spec.replica_id
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        folder.mkdir(mode=0o700)
+        temporary = await asyncio.to_thread(make_folders, folder)
         taken = [port for ports in self._ports.values() for port in ports]
         port = free_port(taken)
         self._ports[spec.replica_id] = [port, transfer_port := free_port([*taken, port])]
@@ -366,6 +374,8 @@ class EngineProcesses:
             commands=self._commands,
         )
         command = await asyncio.to_thread(DRIVERS[spec.engine.driver].command, launch)
+        environment = {**temporary_variables(temporary), **command.environment}
+        command = msgspec.structs.replace(command, environment=environment)
         for name, data in command.files.items():
             await asyncio.to_thread(write_atomic, folder / name, data)
         if command.model_link:
@@ -386,9 +396,12 @@ class EngineProcesses:
         return EngineProcess(record, folder, child, on_release, self._canary_timeout_s)
 
     def _spawn(self, command: EngineCommand, log: Path) -> Child:
-        spare = self._standby.take_for(command, log) if self._standby else None
+        rules = self._confinement.rules(log.parent) if self._confinement else ()
+        spare = self._standby.take_for(command, log, rules) if self._standby else None
         folder = str(log.parent) if command.model_link else None
-        child = spare or spawn(command.arguments, log, command.environment, folder=folder)
+        child = spare or spawn(
+            command.arguments, log, command.environment, folder=folder, rules=rules
+        )
         if self._standby:
             self._standby.prepare_for(command)
         return child
@@ -410,7 +423,7 @@ class EngineProcesses:
                 # Its replica is unknown, and it would occupy its devices for ever.
                 pid = group_that_writes(path.parent / LOG)
                 signal_group(pid, start_time(pid), signal.SIGKILL)
-                shutil.rmtree(path.parent, ignore_errors=True)
+                remove_folders(path.parent)
                 continue
             if record.boot in ("", boot_id()):
                 if not record.pid:
@@ -422,7 +435,7 @@ class EngineProcesses:
                 # The group's leader is gone, but its children may still run.
                 signal_group(record.pid, record.started, signal.SIGKILL)
                 kill_remaining(path.parent / LOG)
-            shutil.rmtree(path.parent, ignore_errors=True)
+            remove_folders(path.parent)
         return survivors
 
     def adopt(self, record: EngineRecord) -> EngineProcess:

@@ -1,12 +1,16 @@
 """Child processes that outlive the agent: started in groups of their own, found again in /proc."""
 
 import os
+import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
+
+from isochrone.service.landlock import FileRule, confined_command, open_ruleset
 
 PASSED_ENVIRONMENT: Final = (
     "PATH",
@@ -49,33 +53,47 @@ def spawn(
     environment: Mapping[str, str] = {},
     stdin: int = subprocess.DEVNULL,
     folder: str | None = None,
+    rules: Sequence[FileRule] = (),
 ) -> Child:
     """Start a process in a group of its own, with its output appended to `log`. Blocks.
 
-    It works in `folder`, or where the agent does.
+    It works in `folder`, or where the agent does. With `rules` it is confined to them.
 
-    Raises FileNotFoundError if the program is not on the PATH.
+    Raises FileNotFoundError if the program is not on the PATH, CannotConfine.
     """
-    passed = passed_environment(os.environ)
+    passed = {**passed_environment(os.environ), **environment, LOG_VARIABLE: str(log.resolve())}
+    if shutil.which(arguments[0], path=passed.get("PATH")) is None:
+        raise FileNotFoundError(f"cannot start {arguments[0]}: it is not on the PATH of the agent")
     # A file, not a pipe: the engine must survive the agent that would read the pipe.
-    with log.open("ab") as out:
-        try:
-            child = subprocess.Popen(
-                arguments,
-                stdin=stdin,
-                stdout=out,
-                stderr=out,
-                env={**passed, **environment, LOG_VARIABLE: str(log.resolve())},
-                start_new_session=True,
-                cwd=folder,
-            )
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"cannot start {arguments[0]}: it is not on the PATH of the agent"
-            ) from error
+    with log.open("ab") as out, _inherited_ruleset(rules) as rulesets:
+        for ruleset in rulesets:
+            arguments = confined_command(ruleset, arguments, sys.executable)
+        child = subprocess.Popen(
+            arguments,
+            stdin=stdin,
+            stdout=out,
+            stderr=out,
+            env=passed,
+            start_new_session=True,
+            cwd=folder,
+            pass_fds=rulesets,
+        )
     with suppress(OSError):
         Path(f"/proc/{child.pid}/oom_score_adj").write_text(OOM_SCORE)
     return child
+
+
+@contextmanager
+def _inherited_ruleset(rules: Sequence[FileRule]) -> Iterator[tuple[int, ...]]:
+    """Open the ruleset of these rules during the block; there is none without rules."""
+    if not rules:
+        yield ()
+        return
+    ruleset = open_ruleset(rules, forbids_signals=True)
+    try:
+        yield (ruleset,)
+    finally:
+        os.close(ruleset)
 
 
 def ended_by(child: Child | None) -> str:

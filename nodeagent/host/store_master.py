@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 
 from isochrone.service.files import write_atomic
+from nodeagent.host.confinement import EngineConfinement
 from nodeagent.host.engine_log import trim_log
 from nodeagent.host.engine_ports import free_port
 from nodeagent.host.processes import (
@@ -61,8 +62,8 @@ class _MasterRecord(msgspec.Struct, frozen=True, kw_only=True):
 class StoreMaster:
     """The master's process, if this node runs it."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, confinement: EngineConfinement | None = None) -> None:
+        self._folder, self._confinement = folder, confinement
         self._path = folder / "master.json"
         self._log = folder / "master.log"
         self._child: Child | None = None
@@ -119,7 +120,8 @@ class StoreMaster:
             *("--metrics_host=127.0.0.1", f"--metrics_port={free_port([port])}"),
             f"--client_ttl={CLIENT_TTL_S}",
         )
-        child = self._child = spawn(arguments, self._log)
+        rules = self._confinement.rules(self._folder) if self._confinement else ()
+        child = self._child = spawn(arguments, self._log, rules=rules)
         record = _MasterRecord(
             pid=child.pid, started=start_time(child.pid), boot=boot_id(), port=port
         )

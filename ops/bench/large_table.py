@@ -14,8 +14,11 @@ import gc
 import multiprocessing
 import os
 import resource
+import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
@@ -25,6 +28,7 @@ from typing import Final, NamedTuple
 import msgspec
 from aiohttp import web
 
+from isochrone.service.event_loop_lag import call_location
 from isochrone.service.http_server import serve_http
 from isochrone.service.identity import Authority, Identity, make_csr, new_key_pem
 from isochrone.wire import codec
@@ -37,6 +41,10 @@ from router.config import RouterConfig
 
 CLUSTER: Final = ClusterId("c-bench")
 TICK_S: Final = 0.002
+SAMPLE_S: Final = 0.003
+SAMPLED_AFTER_S: Final = 0.008
+"""A tick that takes longer is sampled."""
+
 TIMEOUT_S: Final = 60.0
 GIVE_UP_S: Final = 15.0
 """A table that did not arrive by then, and after several connections, never does."""
@@ -52,6 +60,15 @@ class Stall(NamedTuple):
     cpu_ms: float = 0.0
     queued_ms: float = 0.0
     gc_ms: float = 0.0
+
+
+class BusyStall(NamedTuple):
+    """The CPU time of the event loop between two ticks in ms, that of collections within it, and
+    the code location that was sampled most meanwhile."""
+
+    cpu_ms: float = 0.0
+    gc_ms: float = 0.0
+    location: str = ""
 
 
 class RouterFigures(msgspec.Struct):
@@ -177,25 +194,45 @@ class StallWatch:
 
     def __init__(self) -> None:
         self._longest = Stall()
-        self._longest_cpu_ms = 0.0
+        self._busiest = BusyStall()
         self._gc_s = self._gc_began_s = 0.0
+        self._began_s = float("inf")
+        self._seen: Counter[str] = Counter()
+        self._ended = threading.Event()
 
     async def run(self) -> None:
         """Watch until cancelled."""
         gc.callbacks.append(self._note_collection)
         schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        arguments = (threading.get_ident(),)
+        threading.Thread(target=self._sample, args=arguments, daemon=True).start()
         try:
             while True:
                 began = time.monotonic(), time.thread_time(), _queued_s(schedstat), self._gc_s
+                self._began_s = began[0]
                 await asyncio.sleep(TICK_S)
+                self._began_s = float("inf")
                 ended = time.monotonic(), time.thread_time(), _queued_s(schedstat), self._gc_s
                 took = [1000 * (end - start) for start, end in zip(began, ended, strict=True)]
                 stall = Stall(took[0] - 1000 * TICK_S, *took[1:])
                 self._longest = max(self._longest, stall)
-                self._longest_cpu_ms = max(self._longest_cpu_ms, stall.cpu_ms)
+                seen, self._seen = self._seen, Counter()
+                if stall.cpu_ms > self._busiest.cpu_ms:
+                    location = seen.most_common(1)[0][0] if seen else ""
+                    self._busiest = BusyStall(stall.cpu_ms, stall.gc_ms, location)
         finally:
+            self._ended.set()
             os.close(schedstat)
             gc.callbacks.remove(self._note_collection)
+
+    def _sample(self, loop_thread: int) -> None:
+        """Note in a thread what the event loop is in the middle of, while it stalls."""
+        while not self._ended.wait(SAMPLE_S):
+            if time.monotonic() - self._began_s > SAMPLED_AFTER_S:
+                frame = sys._current_frames().get(loop_thread)
+                if frame is not None:
+                    self._seen[call_location(frame)] += 1
+                del frame
 
     def take(self) -> Stall:
         """Return the longest stall since the last call."""
@@ -206,10 +243,10 @@ class StallWatch:
         """Return the longest stall in ms since the last call."""
         return self.take().ms
 
-    def take_cpu_ms(self) -> float:
-        """Return the most CPU time in ms between two ticks since the last call."""
-        longest_ms, self._longest_cpu_ms = self._longest_cpu_ms, 0.0
-        return longest_ms
+    def take_busiest(self) -> "BusyStall":
+        """Return the stall with the most CPU time since the last call."""
+        busiest, self._busiest = self._busiest, BusyStall()
+        return busiest
 
     def _note_collection(self, phase: str, info: object) -> None:
         if phase == "start":

@@ -35,7 +35,8 @@ from nodeagent.host.engines import EngineProcess
 from ops.engines.vllm_cpu import small_chat_model
 from ops.sim.calibration import ITL_TOKENS_MIN, FittedReplica, ProfileProbe, fit_replicas
 from ops.sim.measure import percentile
-from ops.sim.replica import ReplicaJob, ReplicaKind, SimulatedReplica
+from ops.sim.replica import ReplicaKind, SimulatedReplica
+from ops.sim.replica_job import ReplicaJob
 from ops.sim.stepped_replica import REPLICA_KINDS
 from ops.sim.traces import TraceRequest
 from ops.sim.world import ReplicaSite

@@ -10,7 +10,8 @@ time in which the first third and the last ones run does not count.
 import argparse
 from typing import Final, NamedTuple
 
-from ops.sim.replica import ReplicaJob, ReplicaKind
+from ops.sim.replica import ReplicaKind
+from ops.sim.replica_job import ReplicaJob
 from ops.sim.stepped_replica import REPLICA_KINDS
 from ops.sim.traces import TraceRequest
 from ops.sim.world import LLAMA_70B_TODAY, EngineProfile, ReplicaSite

@@ -13,7 +13,8 @@ import statistics
 from collections import deque
 from typing import Final, NamedTuple
 
-from ops.sim.replica import ReplicaJob, ReplicaKind
+from ops.sim.replica import ReplicaKind
+from ops.sim.replica_job import ReplicaJob
 from ops.sim.stepped_replica import REPLICA_KINDS
 from ops.sim.traces import TraceRequest
 from ops.sim.world import LLAMA_70B_TODAY, EngineProfile, ReplicaSite

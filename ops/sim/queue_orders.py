@@ -18,7 +18,8 @@ from ops.sim.hard_table import TableOptions, prepare
 from ops.sim.hard_worlds import WORLDS, HardWorld
 from ops.sim.measure import percentile
 from ops.sim.outcome import ServedRequest
-from ops.sim.replica import QueueOrder, ReplicaJob, SimulatedReplica, due_order
+from ops.sim.replica import QueueOrder, SimulatedReplica, due_order
+from ops.sim.replica_job import ReplicaJob
 from ops.sim.run import simulate
 from ops.sim.traces import TraceRequest
 from router.decide.affinity import hash64

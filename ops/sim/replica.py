@@ -11,100 +11,19 @@ with what it had generated, as in vLLM.
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Final, NamedTuple
 
-from msgspec import structs
-
-from isochrone.ttft_order import NO_OBJECTIVE, TtftObjective
 from isochrone.wire.headers import ReportedLoad
-from nodeagent.decide.admission import PREFILL_SHARE_MAX
+from ops.sim.replica_job import ALL_ROUTERS, EngineLoad, ReplicaJob, SimulatedLoadReport
 from ops.sim.replica_memory import SharedPrefixEvent, replica_memory
 from ops.sim.traces import TraceRequest
 from ops.sim.world import ReplicaSite
 
 BLOCK_TOKENS: Final = 16
-ALL_ROUTERS: Final = -1
-"""Stands for a PoP without requests: to it, every token is another router's."""
-
 TOLERANCE: Final = 1e-6
-
-
-class ReplicaJob:
-    """One request at a replica."""
-
-    __slots__ = (
-        "began_s", "cached_tokens", "first_token_at_s", "generated_tokens", "given_at_join",
-        "needed_tokens", "objective", "pending_prefill_tokens", "pop", "prefill_ms", "request",
-        "work_left",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        request: TraceRequest,
-        needed_tokens: int,
-        pending_prefill_tokens: int,
-        pop: int,
-        prefill_ms: float,
-        objective: TtftObjective = NO_OBJECTIVE,
-    ) -> None:
-        self.request = request
-        self.pop = pop
-        self.needed_tokens = needed_tokens
-        self.pending_prefill_tokens = pending_prefill_tokens
-        """Uncached tokens of its prompt, as its router predicts."""
-        self.prefill_ms = prefill_ms
-        """Prefill time, as its router predicts."""
-        self.objective = objective
-        self.began_s = 0.0
-        self.cached_tokens = 0
-        self.work_left = 0.0
-        self.first_token_at_s = 0.0
-        self.generated_tokens = 0
-        """Tokens that it had got when it was preempted; they are read again with the prompt."""
-        self.given_at_join = 0.0
-
-    @property
-    def read_tokens(self) -> int:
-        """Tokens to be read before its next token."""
-        return self.request.prompt_tokens + self.generated_tokens
-
-
-class EngineLoad(NamedTuple):
-    """The load in an engine's own metrics: requests not begun, and the used share of KV memory."""
-
-    waiting: int
-    kv_usage: float
-
-
-class SimulatedLoadReport(NamedTuple):
-    """A replica's load that its node can report at one moment: a router gets the others' part."""
-
-    load: ReportedLoad
-    pending_by_pop: Mapping[int, int]
-    decode_by_pop: Mapping[int, int]
-    reading: ReplicaJob | None
-    kv_tokens: float = 0.0
-    """KV memory of the sequences that run or are being read."""
-    evicted_used_at_s: float = 0.0
-    """The prefix cache has what was used since then."""
-
-    def to_router(self, pop: int, at_s: float) -> ReportedLoad:
-        """Return the load as reported to one router at `at_s` (nodeagent/decide/admission.py)."""
-        pending = self.load.pending_prefill_tokens - self.pending_by_pop.get(pop, 0)
-        job = self.reading
-        if job is not None and job.pop != pop and job.prefill_ms > 0:
-            share = 1000 * (at_s - job.began_s) / job.prefill_ms
-            pending -= round(job.pending_prefill_tokens * max(0.0, min(PREFILL_SHARE_MAX, share)))
-        decode = self.load.decode_tokens - self.decode_by_pop.get(pop, 0)
-        return structs.replace(
-            self.load,
-            others_pending_prefill_tokens=pending,
-            others_decode_tokens=decode,
-            cache_age_ms=round(1000 * max(0.0, at_s - self.evicted_used_at_s)),
-        )
 
 
 class StepProgress(NamedTuple):
@@ -149,8 +68,9 @@ class SimulatedReplica:
         """The sum of the contexts of the running sequences when they began to decode."""
         self._pending_by_pop: Counter[int] = Counter()
         self._decode_by_pop: Counter[int] = Counter()
+        self._last_prefill_end_s = 0.0
         self._history_at_s = [-1.0]
-        self._history = [SimulatedLoadReport(ReportedLoad(0, 0, 0, 0, 0), {}, {}, None)]
+        self._history = [SimulatedLoadReport(ReportedLoad(0, 0, 0, 0, 0), {}, {})]
 
     def __repr__(self) -> str:
         queued = f"{len(self.queue)} queued, {self.running} running"
@@ -171,6 +91,7 @@ class SimulatedReplica:
         self.prefill_tokens += job.request.prompt_tokens
         self.pending_prefill_tokens += job.pending_prefill_tokens
         self._pending_by_pop[job.pop] += job.pending_prefill_tokens
+        job.admitted_s = now_s
         self.decode_tokens += job.needed_tokens - job.request.prompt_tokens
         self._decode_by_pop[job.pop] += job.needed_tokens - job.request.prompt_tokens
         self.queue.append(job)
@@ -381,6 +302,7 @@ class SimulatedReplica:
             self.prefill_tokens -= job.request.prompt_tokens
             self.pending_prefill_tokens -= job.pending_prefill_tokens
             self._pending_by_pop[job.pop] -= job.pending_prefill_tokens
+            self._last_prefill_end_s = self._now_s
             events.first_tokens.append(job)
         self._memory.put(job.request, self._grown_tokens())
         self._begin_decoding(job)
@@ -416,6 +338,12 @@ class SimulatedReplica:
             job.generated_tokens = self.generated(job)
         self.queue.appendleft(job)
 
+    def _first_unanswered(self) -> ReplicaJob | None:
+        """Return the request that gets the next first token."""
+        if self.reading is not None and not self.reading.first_token_at_s:
+            return self.reading
+        return next((job for job in self.queue if not job.first_token_at_s), None)
+
     def _record_load(self, now_s: float) -> None:
         load = ReportedLoad(
             self.prefill_tokens,
@@ -430,7 +358,8 @@ class SimulatedReplica:
                 load,
                 dict(self._pending_by_pop),
                 dict(self._decode_by_pop),
-                self.reading,
+                self._first_unanswered(),
+                self._last_prefill_end_s,
                 self._context_tokens() + (self.reading.read_tokens if self.reading else 0),
                 self._memory.evicted_used_at_s,
             )

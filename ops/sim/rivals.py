@@ -14,7 +14,8 @@ from math import inf
 from typing import Final
 
 from ops.sim.policies import trace_prefix_keys
-from ops.sim.replica import EngineLoad, SimulatedReplica
+from ops.sim.replica import SimulatedReplica
+from ops.sim.replica_job import EngineLoad
 from ops.sim.rival_scores import (
     LLMD_KV_WEIGHT,
     LLMD_PREFIX_WEIGHT,

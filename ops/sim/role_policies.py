@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from isochrone.wire.assignment import Role
 from isochrone.wire.headers import PeerReplica
 from ops.sim.isochrone_policy import DEPLOYMENT, IsochronePolicy
-from ops.sim.replica import EngineLoad
+from ops.sim.replica_job import EngineLoad
 from ops.sim.rivals import LlmdPolicy, PopRival, RivalPolicy
 from ops.sim.role_replica import RoleReplica
 from ops.sim.router import OUTPUT_TOKENS_ASSUMED, SimulatedRouter

@@ -9,7 +9,8 @@ from math import inf
 from typing import Final
 
 from nodeagent.decide.prefill_leg import ExpectedDecoding, TransferRate
-from ops.sim.replica import ReplicaJob, SimulatedReplica, StepEvents
+from ops.sim.replica import SimulatedReplica, StepEvents
+from ops.sim.replica_job import ReplicaJob
 from ops.sim.world import ReplicaSite
 
 GAPS_PER_S: Final = 10_000
@@ -80,6 +81,7 @@ class RoleReplica(SimulatedReplica):
         job.pending_prefill_tokens = job.request.prompt_tokens
         self.pending_prefill_tokens += job.pending_prefill_tokens
         self._pending_by_pop[job.pop] += job.pending_prefill_tokens
+        job.admitted_s = now_s
         self.queue.append(job)
         if self.reading is None:
             self._read_next()

@@ -19,7 +19,8 @@ from nodeagent.decide.prefill_leg import (
 from ops.sim.isochrone_policy import route_table
 from ops.sim.outcome import RunOutcome
 from ops.sim.policies import RoutingPolicy
-from ops.sim.replica import QueueOrder, ReplicaJob, ReplicaKind, SimulatedReplica, StepEvents
+from ops.sim.replica import QueueOrder, ReplicaKind, SimulatedReplica, StepEvents
+from ops.sim.replica_job import ReplicaJob
 from ops.sim.role_policies import (
     LLMD_THRESHOLD,
     LlmdRolesPolicy,

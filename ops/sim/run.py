@@ -21,7 +21,8 @@ from ops.sim.oracle import OraclePolicy
 from ops.sim.outcome import RunOutcome, SendEvent, ServedRequest
 from ops.sim.policies import RoutingPolicy
 from ops.sim.policy_choice import create_policies
-from ops.sim.replica import QueueOrder, ReplicaJob, ReplicaKind, SimulatedReplica, StepEvents
+from ops.sim.replica import QueueOrder, ReplicaKind, SimulatedReplica, StepEvents
+from ops.sim.replica_job import ReplicaJob
 from ops.sim.rivals import RivalPolicy
 from ops.sim.router import OUTPUT_TOKENS_ASSUMED, SimulatedRouter
 from ops.sim.traces import TraceRequest

@@ -16,11 +16,11 @@ from ops.sim.replica import (
     BLOCK_TOKENS,
     TOLERANCE,
     QueueOrder,
-    ReplicaJob,
     ReplicaKind,
     SimulatedReplica,
     StepEvents,
 )
+from ops.sim.replica_job import ReplicaJob
 from ops.sim.traces import TraceRequest
 from ops.sim.world import ReplicaSite
 

@@ -192,9 +192,14 @@ def split_ejected(
 ) -> EjectionSplit:
     """Exclude the ejected ones of `replicas`, or make them the last resort if they are the most."""
     unhealthy = frozenset(replica_id for replica_id in ejected_until_s if replica_id in replicas)
-    if 2 * len(unhealthy) <= len(replicas):
+    if not is_panic(len(unhealthy), len(replicas)):
         return EjectionSplit(unhealthy, frozenset())
     return EjectionSplit(frozenset(), unhealthy)
+
+
+def is_panic(unhealthy: int, replicas: int) -> bool:
+    """Return whether so many of a deployment's replicas are unhealthy that none is excluded."""
+    return 2 * unhealthy > replicas
 
 
 def lost_nodes(silent: Set[NodeId], node_count: int) -> Set[NodeId]:

@@ -10,13 +10,12 @@ refusal, not its silence, is taken as a sign that its replicas are gone. There i
 source for keys. A key's tombstone is accepted at once, even from a table that is otherwise refused.
 """
 
-from collections.abc import Set
+from collections.abc import Callable
 from itertools import islice
 from typing import Final, NamedTuple
 
 import msgspec
 
-from isochrone.wire.ids import ReplicaId
 from isochrone.wire.routes import Route, RouteTable, apply_delta, diff
 
 DROPPED_MIN: Final = 2
@@ -52,12 +51,13 @@ def trusts_silence(new: RouteTable, up_for_s: float, refused_for_s: float) -> bo
 
 
 def check_table(
-    old: RouteTable | None, new: RouteTable, answering: Set[ReplicaId]
+    old: RouteTable | None, new: RouteTable, is_answering: Callable[[Route], bool]
 ) -> TableRefusal | None:
     """Return why `new` is refused, None if it is accepted.
 
-    `answering` are the replicas of `old` whose nodes answer this router's probes; while silence is
-    not trusted (`trusts_silence`), those that their nodes have not disowned.
+    `is_answering` says whether a replica's node answers this router's probes; while silence is not
+    trusted (`trusts_silence`), whether it has not disowned the replica. It is asked only about
+    replicas that are dropped: a table may have ten thousand.
     """
     if old is None:
         return None
@@ -75,10 +75,13 @@ def check_table(
             f"{old.epoch}/{old.generation}",
             is_stale=True,
         )
-    if old.deployments and not new.deployments and answering:
+    answering = 0
+    if old.deployments and not new.deployments:
+        answering = sum(map(is_answering, old.routes))
+    if answering:
         return TableRefusal(
             f"cannot follow generation {new.generation}: it drops every deployment, which looks "
-            f"like a lost database, while {len(answering)} replicas still answer",
+            f"like a lost database, while {answering} replicas still answer",
             is_stale=False,
             dropped=old.routes,
         )
@@ -91,7 +94,7 @@ def check_table(
             "as revoked ones, which looks like a lost database",
             is_stale=False,
         )
-    return _check_dropped_replicas(old, new, answering)
+    return _check_dropped_replicas(old, new, is_answering)
 
 
 def merge_additions(old: RouteTable, new: RouteTable) -> RouteTable:
@@ -123,18 +126,18 @@ def _lost_keys(old: RouteTable, new: RouteTable) -> int:
 
 
 def _check_dropped_replicas(
-    old: RouteTable, new: RouteTable, answering: Set[ReplicaId]
+    old: RouteTable, new: RouteTable, is_answering: Callable[[Route], bool]
 ) -> TableRefusal | None:
     if new.routes is old.routes:
         return None
     kept = {route.replica_id for route in new.routes}
     dropped = tuple(route for route in old.routes if route.replica_id not in kept)
-    alive = [route for route in dropped if route.replica_id in answering]
     # The last one counts as many: a scheduler that has heard no node yet knows of no replica.
     is_large = len(dropped) > DROPPED_SHARE * len(old.routes) and (
         len(dropped) >= DROPPED_MIN or not new.routes
     )
-    if not is_large or not alive:
+    alive = sum(map(is_answering, dropped)) if is_large else 0
+    if not alive:
         return None
     # A rollout replaces replicas: as many new ones as were dropped is no loss of capacity.
     added = len(kept - {route.replica_id for route in old.routes})
@@ -142,7 +145,7 @@ def _check_dropped_replicas(
         return None
     return TableRefusal(
         f"cannot follow generation {new.generation}: it drops {len(dropped)} of "
-        f"{len(old.routes)} replicas at once while {len(alive)} of them still answer",
+        f"{len(old.routes)} replicas at once while {alive} of them still answer",
         is_stale=False,
         dropped=dropped,
     )

@@ -9,8 +9,9 @@ import sys
 from importlib import import_module
 from typing import Final
 
+from isochrone.service.landlock import CannotConfine
 from router.documents.formats import FORMATS
-from router.documents.sandbox import CannotConfine, confine
+from router.documents.sandbox import confine
 
 MARKDOWN_CHARACTERS_MAX: Final = 4_000_000
 

@@ -9,8 +9,9 @@ used while they serve.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Set
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -20,7 +21,7 @@ from isochrone.service import files
 from isochrone.service.control_link import Progress
 from isochrone.service.threads import run_to_completion
 from isochrone.wire import codec
-from isochrone.wire.ids import ClusterId, Epoch, Generation, ReplicaId
+from isochrone.wire.ids import ClusterId, Epoch, Generation
 from isochrone.wire.key_table import KeyTable
 from isochrone.wire.routes import (
     Route,
@@ -215,7 +216,7 @@ class TableFollower:
         # Against the last accepted table: what the refused one added must not make its drops look
         # small.
         table = self.quarantined.table
-        refusal = check_table(self.quarantined.accepted, table, self._answering(table))
+        refusal = check_table(self.quarantined.accepted, table, self._is_answering(table))
         if refusal is not None:
             return refusal.reason
         fields = {"generation": self.quarantined.table.generation}
@@ -298,8 +299,21 @@ class TableFollower:
             self._parts_refusal = str(error)
             self._log_refusal(self._parts_refusal)
             return
-        if table is not None:
+        if table is None:
+            return
+        if not table.keys_only:
             self._check(table, await self.prepare(table))
+        elif self._accepted is not None:
+            changed = {"keys": table.keys, "keys_revoked": table.keys_revoked}
+            self._check(
+                msgspec.structs.replace(
+                    self._accepted,
+                    cluster_id=table.cluster_id,
+                    generation=table.generation,
+                    epoch=table.epoch,
+                    **changed,
+                )
+            )
 
     def _check(self, table: RouteTable, prepared: TableIndexes | None = None) -> None:
         """Accept a table, or quarantine it and serve what it adds."""
@@ -307,12 +321,7 @@ class TableFollower:
             self._log_refusal(f"cannot follow: a table of cluster {table.cluster_id}")
             return
         accepted = self.quarantined.accepted if self.quarantined else self._accepted
-        # Computed only if replicas may be dropped: there may be ten thousand.
-        drops_none = (
-            accepted is not None and table.routes is accepted.routes and bool(table.deployments)
-        )
-        answering = frozenset() if drops_none else self._answering(table)
-        refusal = check_table(accepted, table, answering)
+        refusal = check_table(accepted, table, self._is_answering(table))
         if refusal is None:
             self.accept(table, prepared)
             return
@@ -346,12 +355,12 @@ class TableFollower:
         if refused and self._accepted is not None:
             self._serve(self._accepted)
 
-    def _answering(self, table: RouteTable) -> Set[ReplicaId]:
-        """Return the replicas that `table` must not drop many of."""
+    def _is_answering(self, table: RouteTable) -> Callable[[Route], bool]:
+        """Return what says of a replica whether `table` must not drop many like it."""
         now_s = self._clock()
         refused_for_s = now_s - self.quarantined.since_s if self.quarantined else 0.0
         trusts = trusts_silence(table, now_s - self._started_at_s, refused_for_s)
-        return self._fleet.answering_replicas(trusts_silence=trusts)
+        return partial(self._fleet.is_answering, trusts_silence=trusts)
 
     def _after_adoption(self, table: RouteTable) -> None:
         self._metrics.table_generation.set(table.generation)

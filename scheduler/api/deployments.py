@@ -1,6 +1,6 @@
 """The admin API of deployments: create, change, delete and explain them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -13,13 +13,14 @@ from isochrone.wire.engine_capabilities import (
     capabilities_of,
     lacking_features,
     sleep_problem,
+    sleep_problem_on,
     transfer_problem,
     weights_problem,
     with_transfer,
 )
 from isochrone.wire.engine_options import ENGINE_OPTIONS
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.ids import DeploymentId, ModelId
+from isochrone.wire.ids import DeploymentId, ModelId, PopId
 from isochrone.wire.kv_store import sharing_problem, uses_kv_store
 from isochrone.wire.model import (
     AUTO_ROLES,
@@ -36,6 +37,7 @@ from scheduler.decide.whatif import Explanation
 from scheduler.store import catalogue, deployments
 from scheduler.store.cluster import read_pops
 from scheduler.store.lease import read_acting_for_s
+from scheduler.store.nodes import read_device_classes
 from scheduler.store.rollouts import conflicts_with_rollout
 
 
@@ -107,7 +109,7 @@ def _with_unmet(request: AdminRequest, view: DeploymentView) -> DeploymentView:
 async def create_deployment(request: AdminRequest) -> DeploymentView:
     """Create a deployment of a model."""
     body: NewDeploymentBody = request.body
-    deployment = await _validated(request, body, body.deployment_id)
+    deployment = await _validated(request, body, body.deployment_id, None)
     await _require_replacement(request, deployment, None)
     await require_served_model(request, body.model_id, body.engine)
     if not await deployments.add_deployment(request.connection, deployment):
@@ -127,7 +129,7 @@ async def put_deployment(request: AdminRequest) -> DeploymentView:
     await deployments.lock_deployment(request.connection, name)
     before = await require_deployment(request)
     body: DeploymentBody = request.body
-    deployment = await _validated(request, body, name)
+    deployment = await _validated(request, body, name, before)
     await _require_replacement(request, deployment, before)
     await require_same_kind(request, before, body.model_id)
     await require_served_model(request, body.model_id, body.engine)
@@ -239,7 +241,9 @@ def engine_problem(engine: EngineSettings) -> EngineProblem | None:
     return EngineProblem("options", f"{engine.driver}: {reason}") if reason else None
 
 
-async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id: str) -> Deployment:
+async def _validated(
+    request: AdminRequest, body: DeploymentBody, deployment_id: str, before: DeploymentView | None
+) -> Deployment:
     problem = engine_problem(body.engine)
     if problem is not None:
         raise ApiError(
@@ -262,6 +266,12 @@ async def _validated(request: AdminRequest, body: DeploymentBody, deployment_id:
     pops = await read_pops(request.connection)
     reason = reason or _policy_problem(body.policy, pops)
     reason = reason or pair_problem(body.engine, body.policy, pops)
+    # What nodes have come and gone since stands in the way of no other change.
+    if not reason and (
+        before is None or (body.engine, body.policy) != (before.engine, before.policy)
+    ):
+        classes = await read_device_classes(request.connection)
+        reason = device_problem(body.engine, body.policy, pops, classes)
     if reason:
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot deploy: {reason}", param="policy")
     has_roles = body.policy.roles != UNIFIED_ROLES
@@ -336,6 +346,26 @@ def pair_problem(engine: EngineSettings, policy: PlacementPolicy, pops: Sequence
         f"roles of {engine.driver} need both in each PoP at all times: allow one PoP and set"
         f" replicas_min to 2 or more ({places} PoPs and {policy.replicas_min} now)"
     )
+
+
+def device_problem(
+    engine: EngineSettings,
+    policy: PlacementPolicy,
+    pops: Sequence[Pop],
+    classes: Mapping[PopId, Collection[str]],
+) -> str:
+    """Return why no device of the fleet could ever hold a replica; "" if one could.
+
+    `classes` are the device classes of each PoP's nodes. A deployment may come before the nodes for
+    it: while its PoPs have none, nothing is refused.
+    """
+    if policy.overcommit <= 1:
+        return ""
+    allowed = [pop.pop for pop in pops if residency_allows(policy, pop)]
+    problems = {sleep_problem_on(engine, name) for pop in allowed for name in classes.get(pop, ())}
+    if not problems or "" in problems:
+        return ""
+    return f"{min(problems)}; the nodes of the PoPs that it allows have no other device"
 
 
 def _policy_problem(policy: PlacementPolicy, pops: Sequence[Pop]) -> str:

@@ -257,7 +257,8 @@ async def _respond_to_file(
     if context.adapters is None:
         raise ApiError(
             ErrorCode.CONFLICT,
-            "cannot store a file: neither `batch_folder` nor `batch_bucket` is set",
+            "cannot store a file: set `batch_folder` or `batch_bucket` in the configuration of all"
+            " schedulers",
         )
     uploaded = await context.adapters.write(http.content.read)
     try:

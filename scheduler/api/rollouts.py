@@ -11,6 +11,7 @@ from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.model import UNIFIED_ROLES, PlacementPolicy
 from isochrone.wire.rollout import RolloutBody, RolloutSpec, RolloutView
 from scheduler.api.deployments import (
+    device_problem,
     engine_problem,
     pair_problem,
     require_deployment,
@@ -30,6 +31,7 @@ from scheduler.decide.rollout import (
 )
 from scheduler.store import catalogue, deployments, rollouts
 from scheduler.store.cluster import read_pops
+from scheduler.store.nodes import read_device_classes
 
 
 async def create_rollout(request: AdminRequest) -> RolloutView:
@@ -149,6 +151,8 @@ async def _problem(request: AdminRequest, spec: RolloutSpec, policy: PlacementPo
     if unknown:
         return f"there is no PoP {', '.join(sorted(unknown))}"
     reason = roles_problem(spec.engine, policy) or pair_problem(spec.engine, policy, pops)
+    classes = await read_device_classes(request.connection)
+    reason = reason or device_problem(spec.engine, policy, pops, classes)
     return reason or steps_problem(spec.steps)
 
 

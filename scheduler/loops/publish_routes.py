@@ -5,7 +5,8 @@ and going is published a little later each time (`flap_damping.py`). The whole f
 then, for changes without a report: nodes that fell silent, rates that drift.
 
 The first table after the database has lost history waits for the nodes' reports: the store may lack
-deployments whose replicas run. Routers use the table that they have meanwhile.
+deployments whose replicas run. Routers use the routes that they have meanwhile. Keys need no
+report: a table of keys alone is published at once.
 
 A changed key is read and published alone. There may be a million keys, so all are read only when a
 term begins. After that a page of them is compared at a time, to find changes that were not
@@ -46,6 +47,7 @@ from scheduler.store.keys import (
     revoked_among,
     revoked_keys,
 )
+from scheduler.store.lease import read_cluster_row
 from scheduler.store.node_reports import NodeReportCache
 from scheduler.store.pool import Pool, transaction, using
 
@@ -104,24 +106,48 @@ class PublishRoutes:
         """Build the table, compare it with the published one, number and send what changed."""
         if not self._lease.is_acting:
             return PublishCounts()
+        has_no_routes = self._routes.table is None or self._routes.table.keys_only
+        waits = has_no_routes and await self._first_reports.must_routes_wait(self._pool)
         if self._routes.table is None:
-            if await self._first_reports.must_routes_wait(self._pool):
-                return PublishCounts()
             # Keys that change while they are read are in the next turn.
             self._routes.keys = await read_all_keys(self._pool, self._routes.keys)
+            if waits:
+                return await self._publish_keys_first()
         changed, changed_keys = self._routes.take_changed(), frozenset[KeyId]()
         try:
             if self._routes.table is not None:
                 changed_keys = self._routes.take_changed_keys(KEYS_PER_DELTA)
             if changed_keys and self._routes.table is not None:
                 await self._publish_keys(self._routes.table, changed_keys)
+            if waits:
+                self._routes.restore_all(())
+                return PublishCounts()
             return await self._publish(changed)
         except BaseException:
             self._routes.restore_all(changed_keys)
             raise
 
+    async def _publish_keys_first(self) -> PublishCounts:
+        """Publish a table of keys alone, which routers use with the routes that they have."""
+        async with transaction(self._pool) as connection:
+            revoked = await revoked_keys(connection)
+            generation = await next_route_generation(
+                connection, self._lease.epoch, Generation(0), keys_only=True
+            )
+            cluster = await read_cluster_row(connection)
+        table = RouteTable(
+            cluster_id=cluster.cluster_id,
+            generation=generation,
+            epoch=self._lease.epoch,
+            keys_only=True,
+            keys=self._routes.keys,
+            keys_revoked=revoked,
+        )
+        return PublishCounts(generation, routers=self._send(None, table))
+
     async def _publish(self, changed: set[NodeId] | None) -> PublishCounts:
-        before, fleet = self._routes.table, self._fleet
+        latest, fleet = self._routes.table, self._fleet
+        before = None if latest is None or latest.keys_only else latest
         if before is None or fleet is None or changed is None or self._needs_whole_read(changed):
             table = keep_unchanged_rates(before, await self._read_whole())
             if before is not None:
@@ -139,7 +165,7 @@ class PublishRoutes:
         if before is not None and table == before:
             return PublishCounts(before.generation, len(before.routes), nodes=nodes_read)
         async with transaction(self._pool) as connection:
-            published = Generation(0) if before is None else before.generation
+            published = Generation(0) if latest is None else latest.generation
             generation = await next_route_generation(connection, self._lease.epoch, published)
         self._departures = departures
         table = msgspec.structs.replace(table, generation=generation)
@@ -152,7 +178,7 @@ class PublishRoutes:
             live = await live_keys(connection, sorted(key_ids))
             revoked = await revoked_among(connection, sorted(key_ids))
             generation = await next_route_generation(
-                connection, self._lease.epoch, before.generation
+                connection, self._lease.epoch, before.generation, keys_only=before.keys_only
             )
         was_revoked = key_ids.intersection(before.keys_revoked)
         delta = RouteDelta(

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Final
 
 from isochrone.wire import codec
-from isochrone.wire.control import TABLE_PARTS
+from isochrone.wire.control import KEYS_FIRST, TABLE_PARTS
 from isochrone.wire.ids import KeyId, NodeId
 from isochrone.wire.key_sums import KeptBuckets, kept_buckets
 from isochrone.wire.routes import KeyTable, RouteTable
@@ -93,7 +93,14 @@ class PublishedRoutes:
         """Queue the whole table, in parts if the router can read them, without keys that it has."""
         if self.table is None:
             return
-        held, router.keys_held = router.keys_held, b""
+        held = router.keys_held
+        if self.table.keys_only:
+            # Without a table of its own a router has no use for it. The next table needs the same
+            # sums again: the router keeps the keys that they are of until it reports others.
+            if KEYS_FIRST not in router.capabilities or not router.generation:
+                return
+        else:
+            router.keys_held = b""
         try:
             if TABLE_PARTS not in router.capabilities:
                 router.enqueue(self.frame())

@@ -132,18 +132,24 @@ async def revoked_among(connection: Connection, key_ids: Sequence[KeyId]) -> set
 
 
 async def next_route_generation(
-    connection: Connection, epoch: Epoch, above: Generation
+    connection: Connection, epoch: Epoch, above: Generation, *, keys_only: bool = False
 ) -> Generation:
     """Return the next route table's generation, higher than `above`, the one published before.
 
+    After a table with `keys_only`, the first routes since a loss of history are still to come.
     Raises EpochLost, also if the database is behind that one: it has lost history, and what was
     read from it may lack what routers have.
     """
     await assert_epoch(connection, epoch)
     generation = await connection.fetchval(
-        "UPDATE cluster SET route_generation = route_generation + 1 WHERE route_generation >= $1"
-        " RETURNING route_generation",
+        """
+        UPDATE cluster SET route_generation = route_generation + 1,
+                           lost_generation = lost_generation
+                               + ($2 AND lost_generation = route_generation)::int
+        WHERE route_generation >= $1 RETURNING route_generation
+        """,
         above,
+        keys_only,
     )
     if generation is None:
         raise EpochLost(f"cannot publish routes: the database is older than generation {above}")

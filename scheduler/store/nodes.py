@@ -14,6 +14,7 @@ from isochrone.wire.ids import (
     Epoch,
     Generation,
     NodeId,
+    PopId,
     ReplicaId,
 )
 from isochrone.wire.report import NodeDevice, Pulse, ReplicaReport, ReplicaState, Report
@@ -85,6 +86,16 @@ async def read_node_ids(connection: Connection) -> list[NodeId]:
         "SELECT node_id FROM node WHERE NOT revoked AND last_seen_at IS NOT NULL"
     )
     return [NodeId(row["node_id"]) for row in rows]
+
+
+async def read_device_classes(connection: Connection) -> dict[PopId, list[str]]:
+    """Return the classes of the devices in each PoP's nodes, which have reported and are not
+    revoked."""
+    rows = await connection.fetch(
+        "SELECT pop, array_agg(DISTINCT device_class ORDER BY device_class) AS classes"
+        " FROM node JOIN device USING (node_id) WHERE NOT revoked GROUP BY pop"
+    )
+    return {PopId(row["pop"]): row["classes"] for row in rows}
 
 
 async def lock_nodes(connection: Connection, node_ids: Sequence[NodeId]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from isochrone.wire import headers
 from isochrone.wire.assignment import ReplicaSpec
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import CHAT_PATH
+from nodeagent.host.confinement import engine_confinement
 from nodeagent.host.devices import DeviceReader
 from nodeagent.host.engine_log import last_error
 from nodeagent.host.engines import EngineProcess, EngineProcesses
@@ -60,7 +62,10 @@ async def running_engine(
 ) -> AsyncIterator[EngineProcess]:
     """Start an engine, wait until it is warm, and kill its whole process group afterwards."""
     devices = DeviceReader(0, open_nvml=lambda: None)
-    engine = await EngineProcesses(folder, 2, device_memory=devices.memory).start(spec, model)
+    # Tests write adapters to temporary folders, also after the start.
+    confinement = engine_confinement("auto", [folder], Path(tempfile.gettempdir()))
+    processes = EngineProcesses(folder, 2, device_memory=devices.memory, confinement=confinement)
+    engine = await processes.start(spec, model)
     try:
         deadline_s = time.monotonic() + READY_S
         while not await engine.is_ready():

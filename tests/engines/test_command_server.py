@@ -66,6 +66,8 @@ async def served() -> AsyncIterator[Fleet]:
             "engine_threads": 2,
             "commands": {"hf": COMMAND},
         }
+        # On a busy machine an answer takes seconds: those that wait must not get a 429.
+        running.settings["router-ams"] = {"queue_timeout_s": READY_S}
         await running.up()
         await add_model(running, "own", MODEL)
         await running.ask("POST", "/v1/deployments", DEPLOYMENT)

@@ -219,6 +219,39 @@ async def test_tools_are_accepted_and_a_named_one_is_called(
     assert reply["finish_reason"] in ("stop", "length", "tool_calls")
 
 
+@pytest.mark.parametrize("choice", ["required", "named"])
+async def test_a_call_that_must_be_made_follows_the_schema_of_its_function(
+    engine: EngineProcess, traits: EngineCapabilities, choice: str
+) -> None:
+    """Although the client did not mark the tool `strict`."""
+    if "forced_tools" not in traits.features or not engine.record.command.may_force_tools:
+        pytest.skip("it cannot be made to call a tool: see the test before this one")
+    schema = {
+        "type": "object",
+        "properties": {"code": {"enum": ["zq-7"]}, "is_large": {"type": "boolean"}},
+        "required": ["code", "is_large"],
+        "additionalProperties": False,
+    }
+    function = {"name": "get_weather", "description": "Get the weather", "parameters": schema}
+    answer = await ask(
+        engine,
+        messages=user("What is the weather in Paris?"),
+        tools=[{"type": "function", "function": function}],
+        tool_choice={"type": "function", "function": {"name": "get_weather"}}
+        if choice == "named"
+        else choice,
+        parallel_tool_calls=False,
+        max_tokens=96,
+    )
+    assert answer.status == 200, answer.body
+    (call,) = answer.body["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    arguments = json.loads(call["function"]["arguments"])
+    assert arguments.keys() == {"code", "is_large"}
+    assert arguments["code"] == "zq-7"
+    assert isinstance(arguments["is_large"], bool)
+
+
 async def test_log_probabilities_are_returned(engine: EngineProcess) -> None:
     fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "max_tokens": 3}
     answer = await ask(engine, messages=user(FRANCE), **fields)

@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -169,8 +170,11 @@ async def test_a_client_that_disconnects_frees_its_place(vllm: EngineProcess) ->
             await asyncio.sleep(0.1)
 
 
-async def test_a_killed_server_leaves_no_process(vllm: EngineProcess) -> None:
+async def test_a_killed_server_leaves_no_process_and_no_file(vllm: EngineProcess) -> None:
     """Last in this module. The engine core and the worker outlive a killed API server."""
+    temporary = Path(vllm.record.command.environment["TMPDIR"])
+    assert any(path.is_socket() for path in temporary.iterdir())
+    assert not sockets_elsewhere(vllm), "sockets outside the engine's folder"
     before = group_members(vllm.pid)
     assert len(before) >= 3, "API server, engine core and worker"
     os.kill(vllm.pid, signal.SIGKILL)
@@ -184,3 +188,19 @@ async def test_a_killed_server_leaves_no_process(vllm: EngineProcess) -> None:
         lambda: f"processes {[pid for pid in before if is_running(pid)]} are left",
     )
     assert group_members(vllm.pid) == []
+    assert not temporary.exists()
+    assert not vllm.log.parent.exists()
+
+
+def sockets_elsewhere(engine: EngineProcess) -> set[str]:
+    """Return the paths of Unix sockets of the engine's processes outside its own folder."""
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    paths = {fields[6]: fields[7] for fields in lines if len(fields) > 7}
+    found = set()
+    for pid in group_members(engine.pid):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                inode = str(descriptor.readlink()).removeprefix("socket:[").rstrip("]")
+                found.add(paths.get(inode, ""))
+    own = str(engine.log.parent)
+    return {path for path in found if path.startswith("/") and not path.startswith(own)}

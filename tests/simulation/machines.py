@@ -12,7 +12,7 @@ from isochrone.service.identity import Identity
 from isochrone.service.loop import Loop
 from isochrone.service.model_signature import NO_SIGNERS
 from isochrone.wire.assignment import Assignment, ReplicaSpec
-from isochrone.wire.control import TABLE_PARTS, PeerRole, ToAgent, ToRouter
+from isochrone.wire.control import KEYS_FIRST, TABLE_PARTS, PeerRole, ToAgent, ToRouter
 from isochrone.wire.engine import EngineStats
 from isochrone.wire.ids import BootId, PopId
 from isochrone.wire.report import NodeDevice, ReplicaState
@@ -354,7 +354,7 @@ class SimRouter:
             on_welcome=on_welcome,
             on_message=on_message,
             rng=random.Random(world.rng.random()),
-            capabilities=(TABLE_PARTS,),
+            capabilities=(TABLE_PARTS, KEYS_FIRST),
         )
         self.fleet, self.follower, self.link = fleet, follower, link
         persist = Loop("persist", follower.persist, 30.0)

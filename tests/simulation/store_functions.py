@@ -168,13 +168,15 @@ async def read_adapter_entries(connection: SimDbConnection) -> tuple[Any, ...]:
 
 
 async def next_route_generation(
-    connection: SimDbConnection, epoch: Epoch, above: Generation
+    connection: SimDbConnection, epoch: Epoch, above: Generation, *, keys_only: bool = False
 ) -> Generation:
     await assert_epoch(connection, epoch)
     await connection.round_trip()
     tables = await connection.write()
     if tables.route_generation < above:
         raise EpochLost(f"cannot publish routes: the database is older than generation {above}")
+    if keys_only and tables.lost_generation == tables.route_generation:
+        tables.lost_generation += 1
     tables.route_generation += 1
     return Generation(tables.route_generation)
 

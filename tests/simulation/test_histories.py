@@ -225,10 +225,14 @@ def publish_before_nodes_report(patch: pytest.MonkeyPatch) -> None:
 def publish_whatever_is_stored(patch: pytest.MonkeyPatch) -> None:
     _trust_the_first_table_after_a_loss(patch)
 
-    async def number_above(connection: Any, epoch: Epoch, above: Generation) -> Generation:
+    async def number_above(
+        connection: Any, epoch: Epoch, above: Generation, *, keys_only: bool = False
+    ) -> Generation:
         tables = await connection.write()
         tables.route_generation = max(tables.route_generation, above)
-        return await store_functions.next_route_generation(connection, epoch, above)
+        return await store_functions.next_route_generation(
+            connection, epoch, above, keys_only=keys_only
+        )
 
     replace_function(patch, "next_route_generation", number_above)
 

@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
@@ -22,6 +23,7 @@ from isochrone.service.files import write_atomic
 from ops.fleet.processes import Processes
 from tests.ports import free_port
 from tests.postgres import a_folder
+from tests.unit_filter import unit_path
 
 ROOT = Path(__file__).parents[2]
 CITIES = {"ams": ("NL", 52.3, 4.8), "sin": ("SG", 1.35, 104.0)}
@@ -107,6 +109,22 @@ class Fleet:
             )
         }
         (folder / "logs").mkdir()
+
+    def run_under_unit_filters(self) -> None:
+        """Let services make only the system calls that their systemd units allow.
+
+        Where systemd-analyze is not installed, they make any.
+        """
+        if shutil.which("systemd-analyze") is None:
+            return
+        for kind, service in (
+            ("scheduler", "scheduler"),
+            ("node", "nodeagent"),
+            ("router", "router"),
+        ):
+            prefix = (sys.executable, "-m", "tests.unit_filter", str(unit_path(service)))
+            for name in ("a", "b") if kind == "scheduler" else CITIES:
+                self.prefixes[f"{kind}-{name}"] = prefix
 
     def api(self, scheduler: str = "a") -> AdminClient:
         host = self.hosts.get(f"scheduler-{scheduler}", LOOPBACK)

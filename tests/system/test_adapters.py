@@ -32,6 +32,7 @@ AMS: Final = next(iter(CITIES))
 async def fleet() -> AsyncIterator[Fleet]:
     async with a_fleet(comes_up=False) as running:
         running.settings["scheduler-a"] = {"batch_folder": str(running.folder / "batches")}
+        running.run_under_unit_filters()
         await running.up()
         await _deploy(running, "llama", MODEL, replicas=len(CITIES))
         await running.routers_know()

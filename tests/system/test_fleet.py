@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from pathlib import Path
 
 import aiohttp
 import asyncpg
@@ -13,6 +14,7 @@ import pytest_asyncio
 from openai.types.chat import ChatCompletionMessageParam
 
 from isochrone.cli.client import AdminError
+from isochrone.service.landlock import WHOLE_VERSION, landlock_version
 from tests.chaos.invariants import nothing_in_flight, salt_secrets
 from tests.system.harness import Fleet, a_fleet, until
 
@@ -30,6 +32,14 @@ async def client(fleet: Fleet) -> AsyncIterator[openai.AsyncOpenAI]:
         base_url=f"{fleet.endpoint('ams')}/v1", api_key=fleet.key, max_retries=0
     ) as sdk:
         yield sdk
+
+
+@pytest.mark.skipif(landlock_version() < WHOLE_VERSION, reason="needs Landlock (Linux 5.19)")
+@pytest.mark.asyncio(loop_scope="module")
+async def test_engines_are_confined(fleet: Fleet) -> None:
+    """A confined process has given up privileges; what it cannot do is in test_confinement.py."""
+    for pid in fleet.engine_pids().values():
+        assert "NoNewPrivs:\t1" in Path(f"/proc/{pid}/status").read_text()
 
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "count, please"}]

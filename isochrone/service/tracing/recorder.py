@@ -101,6 +101,26 @@ class OpenSpan:
         """Make this step the parent of what the receiver of these headers records."""
         sent[headers.TRACEPARENT] = self.context.traceparent
 
+    def record(self, steps: Sequence[tuple[str, float]]) -> None:
+        """Record steps of this one that another process timed: their names and seconds.
+
+        They follow each other, and the last has just ended.
+        """
+        ended_s = self._offset_s + self._recorder.clock()
+        for name, seconds in reversed(steps):
+            step = Span(
+                context=TraceContext(self.context.trace_id, self._recorder.new_id(8)),
+                parent_id=self.context.span_id,
+                name=name,
+                kind=SpanKind.INTERNAL,
+                began_s=ended_s - seconds,
+                ended_s=ended_s,
+                attributes={},
+                error="",
+            )
+            self._recorder.export((step,))
+            ended_s -= seconds
+
     def end(self) -> None:
         """End the step and let its outer one be current again. A second call has no effect."""
         if self._has_ended:
@@ -148,6 +168,9 @@ class NoSpan:
 
     def add_to(self, sent: MutableMapping[str, str]) -> None:
         """Do nothing: a `traceparent` is passed on as it came."""
+
+    def record(self, steps: Sequence[tuple[str, float]]) -> None:
+        """Do nothing."""
 
     def end(self) -> None:
         """Do nothing."""

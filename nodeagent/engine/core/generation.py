@@ -51,6 +51,8 @@ class GenerationDelta:
     """The client's stop string that ended the text, if one did."""
     found: FoundTokens = NOTHING_FOUND
     """The prompt's tokens that were cached, by tier."""
+    began_s: float = 0.0
+    """The time of the step that first computed a part of its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ def _delta(
         choice=generation.choice,
         stop_string=generation.stops.matched,
         found=_found(sequence),
+        began_s=sequence.began_s,
     )
 
 

@@ -6,7 +6,7 @@ Rule 2: the rows of the flat batch lie in the order of `ForwardBatch.chunks`, de
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -194,13 +194,12 @@ class ModelRunner:
         They are copied to `out`, which has this form, if it is given.
         """
         if self.device == "cpu":
-            pages = self._kv[0].pages
-            contents = out
-            if contents is None:
-                contents = pages.new_empty(len(blocks), len(self._kv), *pages.shape[1:])
-            rows, numbers = _rows(contents, 2), np.array(blocks, dtype=np.int64)
+            contents = self._new_contents(len(blocks)) if out is None else out
+            rows, runs = _rows(contents, 2), _block_runs(blocks)
             for layer, kv in enumerate(self._kv):
-                rows[:, layer] = _rows(kv.pages, 1)[numbers]
+                held = _rows(kv.pages, 1)
+                for at, first, count in runs:
+                    rows[at : at + count, layer] = held[first : first + count]
             return contents
         indices = self._index(blocks)
         stacked = torch.stack([kv.pages[indices] for kv in self._kv], 1)
@@ -211,15 +210,28 @@ class ModelRunner:
         """Fill `blocks` with what `read_blocks` returned."""
         indices = self._index(blocks)
         if self.device == "cpu":
-            rows, numbers = _rows(contents.contiguous(), 2), np.array(blocks, dtype=np.int64)
+            rows, runs = _rows(contents.contiguous(), 2), _block_runs(blocks)
             for layer, kv in enumerate(self._kv):
-                _rows(kv.pages, 1)[numbers] = rows[:, layer]
+                held = _rows(kv.pages, 1)
+                for at, first, count in runs:
+                    held[first : first + count] = rows[at : at + count, layer]
         else:
             contents = contents.to(self.device)
             for layer, kv in enumerate(self._kv):
                 kv.pages[indices] = contents[:, layer]
         if self.token_states is not None:
             self.token_states.clear_blocks(indices, BLOCK_TOKENS)
+
+    def _new_contents(self, blocks: int) -> Tensor:
+        """Return host memory for `blocks`.
+
+        By numpy: torch's allocator returns large memory to the system each time, and to get its
+        pages again takes several times as long as to fill them.
+        """
+        pages = self._kv[0].pages
+        size_bytes = blocks * len(self._kv) * pages[0].nbytes
+        flat = torch.from_numpy(np.empty(size_bytes, np.uint8))
+        return flat.view(pages.dtype).view(blocks, len(self._kv), *pages.shape[1:])
 
     def _adapters_of(
         self, chunks: Sequence[ForwardChunk]
@@ -239,6 +251,25 @@ class ModelRunner:
 
     def _index(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self.device)
+
+
+class _BlockRun(NamedTuple):
+    """Blocks with consecutive numbers from `first` on, at `at` of the list."""
+
+    at: int
+    first: int
+    blocks: int
+
+
+def _block_runs(blocks: Sequence[int]) -> list[_BlockRun]:
+    """Return the runs of consecutive numbers: each is one copy, and needs no memory between."""
+    runs: list[_BlockRun] = []
+    for at, block in enumerate(blocks):
+        if runs and block == runs[-1].first + runs[-1].blocks:
+            runs[-1] = runs[-1]._replace(blocks=runs[-1].blocks + 1)
+        else:
+            runs.append(_BlockRun(at, block, 1))
+    return runs
 
 
 def _rows(blocks: Tensor, leading: int) -> np.ndarray:

@@ -224,6 +224,8 @@ class EngineCore:
             blocks = [chunk.sequence.blocks for chunk in batch.chunks]
             self._in_flight.append(InFlightBatch(batch, blocks, self._executor.begin(batch)))
             self.scheduler.mark_begun(batch)
+            for chunk in batch.prefills:
+                chunk.sequence.began_s = chunk.sequence.began_s or now_s
         return late
 
     def _draft(self) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
 import xxhash
 
 DIGEST_BYTES: Final = 32
@@ -238,7 +239,8 @@ class TransferReader:
         size = self._expected.block_bytes
         if self._part_used == len(self._part):
             blocks = min(self._part_blocks, len(self._digests) - number)
-            self._part, self._part_used = memoryview(bytearray(blocks * size)), 0
+            # Not zeroed: each byte is received before it is read.
+            self._part, self._part_used = np.empty(blocks * size, np.uint8).data, 0
         self._content = self._part[self._part_used : self._part_used + size]
         self._part_used += size
         self._filled = 0

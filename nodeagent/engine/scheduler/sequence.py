@@ -62,6 +62,8 @@ class Sequence:
     file_tokens: int = 0
     """Prompt tokens that were read from files before the sequence was queued."""
     was_admitted: bool = False
+    began_s: float = 0.0
+    """The time of the step that first computed a part of it, on the clock of the steps."""
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     published_blocks: int = 0

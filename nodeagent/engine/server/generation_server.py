@@ -15,8 +15,9 @@ from aiohttp import web
 
 from isochrone.wire import kv_sharing, kv_transfer
 from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engine_times import ENGINE_TIMES, format_times
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
-from isochrone.wire.headers import REQUEST_ID
+from isochrone.wire.headers import REQUEST_ID, TRACEPARENT
 from nodeagent.engine.core.generation import GenerationDelta
 from nodeagent.engine.core.generation_thread import GenerationThread
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
@@ -32,6 +33,7 @@ from nodeagent.engine.server.open_requests import OpenRequest, OpenRequests
 from nodeagent.engine.server.openai.request_body import read_chat, read_completion
 from nodeagent.engine.server.openai.response_body import CompletionResponse, ResponseChoice
 from nodeagent.engine.server.prepared_request import PreparedRequest, RequestPreparer
+from nodeagent.engine.server.request_clock import RequestClock
 from nodeagent.engine.server.sleep import EngineSleep
 from nodeagent.engine.workers.worker_group import WorkerGroup
 
@@ -99,7 +101,7 @@ class GenerationServer(ModelServer):
     def app(self) -> web.Application:
         """Build the aiohttp application."""
         app = super().app()
-        app.on_startup.append(self._open_windows)
+        app.on_startup.append(self._start_parts)
         app.on_cleanup.append(self._close_parts)
         self.kv_receiver.attach(app)
         self.kv_sharing.attach(app)
@@ -187,8 +189,9 @@ class GenerationServer(ModelServer):
         count = await self._preparer.count_chat_tokens(body)
         return json_response({"count": count, "max_model_len": self.context_tokens})
 
-    async def _open_windows(self, app: web.Application) -> None:
+    async def _start_parts(self, app: web.Application) -> None:
         await self.kv_windows.start()
+        self.loaded.first_touch.start()
 
     async def _close_parts(self, app: web.Application) -> None:
         await self.kv_windows.close()
@@ -202,16 +205,19 @@ class GenerationServer(ModelServer):
         await self.sleep.ensure_awake()
         if request.headers.get(kv_transfer.LEG) == kv_transfer.PREFILL_LEG:
             return await self.kv_sender.send(request, prepared, _raise_failure)
+        clock = RequestClock(time.monotonic)
         transfer = request.headers.get(kv_transfer.TRANSFER)
         if transfer is None:
-            return await self._answer(request, prepared, is_chat=is_chat)
+            return await self._answer(request, prepared, clock, is_chat=is_chat)
         async with self.kv_receiver.hold(transfer, prepared):
-            return await self._answer(request, prepared, is_chat=is_chat, transfer=transfer)
+            clock.record_kv()
+            return await self._answer(request, prepared, clock, is_chat=is_chat, transfer=transfer)
 
     async def _answer(
         self,
         request: web.Request,
         prepared: PreparedRequest,
+        clock: RequestClock,
         *,
         is_chat: bool,
         transfer: str | None = None,
@@ -226,8 +232,8 @@ class GenerationServer(ModelServer):
             opened.on_first_delta = partial(self.kv_receiver.release, transfer)
         try:
             if prepared.options.stream:
-                return await self._stream(request, response, opened)
-            return await self._collect(response, opened)
+                return await self._stream(request, response, opened, clock)
+            return await self._collect(request, response, opened, clock)
         finally:
             self.open_requests.close(self.worker, opened)
 
@@ -254,7 +260,11 @@ class GenerationServer(ModelServer):
         )
 
     async def _stream(
-        self, request: web.Request, answer: CompletionResponse, opened: OpenRequest
+        self,
+        request: web.Request,
+        answer: CompletionResponse,
+        opened: OpenRequest,
+        clock: RequestClock,
     ) -> web.StreamResponse:
         """Write the answer as server-sent events."""
         response = web.StreamResponse(
@@ -267,7 +277,8 @@ class GenerationServer(ModelServer):
         # The status line waits for the first delta, so that an early failure has its own status.
         delta = await opened.deltas.get()
         _raise_failure(delta)
-        response.headers[kv_sharing.KV_FOUND] = kv_sharing.format_found(delta.found)
+        clock.record_first(delta)
+        response.headers.update(_head_of(request, delta.found, clock))
         await response.prepare(request)
         frames = answer.opening_chunks()
         while True:
@@ -304,20 +315,41 @@ class GenerationServer(ModelServer):
         await response.write_eof()
         return response
 
-    async def _collect(self, answer: CompletionResponse, opened: OpenRequest) -> web.Response:
+    async def _collect(
+        self,
+        request: web.Request,
+        answer: CompletionResponse,
+        opened: OpenRequest,
+        clock: RequestClock,
+    ) -> web.Response:
         """Wait for the complete answer."""
         found = kv_sharing.FoundTokens()
         while not answer.ended:
             delta = await opened.deltas.get()
             _raise_failure(delta)
+            clock.record_first(delta)
             answer.collect(delta)
             found = delta.found
         opened.ended = True
         return web.Response(
             body=answer.complete_body(opened.prompt_tokens),
             content_type="application/json",
-            headers={kv_sharing.KV_FOUND: kv_sharing.format_found(found)},
+            headers=_head_of(request, found, clock, is_whole=True),
         )
+
+
+def _head_of(
+    request: web.Request,
+    found: kv_sharing.FoundTokens,
+    clock: RequestClock,
+    *,
+    is_whole: bool = False,
+) -> dict[str, str]:
+    """Return what the head of an answer tells the node."""
+    head = {kv_sharing.KV_FOUND: kv_sharing.format_found(found)}
+    if TRACEPARENT in request.headers:
+        head[ENGINE_TIMES] = format_times(clock.times(is_whole=is_whole))
+    return head
 
 
 def _new_call_id(chars: int) -> str:

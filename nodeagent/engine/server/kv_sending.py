@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final
 
 from aiohttp import web
 from torch import Tensor
@@ -28,7 +28,7 @@ from nodeagent.engine.kvcache.transfer_frames import TransferEnd, TransferHead
 from nodeagent.engine.sampling.sampler import SamplingParams
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.server.kv_windows import KvWindows
-from nodeagent.engine.server.kv_writing import BlockRoom, BlockWriter
+from nodeagent.engine.server.kv_writing import BlockRoom, BlockWriter, ReadPart
 from nodeagent.engine.server.open_requests import OpenRequest, OpenRequests
 from nodeagent.engine.server.openai.generation_options import GenerationOptions
 from nodeagent.engine.server.openai.request_errors import invalid_request
@@ -48,13 +48,6 @@ _READ_ONLY: Final = GenerationOptions(
 """Read the prompt; the one token that a prompt always yields is dropped."""
 
 RaiseFailure = Callable[[GenerationDelta], None]
-
-
-class ReadPart(NamedTuple):
-    """Blocks that were copied off the device, and the room that they take."""
-
-    contents: Tensor
-    room: BlockRoom
 
 
 class ComputedBlocks:

@@ -39,7 +39,7 @@ from nodeagent.engine.server.http_routes import json_response
 from nodeagent.engine.server.kv_receiving import SHARED_BYTES_MAX, contents_of, read_blocks
 from nodeagent.engine.server.kv_sending import check_format
 from nodeagent.engine.server.kv_windows import KvWindows
-from nodeagent.engine.server.kv_writing import BlockWriter
+from nodeagent.engine.server.kv_writing import BlockWriter, ReadPart
 
 STREAMS_MAX: Final = 8
 """Streams of shared blocks at a time, in both directions together."""
@@ -129,14 +129,29 @@ class KvSharing:
             self._streams -= 1
 
     async def _send_blocks(self, writer: BlockWriter, digests: Sequence[bytes]) -> None:
+        """Write all blocks, each part while the next one is read."""
+
+        async def read_from(first: int) -> ReadPart:
+            room = await writer.room(len(digests) - first)
+            contents = await self._read(digests[first : first + room.blocks], room.out)
+            return ReadPart(contents, writer.fit(room, len(contents)))
+
         sent = 0
-        while sent < len(digests):
-            room = await writer.room(len(digests) - sent)
-            wanted = digests[sent : sent + room.blocks]
-            contents = await self._read(wanted, room.out)
-            await writer.write(wanted[: len(contents)], contents, room)
-            sent += len(contents)
-            self.shared_blocks_total += len(contents)
+        reading = asyncio.create_task(read_from(sent))
+        try:
+            while True:
+                part = await reading
+                wanted = digests[sent : sent + len(part.contents)]
+                sent += len(wanted)
+                if sent < len(digests):
+                    reading = asyncio.create_task(read_from(sent))
+                await writer.write(wanted, part.contents, part.room)
+                self.shared_blocks_total += len(wanted)
+                if sent == len(digests):
+                    return
+        finally:
+            reading.cancel()
+            await asyncio.wait({reading})
 
     async def _read(self, digests: Sequence[bytes], out: Tensor | None) -> Tensor:
         """Return the first of these blocks [blocks, ...], at least one."""

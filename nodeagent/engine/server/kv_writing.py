@@ -8,6 +8,7 @@ import torch
 from aiohttp import web
 from torch import Tensor
 
+from isochrone.service.threads import run_to_completion
 from isochrone.wire import kv_transfer
 from nodeagent.engine.kvcache.slot_ring import SlotRun
 from nodeagent.engine.kvcache.transfer_frames import (
@@ -28,6 +29,13 @@ class BlockRoom(NamedTuple):
     blocks: int
     run: SlotRun | None
     out: Tensor | None
+
+
+class ReadPart(NamedTuple):
+    """Blocks that were copied off the device, and the room that they take."""
+
+    contents: Tensor
+    room: BlockRoom
 
 
 class BlockWriter:
@@ -55,6 +63,15 @@ class BlockWriter:
             raise ConnectionResetError("the receiver does not take blocks") from error
         return BlockRoom(run.slots, run, self._lease.slots(run))
 
+    def fit(self, room: BlockRoom, blocks: int) -> BlockRoom:
+        """Return the room of `blocks` that were read to `room`, and give back the rest of it.
+
+        Call it before room for further blocks is taken.
+        """
+        if self._lease is not None:
+            self._lease.give_back(room.blocks - blocks)
+        return room._replace(blocks=blocks)
+
     async def begin(self, head: TransferHead) -> None:
         """Write the head."""
         in_window = self._lease is not None
@@ -63,10 +80,8 @@ class BlockWriter:
         await self._write([encode_head(head)])
 
     async def write(self, digests: Sequence[bytes], contents: Tensor, room: BlockRoom) -> None:
-        """Write blocks that were read to `room`; they may be fewer than it has."""
-        pieces = await asyncio.to_thread(self._encode, digests, contents, room)
-        if self._lease is not None:
-            self._lease.give_back(room.blocks - len(contents))
+        """Write blocks that were read to `room`, which has no more room than they need."""
+        pieces = await run_to_completion(self._encode, digests, contents, room)
         await self._write(pieces)
 
     async def end(self, end: TransferEnd) -> None:

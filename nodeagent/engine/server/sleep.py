@@ -49,6 +49,7 @@ class EngineSleep:
         self._config = config
         self._known = loaded.known
         self._parked = loaded.parked
+        self._first_touch = loaded.first_touch
         self._worker = worker
         self._inflight = inflight
         self._waking: asyncio.Task[None] | None = None
@@ -92,6 +93,7 @@ class EngineSleep:
 
     async def _fall_asleep(self) -> None:
         started_s = time.monotonic()
+        await asyncio.to_thread(self._first_touch.stop)
         dropped = self._worker.call(lambda engine: engine.fall_asleep(time.monotonic() + SAVE_S))
         executor = await asyncio.wrap_future(dropped)
         if executor is None:

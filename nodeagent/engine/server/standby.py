@@ -11,7 +11,9 @@ from typing import Final
 
 import msgspec
 
-_ORDER_BYTES_MAX: Final = 64 * 1024
+from isochrone.service.landlock import FileRule, open_ruleset, restrict
+
+_ORDER_BYTES_MAX: Final = 4 * 1024 * 1024
 
 
 class StandbyOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,10 +24,15 @@ class StandbyOrder(msgspec.Struct, frozen=True, kw_only=True):
     log: str
     agent: int
     """The process id of the agent."""
+    rules: tuple[FileRule, ...] = ()
+    """The files it may use from then on; all if there are no rules."""
 
 
 def wait_for_order() -> StandbyOrder | None:
-    """Wait for the order and apply its environment and log file; None if there is nothing to do."""
+    """Wait for the order and apply its environment, log file and rules.
+
+    Return None if there is nothing to do. Raises CannotConfine.
+    """
     line = sys.stdin.buffer.readline(_ORDER_BYTES_MAX)
     if not line:
         return None
@@ -37,4 +44,6 @@ def wait_for_order() -> StandbyOrder | None:
         os.dup2(descriptor, target)
     os.close(log)
     os.close(null)
+    if order.rules:
+        restrict(open_ruleset(order.rules, forbids_signals=True))
     return order if os.getppid() == order.agent else None

@@ -28,6 +28,12 @@ MESSAGES_PATHS: Final = frozenset({MESSAGES_PATH, COUNT_TOKENS_PATH})
 REQUEST_ID: Final = "request-id"
 """Anthropic's name of the header with the request's id, which its clients show in errors."""
 
+REFUSED_HEADERS: Final = {
+    b"anthropic-workspace-id": "a key belongs to one tenant, which has no workspaces",
+    b"anthropic-user-profile-id": "there are no user profiles",
+}
+"""Parameters of Anthropic's SDKs that they send as headers, and that change nothing here."""
+
 
 def is_messages(path: str) -> bool:
     """Return whether a path belongs to this surface."""
@@ -41,6 +47,10 @@ def read_messages_request(
 
     Raises ApiError if the request is invalid.
     """
+    for name, reason in REFUSED_HEADERS.items():
+        if name in request.headers:
+            message = f"cannot use the header '{name.decode()}': {reason}"
+            raise ApiError(ErrorCode.INVALID_REQUEST, message)
     if path == COUNT_TOKENS_PATH:
         return _read_count_request(openai, request, writer)
     given = decode(request.body, MESSAGES_REQUEST)

@@ -1,28 +1,29 @@
 """The list of models as Anthropic's API returns it. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
+from urllib.parse import parse_qs
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.routes import DeploymentEntry
 
 LIMIT_DEFAULT: Final = 20
 LIMIT_MAX: Final = 1000
+LIFECYCLES: Final = ("active", "deprecated", "retired")
+LIFECYCLES_DEFAULT: Final = ("active", "deprecated")
 
 
 def model_info(entry: DeploymentEntry, now_unix_s: float) -> dict[str, Any]:
     """Return one model."""
     deprecation = entry.deprecation
     retires_at = deprecation.sunset_at if deprecation is not None else 0
-    is_retired = 0 < retires_at <= now_unix_s
-    lifecycle = "active" if deprecation is None else "deprecated"
     return {
         "type": "model",
         "id": entry.name,
         "display_name": entry.name,
         "created_at": _rfc3339(entry.created_at),
-        "lifecycle": "retired" if is_retired else lifecycle,
+        "lifecycle": _lifecycle(entry, now_unix_s),
         "deprecated_at": _rfc3339(deprecation.announced_at) if deprecation is not None else None,
         "retires_at": _rfc3339(retires_at) if retires_at else None,
         "max_input_tokens": entry.context_tokens,
@@ -31,12 +32,24 @@ def model_info(entry: DeploymentEntry, now_unix_s: float) -> dict[str, Any]:
 
 
 def models_page(
-    entries: Sequence[DeploymentEntry], query: Mapping[str, str], now_unix_s: float
+    chats: Sequence[DeploymentEntry],
+    query_string: str,
+    now_unix_s: float,
 ) -> dict[str, Any]:
-    """Return a page of chat models. `query` has `limit`, `after_id` and `before_id`.
+    """Return a page of chat models.
 
-    Raises ApiError 400.
+    The query has `limit`, `after_id`, `before_id` and `lifecycle`, a list that SDKs send with
+    brackets. Raises ApiError 400.
     """
+    given = parse_qs(query_string, keep_blank_values=True)
+    query = {name: values[0] for name, values in given.items()}
+    lifecycles = [*given.get("lifecycle", ()), *given.get("lifecycle[]", ())]
+    for lifecycle in lifecycles:
+        if lifecycle not in LIFECYCLES:
+            message = f"cannot use 'lifecycle' {lifecycle[:20]!r}: use {', '.join(LIFECYCLES)}"
+            raise ApiError(ErrorCode.INVALID_REQUEST, message, param="lifecycle")
+    wanted = lifecycles or LIFECYCLES_DEFAULT
+    entries = [entry for entry in chats if _lifecycle(entry, now_unix_s) in wanted]
     limit = _limit(query.get("limit", ""))
     names = [entry.name for entry in entries]
     start, end = 0, len(names)
@@ -52,6 +65,13 @@ def models_page(
         "first_id": page[0].name if page else None,
         "last_id": page[-1].name if page else None,
     }
+
+
+def _lifecycle(entry: DeploymentEntry, now_unix_s: float) -> str:
+    if entry.deprecation is None:
+        return "active"
+    is_retired = 0 < entry.deprecation.sunset_at <= now_unix_s
+    return "retired" if is_retired else "deprecated"
 
 
 def _rfc3339(unix_s: float) -> str:

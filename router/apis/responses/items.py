@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.invalid_field import invalid_field
 from router.apis.responses.translate import ITEMS_MAX, InputItem, check_items
 
 _PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
@@ -62,7 +63,7 @@ def parse_items(items: list[dict[str, Any]] | list[msgspec.Raw], field: str) -> 
     try:
         parsed = msgspec.json.decode(msgspec.json.encode(items), type=list[InputItem])
     except msgspec.DecodeError as error:
-        raise _invalid(field, str(error)[:300]) from None
+        raise invalid_field(str(error).replace("`$", f"`$.{field}")) from None
     check_items(parsed)
     return parsed
 

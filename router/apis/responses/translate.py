@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.apis.openai.schema import (
@@ -25,7 +25,7 @@ ITEMS_MAX: Final = 10_000
 StoredId = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
 
 
-class ContentPart(msgspec.Struct, frozen=True):
+class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of an input item's content: a text, or an image in a `data:` URL."""
 
     type: str
@@ -33,13 +33,28 @@ class ContentPart(msgspec.Struct, frozen=True):
     refusal: str | None = None
     image_url: DataUrl | None = None
     detail: str | None = None
+    file_id: None = None
+    annotations: Any = None
+    """Those of an earlier answer, like `logprobs`: no part of the prompt."""
+    logprobs: Any = None
+    prompt_cache_breakpoint: Any = None
+    """Every prefix is cached while there is space."""
 
 
 Content = str | Annotated[list[ContentPart], Meta(max_length=1024)]
 
 
-class InputItem(msgspec.Struct, frozen=True):
-    """One item of the input: a message, a function call, or the output of a function."""
+class DirectFunctionCaller(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The caller of a function: the model itself, and no program of its."""
+
+    type: Literal["direct"]
+
+
+class InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One item of the input: a message, a function call, or the output of a function.
+
+    No engine sees its unknown fields, so they are refused.
+    """
 
     type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] = "user"
@@ -48,26 +63,39 @@ class InputItem(msgspec.Struct, frozen=True):
     name: str = ""
     arguments: str = ""
     output: Content = ""
+    id: str | None = None
+    status: str | None = None
+    summary: Any = None
+    """Of reasoning, like `encrypted_content`: earlier reasoning is no part of the prompt."""
+    encrypted_content: Any = None
+    caller: DirectFunctionCaller | None = None
+    is_async: Literal[False] | None = msgspec.field(default=None, name="async")
+    namespace: None = None
+    phase: None = None
 
 
-class FunctionTool(msgspec.Struct, frozen=True):
-    """A function that the model may call."""
+class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A function that the model may call. Unset fields are not repeated in the response."""
 
     type: str
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    allowed_callers: list[Literal["direct"]] | UnsetType | None = UNSET
+    is_async: Literal[False] | UnsetType | None = msgspec.field(default=UNSET, name="async")
+    defer_loading: Literal[False] | UnsetType | None = UNSET
+    output_schema: UnsetType | None = UNSET
 
 
-class NamedToolChoice(msgspec.Struct, frozen=True):
+class NamedToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The one function that the model must call."""
 
     type: Literal["function"]
     name: str
 
 
-class TextFormat(msgspec.Struct, frozen=True):
+class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The format of the generated text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -77,14 +105,14 @@ class TextFormat(msgspec.Struct, frozen=True):
     description: str | None = None
 
 
-class TextSettings(msgspec.Struct, frozen=True):
+class TextSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`text`: the format of the generated text."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ReasoningSettings(msgspec.Struct, frozen=True):
+class ReasoningSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`reasoning`: how much a reasoning model should reason.
 
     The reasoning itself is returned, so `auto` needs no summary.
@@ -92,6 +120,10 @@ class ReasoningSettings(msgspec.Struct, frozen=True):
 
     effort: str | None = None
     summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | UnsetType | None = UNSET
+    """The older name of `summary`."""
+    context: Literal["auto"] | UnsetType | None = UNSET
+    mode: Literal["standard"] | UnsetType | None = UNSET
 
 
 class ResponsesStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,7 +132,7 @@ class ResponsesStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=
     include_obfuscation: bool | None = None
 
 
-class ConversationReference(msgspec.Struct, frozen=True):
+class ConversationReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The conversation that a response continues."""
 
     id: StoredId
@@ -290,8 +322,8 @@ def _response_format(text_format: TextFormat) -> dict[str, Any]:
     if text_format.type != "json_schema":
         return {"type": text_format.type}
     schema: dict[str, Any] = {"name": text_format.name, "schema": text_format.schema or {}}
-    if text_format.strict is not None:
-        schema["strict"] = text_format.strict
+    optional = {"description": text_format.description, "strict": text_format.strict}
+    schema |= {name: value for name, value in optional.items() if value is not None}
     return {"type": "json_schema", "json_schema": schema}
 
 

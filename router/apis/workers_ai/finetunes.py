@@ -55,8 +55,8 @@ async def relay_finetunes(
     if not client.access.has_batches:
         raise ApiError(
             ErrorCode.UNAVAILABLE,
-            "cannot use adapters: the operator has set neither `batch_folder` nor `batch_bucket` of"
-            " the scheduler",
+            "cannot use adapters: the operator must set `batch_folder` or `batch_bucket` in the"
+            " configuration of all schedulers",
         )
     key = request.key
     assert key is not None

@@ -10,8 +10,10 @@ import aiohttp
 import msgspec
 import pytest
 
+from isochrone.service.landlock import WHOLE_VERSION, landlock_version
 from isochrone.wire.engine import EngineConfig
 from nodeagent.drivers.driver import EngineCommand
+from nodeagent.host.confinement import EngineConfinement
 from nodeagent.host.standby import StandbyProcess
 from tests.integration.engine.conftest import ROOT
 
@@ -28,6 +30,12 @@ def command(folder: Path) -> EngineCommand:
     )
 
 
+def are_confined(pid: int) -> bool:
+    """Return True if all threads of a process have given up privileges, as a confined one must."""
+    threads = list(Path(f"/proc/{pid}/task").glob("*/status"))
+    return len(threads) > 1 and all("NoNewPrivs:\t1" in path.read_text() for path in threads)
+
+
 @pytest.fixture
 def standby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandbyProcess:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -37,7 +45,7 @@ def standby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandbyProcess:
 @pytest.mark.model
 @pytest.mark.parametrize("stages", [1, 2])
 async def test_a_standby_serves_what_it_is_told(
-    standby: StandbyProcess, short_folder: Path, model_path: Path, stages: int
+    standby: StandbyProcess, tmp_path: Path, short_folder: Path, model_path: Path, stages: int
 ) -> None:
     config = EngineConfig(
         model_path=str(model_path),
@@ -53,7 +61,8 @@ async def test_a_standby_serves_what_it_is_told(
     wanted, log = command(short_folder), short_folder / "engine.log"
     assert standby.take_for(wanted, log) is None, "there is none yet"
     standby.prepare_for(wanted)
-    engine = standby.take_for(wanted, log)
+    rules = EngineConfinement([tmp_path / "agent"], tmp_path / "artifacts").rules(short_folder)
+    engine = standby.take_for(wanted, log, rules if landlock_version() >= WHOLE_VERSION else ())
     assert engine is not None
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -66,6 +75,8 @@ async def test_a_standby_serves_what_it_is_told(
                 async with http.post("/v1/completions", json=body) as response:
                     answer = await response.json()
         assert "Paris" in answer["choices"][0]["text"]
+        if landlock_version() >= WHOLE_VERSION:
+            assert are_confined(engine.pid), "all threads, before the engine started others"
         assert standby.take_for(wanted, log) is None, "it is an engine now"
     finally:
         engine.terminate()

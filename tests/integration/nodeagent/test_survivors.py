@@ -18,12 +18,14 @@ from isochrone.service import identity as papers
 from isochrone.service.config import ConfigError
 from isochrone.service.identity import Authority
 from isochrone.wire.control import PeerRole
+from isochrone.wire.ids import ReplicaId
 from isochrone.wire.model import EngineSettings
 from nodeagent.app import serve
 from nodeagent.config import NodeConfig
-from nodeagent.drivers.driver import EngineCommand
+from nodeagent.drivers.driver import EngineCommand, EngineLaunch
 from nodeagent.drivers.mock import MockDriver
 from nodeagent.host import processes
+from nodeagent.host.engine_folder import SOCKET_NAME_BYTES
 from nodeagent.host.engine_log import last_error
 from nodeagent.host.engine_record import EngineRecord
 from nodeagent.host.engines import EngineProcesses
@@ -133,6 +135,42 @@ async def test_the_signal_that_killed_an_engine_is_reported(folder: Path) -> Non
         await engine.stop(kill=True)
 
 
+@pytest.mark.parametrize("letters", [1, 100])
+async def test_temporary_files_of_a_killed_engine_are_removed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, letters: int
+) -> None:
+    """By the next agent, if the engine and its agent were killed. vLLM leaves sockets so."""
+    temporary = folder / "elsewhere"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    spec = msgspec.structs.replace(SPEC, replica_id=ReplicaId("r" * letters))
+    engines = folder / "engines"
+    monkeypatch.setattr(MockDriver, "command", sleeping)
+    engine = await EngineProcesses(engines, 1).start(spec, folder)
+    try:
+        (variable,) = (
+            variable
+            for variable in Path(f"/proc/{engine.pid}/environ").read_bytes().split(b"\0")
+            if variable.startswith(b"TMPDIR=")
+        )
+        own = Path(os.fsdecode(variable[len(b"TMPDIR=") :]))
+        assert own.is_relative_to(engines) == (letters == 1)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(own / ("s" * SOCKET_NAME_BYTES)))
+        os.kill(engine.pid, signal.SIGKILL)
+        await engine.exited.wait()
+        await engine.release()
+        assert EngineProcesses(engines, 1).survivors() == []
+        assert list(engines.iterdir()) == []
+        assert [path.name for path in temporary.iterdir()] == [f"torchinductor_{os.getuid()}"]
+    finally:
+        await engine.stop(kill=True)
+
+
+def sleeping(_: MockDriver, launch: EngineLaunch) -> EngineCommand:
+    return EngineCommand(arguments=("sleep", "3600"), base_url=f"http://127.0.0.1:{launch.port}")
+
+
 @pytest.mark.parametrize(("boot", "signals"), [("an earlier one", 0), ("", 1)])
 def test_a_pid_of_an_earlier_boot_is_not_signalled(
     folder: Path, monkeypatch: pytest.MonkeyPatch, boot: str, signals: int
@@ -154,7 +192,7 @@ def test_a_pid_of_an_earlier_boot_is_not_signalled(
 async def test_an_engine_starts_even_if_no_standby_process_can(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(arguments: tuple[str, ...], log: Path, stdin: int) -> subprocess.Popen[bytes]:
+    def fails(*_: object, **__: object) -> subprocess.Popen[bytes]:
         raise OSError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr("nodeagent.host.standby.spawn", fails)

@@ -284,7 +284,7 @@ async def check_trace(fleet: TwoLegs, spans: list[Span]) -> None:
     assert other.parent_id == own["prefill"].context.span_id
     assert of[("", "transfer kv")].parent_id == own["prefill"].context.span_id
     under = {span.name for span in spans if span.parent_id == own["decode"].context.span_id}
-    assert under == {"relay"}
+    assert under == {"relay", "engine wait kv", "engine queue", "engine prefill"}
     elsewhere = {span.name for span in spans if span.parent_id == other.context.span_id}
     assert elsewhere == {"admission", "decode"}
     assert (serve.attributes[names.NODE], other.attributes[names.NODE]) == ("d", "p1")
@@ -300,7 +300,8 @@ async def check_trace(fleet: TwoLegs, spans: list[Span]) -> None:
     await fleet.ask([1, 2, 3], "p1", traceparent=client.traceparent)
     (short,) = [span for span in spans if span.name == "serve"]
     assert short.attributes[names.PREFILL_OUTCOME] in ("short", "faster_here")
-    assert {span.name for span in spans} == {"serve", "admission", "decode", "relay"}
+    engine = {f"engine {step}" for step in ("wait kv", "queue", "prefill", "decode")}
+    assert {span.name for span in spans} == {"serve", "admission", "decode", "relay", *engine}
 
 
 async def check_choices(fleet: TwoLegs) -> None:

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import msgspec
 import pytest
 from anthropic.types import MessageParam
 
+from isochrone.wire.model import Deprecation
 from isochrone.wire.routes import KeyLimits
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, Bench, a_bench, a_route, a_table
@@ -108,6 +110,37 @@ async def test_models_are_listed_in_pages_and_retrieved(tmp_path: Path) -> None:
             await client.models.list(limit=0)
         async with bench.http.get(f"{bench.url}/v1/models") as response:
             assert (await response.json())["object"] == "list"
+
+
+async def test_models_are_listed_by_lifecycle(tmp_path: Path) -> None:
+    names = ("active", "deprecated", "retired")
+    async with a_bench(tmp_path) as bench, a_client(bench) as client:
+        table = a_table([a_route(bench.nodes[0])], generation=2, names=names)
+        ends = (None, Deprecation(announced_at=5), Deprecation(announced_at=5, sunset_at=9))
+        deployments = tuple(
+            msgspec.structs.replace(entry, deprecation=end)
+            for entry, end in zip(table.deployments, ends, strict=True)
+        )
+        bench.app.fleet.adopt(msgspec.structs.replace(table, deployments=deployments))
+        listed = client.models.list
+        assert [model.id async for model in listed()] == ["active", "deprecated"]
+        ended = [model async for model in listed(lifecycle=["deprecated", "retired"])]
+        assert [(model.id, model.lifecycle) for model in ended] == [
+            ("deprecated", "deprecated"),
+            ("retired", "retired"),
+        ]
+        unknown: Any = ["new"]
+        with pytest.raises(anthropic.BadRequestError, match="cannot use 'lifecycle' 'new'"):
+            await listed(lifecycle=unknown)
+
+
+async def test_a_parameter_that_is_sent_as_a_header_is_refused(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench, a_client(bench) as client:
+        fields: Any
+        for fields in ({"workspace_id": "w"}, {"user_profile_id": "u"}):
+            name = next(iter(fields)).replace("_", "-")
+            with pytest.raises(anthropic.BadRequestError, match=f"header 'anthropic-{name}'"):
+                await client.messages.create(model="tiny", max_tokens=3, messages=HELLO, **fields)
 
 
 async def test_errors_raise_the_sdks_own_exceptions(tmp_path: Path) -> None:

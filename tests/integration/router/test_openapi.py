@@ -23,6 +23,8 @@ from tests.integration.router.test_batches import BatchBench, bench
 __all__ = ["admin", "bench"]
 
 EXAMPLES = int(os.environ.get("OPENAPI_EXAMPLES", "3"))
+SEED = int(os.environ.get("OPENAPI_SEED", "1"))
+PHASES = os.environ.get("OPENAPI_PHASES", "fuzzing")
 KINDS = {
     **{"tiny": "chat", "vectors": "embedding", "ranks": "rerank", "classes": "classify"},
     **{"sounds": "transcription", "voices": "speech", "images": "image"},
@@ -90,8 +92,8 @@ async def test_drawn_requests_get_what_the_document_says(
     pytest.importorskip("schemathesis", reason="install the development dependencies")
     at, token = (url, KEY) if api == "public" else (admin.url, TOKEN)
     process = await asyncio.create_subprocess_exec(
-        *command(at, token, examples=EXAMPLES, seed=1, report=tmp_path / "report"),
-        *("--phases", "fuzzing"),
+        *command(at, token, examples=EXAMPLES, seed=SEED, report=tmp_path / "report"),
+        *("--phases", PHASES),
         env=environment("tiny"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

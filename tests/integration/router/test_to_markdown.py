@@ -11,9 +11,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from isochrone.service.landlock import landlock_version
 from isochrone.wire.routes import KeyLimits
 from router.documents.converter import DocumentConverter
-from router.documents.sandbox import landlock_version
 from tests.integration.router.fleet_of import Bench, a_bench
 
 needs_landlock = pytest.mark.skipif(

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from isochrone.wire import codec
 from isochrone.wire.admin import KeyBody, LimitsBody
-from isochrone.wire.control import PeerRole
+from isochrone.wire.control import KEYS_FIRST, TABLE_PARTS, PeerRole
 from isochrone.wire.ids import KeyId, NodeId, TenantId
+from isochrone.wire.routes import RouteDelta
 from scheduler.decide.routing.flap_damping import HOLD_S
 from scheduler.loops import publish_routes
 from scheduler.loops.publish_routes import PublishCounts, PublishRoutes
@@ -289,7 +291,7 @@ async def test_after_lost_history_routes_wait_for_known_nodes(
     await restore_counters(pool)
     await hold_lease.run_once()
     assert (state.lease.epoch > first, state.routes.table) == (True, None)
-    assert await publish.run_once() == PublishCounts()
+    assert is_without_routes(await publish.run_once(), scheduler)
     reported_agent = SimpleNamespace(name="n1", role=PeerRole.AGENT, has_reported=True)
     with monkeypatch.context() as patched:
         patched.setattr(state.peers, "agents", lambda: [reported_agent])
@@ -303,12 +305,13 @@ async def test_a_takeover_in_the_wait_after_lost_history_waits_too(pool: Pool) -
     await publish.run_once()
     await restore_counters(pool)
     await first.hold_lease.run_once()
-    assert await publish.run_once() == PublishCounts()
+    assert is_without_routes(await publish.run_once(), first)
     await expire_lease(pool)
     other = await scheduler_parts(pool, "s2")
     publish = other.publish_routes()
     await other.hold_lease.run_once()
-    assert (other.state.lease.is_acting, await publish.run_once()) == (True, PublishCounts())
+    assert other.state.lease.is_acting
+    assert is_without_routes(await publish.run_once(), other)
     other.clock.now_s += other.limits.lost_after_s
     await other.hold_lease.run_once()
     assert (await publish.run_once()).nodes == -1
@@ -317,6 +320,58 @@ async def test_a_takeover_in_the_wait_after_lost_history_waits_too(pool: Pool) -
     third = await scheduler_parts(pool, "s3")
     await third.hold_lease.run_once()
     assert (await third.publish_routes().run_once()).nodes == -1
+
+
+async def test_keys_do_not_wait_for_reports_after_lost_history(pool: Pool) -> None:
+    """Routers keep their routes, and take new keys and revocations at once."""
+    scheduler, publish = await a_publisher(pool)
+    routes = scheduler.state.routes
+    await add_keys(pool, "k1", "k2")
+    await publish.run_once()
+    await restore_counters(pool)
+    await scheduler.hold_lease.run_once()
+    frames: dict[str, list[Any]] = {"new": [], "old": [], "fresh": []}
+    routers = [
+        SimpleNamespace(
+            name=name,
+            role=PeerRole.ROUTER,
+            capabilities={TABLE_PARTS, KEYS_FIRST} if name != "old" else {TABLE_PARTS},
+            generation=0 if name == "fresh" else 1,
+            keys_held=b"held",
+            enqueue=frames[name].append,
+        )
+        for name in frames
+    ]
+    scheduler.state.peers.routers = lambda: routers  # type: ignore[method-assign,assignment,return-value]
+    await publish.run_once()
+    assert routes.table is not None
+    assert (key_names(scheduler), routes.table.keys_only) == (["k1", "k2"], True)
+    # A router without a table, or of an older version, waits for the routes.
+    assert [len(sent) for sent in frames.values()] == [1, 0, 0]
+    assert routers[0].keys_held == b"held"
+    async with transaction(pool) as connection:
+        await keys.revoke_key(connection, "k1", None)
+    await add_keys(pool, "k3")
+    for name in ("k1", "k3"):
+        routes.mark_key_changed(KeyId(name))
+    assert (await publish.run_once()).nodes == 0
+    assert (key_names(scheduler), routes.table.keys_revoked) == (["k2", "k3"], ("k1",))
+    delta = codec.decode(frames["new"][1], codec.decoder(RouteDelta))
+    assert [key.key_id for key in delta.keys_set] == ["k3"]
+    assert (delta.keys_gone, delta.routes_gone, delta.deployments_gone) == (("k1",), (), ())
+    before = routes.table.generation
+    scheduler.clock.now_s += scheduler.limits.lost_after_s
+    await scheduler.hold_lease.run_once()
+    assert (await publish.run_once()).nodes == -1
+    assert (routes.table.keys_only, routes.table.generation) == (False, before + 1)
+    # All are sent the whole table: no change leads from keys alone to it.
+    assert [len(sent) for sent in frames.values()] == [3, 1, 1]
+    assert {router.generation for router in routers} == {routes.table.generation}
+
+
+def is_without_routes(published: PublishCounts, scheduler: SchedulerParts) -> bool:
+    table = scheduler.state.routes.table
+    return table is not None and table.keys_only and (published.nodes, published.routes) == (0, 0)
 
 
 async def test_after_lost_history_routes_do_not_wait_for_lost_nodes(pool: Pool) -> None:

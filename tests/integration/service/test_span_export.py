@@ -1,15 +1,11 @@
 """Spans reach a collector, and a collector that fails costs a bounded number of spans."""
 
 import asyncio
-import os
-import subprocess
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
 import pytest
-import rotel
 from prometheus_client import CollectorRegistry
 
 from isochrone.service.config import ConfigError
@@ -27,7 +23,7 @@ from isochrone.service.tracing.exporter import (
 )
 from isochrone.service.tracing.spans import Span, SpanKind
 from isochrone.wire.trace_context import TraceContext
-from tests.otlp_collector import a_collector
+from tests.otlp_collector import a_collector, a_real_collector
 from tests.ports import free_port
 from tests.system.harness import until
 
@@ -199,31 +195,8 @@ def test_no_endpoint_means_no_exporter_and_a_readable_secret_is_refused(tmp_path
         open_exporter("http://c:4318", secret, SERVICE, never, lambda: 0.0)
 
 
-@pytest.fixture
-def rotel_url(tmp_path: Path) -> Iterator[tuple[str, int]]:
-    """A real collector (rotel), which passes on what it takes to a port."""
-    port, behind = free_port(), free_port()
-    agent = Path(rotel.__file__).parent / "rotel-agent"
-    command = [
-        *(str(agent), "start", "--otlp-http-endpoint", f"127.0.0.1:{port}"),
-        *("--otlp-grpc-endpoint", f"127.0.0.1:{free_port()}"),
-        *("--exporter", "otlp", "--otlp-exporter-endpoint", f"http://127.0.0.1:{behind}"),
-        *("--otlp-exporter-protocol", "http", "--otlp-exporter-compression", "none"),
-    ]
-    with (tmp_path / "rotel.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ)
-    try:
-        yield f"http://127.0.0.1:{port}", behind
-    finally:
-        process.terminate()
-        process.wait(20)
-
-
-async def test_a_real_collector_takes_the_spans_and_passes_them_on(
-    rotel_url: tuple[str, int], tmp_path: Path
-) -> None:
-    url, behind = rotel_url
-    async with a_collector(behind) as collector:
+async def test_a_real_collector_takes_the_spans_and_passes_them_on(tmp_path: Path) -> None:
+    async with a_real_collector(tmp_path) as (url, collector):
         export = Export(url)
         made = spans(3)
 

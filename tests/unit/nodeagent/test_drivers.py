@@ -87,6 +87,35 @@ def test_a_cache_salt_from_the_client_is_replaced() -> None:
         assert len(DRIVERS[driver].salted_paths) == paths
 
 
+@pytest.mark.parametrize(
+    ("choice", "given", "strict"),
+    [
+        ("required", {}, True),
+        ({"type": "function", "function": {"name": "f"}}, {}, True),
+        ("required", {"strict": None}, True),
+        ("required", {"strict": False}, False),
+        ("auto", {}, None),
+        (None, {}, None),
+    ],
+)
+def test_vllm_follows_the_schema_of_a_call_that_it_must_make(
+    choice: object, given: dict[str, object], strict: bool | None
+) -> None:
+    """Without `strict`, most of its parsers hold such a call to the tool's name only."""
+    assert DRIVERS["vllm"].command(a_launch("vllm")).strict_forced_tools
+    function = {"name": "f", "parameters": {"type": "object"}, **given}
+    body = {"tools": [{"type": "function", "function": function}], "tool_choice": choice}
+    sent = with_fields(msgspec.json.encode(body), {}, strict_forced_tools=True)
+    (tool,) = msgspec.json.decode(sent)["tools"]
+    assert tool["function"] == function | ({} if strict is None else {"strict": strict})
+
+
+@pytest.mark.parametrize("tools", ["null", "3", '[1,{},{"function":7}]'])
+def test_tools_that_cannot_be_marked_are_left_to_the_engine(tools: str) -> None:
+    body = f'{{"tool_choice":"required","tools":{tools}}}'.encode()
+    assert with_fields(body, {}, strict_forced_tools=True) == body
+
+
 def test_an_unknown_option_is_refused() -> None:
     command = DRIVERS["vllm"].command(a_launch("vllm", kv_cache_dtype="fp8", enforce_eager=""))
     line = " ".join(command.arguments)

@@ -13,6 +13,7 @@ from isochrone.wire.ids import (
     DeploymentId,
     Epoch,
     Generation,
+    KeyId,
     ModelId,
     NodeId,
     PopId,
@@ -287,6 +288,50 @@ async def test_a_router_that_comes_back_keeps_its_keys(monkeypatch: pytest.Monke
     third = msgspec.structs.replace(first, generation=Generation(3))
     assert await offer(third, held) == 0
     assert bench.fleet.directory.table == third
+
+
+async def test_keys_alone_leave_the_routes_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a scheduler with a restored database knows before its nodes have reported."""
+    bench = Bench(monkeypatch)
+
+    async def send(message: object) -> bool:
+        raise AssertionError(f"sent {message}")
+
+    async def offer(table: RouteTable) -> None:
+        for frame in split_table(table):
+            await bench.follower.on_table(codec.decode(frame, PART), send)
+
+    keys = keys_table(30).keys
+    alone = RouteTable(
+        cluster_id=CLUSTER,
+        generation=Generation(7),
+        epoch=Epoch(2),
+        keys_only=True,
+        keys=keys,
+        keys_revoked=(KeyId("leaked"),),
+    )
+    # Nothing to add them to: the whole table follows.
+    await offer(alone)
+    assert bench.fleet.directory.table is None
+    first = a_table("ab", 1)
+    await offer(first)
+    bench.probe("ab")
+    await offer(alone)
+    expected = msgspec.structs.replace(
+        first,
+        generation=Generation(7),
+        epoch=Epoch(2),
+        keys=keys,
+        keys_revoked=(KeyId("leaked"),),
+    )
+    assert bench.fleet.directory.table == expected and bench.follower.quarantined is None
+    fewer = keys.replaced([], [keys.pieces[0][0].key_id])
+    revoked = msgspec.structs.replace(alone, generation=Generation(8), keys=fewer)
+    await bench.follower.on_table(diff(alone, revoked), send)
+    assert bench.fleet.directory.keys == fewer and bench.served() == "ab"
+    older = msgspec.structs.replace(alone, generation=Generation(6))
+    await offer(older)
+    assert bench.fleet.directory.keys == fewer
 
 
 async def test_a_router_that_missed_a_change_tells_which_keys_it_has(

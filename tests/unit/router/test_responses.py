@@ -155,7 +155,7 @@ def test_the_default_choice_of_no_tools_is_left_out(fields: Any, sent: str | Non
         ({"conversation": {"id": ""}}, "conversation.id"),
         ({"truncation": "auto"}, "truncation"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].function"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
     ],
 )

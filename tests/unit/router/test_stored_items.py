@@ -73,13 +73,13 @@ def test_text_becomes_an_item() -> None:
 
 def test_items_keep_their_ids_and_fields() -> None:
     given: list[dict[str, Any]] = [
-        {"role": "assistant", "content": "a", "id": "mine", "extra": 1},
+        {"role": "assistant", "content": "a", "id": "mine", "status": "incomplete"},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": "1"},
     ]
     stored = identified(given, "r", "input")
     assert [item["id"] for item in stored] == ["mine", "fc_r_1", "fco_r_2"]
-    assert stored[0]["extra"] == 1
+    assert stored[0]["status"] == "incomplete"
     assert stored[0]["content"][0]["type"] == "output_text"
     assert len(parse_items(stored, "input")) == 3
 

@@ -2,8 +2,10 @@
 
 import pytest
 
-from isochrone.wire.model import EngineSettings
-from scheduler.api.deployments import engine_problem
+from isochrone.wire.ids import PopId
+from isochrone.wire.model import EngineSettings, PlacementPolicy
+from scheduler.api.deployments import device_problem, engine_problem
+from tests.builders import a_pop
 
 
 @pytest.mark.parametrize(
@@ -33,3 +35,35 @@ def test_known_options_are_accepted() -> None:
     options |= {"kv_events_config": "{}", "kv_cache_memory_bytes": "1073741824"}
     options |= {"kv_transfer_config": '{"kv_connector":"MooncakeStoreConnector"}'}
     assert engine_problem(EngineSettings(driver="vllm", options=options)) is None
+
+
+@pytest.mark.parametrize(
+    ("driver", "overcommit", "classes", "allow", "is_refused"),
+    [
+        ("vllm", 4.0, {"ams": ["cpu"]}, (), True),
+        ("vllm", 4.0, {"ams": ["cpu"], "fra": ["cpu"]}, (), True),
+        ("vllm", 4.0, {"ams": ["cpu", "h100-80g"]}, (), False),
+        ("vllm", 4.0, {"ams": ["cpu"], "fra": ["h100-80g"]}, (), False),
+        ("vllm", 4.0, {"ams": ["cpu"], "fra": ["h100-80g"]}, ("ams",), True),
+        # Nodes may come later.
+        ("vllm", 4.0, {}, (), False),
+        ("vllm", 4.0, {"fra": ["cpu"]}, ("ams",), False),
+        ("vllm", 1.0, {"ams": ["cpu"]}, (), False),
+        ("embedded", 4.0, {"ams": ["cpu"]}, (), False),
+    ],
+)
+def test_what_no_device_of_the_fleet_can_hold_is_refused(
+    driver: str,
+    overcommit: float,
+    classes: dict[str, list[str]],
+    allow: tuple[str, ...],
+    is_refused: bool,
+) -> None:
+    engine = EngineSettings(driver=driver, options={"enable_sleep_mode": "true"})
+    policy = PlacementPolicy(overcommit=overcommit, allow=allow)
+    pops = (a_pop("ams"), a_pop("fra"))
+    by_pop = {PopId(pop): names for pop, names in classes.items()}
+    problem = device_problem(engine, policy, pops, by_pop)
+    assert bool(problem) == is_refused
+    if is_refused:
+        assert "use GPUs, --driver embedded, or no --overcommit" in problem

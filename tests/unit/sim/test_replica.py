@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from isochrone.wire.headers import ReportedLoad
-from ops.sim.replica import ReplicaJob, SimulatedReplica
+from ops.sim.replica import SimulatedReplica
+from ops.sim.replica_job import ReplicaJob
 from ops.sim.traces import TraceRequest
 from ops.sim.world import EngineProfile, ReplicaSite
 

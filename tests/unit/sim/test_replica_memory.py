@@ -3,7 +3,8 @@
 import pytest
 
 from ops.sim.published import PUBLISHED, output_tokens_per_s
-from ops.sim.replica import ReplicaJob, SimulatedReplica
+from ops.sim.replica import SimulatedReplica
+from ops.sim.replica_job import ReplicaJob
 from ops.sim.replica_memory import KvPool, PrefixCache
 from ops.sim.stepped_replica import REPLICA_KINDS
 from ops.sim.traces import TraceRequest

@@ -6,7 +6,8 @@ import pytest
 
 from ops.sim.one_pop import one_pop
 from ops.sim.policy_choice import RIVAL_NAMES, create_policies
-from ops.sim.replica import ReplicaJob, SimulatedReplica
+from ops.sim.replica import SimulatedReplica
+from ops.sim.replica_job import ReplicaJob
 from ops.sim.rival_scores import (
     DynamoLoad,
     aibrix_least_loaded_if_imbalanced,

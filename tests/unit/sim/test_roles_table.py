@@ -7,7 +7,7 @@ import pytest
 from isochrone.wire.assignment import Role
 from isochrone.wire.model import AUTO_ROLES, UNIFIED_ROLES, PlacementPolicy
 from ops.sim.data import EXTRACT
-from ops.sim.replica import ReplicaJob
+from ops.sim.replica_job import ReplicaJob
 from ops.sim.role_replica import RoleReplica, TransferredKv
 from ops.sim.role_worlds import WORLDS, roles_in_pop
 from ops.sim.roles_table import (

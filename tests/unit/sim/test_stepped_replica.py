@@ -27,6 +27,20 @@ def test_a_prompt_begins_at_a_steps_boundary_and_is_answered_at_the_end_of_a_ste
     assert second.first_token_at_s == pytest.approx(1.033 + 0.1 + 0.001)
 
 
+def test_its_node_knows_that_a_prompt_that_began_at_a_boundary_is_being_read() -> None:
+    replica = a_stepped_replica()
+    second = a_job(1, 100)
+    second.prefill_ms = 100.0
+    assert replica.admit(a_job(0, 1000, 100), 0.0)
+    replica.settle(1.0)
+    assert replica.admit(second, 1.025)
+    replica.settle(replica.next_event_s())  # It begins, and nothing else happens.
+    assert replica.queued_tokens(1.075) == pytest.approx(50, abs=1)
+    assert replica.load_at(1.075, pop=3).others_pending_prefill_tokens == replica.queued_tokens(
+        1.075
+    )
+
+
 def test_a_step_reads_several_prompts_and_answers_them_together() -> None:
     replica = a_stepped_replica()
     for number in range(3):

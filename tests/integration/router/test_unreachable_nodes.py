@@ -1,0 +1,41 @@
+"""What is left in memory of requests to nodes that cannot be reached."""
+
+import asyncio
+import gc
+import time
+from pathlib import Path
+
+import pytest
+
+from isochrone.wire.ids import NodeId
+from router.config import RouterConfig
+from router.dataplane.deadlines import Deadlines
+from router.dataplane.exchange import AttemptFailed, NodeExchange, NodeRequest
+from router.dataplane.upstream import Upstream
+from tests.ports import free_port
+
+REQUESTS = 20
+
+
+async def test_a_failed_exchange_is_freed_without_the_garbage_collector(tmp_path: Path) -> None:
+    """Cycles of thousands of failed pings made collections of 200 ms."""
+    deadlines = Deadlines(time.monotonic)
+    upstream = Upstream(RouterConfig(state_folder=tmp_path), deadlines, time.monotonic, None)
+    address = f"http://127.0.0.1:{free_port()}"
+    deadlines.start()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(REQUESTS):
+            with pytest.raises(AttemptFailed, match="cannot reach n1"):
+                await upstream.fetch(
+                    NodeId("n1"), address, NodeRequest("GET", "/ping", "", b""), 5.0, 1000
+                )
+        await asyncio.sleep(0)
+        left = [thing for thing in gc.get_objects() if type(thing) is NodeExchange]
+        # The last one may be in a local variable still.
+        assert len(left) <= 1
+    finally:
+        gc.enable()
+        deadlines.stop()
+        await upstream.close()

@@ -1,0 +1,65 @@
+"""Full garbage collections of a router: what they walk, and that nothing is lost for good."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from isochrone.wire.ids import PopId
+from router.fleet_state import FleetState
+from router.loops.collect_garbage import TURNS_PER_COUNT, CollectInTurns
+from tests.unit.router.test_follow_routes import a_table
+
+
+class Cycle:
+    """An object that only the garbage collector frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture
+def frozen() -> Iterator[CollectInTurns]:
+    garbage = CollectInTurns(frozen_min=1)
+    with garbage.in_turns():
+        yield garbage
+
+
+def cycles() -> int:
+    return sum(isinstance(thing, Cycle) for thing in gc.get_objects())
+
+
+async def test_a_collection_walks_nothing_that_an_earlier_turn_has_seen(
+    frozen: CollectInTurns,
+) -> None:
+    """The state of a table's replicas is walked once, not each time that Python thinks of it."""
+    fleet = FleetState(PopId("ams"), lambda: 0.0, "boot")
+    fleet.adopt(a_table("abcdefghijklmnopqrstuvwxyz", 1))
+    assert any(thing is fleet for thing in gc.get_objects())
+    await frozen.run_once()
+    # What `gc.get_objects` lists is what the next collection walks.
+    assert not any(thing is fleet for thing in gc.get_objects())
+    assert len(gc.get_objects()) < 1_000
+    assert gc.get_threshold()[2] > 1_000_000
+
+
+async def test_new_cycles_are_freed_in_each_turn_and_frozen_ones_with_a_walk(
+    frozen: CollectInTurns,
+) -> None:
+    kept = Cycle()
+    await frozen.run_once()
+    del kept
+    Cycle()
+    counts = [await frozen.run_once() for _ in range(TURNS_PER_COUNT)]
+    assert counts[0].collected >= 1 and not counts[0].walked
+    walks = [turn for turn in counts if turn.walked]
+    assert len(walks) == 1 and walks[0].collected >= 1
+    gc.unfreeze()
+    assert cycles() == 0
+
+
+def test_pythons_own_collections_come_back_at_the_end() -> None:
+    before = gc.get_threshold()
+    with CollectInTurns().in_turns():
+        assert gc.get_freeze_count() > 0
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
