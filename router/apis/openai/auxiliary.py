@@ -32,7 +32,8 @@ NO_TABLE: Final = (
 
 ROUTES: Final = (
     f"POST {', '.join((*DECODERS, *MEDIA_ROUTES, MODERATIONS_PATH))}, /v1/responses,"
-    " /v1/messages and /ai/run/{model}, and GET /v1/models"
+    " /v1/conversations, /v1/files, /v1/batches, /v1/messages and /ai/run/{model}, and GET"
+    " /v1/models; GET /openapi.json describes them all"
 )
 
 
