@@ -43,7 +43,7 @@ from router.key_use_sharing import KeyUseOutbox, OwnKeyUse
 from router.listeners import open_listeners
 from router.loops.answer_batches import AnswerBatches
 from router.loops.answer_responses import LEASE_INTERVAL_S
-from router.loops.collect_garbage import CollectGarbage
+from router.loops.collect_garbage import CollectInTurns
 from router.loops.follow_routes import TableFollower
 from router.loops.pop_loads import PopLoadPoller
 from router.loops.probe_nodes import NodeProber
@@ -229,7 +229,7 @@ class RouterApp:
             self.limiter.take_untold,
             self.key_use,
         )
-        self.garbage = CollectGarbage()
+        self.garbage = CollectInTurns()
         self.gauges = GaugeSetter(
             fleet=self.fleet,
             follower=self.follower,

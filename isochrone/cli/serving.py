@@ -266,7 +266,7 @@ def _derived_sizes(obj: CliContext, deployment: str) -> list[str]:
     lines = list(explained.get("sizes_in_words", ()))
     if lines:
         return lines
-    if not explained["here"] and not explained["elsewhere"]:
+    if not explained.get("here") and not explained.get("elsewhere"):
         return [
             "the sizes are not known yet: no node has joined, so nothing was compared with its"
             " devices"

@@ -45,7 +45,7 @@ ABORT_TIMEOUT_S: Final = 5.0
 
 Handler = Callable[[HttpRequest, "ClientConnection"], Awaitable[None]]
 EncodeError = Callable[[ApiError, HttpRequest], HttpResponse]
-"""(error, request) to a response. A request that was not read whole has what arrived of it."""
+"""Encodes a response. A request that was not read whole has what arrived of it."""
 
 
 class PublicServer:
@@ -431,8 +431,7 @@ class ClientConnection:
             self.due_s = self._server.clock() + LINGER_S
 
     def _write(self, data: bytes) -> None:
-        # Without a transport the client is gone and the request is being cancelled.
-        if self._transport is not None:
+        if self._transport is not None:  # else the client is gone, and the request being cancelled
             self._transport.write(data)
 
     def _extend_write_deadline(self) -> bool:

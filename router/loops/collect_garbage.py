@@ -22,14 +22,14 @@ TURNS_PER_COUNT: Final = 60
 _NEVER: Final = 1_000_000_000
 
 
-class GarbageCounts(NamedTuple):
+class CollectedObjects(NamedTuple):
     """How many objects one turn freed, and whether it walked all objects for them."""
 
     collected: int = 0
     walked: bool = False
 
 
-class CollectGarbage:
+class CollectInTurns:
     """Collects in turns; Python itself collects the youngest objects only."""
 
     def __init__(self, frozen_min: int = FROZEN_MIN) -> None:
@@ -51,15 +51,15 @@ class CollectGarbage:
             gc.set_threshold(*thresholds)
             gc.unfreeze()
 
-    async def run_once(self) -> GarbageCounts:
+    async def run_once(self) -> CollectedObjects:
         """Collect the objects made since the last turn, then freeze what is left."""
         collected = gc.collect()
         gc.freeze()
         self._turns += 1
         if self._turns % TURNS_PER_COUNT or gc.get_freeze_count() < self._walk_at:
-            return GarbageCounts(collected)
+            return CollectedObjects(collected)
         gc.unfreeze()
         collected += gc.collect()
         gc.freeze()
         self._walk_at = max(self._frozen_min, 2 * gc.get_freeze_count())
-        return GarbageCounts(collected, walked=True)
+        return CollectedObjects(collected, walked=True)

@@ -258,15 +258,15 @@ class _BlockRun(NamedTuple):
 
     at: int
     first: int
-    count: int
+    blocks: int
 
 
 def _block_runs(blocks: Sequence[int]) -> list[_BlockRun]:
     """Return the runs of consecutive numbers: each is one copy, and needs no memory between."""
     runs: list[_BlockRun] = []
     for at, block in enumerate(blocks):
-        if runs and block == runs[-1].first + runs[-1].count:
-            runs[-1] = runs[-1]._replace(count=runs[-1].count + 1)
+        if runs and block == runs[-1].first + runs[-1].blocks:
+            runs[-1] = runs[-1]._replace(blocks=runs[-1].blocks + 1)
         else:
             runs.append(_BlockRun(at, block, 1))
     return runs

@@ -240,7 +240,7 @@ class TransferReader:
         if self._part_used == len(self._part):
             blocks = min(self._part_blocks, len(self._digests) - number)
             # Not zeroed: each byte is received before it is read.
-            self._part, self._part_used = memoryview(np.empty(blocks * size, np.uint8)), 0
+            self._part, self._part_used = np.empty(blocks * size, np.uint8).data, 0
         self._content = self._part[self._part_used : self._part_used + size]
         self._part_used += size
         self._filled = 0

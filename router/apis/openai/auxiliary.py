@@ -1,10 +1,12 @@
 """OpenAI routes without inference, on aiohttp: model lists, the health check, unknown paths."""
 
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, Final
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from isochrone.service.http_server import Handler, error_middleware, error_response
 from isochrone.wire import headers
@@ -50,10 +52,7 @@ def auxiliary_app(
         allowed = [entry for entry in fleet.directory.deployments if may_use(key, entry.name)]
         if headers.ANTHROPIC_VERSION in request.headers:
             chats = [entry for entry in allowed if entry.kind == "chat"]
-            query = request.query
-            # Its SDKs send a list with brackets.
-            lifecycles = [*query.getall("lifecycle", ()), *query.getall("lifecycle[]", ())]
-            return json_response(models_page(chats, query, lifecycles, surface.unix_clock()))
+            return json_response(models_page(chats, request.query_string, surface.unix_clock()))
         return json_response({"object": "list", "data": [model_body(entry) for entry in allowed]})
 
     async def show_model(request: web.Request) -> web.Response:
@@ -64,11 +63,7 @@ def auxiliary_app(
         return json_response(model_body(entry))
 
     async def healthz(request: web.Request) -> web.Response:
-        if fleet.directory.table is not None:
-            return json_response({"status": "ok", "pop": fleet.pop})
-        # Without a table there are no keys and no routes: load balancers should use another.
-        body = {"status": "no_table", "pop": fleet.pop, "message": NO_TABLE}
-        return json_response(body, status=503)
+        return _health(fleet)
 
     async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
         if headers.REQUEST_ID not in response.headers:
@@ -81,9 +76,41 @@ def auxiliary_app(
         metrics.errors.labels(error.code.value).inc()
         return error_response(error, msgspec.json.encode(openai_error(error)))
 
+    public_document = msgspec.json.encode(document(version("isochrone")))
+
+    async def openapi(_: web.Request) -> web.Response:
+        return web.Response(body=public_document, content_type="application/json")
+
+    anthropic_form = _anthropic_form(encode_error, request_id_of)
+    middlewares = [error_middleware(encode_error), anthropic_form, _explain_not_found]
+    # The router has limited the body already.
+    app = web.Application(middlewares=middlewares, client_max_size=BYTES_MAX)
+    app.on_response_prepare.append(add_request_id)
+    app.router.add_get("/v1/models", list_models)
+    app.router.add_get("/v1/models/{name:.{1,200}}", show_model)
+    app.router.add_get("/openapi.json", openapi)
+    app.router.add_get("/healthz", healthz)
+    # Load tools and other engines' clients ask for this path.
+    app.router.add_get("/health", healthz)
+    return app
+
+
+def _health(fleet: FleetState) -> web.Response:
+    if fleet.directory.table is not None:
+        return json_response({"status": "ok", "pop": fleet.pop})
+    # Without a table there are no keys and no routes: load balancers should use another.
+    body = {"status": "no_table", "pop": fleet.pop, "message": NO_TABLE}
+    return json_response(body, status=503)
+
+
+def _anthropic_form(
+    encode_error: Callable[[ApiError], web.Response], request_id_of: Callable[[web.Request], str]
+) -> Middleware:
+    """Return what gives Anthropic's clients errors in their shape, and the request's id under
+    their name."""
+
     @web.middleware
     async def anthropic_form(request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Give Anthropic's clients errors in their shape, and the request's id under their name."""
         if headers.ANTHROPIC_VERSION not in request.headers:
             return await handler(request)
         request_id = request_id_of(request)
@@ -96,22 +123,7 @@ def auxiliary_app(
         response.headers[MESSAGES_REQUEST_ID] = request_id
         return response
 
-    public_document = msgspec.json.encode(document(version("isochrone")))
-
-    async def openapi(_: web.Request) -> web.Response:
-        return web.Response(body=public_document, content_type="application/json")
-
-    middlewares = [error_middleware(encode_error), anthropic_form, _explain_not_found]
-    # The router has limited the body already.
-    app = web.Application(middlewares=middlewares, client_max_size=BYTES_MAX)
-    app.on_response_prepare.append(add_request_id)
-    app.router.add_get("/v1/models", list_models)
-    app.router.add_get("/v1/models/{name:.{1,200}}", show_model)
-    app.router.add_get("/openapi.json", openapi)
-    app.router.add_get("/healthz", healthz)
-    # Load tools and other engines' clients ask for this path.
-    app.router.add_get("/health", healthz)
-    return app
+    return anthropic_form
 
 
 @web.middleware

@@ -44,7 +44,7 @@ class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 Content = str | Annotated[list[ContentPart], Meta(max_length=1024)]
 
 
-class DirectCaller(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DirectFunctionCaller(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The caller of a function: the model itself, and no program of its."""
 
     type: Literal["direct"]
@@ -68,7 +68,7 @@ class InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     summary: Any = None
     """Of reasoning, like `encrypted_content`: earlier reasoning is no part of the prompt."""
     encrypted_content: Any = None
-    caller: DirectCaller | None = None
+    caller: DirectFunctionCaller | None = None
     is_async: Literal[False] | None = msgspec.field(default=None, name="async")
     namespace: None = None
     phase: None = None

@@ -75,7 +75,8 @@ class TracedNodes(msgspec.Struct):
             is_whole = any(span.parent == client.span_id for span in spans.values())
             return {path(spans, span): span for span in spans.values()} if is_whole else None
 
-        return await until("the spans of the request arrive", whole)
+        found: dict[str, ReceivedSpan] = await until("the spans of the request arrive", whole)
+        return found
 
 
 def path(spans: dict[str, ReceivedSpan], span: ReceivedSpan) -> str:

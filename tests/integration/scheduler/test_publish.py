@@ -342,7 +342,7 @@ async def test_keys_do_not_wait_for_reports_after_lost_history(pool: Pool) -> No
         )
         for name in frames
     ]
-    scheduler.state.peers.routers = lambda: routers  # type: ignore[method-assign,assignment]
+    scheduler.state.peers.routers = lambda: routers  # type: ignore[method-assign,assignment,return-value]
     await publish.run_once()
     assert routes.table is not None
     assert (key_names(scheduler), routes.table.keys_only) == (["k1", "k2"], True)

@@ -7,7 +7,7 @@ import pytest
 
 from isochrone.wire.ids import PopId
 from router.fleet_state import FleetState
-from router.loops.collect_garbage import TURNS_PER_COUNT, CollectGarbage
+from router.loops.collect_garbage import TURNS_PER_COUNT, CollectInTurns
 from tests.unit.router.test_follow_routes import a_table
 
 
@@ -19,8 +19,8 @@ class Cycle:
 
 
 @pytest.fixture
-def frozen() -> Iterator[CollectGarbage]:
-    garbage = CollectGarbage(frozen_min=1)
+def frozen() -> Iterator[CollectInTurns]:
+    garbage = CollectInTurns(frozen_min=1)
     with garbage.in_turns():
         yield garbage
 
@@ -30,7 +30,7 @@ def cycles() -> int:
 
 
 async def test_a_collection_walks_nothing_that_an_earlier_turn_has_seen(
-    frozen: CollectGarbage,
+    frozen: CollectInTurns,
 ) -> None:
     """The state of a table's replicas is walked once, not each time that Python thinks of it."""
     fleet = FleetState(PopId("ams"), lambda: 0.0, "boot")
@@ -44,7 +44,7 @@ async def test_a_collection_walks_nothing_that_an_earlier_turn_has_seen(
 
 
 async def test_new_cycles_are_freed_in_each_turn_and_frozen_ones_with_a_walk(
-    frozen: CollectGarbage,
+    frozen: CollectInTurns,
 ) -> None:
     kept = Cycle()
     await frozen.run_once()
@@ -60,6 +60,6 @@ async def test_new_cycles_are_freed_in_each_turn_and_frozen_ones_with_a_walk(
 
 def test_pythons_own_collections_come_back_at_the_end() -> None:
     before = gc.get_threshold()
-    with CollectGarbage().in_turns():
+    with CollectInTurns().in_turns():
         assert gc.get_freeze_count() > 0
     assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)

@@ -112,6 +112,7 @@ ELSEWHERE: Final = {
             "/v1/images/generations",
         )
     },
+    **{f"GET /ai/{kind}/search": "no SDK has its paging" for kind in ("tasks", "authors")},
     **{f"POST {path}": "no SDK has it" for path in ("/v1/rerank", "/classify")},
 }
 
