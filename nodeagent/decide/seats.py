@@ -11,13 +11,14 @@ option.
 Rule 3: requests of the lowest priority (items of batches, flexible requests) wait until no other
 request waits. If a request of a client finds no seat, an item is preempted (preemption.py).
 Rule 4: those that cannot be preempted leave some seats, which a client's request takes at once.
-Rule 5: while other tenants use the engine, a tenant that has its share of the seats gets the next
+Rule 5: while clients of other tenants use the engine, a tenant that has its share of the seats gets the next
 one only once its last requests have their first token. A step of the engine computes all new
 prompts, and every sequence waits for it: when many answers of a flood end together, its next
 prompts would otherwise make one long step.
 """
 
 from collections import Counter
+from collections.abc import Set
 from typing import Final
 
 from isochrone.ttft_order import TtftObjective
@@ -88,7 +89,7 @@ class Seats:
         self._starting: Counter[str] = Counter()
         """The seated requests without a first token, by tenant."""
         self._last_used_s: dict[str, float] = {}
-        """When each tenant that has no seat any more gave its last one back."""
+        """When a client's request of each tenant last gave its seat back."""
         self._next_number = 0
         self._yielding: set[SeatRequest] = set()
         """Requests of the lowest priority that have a seat."""
@@ -115,9 +116,9 @@ class Seats:
         self._fill(now_s)
         return request
 
-    def item_to_preempt(self, request: SeatRequest) -> BatchItem | None:
+    def item_to_preempt(self, request: SeatRequest, now_s: float) -> BatchItem | None:
         """Return the item whose seat a client's waiting request takes, None if it must wait."""
-        if request.is_seated or request.yields:
+        if request.is_seated or request.yields or not self._may_start(request.tenant, now_s):
             return None
         items = in_order_of_preemption([one.item for one in self._yielding if one.item is not None])
         return items[0] if items else None
@@ -145,15 +146,15 @@ class Seats:
             self._taken[request.tenant] -= 1
             if not self._taken[request.tenant]:
                 del self._taken[request.tenant]
-                if self._seats_max:
-                    self._last_used_s[request.tenant] = now_s
+            if self._seats_max and not request.yields:
+                self._last_used_s[request.tenant] = now_s
         elif request in self._waiting.get(request.tenant, ()):
             self._remove(request)
         return self._fill(now_s)
 
     def _fill(self, now_s: float) -> list[SeatRequest]:
         seated = []
-        while ready := self._tenants_that_may_start(now_s):
+        while ready := [tenant for tenant in self._waiting if self._may_start(tenant, now_s)]:
             tenant = min(ready, key=self._turn_of)
             request = min(
                 self._waiting[tenant],
@@ -176,20 +177,25 @@ class Seats:
             seated.append(request)
         return seated
 
-    def _tenants_that_may_start(self, now_s: float) -> list[str]:
-        """Return the waiting tenants whose next request may begin now, by Rule 5."""
-        if not self._seats_max:
-            return list(self._waiting)
+    def _may_start(self, tenant: str, now_s: float) -> bool:
+        """Return whether a tenant's next request may begin now, by Rule 5."""
+        if not self._seats_max or self._starting[tenant] < self._starting_max:
+            return True
+        others = self._tenants_with_clients(now_s) - {tenant}
+        return not others or self._taken[tenant] < self._seats_max / (1 + len(others))
+
+    def _tenants_with_clients(self, now_s: float) -> Set[str]:
+        """Return the tenants with requests that do not yield: that wait, run, or ended lately."""
         for tenant, used_s in list(self._last_used_s.items()):
             if now_s - used_s >= ACTIVE_S:
                 del self._last_used_s[tenant]
-        active = self._taken.keys() | self._last_used_s.keys() | self._waiting.keys()
-        share = self._seats_max / len(active) if len(active) > 1 else float("inf")
-        return [
+        running = self._taken - Counter(one.tenant for one in self._yielding)
+        waiting = {
             tenant
-            for tenant in self._waiting
-            if self._taken[tenant] < share or self._starting[tenant] < self._starting_max
-        ]
+            for tenant, requests in self._waiting.items()
+            if not all(request.yields for request in requests)
+        }
+        return running.keys() | waiting | self._last_used_s.keys()
 
     def _has_seat_for(self, request: SeatRequest) -> bool:
         taken = self._taken.total()

@@ -44,7 +44,7 @@ class EngineSeats:
         )
         if item is not None:
             item.on_preempt(partial(self._release, request))
-        preempted = self._seats.item_to_preempt(request)
+        preempted = self._seats.item_to_preempt(request, self._clock())
         if preempted is not None:
             preempted.preempt()
         timer: asyncio.TimerHandle | None = None
