@@ -11,9 +11,9 @@ option.
 Rule 3: requests of the lowest priority (items of batches, flexible requests) wait until no other
 request waits. If a request of a client finds no seat, an item is preempted (preemption.py).
 Rule 4: those that cannot be preempted leave some seats, which a client's request takes at once.
-Rule 5: while clients of other tenants use the engine, a tenant that has its share of the seats gets the next
-one only once its last requests have their first token. A step of the engine computes all new
-prompts, and every sequence waits for it: when many answers of a flood end together, its next
+Rule 5: while clients of other tenants use the engine, a tenant that has its share of the seats gets
+the next one only once its last requests have their first token. A step of the engine computes all
+new prompts, and every sequence waits for it: when many answers of a flood end together, its next
 prompts would otherwise make one long step.
 """
 
