@@ -162,7 +162,7 @@ async def test_errors_raise_the_sdks_own_exceptions(tmp_path: Path) -> None:
         with pytest.raises(anthropic.BadRequestError, match="'mcp_servers': it is not supported"):
             await client.beta.messages.create(
                 model="tiny",
-                messages=HELLO,
+                messages=[{"role": "user", "content": "hello there"}],
                 max_tokens=3,
                 mcp_servers=[{"type": "url", "url": "https://x", "name": "x"}],
             )
