@@ -101,9 +101,8 @@ def config_values(folder: Path, files: Sequence[str] = (), kind: str = "") -> di
     """Return the entry's values from a Hugging Face config.json, else from the first GGUF file.
 
     Values that it does not state are left out, and all of them if there is neither. `files` are
-    those of the model; default: all of the folder. `kind` is
-    the model's, if it is known: only a chat model must have the sizes of a KV cache. Raises
-    ManifestError.
+    those of the model; default: all of the folder. `kind` is the model's, if it is known: only a
+    chat model must have the sizes of a KV cache. Raises ManifestError.
     """
     path, sentence_path = folder / "config.json", folder / "sentence_bert_config.json"
     weights = sorted(files or (found.name for found in folder.glob("*.gguf")))

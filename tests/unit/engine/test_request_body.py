@@ -196,6 +196,7 @@ def test_each_field_of_the_sdk_within_a_chat_is_decided(kind: Any, params: Any) 
         ("audio", {"messages": [{"role": "assistant", "audio": {"id": "a"}}]}),
         ("new", {"tools": [{"type": "function", "function": {"name": "f", "new": 1}}]}),
         ("new", {"tools": [{"type": "function", "function": {"name": "f"}, "new": 1}]}),
+        ("new", {"response_format": {"type": "json_object", "new": 1}}),
         ("new", {"tool_choice": {"type": "function", "function": {"name": "f"}, "new": 1}}),
     ],
 )
