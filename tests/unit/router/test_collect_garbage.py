@@ -31,7 +31,7 @@ def frozen() -> Iterator[CollectInTurns]:
 
 
 def cycles() -> int:
-    return sum(isinstance(thing, Cycle) for thing in gc.get_objects())
+    return sum(type(thing) is Cycle for thing in gc.get_objects())
 
 
 async def test_a_collection_walks_nothing_that_an_earlier_turn_has_seen(
