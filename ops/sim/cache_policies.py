@@ -1,4 +1,5 @@
-"""Our own choice with other knowledge of the replicas' prefix caches, for cache_knowledge.py."""
+"""Our own choice with other knowledge of the replicas: of their prefix caches, for
+cache_knowledge.py, or of their loads, for hard.md."""
 
 from collections.abc import Callable
 from typing import Final
@@ -82,3 +83,13 @@ class ExactPolicy(EstimatePolicy):
             coming = {block for job in jobs for block in job.request.blocks}
             shares[number] = replica.cached(request, coming) / request.prompt_tokens
         return self.longer_matches(PrefixMatches(0.0, ()), shares)
+
+
+class LoadsPolicy(IsochronePolicy):
+    """Knows the load of each replica as its node could report it now."""
+
+    def _take_reports(self, router: SimulatedRouter, now_s: float) -> None:
+        for replica, route in enumerate(self._routes):
+            if replica not in router.known_dead:
+                load = router.replicas[replica].load_at(now_s, router.pop)
+                self.fleet.record_load(route, self.believe(load), now_s)

@@ -70,8 +70,9 @@ def hard_cells(runs: Sequence[PolicyRun]) -> Sequence[HardCell]:
 
 def table_lines(cells: Sequence[HardCell]) -> Sequence[str]:
     """Return the table: a row for each world and load, with the ages side by side."""
+    ages = ", ".join(f"{age_s:g}" for age_s in dict.fromkeys(cell.age_s for cell in cells))
     lines = [
-        "| world | load | oracle p90, ms | p50 over the oracle, 0.1, 1, 5 s | p90 | p99 | "
+        f"| world | load | oracle p90, ms | p50 over the oracle, {ages} s | p90 | p99 | "
         "hits, points | best rival's p90 over ours | missed |",
         "|---|---|---|---|---|---|---|---|---|",
     ]

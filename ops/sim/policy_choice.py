@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from ops.sim.cache_policies import EstimatePolicy, ExactPolicy, PrefixesPolicy
+from ops.sim.cache_policies import EstimatePolicy, ExactPolicy, LoadsPolicy, PrefixesPolicy
 from ops.sim.isochrone_policy import IsochronePolicy, route_table
 from ops.sim.oracle import OraclePolicy, next_turns
 from ops.sim.policies import (
@@ -48,8 +48,9 @@ OWN_POLICIES: Final[Mapping[str, type[IsochronePolicy]]] = {
     "estimate": EstimatePolicy,
     "prefixes": PrefixesPolicy,
     "exact": ExactPolicy,
+    "loads": LoadsPolicy,
 }
-"""Our own choice, and with other knowledge of the replicas' caches (cache_policies.py)."""
+"""Our own choice, and with other knowledge of the replicas (cache_policies.py)."""
 
 RIVAL_NAMES: Final = (
     "llm-d",
