@@ -96,7 +96,7 @@ test-vllm: $(STAMP) ## Install a real vLLM for CPUs into .engines and run the co
 	$(BIN)/python -m ops.engines.mooncake
 	$(BIN)/pytest tests/engines -k "(vllm or mooncake) and not fleet"
 
-test-node: $(STAMP) ## Install SDKs for Node.js into .node (170 MB) and test with them
+test-node: $(STAMP) ## Install SDKs for Node.js into .node (200 MB) and test with them
 	@mkdir -p .node && cp tests/node/package*.json .node
 	npm ci --prefix .node --no-audit --no-fund
 	$(BIN)/pytest tests/integration/router/test_node_sdks.py

@@ -38,8 +38,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     connections_per_address_max: Count = 5_000
     body_bytes_max: Bytes = 8 * 1024 * 1024
     # Uploads (files, and LoRA adapters to `/ai/finetunes`) are kept on disk, in the state folder,
-    # until they are relayed: the largest file, the largest adapter, and all of a process at once.
-    upload_bytes_max: Bytes = 200 * 1024 * 1024
+    # until they are relayed: the largest file and the largest adapter, each with the form around
+    # it, and all of a process at once. The scheduler limits the files alone.
+    upload_bytes_max: Bytes = 201 * 1024 * 1024
     adapter_bytes_max: Bytes = 501 * 1024 * 1024
     uploads_bytes_max: Bytes = 2 * 1024 * 1024 * 1024
     # Sounds to transcribe are kept there while they arrive, and in memory while they are relayed:

@@ -20,7 +20,7 @@ from router.admission_queue import LOOK_AGAIN_S, AdmissionQueue, AdmissionRefuse
 from router.attempt_runner import AttemptRunner
 from router.config import RouterConfig
 from router.dataplane.exchange import AttemptFailed, NodeExchange
-from router.dataplane.http1 import EVENT_STREAM
+from router.dataplane.http1 import EVENT_STREAM, format_headers
 from router.dataplane.http_messages import HttpResponse, ResponseWriter
 from router.dataplane.inline_task import inline_sleep
 from router.dataplane.response_checks import client_error_body
@@ -106,7 +106,7 @@ class RequestPipeline:
         admitted = self._admit(context, now_s)
         rate_limit_lines = admitted.header_lines(now_s)
         if request.deployment.deprecation is not None:
-            rate_limit_lines += deprecation_headers(request.deployment.deprecation)
+            rate_limit_lines += format_headers(deprecation_headers(request.deployment.deprecation))
         if self._tracer is not None:
             context.trace = self._tracer.begin(request)
         try:

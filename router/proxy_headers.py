@@ -113,9 +113,9 @@ def client_headers(context: RequestContext, ranked: RankedRoute, rate_limit_line
     )
 
 
-def deprecation_headers(deprecation: Deprecation) -> str:
-    """Return the header lines that announce the end of a deployment (RFC 9745 and RFC 8594)."""
-    lines = f"deprecation: @{deprecation.announced_at}\r\n"
+def deprecation_headers(deprecation: Deprecation) -> dict[str, str]:
+    """Return the headers that announce the end of a deployment (RFC 9745 and RFC 8594)."""
+    fields = {"deprecation": f"@{deprecation.announced_at}"}
     if deprecation.sunset_at:
-        lines += f"sunset: {formatdate(deprecation.sunset_at, usegmt=True)}\r\n"
-    return lines
+        fields["sunset"] = formatdate(deprecation.sunset_at, usegmt=True)
+    return fields

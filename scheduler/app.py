@@ -10,6 +10,8 @@ from hashlib import sha256
 from time import monotonic, time
 from typing import Final, NamedTuple
 
+from aiohttp.typedefs import Middleware
+
 from isochrone.service.allowed_hosts import HostAllowList, own_names
 from isochrone.service.clock import JumpFreeClock, utc_now
 from isochrone.service.config import ConfigError, read_secret
@@ -21,8 +23,11 @@ from isochrone.service.loop import Loop
 from isochrone.service.model_signature import load_signers
 from isochrone.service.systemd import notify
 from isochrone.service.tls import CERTIFICATE_CHECK_S, ReloadingCertificate, load_tls_certificate
+from isochrone.service.tracing.exporter import ServiceName, SpanCounts, open_exporter
+from isochrone.service.tracing.recorder import SpanRecorder
 from scheduler import metrics
 from scheduler.api.adapter_intake import AdapterIntake
+from scheduler.api.admin_spans import trace_admin_requests
 from scheduler.api.batch_service import BatchStorage
 from scheduler.api.endpoint import AdminContext
 from scheduler.config import SchedulerConfig
@@ -116,7 +121,8 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
             *(config, database, state, planner, authority, nudges, NodeReportCache()),
             batches=await _open_batch_storage(config, nudges.batches.set),
         )
-        loops = _periodic_loops(made, certificate)
+        tracing = _admin_tracing(config, running)
+        loops = (*_periodic_loops(made, certificate), *tracing.loops)
         context = AdminContext(
             scheduler_name=config.name,
             liveness=config.liveness,
@@ -135,7 +141,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         hosts = HostAllowList((*config.admin_hosts, *await asyncio.to_thread(own_names)))
         await running.enter_async_context(
             serve_http(
-                admin_app(context, token_sha256, loops, hosts),
+                admin_app(context, token_sha256, loops, hosts, tracing.spans),
                 config.admin_host,
                 config.admin_port,
                 ssl_context=None if certificate is None else certificate.context,
@@ -153,6 +159,30 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         await renewal.stop()
         await _give_up_lease(database.reserved, state)
     return 0
+
+
+class AdminTracing(NamedTuple):
+    """What records spans of admin requests, and the loop that sends them; empty without a
+    collector."""
+
+    spans: tuple[Middleware, ...] = ()
+    loops: tuple[Loop, ...] = ()
+
+
+def _admin_tracing(config: SchedulerConfig, running: AsyncExitStack) -> AdminTracing:
+    """Compose the traces of admin requests; their exporter is closed with `running`."""
+    exporter = open_exporter(
+        config.traces_endpoint,
+        config.traces_authorization_file,
+        ServiceName("scheduler", config.name),
+        lambda: SpanCounts(metrics.REGISTRY, "isochrone_scheduler_"),
+        monotonic,
+    )
+    if exporter is None:
+        return AdminTracing()
+    running.push_async_callback(exporter.close)
+    recorder = SpanRecorder(exporter.add, monotonic, time, secrets.token_hex)
+    return AdminTracing((trace_admin_requests(recorder, config.name),), (exporter.loop,))
 
 
 async def _run_until_stopped(

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import msgspec
 
+from isochrone.service.config import TracesEndpoint
 from isochrone.service.identity import CERTIFICATE_LIFETIME_S
 from scheduler.decide.adapter_limits import AdapterLimits
 from scheduler.decide.batch_limits import BatchLimits
@@ -32,6 +33,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     admin_hosts: tuple[str, ...] = ()
     tls_certificate: Path | None = None  # set both or neither; reloaded when the files change
     tls_key: Path | None = None
+
+    # Spans of admin requests go to `/v1/traces` below this URL of a collector; empty: none do. The
+    # content of the file (mode 0600) is sent as the `authorization` header.
+    traces_endpoint: TracesEndpoint = ""
+    traces_authorization_file: Path | None = None
 
     # Where agents and routers connect.
     control_host: str = "127.0.0.1"

@@ -1,10 +1,11 @@
 """The applications of the two listeners: the admin API, and the control API of peers."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from isochrone import __version__
 from isochrone.service.allowed_hosts import HostAllowList, refuse_unknown_hosts
@@ -44,9 +45,16 @@ from scheduler.state.scheduler_state import SchedulerState
 
 
 def admin_app(
-    context: AdminContext, token_sha256: str, loops: tuple[Loop, ...], hosts: HostAllowList
+    context: AdminContext,
+    token_sha256: str,
+    loops: tuple[Loop, ...],
+    hosts: HostAllowList,
+    spans: Sequence[Middleware] = (),
 ) -> web.Application:
-    """Return the application of the admin listener, which is reached by the names in `hosts`."""
+    """Return the application of the admin listener, which is reached by the names in `hosts`.
+
+    `spans` records the spans of requests that have the token.
+    """
 
     @web.middleware
     async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -77,7 +85,8 @@ def admin_app(
         return web.Response(body=openapi, content_type="application/json")
 
     check_host = refuse_unknown_hosts(hosts, "admin_hosts")
-    app = web.Application(middlewares=[error_middleware(json_error), check_host, authenticate])
+    checks = (error_middleware(json_error), check_host, authenticate)
+    app = web.Application(middlewares=[*checks, *spans])
     app.router.add_get("/healthz", health)
     app.router.add_get("/metrics", show_metrics)
     app.router.add_get("/openapi.json", describe)

@@ -35,7 +35,7 @@ class _ConfigFields(msgspec.Struct):
     """The fields of config.json that are read directly."""
 
     architectures: tuple[str, ...] | None = None
-    max_position_embeddings: int = 4096
+    max_position_embeddings: int | None = None
     max_target_positions: int | None = None
     """The context of a decoder that reads audio."""
     num_labels: int | None = None
@@ -97,11 +97,12 @@ def signed(artifact: Artifact, path: Path) -> Artifact:
     return artifact
 
 
-def config_values(folder: Path, files: Sequence[str] = ()) -> dict[str, Any]:
+def config_values(folder: Path, files: Sequence[str] = (), kind: str = "") -> dict[str, Any]:
     """Return the entry's values from a Hugging Face config.json, else from the first GGUF file.
 
-    `files` are those of the model; default: all of the folder. {} if there is neither. Raises
-    ManifestError.
+    Values that it does not state are left out, and all of them if there is neither. `files` are
+    those of the model; default: all of the folder. `kind` is the model's, if it is known: only a
+    chat model must have the sizes of a KV cache. Raises ManifestError.
     """
     path, sentence_path = folder / "config.json", folder / "sentence_bert_config.json"
     weights = sorted(files or (found.name for found in folder.glob("*.gguf")))
@@ -117,21 +118,25 @@ def config_values(folder: Path, files: Sequence[str] = ()) -> dict[str, Any]:
             sentence = msgspec.json.decode(path.read_bytes(), type=_SentenceFields)
     except msgspec.DecodeError as error:
         raise ManifestError(f"cannot read {path}: {error}") from error
-    architecture = (fields.architectures or ("unknown",))[0]
-    values: dict[str, Any] = {
-        "architecture": architecture,
-        "kind": KINDS.get(architecture, "chat"),
-        "context_tokens": fields.max_position_embeddings,
-    }
+    architecture = (fields.architectures or ("",))[0]
+    values: dict[str, Any] = {"kind": KINDS.get(architecture, "chat")}
+    if architecture:
+        values["architecture"] = architecture
+    if fields.max_position_embeddings is not None:
+        values["context_tokens"] = fields.max_position_embeddings
     if architecture.endswith(CLASSIFIER):
         labels = _labels(fields)
         values["kind"] = "rerank" if len(labels) == 1 else "classify"
         values["labels"] = labels if len(labels) > 1 else ()
-    if values["kind"] != "chat":
+    if (kind or values["kind"]) != "chat":
         # The embedded engine has the same limit.
-        limit = fields.max_target_positions or fields.max_position_embeddings
-        context_tokens = min(sentence.max_seq_length or limit, limit)
-        return {**values, "context_tokens": context_tokens}
+        limits = (
+            fields.max_target_positions or fields.max_position_embeddings,
+            sentence.max_seq_length,
+        )
+        if stated := [limit for limit in limits if limit is not None]:
+            values["context_tokens"] = min(stated)
+        return values
     try:
         shape = shape_of(config)
     except BadConfig as error:

@@ -119,7 +119,8 @@ def models_add(
         artifact = artifact_of(folder, source, only)
         if signature_file is not None:
             artifact = signed(artifact, signature_file)
-        values = config_values(folder, tuple(file.path for file in artifact.files))
+        files = tuple(file.path for file in artifact.files)
+        values = config_values(folder, files, kind or "")
     given = {
         "architecture": architecture,
         "kind": kind,

@@ -13,7 +13,9 @@ T = TypeVar("T")
 _INVALID_FIELD: Final = re.compile(r" - at `\$\.?(.{1,120})`$")
 _MISSING_FIELD: Final = re.compile(r"missing required field `(.{1,60}?)`")
 _UNKNOWN_FIELD: Final = re.compile(r"object contains unknown field `(.{1,60}?)`", re.IGNORECASE)
-_NOT_NULL: Final = re.compile(r"expected `null`, got `[a-z]+`", re.IGNORECASE)
+_NOT_EMPTY: Final = re.compile(
+    r"expected (?:`null`, got `[a-z]+`|`array` of length <= 0)", re.IGNORECASE
+)
 
 
 def decode_public(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
@@ -31,7 +33,7 @@ def invalid_field(reason: str) -> ApiError:
     field = ".".join([match.group(1) for match in (at, missing, unknown) if match])
     if missing:
         reason = "it is required"
-    elif unknown or _NOT_NULL.search(reason):
+    elif unknown or _NOT_EMPTY.search(reason):
         reason = "it is not supported"
     else:
         reason = _INVALID_FIELD.sub("", reason)

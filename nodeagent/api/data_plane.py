@@ -224,7 +224,7 @@ class DataPlaneServer:
             with child_span("admission") as waiting:
                 async with (
                     until_preempted(request, replica, reservation),
-                    seat(request, replica, estimate, reservation.item),
+                    seat(request, replica, estimate, reservation),
                     self._supervisor.awake.use(replica.spec.replica_id),
                     loaded_adapter(fetched, replica) as adapter,
                     engine_request(replica, is_suspect=is_suspect) as running,

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from time import monotonic
 from typing import Final
 
@@ -120,24 +120,29 @@ def _count_preempted(
     metrics.PREEMPTED_TOKENS.labels("output").inc(output_tokens)
 
 
-def seat(
+@asynccontextmanager
+async def seat(
     request: web.Request,
     replica: ManagedReplica,
     estimate: PrefillEstimate,
-    item: BatchItem | None,
-) -> AbstractAsyncContextManager[None]:
-    """Return the wait for a seat of the engine, which most engines need for generations only."""
+    reservation: TokenReservation,
+) -> AsyncIterator[None]:
+    """Wait for a seat of the engine, which most engines need for generations only."""
+    item = reservation.item
     if not needs_seat(request, replica):
         if item is not None:
             item.began_s = monotonic()
-        return nullcontext()
+        yield
+        return
     objective = first_token_objective(request, estimate.prefill_ms, monotonic())
-    return replica.seats.seat(
+    async with replica.seats.seat(
         request.headers.get(headers.CACHE_SALT, ""),
         objective,
         yields=item is not None or request.headers.get(headers.PRIORITY) == headers.PRIORITY_LOWEST,
         item=item,
-    )
+    ) as started:
+        reservation.on_first_token = started
+        yield
 
 
 def count_objective(request: web.Request, admitted_s: float, now_s: float) -> None:

@@ -265,6 +265,7 @@ class TokenReservation:
         "admitted_s",
         "generates_for",
         "item",
+        "on_first_token",
         "output_tokens",
         "pending_prefill_tokens",
         "prefill_ms",
@@ -295,6 +296,7 @@ class TokenReservation:
         self.prefill_ms = prefill_ms
         self.admitted_s = admitted_s
         self.item = item
+        self.on_first_token: Callable[[], None] = lambda: None
 
     @property
     def held_tokens(self) -> int:
@@ -316,6 +318,7 @@ class TokenReservation:
             self.set_prefill_elsewhere(False)
             self._is_prefilled = True
             self._admission._end_prefill(self, now_s)
+            self.on_first_token()
 
     def release(self, now_s: float = 0.0) -> None:
         """Release all tokens, whether the request finished, was cancelled or failed."""

@@ -2,13 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 
 from isochrone.ttft_order import TtftObjective
 from nodeagent.decide.preemption import BatchItem
-from nodeagent.decide.seats import SeatRequest, Seats
+from nodeagent.decide.seats import STARTED_AFTER_S, SeatRequest, Seats
 
 
 class EngineSeats:
@@ -30,8 +30,10 @@ class EngineSeats:
         *,
         yields: bool = False,
         item: BatchItem | None = None,
-    ) -> AsyncIterator[None]:
+    ) -> AsyncIterator[Callable[[], None]]:
         """Wait for a seat, and give it back at the end, or when the wait is cancelled.
+
+        Yields what the caller calls when the first token is there.
 
         `yields` says that the request has the lowest priority. `item` is set for an item of a
         batch, which gives the seat back as soon as it is preempted.
@@ -42,21 +44,33 @@ class EngineSeats:
         )
         if item is not None:
             item.on_preempt(partial(self._release, request))
-        preempted = self._seats.item_to_preempt(request)
+        preempted = self._seats.item_to_preempt(request, self._clock())
         if preempted is not None:
             preempted.preempt()
+        timer: asyncio.TimerHandle | None = None
         try:
             if not request.is_seated:
                 event = self._seated[request] = asyncio.Event()
                 await event.wait()
-            yield
+            started = partial(self._record_start, request)
+            delay_s = request.objective.prefill_s + STARTED_AFTER_S
+            timer = asyncio.get_running_loop().call_later(delay_s, started)
+            yield started
         finally:
+            if timer is not None:
+                timer.cancel()
             self._seated.pop(request, None)
             self._release(request)
 
     def _release(self, request: SeatRequest) -> None:
         """Give a seat back, and wake the requests that have one now."""
-        for following in self._seats.release(request, self._clock()):
+        self._wake(self._seats.release(request, self._clock()))
+
+    def _record_start(self, request: SeatRequest) -> None:
+        self._wake(self._seats.record_start(request, self._clock()))
+
+    def _wake(self, requests: Iterable[SeatRequest]) -> None:
+        for following in requests:
             event = self._seated.get(following)
             if event is not None:
                 event.set()

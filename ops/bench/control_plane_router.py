@@ -16,7 +16,7 @@ from isochrone.service.files import write_atomic
 from isochrone.service.identity import load_identity
 from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
-from ops.bench.large_table import BusyStall, StallWatch, peak_mib, resident_mib
+from ops.bench.stall_watch import BusyStall, StallWatch, peak_mib, resident_mib
 from router.app import open_router
 from router.config import RouterConfig
 

@@ -15,7 +15,9 @@ import argparse
 import asyncio
 import os
 import random
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -62,12 +64,13 @@ def formats(engines: Path, clients: int) -> dict[str, Format]:
     """Return the engines and formats that can run, by the name of their row."""
     published, q4_0 = engines / "smollm2-gguf" / "published", engines / "smollm2-gguf" / "q4_0"
     ours = {"sequences_max": str(clients), "draft_tokens_max": "0"}
-    exact = ours | {"quantisation": "int8"}
+    by_bytes = ours | {"quantisation": "int8"}
     every = {
         "embedded Q4_1": Format("embedded", published, ours),
         "embedded Q4_0": Format("embedded", q4_0, ours),
-        "embedded Q4_1 int8": Format("embedded", published, exact),
-        "embedded Q4_0 int8": Format("embedded", q4_0, exact),
+        "embedded Q4_1 int8": Format("embedded", published, by_bytes),
+        "embedded Q4_0 int8": Format("embedded", q4_0, by_bytes),
+        "embedded Q4_0 int8, KV fp8": Format("embedded", q4_0, by_bytes | {"kv_dtype": "fp8"}),
         "vLLM bf16": Format("vllm", engines / "smollm2", {"max_num_seqs": str(clients)}),
         "llama.cpp Q4_0": Format(
             "llama_cpp", q4_0, {"parallel": str(clients), "kv_unified": "false"}
@@ -152,6 +155,7 @@ async def compare(every: Mapping[str, Format], clients: int, rounds: int) -> Non
         for _ in range(rounds):
             for name, engine in engines.items():
                 seen[name].append(await one_round(engine, clients, draw))
+                print(name, seen[name][-1], file=sys.stderr, flush=True)
         print(table(seen))
 
 
@@ -193,6 +197,8 @@ def main() -> None:
     if missing := [name for name in arguments.engines if name not in found]:
         raise SystemExit(f"cannot run {', '.join(missing)}; there are {', '.join(found)}")
     every = {name: found[name] for name in arguments.engines}
+    # One that is stopped must end its engines, which outlive it otherwise.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         asyncio.run(compare(every, arguments.clients, arguments.rounds))
     except aiohttp.ClientError as error:

@@ -20,14 +20,17 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final
 
+import torch
 import xxhash
 
 from isochrone.service.identity import Authority, make_csr, new_key_pem
 from isochrone.service.shared_window import OwnedWindow, receive_window
 from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import PopId
+from nodeagent.engine.core.model_runner import ModelRunner
 
 BLOCK_BYTES: Final = 368_640
 RECORD_BYTES: Final = 256 * 1024
@@ -35,6 +38,12 @@ RECORD_BYTES: Final = 256 * 1024
 
 WINDOW_BYTES: Final = 16 * 1024 * 1024
 """As large as an engine's."""
+
+PART_BYTES: Final = 4 * 1024 * 1024
+"""What is copied off or onto the device at once."""
+
+SHAPE: Final = SimpleNamespace(layers=30, kv_heads=3, head_dim=64, window_tokens=None)
+"""The part of the demo's model that its KV depends on."""
 
 ROUNDS: Final = 5
 
@@ -112,6 +121,31 @@ class WindowPair:
             device[slot] = self._mapped[slot]
 
 
+class DeviceCopies:
+    """The KV of an engine on a CPU, and the engine's own copies off and onto it."""
+
+    def __init__(self, megabytes: int) -> None:
+        model: Any = SimpleNamespace(shape=SHAPE)
+        self._blocks = list(range(megabytes * 1_000_000 // BLOCK_BYTES))
+        self._runner = ModelRunner(model, len(self._blocks), "cpu", torch.bfloat16)
+        for pages in self._runner.kv_pages():
+            pages.fill_(1.0)
+        self._part_blocks = PART_BYTES // BLOCK_BYTES
+        self._part = self._runner.read_blocks(self._blocks[: self._part_blocks])
+
+    def read(self, *, into_new_memory: bool) -> None:
+        """Copy all blocks to the host, in parts as a transfer does."""
+        for start in range(0, len(self._blocks), self._part_blocks):
+            part = self._blocks[start : start + self._part_blocks]
+            self._runner.read_blocks(part, None if into_new_memory else self._part[: len(part)])
+
+    def write(self) -> None:
+        """Copy all blocks onto the device."""
+        for start in range(0, len(self._blocks), self._part_blocks):
+            part = self._blocks[start : start + self._part_blocks]
+            self._runner.write_blocks(part, self._part[: len(part)])
+
+
 class TlsPair:
     """Both ends of a TLS connection in memory, with keys as the nodes have them."""
 
@@ -159,11 +193,14 @@ def main() -> None:
     content = bytearray(os.urandom(megabytes * 1_000_000))
     with tempfile.TemporaryDirectory() as folder:
         tls = TlsPair(Path(folder))
-    window = WindowPair()
+    window, device = WindowPair(), DeviceCopies(megabytes)
     rows: dict[str, Callable[[], object]] = {
         "raw copy over loopback TCP, both ends": lambda: copy_over_loopback(content),
         f"TLS ({tls.cipher}), both ends, without the socket": lambda: tls.send(content),
         "a window, both ends: two copies and two checksums": lambda: window.move(content),
+        "off the device, into a window": lambda: device.read(into_new_memory=False),
+        "off the device, into new memory": lambda: device.read(into_new_memory=True),
+        "onto the device": device.write,
         "xxh3_128, one end": lambda: hash_all(content, lambda block: xxhash.xxh3_128_digest(block)),
         "SHA-256, one end": lambda: hash_all(content, lambda block: hashlib.sha256(block).digest()),
         "a chunk of a body without length, one relay": lambda: join_chunks(content),

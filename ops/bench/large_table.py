@@ -1,74 +1,80 @@
 """Send one router a route table with very many keys, and print what that costs.
 
     python -m ops.bench.large_table [--keys N] [--single-frame]
+    python -m ops.bench.large_table --keys 10000 --replicas 10000 --for 60
 
 A stand-in scheduler on loopback sends the table, then a delta of one key. The router runs in a
 process of its own with its real control link, table follower and loops. `--single-frame` sends the
 table as releases before table parts did: above 16 MiB it never arrives. A stall is the lateness of
 a task of the router's event loop that sleeps 2 ms again and again.
+
+With `--replicas`, the table also has so many replicas, on half as many nodes, whose names do not
+exist, of 1,000 deployments. The router probes them in vain for a while (`--for`). Then the
+scheduler ends the connection, and the next one sends the table of another term, which lacks every
+third replica.
 """
 
 import argparse
 import asyncio
-import gc
 import multiprocessing
-import os
-import resource
-import sys
 import tempfile
-import threading
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
+import uvloop
 from aiohttp import web
 
-from isochrone.service.event_loop_lag import call_location
 from isochrone.service.http_server import serve_http
 from isochrone.service.identity import Authority, Identity, make_csr, new_key_pem
+from isochrone.service.name_lookup import ServiceLoop
 from isochrone.wire import codec
 from isochrone.wire.control import Challenge, PeerRole, Welcome
-from isochrone.wire.ids import ClusterId, Epoch, Generation, KeyId, PopId, TenantId
-from isochrone.wire.routes import KeyEntry, KeyLimits, KeyTable, RouteDelta, RouteTable
+from isochrone.wire.ids import (
+    ClusterId,
+    DeploymentId,
+    Epoch,
+    Generation,
+    KeyId,
+    ModelId,
+    NodeId,
+    PopId,
+    ReplicaId,
+    TenantId,
+)
+from isochrone.wire.routes import (
+    DeploymentEntry,
+    KeyEntry,
+    KeyLimits,
+    KeyTable,
+    Route,
+    RouteDelta,
+    RouteTable,
+)
 from isochrone.wire.table_parts import split_table
+from ops.bench.stall_watch import TICK_S, BusyStall, Stall, StallWatch, peak_mib, resident_mib
 from router.app import RouterApp, open_router
 from router.config import RouterConfig
 
 CLUSTER: Final = ClusterId("c-bench")
-TICK_S: Final = 0.002
-SAMPLE_S: Final = 0.003
-SAMPLED_AFTER_S: Final = 0.008
-"""A tick that takes longer is sampled."""
-
+DEPLOYMENTS: Final = 1_000
+POPS: Final = 190
+AFTER_FAILOVER_S: Final = 5.0
 TIMEOUT_S: Final = 60.0
 GIVE_UP_S: Final = 15.0
 """A table that did not arrive by then, and after several connections, never does."""
 
 
-class Stall(NamedTuple):
-    """A stall in ms, and of it: the thread's CPU time, its wait for a processor, and collections.
+class FleetFigures(msgspec.Struct):
+    """The stalls with the most CPU time: while nodes are probed, and at a failover."""
 
-    What is left is waiting for another thread that holds the interpreter's lock, or for the kernel.
-    """
-
-    ms: float = 0.0
-    cpu_ms: float = 0.0
-    queued_ms: float = 0.0
-    gc_ms: float = 0.0
-
-
-class BusyStall(NamedTuple):
-    """The CPU time of the event loop between two ticks in ms, that of collections within it, and
-    the code location that was sampled most meanwhile."""
-
-    cpu_ms: float = 0.0
-    gc_ms: float = 0.0
-    location: str = ""
+    probing: BusyStall
+    failover: BusyStall
+    failover_s: float
 
 
 class RouterFigures(msgspec.Struct):
@@ -82,17 +88,47 @@ class RouterFigures(msgspec.Struct):
     persist_stall: Stall
     memory_mib: float
     peak_mib: float
+    fleet: FleetFigures | None = None
 
 
-def make_table(keys: int) -> RouteTable:
-    """Return a table with so many keys of 1,000 tenants."""
+def make_table(keys: int, replicas: int = 0) -> RouteTable:
+    """Return a table with so many keys of 1,000 tenants, and replicas of 1,000 deployments."""
     limits = [KeyLimits(requests_per_min=600 + n, tokens_per_min=1_000_000) for n in range(10)]
     return RouteTable(
         cluster_id=CLUSTER,
         generation=Generation(1),
         epoch=Epoch(1),
         keys=KeyTable.of(make_key(n, limits[n % 10]) for n in range(keys)),
+        routes=tuple(make_route(n) for n in range(replicas)),
+        deployments=tuple(
+            DeploymentEntry(
+                deployment_id=DeploymentId(f"d{n:04d}"),
+                name=f"m{n}",
+                model_id=ModelId(f"m{n}"),
+                context_tokens=8192,
+            )
+            for n in range(DEPLOYMENTS if replicas else 0)
+        ),
     )
+
+
+def make_route(number: int) -> Route:
+    """Return the route to one replica; its node's name does not exist."""
+    node = f"n{number // 2:05d}"
+    return Route(
+        replica_id=ReplicaId(f"r{number:05d}"),
+        deployment_id=DeploymentId(f"d{number % DEPLOYMENTS:04d}"),
+        version=1,
+        node_id=NodeId(node),
+        pop=PopId(f"p{number // 2 % POPS:03d}"),
+        address=f"http://{node}.invalid:1",
+    )
+
+
+def after_failover(table: RouteTable) -> RouteTable:
+    """Return the table of the next term, which lacks every third replica."""
+    kept = tuple(route for number, route in enumerate(table.routes) if number % 3)
+    return msgspec.structs.replace(table, generation=Generation(3), epoch=Epoch(2), routes=kept)
 
 
 def make_key(number: int, limits: KeyLimits) -> KeyEntry:
@@ -136,6 +172,7 @@ class TableSender:
         self.connections = 0
         self.encode_s = 0.0
         self.delta = asyncio.Event()
+        self.failover = asyncio.Event()
 
     @property
     def bytes(self) -> int:
@@ -161,8 +198,11 @@ class TableSender:
         self.connections += 1
         await socket.send_bytes(codec.encode(Welcome(cluster_id=CLUSTER, epoch=Epoch(1))))
         reading = asyncio.ensure_future(read_all(socket))
+        frames: Iterable[bytes] = self._frames
+        if self.failover.is_set():
+            frames = split_table(after_failover(self._table))
         with suppress(ConnectionError):
-            for frame in self._frames:
+            for frame in frames:
                 await socket.send_bytes(frame)
             await self.delta.wait()
             key = make_key(len(self._table.keys), KeyLimits())
@@ -173,7 +213,10 @@ class TableSender:
                 epoch=Epoch(1),
                 keys_set=(key,),
             )
-            await socket.send_bytes(codec.encode(delta))
+            if not self.failover.is_set():
+                await socket.send_bytes(codec.encode(delta))
+                await self.failover.wait()
+                await socket.close()
             await reading
         reading.cancel()
         return socket
@@ -185,85 +228,10 @@ async def read_all(socket: web.WebSocketResponse) -> None:
         pass
 
 
-class StallWatch:
-    """Records the longest stall of the event loop since the last reading.
-
-    The CPU time of the loop's thread between two ticks is caused by the process itself; the rest is
-    waiting for a processor or for another thread.
-    """
-
-    def __init__(self) -> None:
-        self._longest = Stall()
-        self._busiest = BusyStall()
-        self._gc_s = self._gc_began_s = 0.0
-        self._began_s = float("inf")
-        self._seen: Counter[str] = Counter()
-        self._ended = threading.Event()
-
-    async def run(self) -> None:
-        """Watch until cancelled."""
-        gc.callbacks.append(self._note_collection)
-        schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-        arguments = (threading.get_ident(),)
-        threading.Thread(target=self._sample, args=arguments, daemon=True).start()
-        try:
-            while True:
-                began = time.monotonic(), time.thread_time(), _queued_s(schedstat), self._gc_s
-                self._began_s = began[0]
-                await asyncio.sleep(TICK_S)
-                self._began_s = float("inf")
-                ended = time.monotonic(), time.thread_time(), _queued_s(schedstat), self._gc_s
-                took = [1000 * (end - start) for start, end in zip(began, ended, strict=True)]
-                stall = Stall(took[0] - 1000 * TICK_S, *took[1:])
-                self._longest = max(self._longest, stall)
-                seen, self._seen = self._seen, Counter()
-                if stall.cpu_ms > self._busiest.cpu_ms:
-                    location = seen.most_common(1)[0][0] if seen else ""
-                    self._busiest = BusyStall(stall.cpu_ms, stall.gc_ms, location)
-        finally:
-            self._ended.set()
-            os.close(schedstat)
-            gc.callbacks.remove(self._note_collection)
-
-    def _sample(self, loop_thread: int) -> None:
-        """Note in a thread what the event loop is in the middle of, while it stalls."""
-        while not self._ended.wait(SAMPLE_S):
-            if time.monotonic() - self._began_s > SAMPLED_AFTER_S:
-                frame = sys._current_frames().get(loop_thread)
-                if frame is not None:
-                    self._seen[call_location(frame)] += 1
-                del frame
-
-    def take(self) -> Stall:
-        """Return the longest stall since the last call."""
-        longest, self._longest = self._longest, Stall()
-        return longest
-
-    def take_ms(self) -> float:
-        """Return the longest stall in ms since the last call."""
-        return self.take().ms
-
-    def take_busiest(self) -> "BusyStall":
-        """Return the stall with the most CPU time since the last call."""
-        busiest, self._busiest = self._busiest, BusyStall()
-        return busiest
-
-    def _note_collection(self, phase: str, info: object) -> None:
-        if phase == "start":
-            self._gc_began_s = time.thread_time()
-        else:
-            self._gc_s += time.thread_time() - self._gc_began_s
-
-
-def _queued_s(schedstat: int) -> float:
-    """Return for how long the thread has waited for a processor."""
-    return int(os.pread(schedstat, 100, 0).split()[1]) / 1e9
-
-
 async def run_router(
-    folder: Path, identity: Identity, port: int, ask_for_delta: Callable[[], None]
+    folder: Path, identity: Identity, port: int, for_s: float, ask: Callable[[str], None]
 ) -> RouterFigures:
-    """Run a router until it has the table and the delta; measure."""
+    """Run a router until it has the table and the delta; measure. `ask` asks the scheduler."""
     config = RouterConfig(
         state_folder=folder / "state",
         schedulers=(f"http://127.0.0.1:{port}",),
@@ -285,7 +253,7 @@ async def run_router(
         persist_stall = watch.take()
         memory_mib = resident_mib() - before_mib
         began = time.monotonic()
-        ask_for_delta()
+        ask("delta")
         await until_generation(app, 2)
         delta_s = time.monotonic() - began
         await asyncio.sleep(0.1)
@@ -299,8 +267,25 @@ async def run_router(
             memory_mib=memory_mib,
             peak_mib=peak_mib(),
         )
+        if for_s:
+            figures.fleet = await watch_fleet(app, watch, for_s, ask)
         watching.cancel()
     return figures
+
+
+async def watch_fleet(
+    app: RouterApp, watch: StallWatch, for_s: float, ask: Callable[[str], None]
+) -> FleetFigures:
+    """Let the router probe its nodes for a while, then have it follow another scheduler's term."""
+    watch.take_busiest()
+    await asyncio.sleep(for_s)
+    probing = watch.take_busiest()
+    began = time.monotonic()
+    ask("failover")
+    await until_generation(app, 3)
+    failover_s = time.monotonic() - began
+    await asyncio.sleep(AFTER_FAILOVER_S)
+    return FleetFigures(probing, watch.take_busiest(), failover_s)
 
 
 async def until_generation(app: RouterApp, generation: int) -> None:
@@ -309,22 +294,10 @@ async def until_generation(app: RouterApp, generation: int) -> None:
         await asyncio.sleep(TICK_S)
 
 
-def resident_mib() -> float:
-    """Return this process's resident memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20
-
-
-def peak_mib() -> float:
-    """Return the most memory that this process ever had; getrusage includes its parent's."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
-
-
-def router_process(folder: Path, identity: Identity, port: int, pipe: object) -> None:
+def router_process(folder: Path, identity: Identity, port: int, for_s: float, pipe: object) -> None:
     """Run a router in this process; send the figures through `pipe`."""
     send = pipe.send  # type: ignore[attr-defined]
-    send(asyncio.run(run_router(folder, identity, port, lambda: send("delta"))))
+    send(uvloop.run(run_router(folder, identity, port, for_s, send), loop_factory=ServiceLoop))
 
 
 @asynccontextmanager
@@ -340,9 +313,9 @@ async def a_sender(
         yield sender, port
 
 
-async def measure(keys: int, *, is_single_frame: bool) -> None:
+async def measure(keys: int, replicas: int, for_s: float, *, is_single_frame: bool) -> None:
     """Run the benchmark and print its figures."""
-    table = make_table(keys)
+    table = make_table(keys, replicas)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     with tempfile.TemporaryDirectory() as name:
@@ -351,7 +324,7 @@ async def measure(keys: int, *, is_single_frame: bool) -> None:
             print(
                 f"{keys} keys: {sender.bytes / 2**20:.0f} MiB, encoded in {sender.encode_s:.2f} s"
             )
-            arguments = (folder, new_identity(folder), port, theirs)
+            arguments = (folder, new_identity(folder), port, for_s, theirs)
             process = context.Process(target=router_process, args=arguments, daemon=True)
             process.start()
             try:
@@ -371,7 +344,11 @@ async def report(pipe: object, sender: TableSender, *, is_single_frame: bool) ->
         return
     assert await asyncio.to_thread(receive) == "delta"
     sender.delta.set()
-    figures: RouterFigures = await asyncio.to_thread(receive)
+    answer = await asyncio.to_thread(receive)
+    if answer == "failover":
+        sender.failover.set()
+        answer = await asyncio.to_thread(receive)
+    figures: RouterFigures = answer
     print(
         f"router: {figures.keys} keys, table in {figures.table_s:.2f} s, "
         f"delta of one key in {1000 * figures.delta_s:.0f} ms, memory +{figures.memory_mib:.0f} MiB"
@@ -385,6 +362,14 @@ async def report(pipe: object, sender: TableSender, *, is_single_frame: bool) ->
     ):
         parts = f"{stall.cpu_ms:.0f} / {stall.queued_ms:.0f} / {stall.gc_ms:.0f} ms"
         print(f"  {name}: {stall.ms:.0f} ms, {parts}")
+    if figures.fleet is not None:
+        print("the most CPU time of the event loop in one, of it garbage collection, and where")
+        for name, busy in (
+            ("while nodes are probed in vain", figures.fleet.probing),
+            (f"with a failover, followed in {figures.fleet.failover_s:.1f} s",
+             figures.fleet.failover),
+        ):  # fmt: skip
+            print(f"  {name}: {busy.cpu_ms:.0f}, {busy.gc_ms:.0f} ms, {busy.location}")
     print(f"{sender.connections} connections")
 
 
@@ -393,8 +378,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keys", type=int, default=1_000_000)
     parser.add_argument("--single-frame", action="store_true")
-    arguments = parser.parse_args()
-    asyncio.run(measure(arguments.keys, is_single_frame=arguments.single_frame))
+    parser.add_argument("--replicas", type=int, default=0)
+    parser.add_argument("--for", dest="seconds", type=float, default=60.0)
+    given = parser.parse_args()
+    for_s = given.seconds if given.replicas else 0.0
+    asyncio.run(measure(given.keys, given.replicas, for_s, is_single_frame=given.single_frame))
 
 
 if __name__ == "__main__":

@@ -77,7 +77,6 @@ control_host = "{SCHEDULER_HOST}"
 control_port = {CONTROL_PORT}
 batch_folder = "{state}/batches"
 place_interval_s = 2.0
-batch_folder = "{state}/files"
 """
 
 

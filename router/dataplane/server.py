@@ -42,7 +42,6 @@ LINGER_S: Final = 1.0
 ABORT_TIMEOUT_S: Final = 5.0
 """How long the event loop may take to report aborted connections as lost."""
 
-
 Handler = Callable[[HttpRequest, "ClientConnection"], Awaitable[None]]
 EncodeError = Callable[[ApiError, HttpRequest], HttpResponse]
 """Encodes a response. A request that was not read whole has what arrived of it."""

@@ -24,6 +24,13 @@ BODY_BYTES_MAX: Final = 16 * 1024 * 1024
 BODY_TIMEOUT_S: Final = 30.0
 INPUT_EXPIRES_S: Final = 2 * 86_400
 PURPOSE: Final = "batch"
+_COUNTS: Final = {
+    "prompt_tokens": "input_tokens",
+    "completion_tokens": "output_tokens",
+    "total_tokens": "total_tokens",
+}
+"""The counts of a result's usage, and their names in the results of Responses."""
+
 _STATUS: Final = {"validating": "queued", "in_progress": "running", "finalizing": "running"}
 
 
@@ -86,7 +93,7 @@ class QueuedRuns:
     def _results(self, batch: StoredBatch) -> bytes:
         """Return the results of a batch that has ended, in the order of its requests."""
         responses: list[dict[str, Any]] = []
-        usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0)
+        usage = dict.fromkeys(_COUNTS, 0)
         for file_id in (batch.output_file_id, batch.error_file_id):
             if file_id is None:
                 continue
@@ -96,8 +103,8 @@ class QueuedRuns:
                         response = run_response(line)
                         responses.append(response)
                         counted = (response.get("result") or {}).get("usage") or {}
-                        for name in usage:
-                            usage[name] += counted.get(name) or 0
+                        for name, other in _COUNTS.items():
+                            usage[name] += counted.get(name) or counted.get(other) or 0
             except FileNotFoundError:
                 message = "cannot return the results: they were deleted"
                 raise ApiError(ErrorCode.NOT_FOUND, message) from None

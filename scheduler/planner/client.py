@@ -13,6 +13,8 @@ from typing import Final, TypeVar, cast
 
 import msgspec
 
+from isochrone.service.tracing.recorder import child_span
+from isochrone.service.tracing.spans import SpanKind
 from isochrone.wire.ids import DeploymentId, Epoch
 from scheduler.decide.cluster import PlacementPlan
 from scheduler.decide.membership import NodeContact
@@ -90,6 +92,10 @@ class PlannerClient:
 
     async def _ask(self, question: PlannerQuestion, answer_type: type[ReplyT]) -> ReplyT:
         """Send a question and return the answer; raise PlannerFailed if there is none."""
+        with child_span("planner", SpanKind.CLIENT):
+            return await self._answer(question, answer_type)
+
+    async def _answer(self, question: PlannerQuestion, answer_type: type[ReplyT]) -> ReplyT:
         process = await self._ensure_started()
         assert process.stdin is not None
         number = next(self._numbers)

@@ -5,6 +5,7 @@ they are packed by our own kernels, and else drops them and loads the model agai
 """
 
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from tests.engines.conftest import a_chat_spec
 from tests.engines.quantised_model import CONFIGS, write_quantised
 from tests.engines.real_engines import MODEL, ask, running_engine, user
 
+KINDS: Final = tuple((method, "auto") for method in CONFIGS)
 pytestmark = [
     pytest.mark.skipif(
         not (MODEL / "config.json").exists(), reason=f"no {MODEL}: run `make test-engines`"
@@ -27,8 +29,9 @@ def resident_bytes(engine: EngineProcess) -> int:
     return DeviceReader(0, open_nvml=lambda: None).used_by(engine.pid, (CPU,))
 
 
-@pytest.mark.parametrize("quantisation", ["auto", "none"])
-@pytest.mark.parametrize("weights", ["floats", *CONFIGS])
+@pytest.mark.parametrize(
+    ("weights", "quantisation"), [("floats", "auto"), ("floats", "none"), *KINDS]
+)
 async def test_a_model_that_slept_answers_as_before(
     weights: str, quantisation: str, tmp_path: Path
 ) -> None:

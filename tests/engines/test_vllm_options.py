@@ -40,13 +40,13 @@ KV_TRANSFER: Final = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_b
 KV_EVENTS: Final = {"enable_kv_cache_events": True, "endpoint": "ipc:///run/kv"}
 
 
-def arguments(group: ReplicaGroup | None, options: Mapping[str, str] = {}) -> list[str]:
-    """Return the arguments that the driver gives to `vllm serve`, for two GPUs on each node."""
+def a_launch(group: ReplicaGroup | None = None, options: Mapping[str, str] = {}) -> EngineLaunch:
+    """Return the inputs of a start on two GPUs of each node."""
     gpus = (DeviceId("gpu0"), DeviceId("gpu1"))
     engine = EngineSettings(
         driver="vllm", options=dict(options), kv_memory_bytes=8 * GIB, devices=2
     )
-    launch = EngineLaunch(
+    return EngineLaunch(
         spec=a_spec(name="m", engine=engine, device_ids=gpus, group=group, memory_bytes=20 * GIB),
         model_path=Path("/models/x"),
         folder=Path("/run/r1"),
@@ -54,7 +54,11 @@ def arguments(group: ReplicaGroup | None, options: Mapping[str, str] = {}) -> li
         threads=2,
         memory=DeviceMemory(total_bytes=80 * GIB, free_bytes=70 * GIB),
     )
-    return list(DRIVERS["vllm"].command(launch).arguments[2:])
+
+
+def arguments(group: ReplicaGroup | None, options: Mapping[str, str] = {}) -> list[str]:
+    """Return the arguments that the driver gives to `vllm serve`."""
+    return list(DRIVERS["vllm"].command(a_launch(group, options)).arguments[2:])
 
 
 def parse(lines: list[list[str]]) -> dict[str, Any]:

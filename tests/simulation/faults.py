@@ -45,7 +45,11 @@ class Nemesis:
         self.profile = Profile(*(self.rng.random() < share for share in (0.6, 0.25, 0.3)))
         if only:
             lost = {"kill_engine", "break_engines", "lose_power", "destroy"}
-            self.profile = Profile(bool(lost & set(only)), "restore" in only, "jump" in only)
+            self.profile = Profile(
+                bool(lost & set(only)),
+                bool({"restore", "take_over"} & set(only)),
+                "jump" in only,
+            )
         self._only = frozenset(only)
         self.is_over = False
         self.has_restored = False
@@ -98,6 +102,7 @@ class Nemesis:
             "lose_power": self.profile.loses_engines,
             "destroy": self.profile.loses_engines,
             "restore": self.profile.restores,
+            "take_over": self.profile.restores,
             "jump": self.profile.jumps,
         }
         return fault.name in self._only if self._only else needed.get(fault.name, True)
@@ -294,6 +299,24 @@ async def _restore(nemesis: Nemesis) -> None:
     await nemesis.restore()
 
 
+async def _take_over(nemesis: Nemesis) -> None:
+    """Restore a backup while no node reaches a scheduler, and crash the one that has noticed."""
+    world, rng = nemesis.world, nemesis.rng
+    nemesis.keep_backup()
+    await asyncio.sleep(nemesis.a_while(30.0))
+    pairs = [pair for s in ("a", "b") for n in world.nodes for pair in ((s, n), (n, s))]
+    cutting = asyncio.create_task(nemesis.cut(pairs, 45.0))
+    try:
+        await nemesis.restore()
+        await asyncio.sleep(rng.uniform(4.0, 16.0))
+        acting = world.acting()
+        if acting is not None:
+            await nemesis.crash(acting, 30.0)
+        await cutting
+    finally:
+        cutting.cancel()
+
+
 async def _jump(nemesis: Nemesis) -> None:
     world = nemesis.world
     jump_s = nemesis.rng.choice(JUMPS_S)
@@ -336,6 +359,7 @@ FAULTS: Final = (
     Fault("lose_power", 2, _lose_power),
     Fault("destroy", 2, _destroy),
     Fault("restore", 5, _restore),
+    Fault("take_over", 1, _take_over),
     Fault("jump", 5, _jump),
     Fault("operate", 6, _operate),
 )

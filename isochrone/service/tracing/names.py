@@ -30,6 +30,7 @@ POP: Final = "isochrone.pop"
 ROUTER_POP: Final = "isochrone.router.pop"
 NODE: Final = "isochrone.node"
 REPLICA: Final = "isochrone.replica"
+SCHEDULER: Final = "isochrone.scheduler"
 
 # The router's decisions.
 OUTCOME: Final = "isochrone.outcome"

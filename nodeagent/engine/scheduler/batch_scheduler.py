@@ -14,7 +14,10 @@ sequence whose first token is due first is served first.
 Rule 4: a step verifies drafts only if no prompt waits and enough blocks are free.
 Rule 5: a request with several answers is admitted as a whole: its first sequence computes the
 prompt, and the slots of its forks are reserved until they start.
-Rule 6: with several batches in flight each has an even part of the decodes. Batches are computed in
+Rule 6: sequences of the lowest priority (items of batches) take no part in a step that computes
+prompts of others, and steps that compute only their prompts are short: the next prompt of others
+has to wait for one.
+Rule 7: with several batches in flight each has an even part of the decodes. Batches are computed in
 the order in which they began, so that KV counts as computed for every batch that begins later: the
 next chunk of a prompt need not wait for the one before.
 
@@ -28,7 +31,7 @@ from typing import Final
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.kvcache.swap_or_recompute import SwapOrRecompute
 from nodeagent.engine.scheduler.batch import Batch, BatchChunk, StepLimits
-from nodeagent.engine.scheduler.decode import schedule_decodes
+from nodeagent.engine.scheduler.decode import decodes_of_others, schedule_decodes
 from nodeagent.engine.scheduler.fair_queue import VirtualClock
 from nodeagent.engine.scheduler.pipeline_depth import PipelineDepth
 from nodeagent.engine.scheduler.prefill import (
@@ -37,7 +40,7 @@ from nodeagent.engine.scheduler.prefill import (
     continue_prefills,
     prompts_before_decodes,
 )
-from nodeagent.engine.scheduler.prefill_budget import PrefillBudget
+from nodeagent.engine.scheduler.prefill_budget import SHORT_STEP_SHARE, PrefillBudget
 from nodeagent.engine.scheduler.run_queues import RunQueues
 from nodeagent.engine.scheduler.sequence import Sequence
 from nodeagent.engine.scheduler.sequence_blocks import SequenceBlocks
@@ -130,13 +133,6 @@ class BatchScheduler:
         decodes, verifies = schedule_decodes(
             self.queues, self._decodes_per_batch(), may_draft=self.may_draft
         )
-        prompt_tokens = self.prefill_budget.prompt_tokens_allowed(
-            len(decodes),
-            self.limits.batch_tokens_max - len(decodes),
-            short_step_of=(
-                self.queues.pending_prompt_tokens if now_s < self._short_steps_until_s else None
-            ),
-        )
         token_s = self.prefill_budget.prefill_token_s
         # A sequence that the decodes just preempted would be admitted only to be preempted again.
         has_memory = self.queues.preemptions == preemptions
@@ -145,10 +141,18 @@ class BatchScheduler:
         if first:
             decodes, verifies = [], []
             self._short_steps_until_s = now_s + SHORT_STEPS_S
-        prefills = first or continue_prefills(self.queues, prompt_tokens, admitted)
-        if has_memory and not first:
-            prompt_tokens -= sum(chunk.tokens for chunk in prefills)
-            admit_waiting(self.queues, decodes, prefills, prompt_tokens, token_s)
+        prefills = first
+        has_yielding = any(sequence.yields for sequence in (*self.running, *self.waiting))
+        if has_yielding and not first:
+            tokens = self._prompt_tokens(decodes_of_others(decodes), now_s)
+            prefills = self._prompts(
+                tokens, decodes, admitted, may_admit=has_memory, of_others=True
+            )
+            if prefills:
+                decodes, verifies = decodes_of_others(decodes), decodes_of_others(verifies)
+        if not prefills:
+            tokens = self._prompt_tokens(decodes, now_s, is_short=has_yielding)
+            prefills = self._prompts(tokens, decodes, admitted, may_admit=has_memory)
         moves = self.blocks.take_moves()
         return Batch(
             decodes=tuple(decodes),
@@ -187,6 +191,37 @@ class BatchScheduler:
     def reserve_drafts(self, sequence: Sequence, drafts: int) -> int:
         """Allocate blocks for `drafts` draft tokens if many are free; return how many fit."""
         return self.blocks.reserve_drafts(sequence, drafts, len(self.running))
+
+    def _prompt_tokens(self, decodes: Sized, now_s: float, *, is_short: bool = False) -> int:
+        """Return how many prompt tokens a step with these decodes may compute."""
+        tokens_max = self.limits.batch_tokens_max - len(decodes)
+        if is_short:
+            tokens_max = self.prefill_budget.prompt_tokens_alone(tokens_max, SHORT_STEP_SHARE)
+        return self.prefill_budget.prompt_tokens_allowed(
+            len(decodes),
+            tokens_max,
+            short_step_of=(
+                self.queues.pending_prompt_tokens if now_s < self._short_steps_until_s else None
+            ),
+        )
+
+    def _prompts(
+        self,
+        tokens: int,
+        decodes: list[BatchChunk],
+        admitted: Container[Sequence],
+        *,
+        may_admit: bool,
+        of_others: bool = False,
+    ) -> list[BatchChunk]:
+        """Return the prompt chunks of a step, `tokens` at most; only those that do not yield if
+        they are to be `of_others`. The chunks of preempted sequences are removed from `decodes`."""
+        prefills = continue_prefills(self.queues, tokens, admitted, of_others=of_others)
+        if may_admit:
+            tokens -= sum(chunk.tokens for chunk in prefills)
+            token_s = self.prefill_budget.prefill_token_s
+            admit_waiting(self.queues, decodes, prefills, tokens, token_s, of_others=of_others)
+        return prefills
 
     def _prompts_before_decodes(self, decodes: Sized) -> list[BatchChunk]:
         """Return the prompts that go before `decodes`; none if the last step had such prompts."""

@@ -38,6 +38,11 @@ def schedule_decodes(queues: RunQueues, sequences_max: int, *, may_draft: bool) 
     return Decodes(sorted(plain, key=_context_tokens), with_drafts)
 
 
+def decodes_of_others(decodes: list[BatchChunk]) -> list[BatchChunk]:
+    """Return those decodes that do not yield to prompts."""
+    return [chunk for chunk in decodes if not chunk.sequence.yields]
+
+
 def _reserve_next_token(queues: RunQueues, sequence: Sequence) -> bool:
     """Reserve the next token of `sequence`, preempting others; False if it was preempted itself."""
     while not queues.blocks.reserve_next_token(sequence):

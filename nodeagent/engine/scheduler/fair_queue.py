@@ -19,6 +19,9 @@ from typing import Final
 from isochrone.ttft_order import NO_OBJECTIVE, TtftObjective
 
 PRIORITY_MAX: Final = 100
+PRIORITY_LOWEST: Final = 0
+"""The priority of items of batches and of flexible requests."""
+
 _PRIORITY_DEFAULT: Final = 50
 _TOKENS_PER_PRIORITY: Final = 1000
 _OUTPUT_TOKENS_CHARGED_MAX: Final = 256

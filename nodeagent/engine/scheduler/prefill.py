@@ -15,9 +15,15 @@ from nodeagent.engine.scheduler.sequence import Sequence, queue_order, sequence_
 
 
 def continue_prefills(
-    queues: RunQueues, tokens_max: int, admitted: Container[Sequence] = ()
+    queues: RunQueues,
+    tokens_max: int,
+    admitted: Container[Sequence] = (),
+    *,
+    of_others: bool = False,
 ) -> list[BatchChunk]:
     """Return the next chunks of the running prompts, `tokens_max` tokens in all at most.
+
+    With `of_others` only of those that do not yield.
 
     `admitted` are those that this step has admitted. Of these only the last token may be pending.
     Tenants share the tokens equally; the part that one does not need goes to the others. The
@@ -25,6 +31,8 @@ def continue_prefills(
     """
     by_tenant: dict[bytes, list[Sequence]] = {}
     for sequence in queues.running:
+        if of_others and sequence.yields:
+            continue
         if sequence in admitted or (sequence.pending_tokens and not sequence.is_decoding):
             by_tenant.setdefault(sequence.scheduling.tenant, []).append(sequence)
     pending = [
@@ -100,14 +108,20 @@ def admit_waiting(
     prefills: list[BatchChunk],
     tokens_max: int,
     prefill_token_s: float,
+    *,
+    of_others: bool = False,
 ) -> None:
     """Admit waiting sequences in queue order, and append their first chunks to `prefills`.
+
+    With `of_others` only those that do not yield.
 
     `tokens_max` is the remaining part of the step's prompt tokens. The chunks of a sequence that is
     preempted are removed from `decodes` and `prefills`, and their tokens are available again.
     """
-    while tokens_max and queues.waiting:
-        sequence = queues.waiting[0]
+    while tokens_max:
+        sequence = next((s for s in queues.waiting if not (of_others and s.yields)), None)
+        if sequence is None:
+            break
         if _admit(queues, sequence, prefill_token_s):
             tokens_max -= _add_chunk(prefills, sequence, tokens_max)
             continue

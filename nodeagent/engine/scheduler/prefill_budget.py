@@ -78,11 +78,15 @@ class PrefillBudget:
         fitting = max(left_s / self._prefill_token_s, BLOCK_TOKENS)
         return tokens_max if fitting >= tokens_max else int(fitting)
 
-    def prompt_tokens_alone(self, tokens_max: int) -> int:
-        """Return how many prompt tokens, at most `tokens_max`, a step without decodes may have."""
+    def prompt_tokens_alone(self, tokens_max: int, share: float = 1.0) -> int:
+        """Return how many prompt tokens, at most `tokens_max`, a step without decodes may have.
+
+        It takes at most this share of the interval.
+        """
         if not self._prefill_token_s:
             return tokens_max
-        return int(min(tokens_max, max(self.interval_s / self._prefill_token_s, BLOCK_TOKENS)))
+        fitting = share * self.interval_s / self._prefill_token_s
+        return int(min(tokens_max, max(fitting, BLOCK_TOKENS)))
 
 
 def _updated(estimate: float, measured: float) -> float:

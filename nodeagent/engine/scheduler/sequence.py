@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
-from nodeagent.engine.scheduler.fair_queue import SchedulingParams
+from nodeagent.engine.scheduler.fair_queue import PRIORITY_LOWEST, SchedulingParams
 
 
 class FinishReason(StrEnum):
@@ -93,6 +93,11 @@ class Sequence:
     def remaining_tokens(self) -> int:
         """Tokens that may still be generated."""
         return self.stop_conditions.tokens_max - self.output_tokens
+
+    @property
+    def yields(self) -> bool:
+        """True if it has the lowest priority: it gives way to the prompts of all others."""
+        return self.scheduling.priority <= PRIORITY_LOWEST
 
     @property
     def is_decoding(self) -> bool:

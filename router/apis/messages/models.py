@@ -1,8 +1,9 @@
 """The list of models as Anthropic's API returns it. Pure."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
+from urllib.parse import parse_qs
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.routes import DeploymentEntry
@@ -32,14 +33,17 @@ def model_info(entry: DeploymentEntry, now_unix_s: float) -> dict[str, Any]:
 
 def models_page(
     chats: Sequence[DeploymentEntry],
-    query: Mapping[str, str],
-    lifecycles: Collection[str],
+    query_string: str,
     now_unix_s: float,
 ) -> dict[str, Any]:
-    """Return a page of the chat models of these lifecycles: of LIFECYCLES_DEFAULT if it is empty.
+    """Return a page of chat models.
 
-    `query` has `limit`, `after_id` and `before_id`. Raises ApiError 400.
+    The query has `limit`, `after_id`, `before_id` and `lifecycle`, a list that SDKs send with
+    brackets. Raises ApiError 400.
     """
+    given = parse_qs(query_string, keep_blank_values=True)
+    query = {name: values[0] for name, values in given.items()}
+    lifecycles = [*given.get("lifecycle", ()), *given.get("lifecycle[]", ())]
     for lifecycle in lifecycles:
         if lifecycle not in LIFECYCLES:
             message = f"cannot use 'lifecycle' {lifecycle[:20]!r}: use {', '.join(LIFECYCLES)}"

@@ -32,7 +32,8 @@ NO_TABLE: Final = (
 
 ROUTES: Final = (
     f"POST {', '.join((*DECODERS, *MEDIA_ROUTES, MODERATIONS_PATH))}, /v1/responses,"
-    " /v1/messages and /ai/run/{model}, and GET /v1/models"
+    " /v1/conversations, /v1/files, /v1/batches, /v1/messages and /ai/run/{model}, and GET"
+    " /v1/models; GET /openapi.json describes them all"
 )
 
 
@@ -52,10 +53,7 @@ def auxiliary_app(
         allowed = [entry for entry in fleet.directory.deployments if may_use(key, entry.name)]
         if headers.ANTHROPIC_VERSION in request.headers:
             chats = [entry for entry in allowed if entry.kind == "chat"]
-            query = request.query
-            # Its SDKs send a list with brackets.
-            lifecycles = [*query.getall("lifecycle", ()), *query.getall("lifecycle[]", ())]
-            return json_response(models_page(chats, query, lifecycles, surface.unix_clock()))
+            return json_response(models_page(chats, request.query_string, surface.unix_clock()))
         return json_response({"object": "list", "data": [model_body(entry) for entry in allowed]})
 
     async def show_model(request: web.Request) -> web.Response:

@@ -57,6 +57,7 @@ from router.decide.authentication import AuthenticationCache, may_use
 from router.decide.prefix_index import BLOCK_BYTES, NO_KEYS, PrefixKeys, prefix_keys
 from router.fleet_state import FleetState
 from router.inference_request import InferenceRequest
+from router.proxy_headers import deprecation_headers
 
 DECODERS: Final[dict[str, "msgspec.json.Decoder[Any]"]] = {
     CHAT_PATH: CHAT,
@@ -282,7 +283,7 @@ def _refuse_retired(deployment: DeploymentEntry, now_unix_s: float) -> None:
         ErrorCode.MODEL_RETIRED,
         f"Model has been deprecated: {deployment.name!r} was retired on {day}; {instead}",
         param="model",
-        headers={"deprecation": f"@{deprecation.announced_at}"},
+        headers=deprecation_headers(deprecation),
     )
 
 

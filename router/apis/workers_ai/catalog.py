@@ -34,6 +34,7 @@ class _GeneratedText(msgspec.Struct):
     response: str | dict[str, Any]
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    finish_reason: str | None = None
     usage: dict[str, Any] | None = None
 
 

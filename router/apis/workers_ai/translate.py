@@ -287,6 +287,9 @@ def result_of(body: bytes, *, is_json: bool = False) -> dict[str, Any]:
         result["reasoning_content"] = reasoning
     if message.get("tool_calls"):
         result["tool_calls"] = [_run_tool_call(call["function"]) for call in message["tool_calls"]]
+    if choice.get("finish_reason"):
+        # The provider of the AI SDK tells by it that an answer was cut off, or calls tools.
+        result["finish_reason"] = choice["finish_reason"]
     if answer.get("usage"):
         result["usage"] = answer["usage"]
     return result

@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, PopId, ReplicaId
 from isochrone.wire.model import AUTO_ROLES, UNIFIED_ROLES, Deployment, PlacementPolicy
 from isochrone.wire.report import ReplicaState
@@ -95,16 +96,18 @@ def _new_version(deployment: Deployment, rollout: Rollout, cluster: ClusterState
     same PoPs."""
     policy, step = deployment.policy, rollout.current
     nodes = {node.node_id: node.pop for node in cluster.nodes}
-    warm_pops = {
-        nodes[placement.node_id]
+    old = [
+        placement
         for placement in cluster.placements
         if placement.deployment_id == deployment.deployment_id
         and placement.version == rollout.from_version
         and placement.state is ReplicaState.WARM
         and placement.node_id in nodes
-    }
+    ]
+    warm_pops = {nodes[placement.node_id] for placement in old}
     pops = warm_pops & set(step.pops) or warm_pops
-    fewest = min(_fewest_replicas(policy), policy.replicas_max)
+    has_prefill = any(placement.role is Role.PREFILL for placement in old)
+    fewest = min(_fewest_replicas(policy, has_prefill), policy.replicas_max)
     replicas_min = max(fewest, ceil(step.share * policy.replicas_min))
     return msgspec.structs.replace(
         deployment,
@@ -123,13 +126,16 @@ def _new_version(deployment: Deployment, rollout: Rollout, cluster: ClusterState
     )
 
 
-def _fewest_replicas(policy: PlacementPolicy) -> int:
+def _fewest_replicas(policy: PlacementPolicy, has_prefill: bool) -> int:
     """Return how many replicas a version needs, to be compared with the other one.
 
     With a ratio of roles it needs one of each: a lone replica is slower than a pair, and an engine
-    that keeps its role does not answer without the other.
+    that keeps its role does not answer without the other. With `auto` it does if the old version
+    `has_prefill` replicas.
     """
-    has_ratio = policy.roles not in (UNIFIED_ROLES, AUTO_ROLES) or policy.prefill_share > 0
+    if policy.roles == AUTO_ROLES and not has_prefill:
+        return 1
+    has_ratio = policy.roles != UNIFIED_ROLES or policy.prefill_share > 0
     return 2 if has_ratio else 1
 
 

@@ -159,6 +159,13 @@ async def test_errors_raise_the_sdks_own_exceptions(tmp_path: Path) -> None:
             await create(model="none", max_tokens=3, messages=HELLO)
         with pytest.raises(anthropic.BadRequestError, match="cannot use field 'max_tokens'"):
             await create(model="tiny", messages=HELLO, max_tokens=0)
+        with pytest.raises(anthropic.BadRequestError, match="'mcp_servers': it is not supported"):
+            await client.beta.messages.create(
+                model="tiny",
+                messages=[{"role": "user", "content": "Hello"}],
+                max_tokens=3,
+                mcp_servers=[{"type": "url", "url": "https://x", "name": "x"}],
+            )
         node.status = 400
         with pytest.raises(anthropic.BadRequestError, match="broken") as by_engine:
             await create(model="tiny", max_tokens=3, messages=HELLO)

@@ -258,6 +258,7 @@ async def test_workers_ai_queues_runs(bench: BatchBench) -> None:
                 {"prompt": "one", "max_tokens": 3, "external_reference": "my one"},
                 {"prompt": "two", "unheard_of": 1},
                 {"messages": [{"role": "user", "content": "three"}], "max_tokens": 2},
+                {"input": "four", "max_output_tokens": 4},
             ]
         }
     )
@@ -269,14 +270,15 @@ async def test_workers_ai_queues_runs(bench: BatchBench) -> None:
         return answer if "responses" in answer else None
 
     answer = await until("the runs are answered", has_responses, WAIT_S)
-    one, two, three = answer["responses"]
+    one, two, three, four = answer["responses"]
     assert (one["id"], one["external_reference"], one["success"]) == (0, "my one", True)
     assert one["result"]["response"] == "t0 t1 t2"
     assert (two["success"], two["result"], two["external_reference"]) == (False, None, None)
     assert "unheard_of" in two["errors"][0]["message"]
     assert three["result"]["response"] == "t0 t1"
+    assert four["result"]["object"] == "response"
     assert answer["usage"] == {
-        "prompt_tokens": 22, "completion_tokens": 5, "total_tokens": 27,
+        "prompt_tokens": 33, "completion_tokens": 9, "total_tokens": 42,
     }  # fmt: skip
     assert (await ask({"request_id": "batch_none"}, 404))[0]["code"] == 7003
     assert (await ask({}, 400))[0]["code"] == 5006

@@ -24,13 +24,22 @@ pytestmark = pytest.mark.skipif(
 
 
 async def run(script: str, bench: Bench) -> dict[str, Any]:
-    """Run a script with Node.js; return the object that it prints."""
-    process = await asyncio.create_subprocess_exec(
-        *("node", str(SCRIPTS / script), bench.url, KEY),
-        env={"PATH": os.environ["PATH"], "NODE_PATH": str(MODULES)},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    """Run a script with Node.js; return the object that it prints.
+
+    A module (.mjs) is read from standard input, as its imports are then looked for in the working
+    folder: NODE_PATH is for `require` alone.
+    """
+    path = SCRIPTS / script
+    source = ("--input-type=module", "-") if path.suffix == ".mjs" else (str(path),)
+    with path.open("rb") as text:
+        process = await asyncio.create_subprocess_exec(
+            *("node", *source, bench.url, KEY),
+            cwd=MODULES.parent,
+            env={"PATH": os.environ["PATH"], "NODE_PATH": str(MODULES)},
+            stdin=text,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
     async with asyncio.timeout(TIMEOUT_S):
         printed, complaint = await process.communicate()
     assert process.returncode == 0, complaint.decode()
@@ -75,8 +84,25 @@ async def test_openai(tmp_path: Path) -> None:
 
 
 async def test_cloudflare(tmp_path: Path) -> None:
-    async with a_bench(tmp_path) as bench:
-        bench.app.fleet.adopt(a_table([a_route(bench.nodes[0])], generation=2, names=(MODEL,)))
+    node = a_node()
+    async with a_bench(tmp_path, [node]) as bench:
+        bench.app.fleet.adopt(a_table([a_route(node)], generation=2, names=(MODEL,)))
         result = await run("cloudflare_sdk.cjs", bench)
         assert result["answer"]["response"] == "t0 t1 t2 t3"
         assert (result["refused"]["name"], result["refused"]["status"]) == ("NotFoundError", 404)
+        assert (result["models"], result["authors"]) == ([MODEL], ["meta"])
+        await node.until(lambda: node.cancelled == 1)
+
+
+async def test_workers_ai_provider(tmp_path: Path) -> None:
+    node = a_node()
+    async with a_bench(tmp_path, [node]) as bench:
+        bench.app.fleet.adopt(a_table([a_route(node)], generation=2, names=(MODEL,)))
+        result = await run("workers_ai_provider.mjs", bench)
+        assert (result["text"], result["reason"]) == ("t0 t1 t2 t3", "stop")
+        assert result["streamed"] == "t0 t1 t2 t3 "
+        assert result["kinds"][0] == "start"
+        assert result["kinds"][-2:] == ["finish-step", "finish"]
+        assert result["tokens"] == [11, 4]
+        assert result["refused"] == {"status": 404, "retryable": False}
+        await node.until(lambda: node.cancelled == 1)

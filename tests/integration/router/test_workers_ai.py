@@ -247,6 +247,8 @@ async def test_an_announced_end_is_shown_and_then_enforced(tmp_path: Path) -> No
         async with bench.http.post(f"{bench.url}/ai/run/tiny", json={"prompt": "hi"}) as response:
             error = (await response.json())["errors"][0]
             assert (response.status, error["code"]) == (410, 5028)
+            assert response.headers["deprecation"] == "@1"
+            assert response.headers["sunset"] == "Fri, 02 Jan 1970 00:00:00 GMT"
             assert "retired on 1970-01-02; use 'large'" in error["message"]
         async with bench.http.get(f"{bench.url}/ai/models/search") as response:
             assert (await response.json())["result"] == []

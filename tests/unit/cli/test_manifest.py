@@ -90,6 +90,14 @@ def test_the_context_of_a_model_that_reads_sounds_is_its_decoders(tmp_path: Path
     assert (values["kind"], values["context_tokens"]) == ("transcription", 448)
 
 
+def test_only_a_chat_model_needs_the_sizes_of_a_kv_cache(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode({"model_type": "kokoro"}))
+    with pytest.raises(ManifestError, match="num_hidden_layers"):
+        config_values(tmp_path)
+    # It states neither its architecture nor a context, so that `models add` says what it assumed.
+    assert config_values(tmp_path, kind="speech") == {"kind": "chat"}
+
+
 def test_a_link_in_a_folder_that_nodes_copy_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real.txt").write_text("a")
     (tmp_path / "link.txt").symlink_to(tmp_path / "real.txt")

@@ -3,18 +3,30 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
+from openai.types import chat as chat_types
+from openai.types.shared_params import FunctionDefinition
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.headers import SESSION_AFFINITY
 from nodeagent.engine.server.openai.generation_options import generation_options
 from nodeagent.engine.server.openai.request_body import (
+    MessageSpec,
+    PredictionSpec,
     completion_prompts,
     read_chat,
     read_completion,
     template_messages,
 )
 from nodeagent.engine.server.openai.request_headers import scheduling_params
+from nodeagent.engine.server.openai.tool_fields import (
+    AllowedToolsSpec,
+    FunctionSpec,
+    ToolCallSpec,
+    ToolChoiceSpec,
+    ToolSpec,
+)
 
 LIMIT = 1_000_000
 HI = [{"role": "user", "content": "hi"}]
@@ -149,3 +161,51 @@ def test_the_tenant_is_the_salt_whatever_session_the_client_names() -> None:
     sent = {SESSION_AFFINITY: "mine"}
     assert scheduling_params(sent, "tenant", 0.0).tenant == b"tenant"
     assert scheduling_params(sent, "", 0.0).tenant == b"mine"
+
+
+USER: dict[str, Any] = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        (MessageSpec, chat_types.ChatCompletionDeveloperMessageParam),
+        (MessageSpec, chat_types.ChatCompletionSystemMessageParam),
+        (MessageSpec, chat_types.ChatCompletionUserMessageParam),
+        (MessageSpec, chat_types.ChatCompletionAssistantMessageParam),
+        (MessageSpec, chat_types.ChatCompletionToolMessageParam),
+        (MessageSpec, chat_types.ChatCompletionFunctionMessageParam),
+        (PredictionSpec, chat_types.ChatCompletionPredictionContentParam),
+        (ToolSpec, chat_types.ChatCompletionFunctionToolParam),
+        (FunctionSpec, FunctionDefinition),
+        (ToolCallSpec, chat_types.ChatCompletionMessageFunctionToolCallParam),
+        (ToolChoiceSpec, chat_types.ChatCompletionNamedToolChoiceParam),
+        (ToolChoiceSpec, chat_types.ChatCompletionAllowedToolChoiceParam),
+        (AllowedToolsSpec, chat_types.ChatCompletionAllowedToolsParam),
+    ],
+)
+def test_each_field_of_the_sdk_within_a_chat_is_decided(kind: Any, params: Any) -> None:
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    assert set(params.__annotations__) - known == set(), "decide these: honoured or refused"
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("function_call", {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}),
+        ("audio", {"messages": [{"role": "assistant", "audio": {"id": "a"}}]}),
+        ("new", {"tools": [{"type": "function", "function": {"name": "f", "new": 1}}]}),
+        ("new", {"tools": [{"type": "function", "function": {"name": "f"}, "new": 1}]}),
+        ("new", {"response_format": {"type": "json_object", "new": 1}}),
+        ("new", {"tool_choice": {"type": "function", "function": {"name": "f"}, "new": 1}}),
+    ],
+)
+def test_a_field_within_a_chat_is_refused_by_name(field: str, body: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match=field):
+        read_chat(json.dumps({"messages": [USER], **body}).encode(), 10_000)
+
+
+def test_a_refusal_is_the_text_of_its_message() -> None:
+    refusal = {"role": "assistant", "content": None, "refusal": "no", "audio": None}
+    body = json.dumps({"messages": [USER, refusal, USER]}).encode()
+    assert template_messages(read_chat(body, 10_000))[1] == {"role": "assistant", "content": "no"}

@@ -65,7 +65,7 @@ class SeatBench:
         request = self.seats.request(tenant, TtftObjective(now_s), now_s, yields=yields, item=item)
         if item is not None:
             item.on_preempt(lambda: self.seats.release(request, now_s))
-        preempted = self.seats.item_to_preempt(request)
+        preempted = self.seats.item_to_preempt(request, now_s)
         if preempted is not None:
             preempted.preempt()
         return request
@@ -82,6 +82,18 @@ def test_a_client_takes_the_seat_of_the_youngest_item_at_once() -> None:
     # The item that waits begins after the clients' requests.
     assert bench.ask("client").is_seated and old.is_preempted and not waiting.is_seated
     assert not bench.ask("client").is_seated
+
+
+def test_a_flood_that_must_start_one_after_another_preempts_nothing_meanwhile() -> None:
+    bench, item = SeatBench(4), an_item()
+    bench.ask("other"), bench.ask("batch", item)
+    share = [bench.ask("flood"), bench.ask("flood")]
+    waiting = bench.ask("flood")
+    assert not waiting.is_seated and not item.is_preempted
+    for request in share:
+        bench.seats.record_start(request, 0.0)
+    bench.ask("flood")
+    assert item.is_preempted and waiting.is_seated
 
 
 def test_items_that_are_kept_leave_a_seat() -> None:

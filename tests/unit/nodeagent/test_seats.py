@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from isochrone.ttft_order import ttft_objective
 from isochrone.wire.model import EngineSettings
-from nodeagent.decide.seats import SeatRequest, Seats, spare_seats
+from nodeagent.decide.seats import ACTIVE_S, SeatRequest, Seats, spare_seats
 from nodeagent.drivers import DRIVERS, sequences_max, spare_seats_of
 from nodeagent.drivers.driver import EngineLaunch
 from nodeagent.host.engine_seats import EngineSeats
@@ -73,10 +73,50 @@ def test_flexible_requests_leave_a_seat_that_a_client_takes_at_once() -> None:
     assert sum(item.is_seated for item in items) == 15
     client, other = ask(seats, "a"), ask(seats, "a")
     assert client.is_seated
+    for item in items:
+        seats.record_start(item, 0.0)
     # The next seat is the waiting client's; then items must leave one free again.
     assert seats.release(items[0], 0.0) == [other]
     assert seats.release(items[1], 0.0) == []
     assert seats.release(client, 0.0) == [items[15]]
+
+
+def test_beside_another_tenant_a_floods_requests_start_one_after_another() -> None:
+    """Their prompts would otherwise be in one long step, which the other tenant waits for."""
+    seats = Seats(16, spare=2)
+    flood = [ask(seats, "flood") for _ in range(40)]
+    assert sum(request.is_seated for request in flood) == 16
+    small = ask(seats, "small")
+    assert small.is_seated
+    ended, running = flood[:6], flood[6:16]
+    for request in flood[:16]:
+        seats.record_start(request, 0.0)
+    begun = [seats.release(request, 0.0) for request in ended]
+    assert begun == [[], [flood[16]], [], [], [], []]
+    assert seats.record_start(flood[16], 0.0) == [flood[17]]
+    assert seats.record_start(flood[16], 0.0) == []
+    # Its place is free, too, if it ends without a token.
+    assert seats.release(flood[17], 0.0) == [flood[18]]
+    # Up to its share a tenant's requests start at once, and those of others at any time.
+    for request in running[:6]:
+        seats.release(request, 0.0)
+    assert sum(request.is_seated for request in flood[:18]) == 5
+    assert sum(request.is_seated for request in flood[18:]) == 3
+    assert ask(seats, "third").is_seated
+
+
+def test_a_flood_has_the_engine_for_itself_again_some_time_after_the_last_other_request() -> None:
+    seats = Seats(16, spare=2)
+    flood = [ask(seats, "flood") for _ in range(60)]
+    small = ask(seats, "small")
+    for request in (*flood[:16], small):
+        seats.record_start(request, 0.0)
+    seats.release(small, 5.0)
+    for request in flood[:8]:
+        seats.release(request, 5.0)
+    assert sum(request.is_seated for request in flood[16:]) == 1
+    seats.record_start(flood[16], 5.0 + ACTIVE_S)
+    assert sum(request.is_seated for request in flood[16:]) == 8
 
 
 @given(
@@ -91,6 +131,7 @@ def test_objectives_change_no_tenants_share(steps: list[tuple[int, int | None, b
     for now_s, (tenant, ttft_ms, ends) in enumerate(steps):
         objective = ttft_objective(now_s, ttft_ms)
         request = seats.request(str(tenant), objective, now_s)
+        seats.record_start(request, now_s)
         (seated if request.is_seated else waiting).append(request)
         if ends and seated:
             ended = seated.pop(0)
@@ -98,6 +139,7 @@ def test_objectives_change_no_tenants_share(steps: list[tuple[int, int | None, b
             begun = seats.release(ended, now_s)
             assert len(begun) == min(1, len(waiting))
             for following in begun:
+                seats.record_start(following, now_s)
                 assert taken[following.tenant] == min(taken[other.tenant] for other in waiting)
                 waiting.remove(following)
                 seated.append(following)
@@ -110,11 +152,13 @@ def test_no_seat_is_lost_or_given_twice(steps: list[tuple[int, int]]) -> None:
         requests.append(ask(seats, str(tenant)))
         if released < len(requests):
             seats.release(requests.pop(released), 0.0)
+        for request in requests:
+            seats.record_start(request, 0.0)
         seated = sum(request.is_seated for request in requests)
         assert seated <= 4 and (seated >= min(3, len(requests)))
     for request in requests:
         seats.release(request, 0.0)
-    assert not seats._taken and not seats._waiting
+    assert not seats._taken and not seats._waiting and not seats._starting
 
 
 async def test_a_wait_that_is_cancelled_takes_no_seat() -> None:

@@ -32,6 +32,8 @@ from router.decide.body_limits import (
     inflated_charge,
 )
 from router.decide.limits import LimitExceeded
+from scheduler.decide.adapter_limits import AdapterLimits
+from scheduler.decide.batch_limits import BatchLimits
 from tests.unit.router.in_memory import FakeTransport, ManualLoop, RequestPath
 
 MIB = 1024 * 1024
@@ -43,6 +45,13 @@ CONFIG = RouterConfig(
     held_bytes_max=4 * MIB,
     parse_bytes_per_key_per_s=MIB,
 )
+
+
+def test_a_form_with_the_largest_file_passes_the_router() -> None:
+    form_bytes = 64 * 1024
+    config = RouterConfig()
+    assert config.upload_bytes_max >= BatchLimits().file_bytes_max + form_bytes
+    assert config.adapter_bytes_max >= AdapterLimits().file_bytes_max + form_bytes
 
 
 def a_key(name: str) -> KeyEntry:

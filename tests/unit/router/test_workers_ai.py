@@ -100,10 +100,12 @@ def test_complete_responses_become_results() -> None:
     usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    chat = {"object": "chat.completion", "choices": [{"message": message}], "usage": usage}
+    choice = {"message": message, "finish_reason": "tool_calls"}
+    chat = {"object": "chat.completion", "choices": [choice], "usage": usage}
     assert result_of(json.dumps(chat).encode()) == {
         "response": "",
         "tool_calls": [{"name": "f", "arguments": {"a": 1}}],
+        "finish_reason": "tool_calls",
         "usage": usage,
     }
     listed = {"object": "list", "data": [{"embedding": [0.5, 1.0]}]}

@@ -1,5 +1,6 @@
 """Both versions of a rollout are planned as two deployments and joined again."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -90,6 +91,40 @@ def test_a_new_version_with_roles_has_a_replica_of_each_at_the_smallest_share() 
         )
         new = [start.spec for start in plan_fleet(cluster).starts if start.spec.version == 2]
         assert sorted(spec.role for spec in new) == sorted([generates, Role.PREFILL]), driver
+
+
+def auto_roles_of_a_canary(share: float, uncached_per_s: float, old: Sequence[Role]) -> list[Role]:
+    """Return the roles of the replicas that a new version starts with."""
+    engine = EngineSettings(driver="embedded", kv_memory_bytes=1 << 20)
+    deployment = a_deployment(
+        engine=engine, roles="auto", replicas_min=4, replicas_max=8, allow=("ams",)
+    )
+    spec = RolloutSpec(model_id=ModelId("m2"), engine=engine, steps=(RolloutStep(share=share),))
+    read = msgspec.structs.replace(
+        demand("ams", 1.0), uncached_tokens_per_s=uncached_per_s, output_tokens_per_s=10.0
+    )
+    cluster = rolling(
+        nodes=tuple(a_node(f"ams-{n}", "ams") for n in range(1, 9)),
+        deployments=(deployment,),
+        placements=tuple(
+            a_placement(f"o{n}", f"ams-{n}", role=role) for n, role in enumerate(old, 1)
+        ),
+        rollouts=(a_rollout(spec=spec),),
+        demand=(read,),
+    )
+    plan = plan_fleet(cluster)
+    assert not plan.endings
+    return sorted(start.spec.role for start in plan.starts if start.spec.version == 2)
+
+
+def test_a_new_version_with_auto_has_the_roles_of_the_mix_like_the_old_one() -> None:
+    unified, prefill = Role.UNIFIED, Role.PREFILL
+    pairs = (unified, prefill, Role.DECODE, prefill)
+    # Mostly prompts: also at the smallest share there is a replica of each, to compare with.
+    assert auto_roles_of_a_canary(0.01, 10_000.0, pairs) == [prefill, unified]
+    assert prefill in auto_roles_of_a_canary(0.5, 10_000.0, pairs)
+    # Mostly output: both versions are unified, and one replica is enough.
+    assert auto_roles_of_a_canary(0.01, 10.0, (unified,) * 4) == [unified]
 
 
 def test_demand_is_split_by_the_share_in_the_cities_of_the_step() -> None:

@@ -118,7 +118,11 @@ class GenerationFields(AcceptedFields, kw_only=True):
 
 
 class MessageSpec(msgspec.Struct):
-    """One message of a chat."""
+    """One message of a chat.
+
+    Unknown fields are allowed: clients send back answers of other servers as they are. What the
+    prompt would lack without them is refused.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
@@ -126,6 +130,9 @@ class MessageSpec(msgspec.Struct):
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
+    function_call: None = None
+    audio: None = None
 
 
 class PredictionSpec(msgspec.Struct):
@@ -295,7 +302,8 @@ def _content_text(content: str | list[dict[str, Any]] | None) -> str:
 
 def _template_message(message: MessageSpec) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
-    entry: dict[str, Any] = {"role": role, "content": _content_text(message.content)}
+    content = _content_text(message.content) or message.refusal or ""
+    entry: dict[str, Any] = {"role": role, "content": content}
     if message.tool_calls:
         entry["tool_calls"] = template_calls(message.tool_calls)
     if message.tool_call_id is not None:

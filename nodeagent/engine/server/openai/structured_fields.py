@@ -25,7 +25,7 @@ _ENVELOPE_KEYS: Final = {"name", "description", "schema", "strict"}
 GrammarBuilder = Callable[[], Grammar]
 
 
-class ResponseFormat(msgspec.Struct):
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     """OpenAI's `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]

@@ -23,7 +23,7 @@ from nodeagent.engine.server.openai.request_errors import invalid_request
 from nodeagent.engine.structured.grammar import Grammar, GrammarError, union
 
 
-class FunctionSpec(msgspec.Struct):
+class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True):
     """A function as a client describes it."""
 
     name: str
@@ -32,7 +32,7 @@ class FunctionSpec(msgspec.Struct):
     strict: bool | None = None
 
 
-class ToolSpec(msgspec.Struct):
+class ToolSpec(msgspec.Struct, forbid_unknown_fields=True):
     """A tool: `function` in OpenAI's form, the other fields in Workers AI's."""
 
     type: Literal["function"] = "function"
@@ -43,27 +43,27 @@ class ToolSpec(msgspec.Struct):
     strict: bool | None = None
 
 
-class FunctionNameSpec(msgspec.Struct):
+class FunctionNameSpec(msgspec.Struct, forbid_unknown_fields=True):
     """A function by its name."""
 
     name: str
 
 
-class ToolNameSpec(msgspec.Struct):
+class ToolNameSpec(msgspec.Struct, forbid_unknown_fields=True):
     """A tool by the name of its function."""
 
     function: FunctionNameSpec
     type: Literal["function"] = "function"
 
 
-class AllowedToolsSpec(msgspec.Struct):
+class AllowedToolsSpec(msgspec.Struct, forbid_unknown_fields=True):
     """The `allowed_tools` of a tool choice."""
 
     tools: Annotated[list[ToolNameSpec], Meta(min_length=1, max_length=TOOLS_MAX)]
     mode: Literal["auto", "required"] = "auto"
 
 
-class ToolChoiceSpec(msgspec.Struct):
+class ToolChoiceSpec(msgspec.Struct, forbid_unknown_fields=True):
     """A `tool_choice` that is an object."""
 
     type: Literal["function", "allowed_tools"]
