@@ -2,7 +2,6 @@
 a real one (rotel) passes on to it what it takes."""
 
 import asyncio
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -124,11 +123,10 @@ async def a_real_collector(folder: Path) -> AsyncIterator[tuple[str, Collector]]
     """
     port, behind = free_port(), free_port()
     agent = Path(rotel.__file__).parent / "rotel-agent"
-    tried = await asyncio.to_thread(
-        subprocess.run, [agent, "--version"], capture_output=True, text=True, check=False
-    )
+    tried = await asyncio.create_subprocess_exec(agent, "--version", stderr=asyncio.subprocess.PIPE)
+    _, error = await tried.communicate()
     if tried.returncode:
-        pytest.skip(f"rotel does not start: {tried.stderr.strip()}")
+        pytest.skip(f"rotel does not start: {error.decode().strip()}")
     command = [
         *(str(agent), "start", "--otlp-http-endpoint", f"127.0.0.1:{port}"),
         *("--otlp-grpc-endpoint", f"127.0.0.1:{free_port()}"),
