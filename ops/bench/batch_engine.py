@@ -52,7 +52,7 @@ CLIENT: Final = "client"
 TENANTS: Final = {"same tenant": CLIENT, "another tenant": "batches"}
 
 
-class EngineLoad:
+class EngineClientsLoad:
     """Sends requests to one engine, and counts the items that it has answered."""
 
     def __init__(self, engine: EngineProcess, draw: random.Random) -> None:
@@ -115,7 +115,7 @@ class EngineLoad:
 class Meter:
     """Items and processor seconds per second since its start."""
 
-    def __init__(self, load: EngineLoad, engine: EngineProcess) -> None:
+    def __init__(self, load: EngineClientsLoad, engine: EngineProcess) -> None:
         self._load, self._engine = load, engine
         self._began = (time.perf_counter(), load.items, processor_s(engine.pid))
 
@@ -146,7 +146,7 @@ async def run(rounds: int, requests: int) -> str:
     (model,) = package.glob("*.gguf")
     with tempfile.TemporaryDirectory(prefix="batch") as folder:
         async with running_engine(spec, model, Path(folder)) as engine:
-            load = EngineLoad(engine, random.Random(1))
+            load = EngineClientsLoad(engine, random.Random(1))
             await load.clients(4)
             for _ in range(rounds):
                 meter = Meter(load, engine)

@@ -47,7 +47,7 @@ async def _deploy(fleet: Fleet, family: str, name: str, replicas: int) -> None:
     values = config_values(folder)
     model = {
         "model_id": family,
-        "architecture": values["architecture"],
+        "architecture": family,
         "artifact": msgspec.to_builtins(artifact_of(folder, f"file:{folder}")),
         "context_tokens": values["context_tokens"],
         "weights_bytes": 1_000_000,
