@@ -53,6 +53,8 @@ class VllmRuleResult:
     steps_s: list[float] = field(default_factory=list)
     tokens: int = 0
     seconds: float = 0.0
+    rounds: list[float] = field(default_factory=list)
+    """The tokens per second of each round."""
 
 
 @dataclass
@@ -99,6 +101,7 @@ class FloodedVllm:
     def run(self, seconds: float, found: VllmRuleResult) -> None:
         """Step the engine for some seconds of processor time."""
         started_s = next_probe_s = now_s = self._clock.now_s()
+        tokens_before = found.tokens
         while now_s - started_s < seconds:
             waiting = sum(request.seat.tenant == "flood" for request in self._open.values())
             for _ in range(self._flood - waiting):
@@ -118,6 +121,7 @@ class FloodedVllm:
                 self._take(output, now_s, found)
             self._start_overdue(now_s)
         found.seconds += now_s - started_s
+        found.rounds.append((found.tokens - tokens_before) / (now_s - started_s))
 
     def drain(self) -> None:
         """Drop all requests."""
@@ -216,8 +220,11 @@ def main() -> None:
             flooded.run(SETTLE_S, VllmRuleResult())
             flooded.run(given.seconds, found[rule])
             flooded.drain()
-    print("| | probes | TTFT p50 | p99 | of alone, p50 | p99 | step p50 | p99 | tokens/s of both |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| | probes | TTFT p50 | p99 | of alone, p50 | p99 | step p50 | p99 | tokens/s of both |"
+        " slowest, fastest round |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
     alone = found["alone"].ttft_s
     for name, measured in found.items():
         p50, p99 = (quantile_ms(measured.ttft_s, share) for share in (0.5, 0.99))
@@ -226,7 +233,8 @@ def main() -> None:
             f"| {name} | {len(measured.ttft_s)} | {p50:.0f} ms | {p99:.0f} ms"
             f" | {p50 / quantile_ms(alone, 0.5):.1f}x | {p99 / quantile_ms(alone, 0.99):.1f}x"
             f" | {steps[0]:.0f} ms | {steps[1]:.0f} ms"
-            f" | {measured.tokens / measured.seconds:.1f} |"
+            f" | {measured.tokens / measured.seconds:.1f}"
+            f" | {min(measured.rounds):.0f}, {max(measured.rounds):.0f} |"
         )
 
 

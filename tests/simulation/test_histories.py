@@ -222,6 +222,21 @@ def publish_before_nodes_report(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FirstReports, "must_routes_wait", wait_for_none)
 
 
+def forget_a_loss_at_a_takeover(patch: pytest.MonkeyPatch) -> None:
+    noticed_by: set[str] = set()
+    must_wait = FirstReports.must_routes_wait
+
+    async def note(connection: Any, **counters: Any) -> bool:
+        noticed_by.add(counters["holder"])
+        return await store_lease.raise_epoch_and_generation(connection, **counters)
+
+    async def wait_if_noticed(self: Any, pool: Any) -> bool:
+        return self._lease.holder in noticed_by and await must_wait(self, pool)
+
+    replace_function(patch, "raise_epoch_and_generation", note)
+    patch.setattr(FirstReports, "must_routes_wait", wait_if_noticed)
+
+
 def publish_whatever_is_stored(patch: pytest.MonkeyPatch) -> None:
     _trust_the_first_table_after_a_loss(patch)
 
@@ -277,6 +292,8 @@ MUTATIONS: Final = (
              ("restore", "operate"), "has no route to", seed=15),
     Mutation("the first table after a loss waits for no report", publish_before_nodes_report,
              ("restore", "operate", "crash_peer", "cut_all"), "has no route to", seed=34),
+    Mutation("a scheduler that takes over does not know of a loss", forget_a_loss_at_a_takeover,
+             ("take_over",), "has no route to f", seed=7),
     Mutation("only the last withdrawn replicas are asked", remember_only_the_last_withdrawn,
              ("break_engines", "crash_database", "lose_power"), "has no route to", seed=17),
     Mutation("a withdrawn replica is not asked again", ask_no_withdrawn_replica,
