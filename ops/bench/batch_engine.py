@@ -49,7 +49,7 @@ SETTLE_S: Final = 6.0
 ITEMS_ALONE_S: Final = 10.0
 WORDS: Final = ("red", "tree", "sky", "old", "house", "river", "small", "stone", "light", "wind")
 CLIENT: Final = "client"
-TENANTS: Final = {"same tenant": CLIENT, "another tenant": "batches"}
+TENANTS: Final = {"the same tenant": CLIENT, "another tenant": "batches"}
 
 
 class EngineClientsLoad:
@@ -177,7 +177,7 @@ def table(times: dict[str, list[float]], rates: dict[str, float]) -> str:
     for name in TENANTS:
         beside = percentiles(times[name])
         lines += [
-            row(f"items of the {name}"[:27], [f"{value:.0f}" for value in beside]),
+            row(f"items of {name}", [f"{value:.0f}" for value in beside]),
             row("ratio", [f"{b / a:.2f}" for a, b in zip(alone, beside, strict=True)]),
             f"items per second {rates[name]:.1f} of {idle_per_s:.1f} that were idle:"
             f" {100 * rates[name] / idle_per_s:.0f} %",
