@@ -34,6 +34,7 @@ FEATURES: Final[Mapping[str, str]] = {
     "image_generation": "`/v1/images/generations`",
     "tools": "`tools`",
     "forced_tools": "`tool_choice` required or a named tool",
+    "strict_tools": "`tools` whose functions are `strict`",
     "structured_output": "`response_format` of type json_object or json_schema",
     "logprobs": "`logprobs`",
     "logit_bias": "`logit_bias`",
@@ -56,7 +57,12 @@ KV_TYPE_BITS: Final[Mapping[str, float]] = {
 
 _TEXT: Final = frozenset({"chat", "completions"})
 _PLAIN_FIELDS: Final = frozenset({"tools", "logprobs", "several_answers", "seed"})
-_FIELDS: Final = _PLAIN_FIELDS | {"forced_tools", "structured_output", "logit_bias"}
+_FIELDS: Final = _PLAIN_FIELDS | {
+    "forced_tools",
+    "strict_tools",
+    "structured_output",
+    "logit_bias",
+}
 _POOLING: Final = frozenset({"embeddings", "rerank"})
 _CLASSES: Final = frozenset({"classify"})
 _MEDIA: Final = frozenset({"images", "audio"})
@@ -264,9 +270,9 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         kv_type_options=("kv_cache_dtype",),
     ),
     # `tool_choice` of its openai_protocol.py is none, auto or a named tool, and a named one is not
-    # enforced.
+    # enforced. Functions have no `strict` in 1.2; later it holds with few parsers only.
     "tensorrt_llm": EngineCapabilities(
-        features=_TEXT | (_FIELDS - {"forced_tools"}) | {"images"},
+        features=_TEXT | (_FIELDS - {"forced_tools", "strict_tools"}) | {"images"},
         roles=ALL_ROLES,
         handshake="`disaggregated_params`, context first",
         fixed_roles=True,

@@ -177,6 +177,7 @@ class EngineProcess:
             body,
             values,
             may_force_tools=command.may_force_tools,
+            may_be_strict=command.may_be_strict,
             strict_forced_tools=command.strict_forced_tools,
         )
 

@@ -11,7 +11,7 @@ from isochrone.wire.routes import DeploymentEntry
 from router.apis.openai.engine_features import refuse_lacking
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
-LACKS = ("embeddings", "forced_tools", "structured_output", "logprobs", "images")
+LACKS = ("embeddings", "forced_tools", "strict_tools", "structured_output", "logprobs", "images")
 
 
 def an_entry(*lacks: str) -> DeploymentEntry:
@@ -35,6 +35,7 @@ def chat(**fields: Any) -> bytes:
     [
         ({"tools": [{}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{}], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [{}, {"type": "function", "function": {"strict": True}}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"logprobs": True}, "logprobs"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages"),
@@ -52,6 +53,9 @@ def test_a_lacking_feature_is_refused_with_its_name(fields: dict[str, Any], para
     [
         {},
         {"tools": [{}], "tool_choice": "auto"},
+        {"tools": [{"function": {"strict": False}}, {"function": {"strict": None}}]},
+        {"tools": [{"function": {"strict": True}}], "tool_choice": "none"},
+        {"tools": [{"function": "of a wrong type"}, "neither"]},
         {"response_format": {"type": "text"}},
         {"logprobs": False, "n": 2, "seed": 1},
         {"logprobs": "of a wrong type"},
