@@ -373,9 +373,10 @@ class Supervisor:
             watch = health.observe(
                 watch,
                 answered=stats is not None or (running > 0 and engine.stall_s > 0),
-                steps=stats.steps_total if stats else 0,
+                steps=stats.steps_total + stats.layers_computed_total if stats else 0,
                 bytes_out=replica.bytes_out,
                 in_flight=running,
+                is_waiting_for_peers=stats is not None and stats.is_waiting_for_peers,
             )
             if stats is not None:
                 replica.take_stats(stats)
