@@ -33,8 +33,17 @@ STRICT_PARSERS: Final[Mapping[str, frozenset[str]]] = {
     ),
     "sglang": frozenset(
         (
-            *("apertus2509", "deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4"),
-            *("deepseekv41", "gpt-oss", "hermes", "inkling", "interns1", "kimi_k2", "kimi_k3"),
+            *("apertus2509", "beam", "deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4"),
+            *(
+                "deepseekv41",
+                "glm47",
+                "gpt-oss",
+                "hermes",
+                "inkling",
+                "interns1",
+                "kimi_k2",
+                "kimi_k3",
+            ),
             *("llama3", "mistral", "nanbeige", "qwen", "qwen25", "qwen3_coder", "step3p5"),
             "trinity",
         )
