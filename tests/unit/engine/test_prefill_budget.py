@@ -36,7 +36,7 @@ def test_a_step_with_decodes_keeps_the_interval(
 def test_prompts_get_the_whole_step_without_decodes_if_it_is_not_too_long() -> None:
     budget = PrefillBudget(0.1)
     assert budget.prompt_tokens_allowed(4, 200) == 200
-    budget.record_step(300, 0, 1.5)
+    budget.record_step(300, 0, 1.9)
     assert budget.prompt_tokens_allowed(0, 300) == 300
     assert budget.prompt_tokens_allowed(4, 300) == BLOCK_TOKENS
 
