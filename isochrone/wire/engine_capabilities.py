@@ -37,12 +37,14 @@ FEATURES: Final[Mapping[str, str]] = {
     "strict_tools": "`tools` whose functions are `strict`",
     "structured_output": "`response_format` of type json_object or json_schema",
     "logprobs": "`logprobs`",
+    "completion_logprobs": "`logprobs` of a completion",
     "logit_bias": "`logit_bias`",
     "several_answers": "`n` above 1",
     "seed": "`seed`",
     "images": "image parts of a message",
     "audio": "audio parts of a message",
     "suffix": "`suffix` of a completion",
+    "token_count": "counts of a prompt's tokens without an answer",
 }
 """Features that a request may use and an engine may lack, by name."""
 
@@ -56,7 +58,10 @@ KV_TYPE_BITS: Final[Mapping[str, float]] = {
 """Bits of a value in the KV cache, by the names that engines have for its type."""
 
 _TEXT: Final = frozenset({"chat", "completions"})
-_PLAIN_FIELDS: Final = frozenset({"tools", "logprobs", "several_answers", "seed"})
+_PLAIN_FIELDS: Final = frozenset(
+    {"tools", "logprobs", "completion_logprobs", "several_answers", "seed"}
+)
+_COUNT: Final = frozenset({"token_count"})
 _FIELDS: Final = _PLAIN_FIELDS | {
     "forced_tools",
     "strict_tools",
@@ -161,7 +166,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     "embedded": EngineCapabilities(
-        features=_TEXT | _FIELDS | _POOLING | _CLASSES,
+        features=_TEXT | _FIELDS | _POOLING | _CLASSES | _COUNT,
         roles=ALL_ROLES,
         handshake="frames over HTTP",
         shares_kv=True,
@@ -184,7 +189,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     ),
     # Numbered tokens, whatever the prompt is.
     "mock": EngineCapabilities(
-        features=_TEXT | _PLAIN_FIELDS | _HEARING | {"speech", "image_generation"},
+        features=_TEXT | _PLAIN_FIELDS | _HEARING | {"speech", "image_generation"} | _COUNT,
         sleep="always",
         resumes=SEEDED,
         salt="header",
@@ -196,7 +201,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         forces_named_tools=False,
     ),
     "vllm": EngineCapabilities(
-        features=_TEXT | _FIELDS | _POOLING | _CLASSES | _MEDIA | _HEARING,
+        features=_TEXT | _FIELDS | _POOLING | _CLASSES | _MEDIA | _HEARING | _COUNT,
         roles=ALL_ROLES,
         handshake="`kv_transfer_params` of NIXL or Mooncake, one leg after the other",
         transfer_option="kv_connector",
@@ -229,7 +234,8 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     ),
     # `--parallel` slots, each with an equal part of the KV cache.
     "llama_cpp": EngineCapabilities(
-        features=_TEXT | _FIELDS,
+        # Its completions have the logprobs of chats.
+        features=_TEXT | (_FIELDS - {"completion_logprobs"}),
         resumes=INEXACT,
         overhead_bytes=512 * MIB,
         salt="body",
@@ -293,6 +299,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     ),
     # An operator's own server (command_engine.py): a deployment says which features it has.
     "command": EngineCapabilities(
+        features=frozenset(FEATURES) - _COUNT,
         has_kv_cache=False,
         cache_block_tokens=0,
         limits_all_requests=True,

@@ -53,6 +53,7 @@ class _UsedFields(msgspec.Struct, frozen=True):
     n: int | None = None
     seed: int | None = None
     suffix: str | None = None
+    prompt: Any = None
 
     def has_part(self, *kinds: str) -> bool:
         """Return True if a message has a part of one of these types."""
@@ -100,6 +101,10 @@ _USES: Final[Mapping[str, tuple[str, Callable[[_UsedFields], bool]]]] = {
         lambda used: used.response_format is not None and used.response_format.type != "text",
     ),
     "logprobs": ("logprobs", lambda used: used.logprobs not in (None, False)),
+    "completion_logprobs": (
+        "logprobs",
+        lambda used: used.prompt is not None and used.logprobs not in (None, False),
+    ),
     "logit_bias": ("logit_bias", lambda used: bool(used.logit_bias)),
     "several_answers": ("n", lambda used: (used.n or 1) > 1),
     "seed": ("seed", lambda used: used.seed is not None),

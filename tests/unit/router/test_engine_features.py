@@ -65,6 +65,15 @@ def test_other_requests_pass(fields: dict[str, Any]) -> None:
     refuse_lacking(an_entry(*LACKS), "/v1/chat/completions", chat(**fields))
 
 
+def test_logprobs_of_completions_are_a_feature_of_their_own() -> None:
+    entry = an_entry("completion_logprobs")
+    body = msgspec.json.encode({"model": "tiny", "prompt": "x", "logprobs": 1})
+    with pytest.raises(ApiError, match="of a completion") as refused:
+        refuse_lacking(entry, "/v1/completions", body)
+    assert refused.value.param == "logprobs"
+    refuse_lacking(entry, "/v1/chat/completions", chat(logprobs=True))
+
+
 def test_a_lacking_surface_is_refused() -> None:
     with pytest.raises(ApiError, match="/v1/embeddings"):
         refuse_lacking(an_entry(*LACKS), "/v1/embeddings", b"{}")
