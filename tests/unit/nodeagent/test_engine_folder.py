@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from isochrone.wire.model import EngineSettings
+from isochrone.wire.models.model import EngineSettings
 from nodeagent.drivers.driver import UnknownOption
-from nodeagent.host.engine_folder import (
+from nodeagent.host.engines.engine_folder import (
     SOCKET_NAME_BYTES,
     SOCKET_PATH_BYTES_MAX,
     make_folders,
@@ -16,7 +16,7 @@ from nodeagent.host.engine_folder import (
     temporary_folder,
     temporary_variables,
 )
-from nodeagent.host.engines import EngineProcesses
+from nodeagent.host.engines.engine_process import EngineProcesses
 from tests.builders import a_spec
 
 

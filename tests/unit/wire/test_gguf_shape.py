@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from isochrone.wire.gguf_shape import gguf_shape
+from isochrone.wire.models.gguf_shape import gguf_shape
 
 LLAMA_8B: dict[str, Any] = {
     "general.architecture": "llama",
