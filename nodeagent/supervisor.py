@@ -373,9 +373,10 @@ class Supervisor:
             watch = health.observe(
                 watch,
                 answered=stats is not None or (running > 0 and engine.stall_s > 0),
-                steps=stats.steps_total if stats else 0,
+                steps=stats.steps_total + stats.layers_computed_total if stats else 0,
                 bytes_out=replica.bytes_out,
                 in_flight=running,
+                is_waiting_for_peers=stats is not None and stats.is_waiting_for_peers,
             )
             if stats is not None:
                 replica.take_stats(stats)
@@ -385,10 +386,8 @@ class Supervisor:
                 watch = health.after_canary(watch, succeeded=succeeded)
             stall_s = engine.stall_s or self._config.stall_s
             problem = health.kill_reason(watch, stall_s=stall_s, in_flight=running)
-            if problem and engine.canary_problem:
-                return f"{problem}: {engine.canary_problem}"
             if problem:
-                return problem
+                return f"{problem}: {engine.canary_problem}" if engine.canary_problem else problem
 
     async def _measure_memory(self, replica: ManagedReplica, engine: EngineProcess) -> None:
         """Record the most memory that the engine's processes were seen to take of one device."""

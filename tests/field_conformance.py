@@ -45,8 +45,14 @@ FEATURE_OF: Final[Mapping[str, str]] = {
 """The feature of an engine that a field needs."""
 
 
+COUNTS: Final = ("count_tokens", "input_tokens")
+"""The surfaces that need the feature `token_count`."""
+
+
 def is_lacking(driver: str, surface: str, field: str) -> bool:
     """Return True if an engine lacks the feature that a field of a surface needs."""
+    if (surface, field) == ("completion", "logprobs"):
+        return "completion_logprobs" in lacking_features(driver)
     is_format = (surface, field) == ("responses", "text")
     feature = "structured_output" if is_format else FEATURE_OF.get(field, "chat")
     return feature in lacking_features(driver)
@@ -176,6 +182,11 @@ async def check_surface(bench: Bench, driver: str, model: str, name: str) -> Non
     if "model" in body:
         body["model"] = model
     surface = given._replace(path=given.path.replace("tiny", model), body=body)
+    if name in COUNTS and "token_count" in lacking_features(driver):
+        status, answer = await _post(bench, surface, {})
+        assert (status, "cannot use counts" in message_of(surface, answer)) == (400, True), answer
+        assert not bench.nodes[0].bodies
+        return
     limit = asyncio.Semaphore(AT_ONCE)
 
     async def check(field: str, value: Any, *, is_honoured: bool) -> None:

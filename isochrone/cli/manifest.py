@@ -14,6 +14,7 @@ from isochrone.service.trust.model_signature import (
     check_signed_files,
 )
 from isochrone.wire.models.artifact import check_path, is_hidden, manifest_digest
+from isochrone.wire.models.gguf_shape import gguf_shape
 from isochrone.wire.models.model import SIGNATURE_CHARS_MAX, Artifact, ArtifactFile
 from isochrone.wire.models.model_shape import BadConfig, kv_bytes_per_token, shape_of
 
@@ -165,11 +166,16 @@ def _gguf_values(path: Path) -> dict[str, Any]:
     context_tokens = metadata.get(f"{architecture}.context_length")
     if not isinstance(context_tokens, int) or context_tokens < 1:
         raise ManifestError(f"cannot read {path}: it states no context length")
-    return {
+    values: dict[str, Any] = {
         "architecture": architecture,
         "context_tokens": context_tokens,
         "kv_bytes_per_token": CACHED_VALUE_BYTES * (cached.keys + cached.values),
     }
+    shape = gguf_shape(metadata)
+    # Layers that differ from each other do not fit in a shape.
+    if shape is not None and int(kv_bytes_per_token(shape)) == values["kv_bytes_per_token"]:
+        values["shape"] = msgspec.to_builtins(shape)
+    return values
 
 
 def _is_left_out(path: PurePath) -> bool:

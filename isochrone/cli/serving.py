@@ -201,14 +201,20 @@ def price_of(text: str) -> dict[str, float]:
     "--deny", multiple=True, help="A PoP or country that may not; repeatable; '' for none."
 )
 @click.option(
-    "--priority", type=int, help="0 to 100; the higher is placed first when capacity is scarce."
+    "--priority",
+    type=click.IntRange(0, 100),
+    help="0 to 100; the higher is placed first when capacity is scarce.",
 )
 @click.option(
     "--overcommit",
-    type=float,
+    type=click.FloatRange(1, 64),
     help="Idle replicas sleep and share device memory: 4 plans a quarter of it for each; 1 is off.",
 )
-@click.option("--awake-min", type=int, help="With --overcommit: how many never sleep in each PoP.")
+@click.option(
+    "--awake-min",
+    type=click.IntRange(min=0),
+    help="With --overcommit: how many never sleep in each PoP.",
+)
 @click.option(
     "--roles",
     metavar="ROLES",

@@ -50,7 +50,14 @@ from nodeagent.host.engines.open_session import open_session
 ENGINE_TIMEOUT_S: Final = 5.0
 """The longest wait for the engine's answer to the order to begin."""
 
-BEGIN_ATTEMPTS_MAX: Final = 12
+BEGIN_ATTEMPTS_MAX: Final = 40
+BEGIN_PAUSE_S: Final = 0.05
+BEGIN_PAUSE_MAX_S: Final = 2.0
+"""The order to begin is repeated for more than a minute: a busy engine may not have read the
+request when its description was given up."""
+
+UNKNOWN_TRANSFER: Final = 404
+"""The engine's answer while it does not know the request, or no longer."""
 
 FAILED: Final = "failed"
 
@@ -269,14 +276,21 @@ class PrefillLeg:
     async def _begin_alone(self) -> None:
         """Tell the engine to compute what has not arrived.
 
-        The order is repeated if the engine is too busy to answer in time: the request would wait
-        forever.
+        The order is repeated if the engine is too busy to answer in time, or does not know the
+        request yet: it would wait forever. The leg ends with its request.
         """
-        for _ in range(BEGIN_ATTEMPTS_MAX):
+        for attempt in range(BEGIN_ATTEMPTS_MAX):
+            if self._engine.closed:
+                return
             with suppress(aiohttp.ClientError, OSError, TimeoutError):
                 engine = open_session(self._engine)
-                async with asyncio.timeout(ENGINE_TIMEOUT_S), engine.delete(self._path):
-                    return
+                async with (
+                    asyncio.timeout(ENGINE_TIMEOUT_S),
+                    engine.delete(self._path) as answer,
+                ):
+                    if answer.status != UNKNOWN_TRANSFER:
+                        return
+            await asyncio.sleep(min(BEGIN_PAUSE_MAX_S, BEGIN_PAUSE_S * 2**attempt))
 
 
 def _received(body: bytes) -> kv_transfer.ReceivedBlocks:

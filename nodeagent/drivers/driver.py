@@ -91,7 +91,8 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     `model_link` it works in its own folder, where a link of that name leads to the model.
 
     `ready_path` and `metrics_path` replace the driver's. With a `model_name` requests call the
-    model so. Unless it `may_force_tools`, requests that require a call of a tool are refused. With
+    model so. Unless it `may_force_tools`, requests that require a call of a tool are refused, and
+    unless it `may_be_strict` those with `strict` functions that the model may call or not. With
     `strict_forced_tools` the tools of such requests are marked `strict`. With `stall_s` a request
     may go on for that long without a byte of its answer, and meanwhile the server may answer
     nothing else.
@@ -112,6 +113,7 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     model_name: str = ""
     stall_s: float = 0.0
     may_force_tools: bool = True
+    may_be_strict: bool = True
     strict_forced_tools: bool = False
 
     @property
@@ -235,6 +237,7 @@ def with_fields(
     values: Mapping[str, Any],
     *,
     may_force_tools: bool = True,
+    may_be_strict: bool = True,
     strict_forced_tools: bool = False,
 ) -> bytes:
     """Return a request body with these fields set, replacing what the client wrote.
@@ -242,8 +245,9 @@ def with_fields(
     One of them is the salt that separates the prefix caches of tenants: a cache hit would reveal
     another tenant's prompt. Raises ApiError 400 for a body that cannot be decoded (the engine's
     parser may be more lenient, and would read a salt of the client's choice), and for one that
-    requires a call of a tool unless it `may_force_tools`. With `strict_forced_tools` the tools of
-    such a body are marked `strict`, except those that the client has marked.
+    requires a call of a tool unless it `may_force_tools`, or leaves the model to call a `strict`
+    function unless that `may_be_strict`. With `strict_forced_tools` the tools of a body that
+    requires a call are marked `strict`, except those that the client has marked.
     """
     try:
         check_json_body(body)
@@ -260,6 +264,13 @@ def with_fields(
             " its engine would answer with a text; leave 'tool_choice' out, or ask another model",
             param="tool_choice",
         )
+    if not may_be_strict and not forces_tools and _may_call_strict(fields):
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            "cannot hold calls of a 'strict' function to its schema: the parser of this model's"
+            " calls only reads them; leave 'strict' out, or require a call with 'tool_choice'",
+            param="tools",
+        )
     if strict_forced_tools and forces_tools:
         fields["tools"] = _strict(msgspec.json.decode(fields.get("tools", b"null")))
     return msgspec.json.encode({**fields, **values})
@@ -268,6 +279,15 @@ def with_fields(
 def _requires_call(fields: Mapping[str, msgspec.Raw]) -> bool:
     choice = msgspec.json.decode(fields.get("tool_choice", b"null"))
     return choice == "required" or isinstance(choice, dict)
+
+
+def _may_call_strict(fields: Mapping[str, msgspec.Raw]) -> bool:
+    tools = msgspec.json.decode(fields.get("tools", b"null"))
+    choice = msgspec.json.decode(fields.get("tool_choice", b"null"))
+    listed = tools if isinstance(tools, list) else ()
+    functions = [tool.get("function") for tool in listed if isinstance(tool, dict)]
+    is_strict = any(isinstance(one, dict) and one.get("strict") is True for one in functions)
+    return is_strict and choice != "none"
 
 
 def _strict(tools: Any) -> Any:

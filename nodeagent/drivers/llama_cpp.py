@@ -63,6 +63,9 @@ CPU_BATCH_TOKENS: Final = 128
 """Tokens of a step on a CPU. While a step runs, neither health checks that read the statistics nor
 other requests are answered: an 8B model prefills some 30 tokens/s on 8 cores."""
 
+CPU_STALL_S: Final = 60.0
+"""How long it may be silent on a CPU while it has requests: the plan may set a longer step."""
+
 CACHE_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 """The types of the KV cache."""
 
@@ -128,6 +131,7 @@ class LlamaCppDriver:
             keep_alive=False,
             environment={**visible_devices(spec), **cpu_threads(launch)},
             may_force_tools=_knows_tools(model),
+            stall_s=CPU_STALL_S if on_cpu else 0.0,
         )
 
     def handshake(self, spec: ReplicaSpec) -> Handshake | None:

@@ -22,6 +22,37 @@ TOOLS_VARIABLE: Final = "tools"
 """The name of a request's tools in chat templates."""
 
 
+STRICT_PARSERS: Final[Mapping[str, frozenset[str]]] = {
+    "vllm": frozenset(
+        (
+            *("deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "deepseek_v41"),
+            *("glm45", "glm47", "hermes", "hy_v4", "kimi_k2", "kimi_k3", "ling3", "llama3_json"),
+            *("llama4_json", "longcat", "mimo", "minimax_m2", "openai", "plamo3", "qwen3_coder"),
+            *("qwen3_json", "qwen3_xml", "step3p5"),
+        )
+    ),
+    "sglang": frozenset(
+        (
+            *("apertus2509", "beam", "deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4"),
+            *(
+                "deepseekv41",
+                "glm47",
+                "gpt-oss",
+                "hermes",
+                "inkling",
+                "interns1",
+                "kimi_k2",
+                "kimi_k3",
+            ),
+            *("llama3", "mistral", "nanbeige", "qwen", "qwen25", "qwen3_coder", "step3p5"),
+            "trinity",
+        )
+    ),
+}
+"""The parsers with which calls of `strict` functions follow their schemas, although the model
+chooses whether to call: those with a structural tag in vLLM 0.32 and SGLang 0.5.23."""
+
+
 class OutputParsers(msgspec.Struct, frozen=True):
     """The names of an engine's parsers; "" where it has none for the model, or needs none."""
 
@@ -144,6 +175,15 @@ def with_parsers(engine: str, options: Mapping[str, str], model_path: Path) -> d
         # vLLM ignores its parser without this flag, and answers 400 to tool_choice "auto".
         others.setdefault(AUTO_TOOLS_FLAG, "true")
     return {**others, **named}
+
+
+def may_be_strict(engine: str, options: Mapping[str, str]) -> bool:
+    """Say whether calls of `strict` functions follow their schemas with these options.
+
+    Without a parser the engine refuses requests with tools itself.
+    """
+    parser = options.get(TOOLS_OPTION, "")
+    return not parser or parser in STRICT_PARSERS[engine]
 
 
 def output_parsers(engine: str, model_path: Path) -> OutputParsers:

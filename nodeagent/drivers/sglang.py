@@ -22,7 +22,7 @@ from nodeagent.drivers.driver import (
 )
 from nodeagent.drivers.handshake import Handshake, SglangHandshake
 from nodeagent.drivers.installed_version import VersionRange
-from nodeagent.drivers.output_parsers import with_parsers
+from nodeagent.drivers.output_parsers import may_be_strict, with_parsers
 
 STATIC_SHARE: Final = 0.9
 """The largest share of a replica's memory for weights and KV cache. The rest is for activations and
@@ -91,6 +91,7 @@ class SglangDriver:
             environment={**visible_devices(spec), "HF_HUB_OFFLINE": "1"},
             kv_address=address,
             api_key=key,
+            may_be_strict=may_be_strict("sglang", options),
         )
 
     def handshake(self, spec: ReplicaSpec) -> Handshake | None:

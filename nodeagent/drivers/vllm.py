@@ -40,7 +40,7 @@ from nodeagent.drivers.driver import (
 )
 from nodeagent.drivers.handshake import Handshake, MooncakeHandshake, NixlHandshake
 from nodeagent.drivers.installed_version import VersionRange
-from nodeagent.drivers.output_parsers import with_parsers
+from nodeagent.drivers.output_parsers import may_be_strict, with_parsers
 
 SORTED_QUEUE: Final = ("--scheduling-policy", "priority")
 BINDING: Final = "VLLM_CPU_OMP_THREADS_BIND"
@@ -141,6 +141,7 @@ class VllmDriver:
             files={STORE_CONFIG: _store_config(launch)} if shares_kv else {},
             kv_address=_kv_address(launch) if connector else None,
             model_link=link,
+            may_be_strict=may_be_strict("vllm", options),
             # Else most of its parsers hold a required call to the tool's name only, not to the
             # schema of its parameters (--tool-strict-level).
             strict_forced_tools=True,

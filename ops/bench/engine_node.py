@@ -38,9 +38,6 @@ from nodeagent.supervisor import Supervisor
 SECRET: Final = CacheSalts(b"a secret of this benchmark......")
 WARM_S: Final = 300.0
 END_S: Final = 30.0
-STALL_S: Final = 120.0
-"""An engine without a step for this long is killed. Without decodes beside it a prompt of 2,000
-tokens is one step, which one thread of a busy machine computes in more than an agent's 15 s."""
 
 
 class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,9 +136,7 @@ async def serve(setup: NodeSetup) -> None:
     folder = Path(setup.folder)
     engines = EngineProcesses(folder / "engines", 1)
     supervisor = Supervisor(
-        config=NodeConfig(
-            name=setup.name, schedulers=(), state=folder, address="", stall_s=STALL_S
-        ),
+        config=NodeConfig(name=setup.name, schedulers=(), state=folder, address=""),
         artifacts=ArtifactStore(
             folder / "artifacts",
             ArtifactSources(private=True, hf_url=""),

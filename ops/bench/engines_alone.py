@@ -70,6 +70,7 @@ def formats(engines: Path, clients: int) -> dict[str, Format]:
         "embedded Q4_0": Format("embedded", q4_0, ours),
         "embedded Q4_1 int8": Format("embedded", published, by_bytes),
         "embedded Q4_0 int8": Format("embedded", q4_0, by_bytes),
+        "embedded Q4_0 int8, KV fp16": Format("embedded", q4_0, by_bytes | {"kv_dtype": "fp16"}),
         "embedded Q4_0 int8, KV fp8": Format("embedded", q4_0, by_bytes | {"kv_dtype": "fp8"}),
         "vLLM bf16": Format("vllm", engines / "smollm2", {"max_num_seqs": str(clients)}),
         "llama.cpp Q4_0": Format(
@@ -185,7 +186,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=ROOT / ".engines")
     parser.add_argument(
-        "--engines", nargs="+", default=["embedded Q4_1", "embedded Q4_0 int8", "llama.cpp Q4_0"]
+        "--engines",
+        nargs="+",
+        default=["embedded Q4_0", "embedded Q4_0 int8, KV fp16", "llama.cpp Q4_0"],
     )
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)

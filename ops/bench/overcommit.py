@@ -1,15 +1,17 @@
 """Measures many models on one node whose device holds a few of them, against one that holds all.
 
-    python -m ops.bench.overcommit [--models 13] [--overcommit 4] [--requests 120]
+    python -m ops.bench.overcommit [--models 13] [--overcommit 4] [--requests 120] [--seed 0]
+    python -m ops.bench.overcommit --requests 55 --prompts 100 --without-wakes
     python -m ops.bench.overcommit --models 5 --overcommit 2.5 --trace 30 --prompts
 
 The node is the agent's own: supervisor, data-plane server and one embedded engine for each model,
 each with weights in a folder of its own. Requests go to the data plane as a router sends them, one
 after the other at random times, to models drawn from a Zipf distribution; the same requests go to
-both nodes, in blocks that alternate. A wake "from disk" is one whose weights were dropped from the
-page cache before. `--trace` sends that many requests, each to a sleeping model and then a second
-one to the same model, awake, and shows where the time of the first goes; without lengths after
-`--prompts` there is no load.
+both nodes, in blocks that alternate. The ratio of the two p90 has an interval: nine of ten draws
+from the pairs of the same request on both nodes (bootstrap) are within it. A wake "from disk" is
+one whose weights were dropped from the page cache before. `--trace` sends that many requests, each
+to a sleeping model and then a second one to the same model, awake, and shows where the time of the
+first goes; without lengths after `--prompts` there is no load.
 """
 
 import argparse
@@ -63,6 +65,7 @@ TRACED: Final = (
     "TTFT of the same model, awake",
 )
 TRACED_WORDS: Final = 100
+_WAKES: Final = (("page cache", False), ("disk", True))
 BLOCK: Final = 10
 """The requests that one node gets before the other gets the same ones."""
 
@@ -294,6 +297,17 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+def ratio_interval(pairs: Sequence[tuple[float, float]], draws: int = 2000) -> tuple[float, float]:
+    """Return between which ratios of the two p90 nine of ten draws from `pairs` are."""
+    chance = random.Random(len(pairs))
+    ratios = []
+    for _ in range(draws):
+        drawn = chance.choices(pairs, k=len(pairs))
+        first, second = (quantile(values, 0.9) for values in zip(*drawn, strict=True))
+        ratios.append(second / first)
+    return quantile(ratios, 0.05), quantile(ratios, 0.95)
+
+
 def _row(name: str, values: Sequence[float]) -> str:
     p50, p90 = statistics.median(values), quantile(values, 0.9)
     return f"| {name} | {len(values)} | {p50:.0f} | {p90:.0f} | {max(values):.0f} |"
@@ -325,7 +339,7 @@ async def measure(arguments: argparse.Namespace) -> None:
         a_node(models, 1.0, whole) as all_resident,
         a_node(models, arguments.overcommit, int(whole / arguments.overcommit)) as node,
     ):
-        for name, from_disk in (("page cache", False), ("disk", True)):
+        for name, from_disk in () if arguments.without_wakes else _WAKES:
             wakes = await measure_wakes(node, models, from_disk=from_disk)
             print(_row(f"wake, weights in the {name}", wakes), flush=True)
         for name, spent_ms in (await trace_wakes(node, models, arguments.trace)).items():
@@ -333,16 +347,21 @@ async def measure(arguments: argparse.Namespace) -> None:
                 print(_row(f"{TRACED_WORDS} words, {name}", spent_ms), flush=True)
         for tokens in arguments.prompts:
             load = planned_load(
-                models, arguments.requests, arguments.interval_s, tokens, seed=tokens
+                models,
+                arguments.requests,
+                arguments.interval_s,
+                tokens,
+                seed=tokens + arguments.seed,
             )
             resident, shared = await run_loads((all_resident, node), load)
             print(_row(f"TTFT, {tokens} words, all resident", resident.ttft_ms))
             print(_row(f"TTFT, {tokens} words, over-committed", shared.ttft_ms))
             ratio = quantile(shared.ttft_ms, 0.9) / quantile(resident.ttft_ms, 0.9)
+            least, most = ratio_interval(list(zip(resident.ttft_ms, shared.ttft_ms, strict=True)))
             share = shared.asleep / len(load)
             print(
-                f"\n{tokens} words: p90 ratio {ratio:.2f}; {100 * share:.0f} % of the requests"
-                " found their model asleep\n",
+                f"\n{tokens} words: p90 ratio {ratio:.2f} ({least:.2f} to {most:.2f});"
+                f" {100 * share:.0f} % of the requests found their model asleep\n",
                 flush=True,
             )
     print(f"{os.cpu_count()} cores, {platform.platform()}, Python {platform.python_version()}")
@@ -357,6 +376,8 @@ def main() -> None:
     parser.add_argument("--interval-s", type=float, default=2.0)
     parser.add_argument("--prompts", type=int, nargs="*", default=[100, 1000])
     parser.add_argument("--trace", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="another load")
+    parser.add_argument("--without-wakes", action="store_true", help="measure only the load")
     asyncio.run(measure(parser.parse_args()))
 
 

@@ -4,8 +4,8 @@
 
 Creates FOLDER/llama_cpp/bin/llama-server and llama-quantize, for this machine's processor, and
 FOLDER/smollm2-gguf with the chat model's GGUF file, as published and as Q4_0. Needs a C++ compiler;
-takes about eight minutes of two cores. Existing files are kept. Not part of
-`make test-engines`.
+takes about eight minutes of two cores. Existing files are kept, and a build that was interrupted
+goes on. Not part of `make test-engines`.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -25,7 +24,10 @@ VERSION: Final = "0.3.36"
 
 TOOLS: Final = ("cmake", "ninja", "scikit-build-core")
 PROGRAMS: Final = ("llama-server", "llama-quantize")
+AMX_HEADER: Final = Path(__file__).with_name("amx_tiles.h")
 SETTINGS: Final = (
+    # Without it the server dies of SIGILL on a processor with a matrix unit, if gcc is before 13.
+    f"CMAKE_CXX_FLAGS=-include {AMX_HEADER}",
     *("CMAKE_BUILD_TYPE=Release", "BUILD_SHARED_LIBS=OFF", "GGML_NATIVE=ON"),
     *("LLAMA_BUILD_TESTS=OFF", "LLAMA_BUILD_EXAMPLES=OFF", "LLAMA_BUILD_APP=OFF"),
     # The web interface would be downloaded, and TLS is not needed on a Unix socket.
@@ -42,11 +44,29 @@ def install(target: Path) -> Path:
     if shutil.which("c++") is None:
         raise SystemExit("cannot build llama.cpp: install a C++ compiler (g++) first")
     commands.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="llama_cpp") as name:
-        folder = Path(name)
+    folder = target / f"build-{VERSION}"
+    source, tools = _unpacked(folder), folder / "tools" / "bin"
+    build, ninja = folder / "build", tools / "ninja"
+    settings = [f"-D{setting}" for setting in (*SETTINGS, f"CMAKE_MAKE_PROGRAM={ninja}")]
+    cmake: list[str | Path] = [tools / "cmake", "-S", source, "-B", build, "-G", "Ninja", *settings]
+    subprocess.run(cmake, check=True, stdout=subprocess.DEVNULL)
+    jobs = str(os.cpu_count() or 1)
+    compilation: list[str | Path] = [ninja, "-C", build, "-j", jobs, *PROGRAMS]
+    subprocess.run(compilation, check=True, stdout=subprocess.DEVNULL)
+    for program in PROGRAMS:
+        shutil.copy2(build / "bin" / program, commands / program)
+    shutil.rmtree(folder)
+    done.write_text(VERSION)
+    return commands
+
+
+def _unpacked(folder: Path) -> Path:
+    """Return the source in `folder`, beside the tools that build it; get what is missing."""
+    unpacked = folder / ".unpacked"
+    if not unpacked.exists():
         subprocess.run([sys.executable, "-m", "venv", folder / "tools"], check=True)
-        tools = folder / "tools" / "bin"
-        pip: list[str | Path] = [tools / "python", "-m", "pip", "--disable-pip-version-check"]
+        python = folder / "tools" / "bin" / "python"
+        pip: list[str | Path] = [python, "-m", "pip", "--disable-pip-version-check"]
         subprocess.run([*pip, "install", "-q", *TOOLS], check=True)
         # Only the source is wanted: without isolation pip prepares no build of its own.
         options = ("--no-deps", "--no-binary", ":all:", "--no-build-isolation", "-d", folder)
@@ -56,27 +76,9 @@ def install(target: Path) -> Path:
         (archive,) = folder.glob("llama_cpp_python-*.tar.gz")
         with tarfile.open(archive) as file:
             file.extractall(folder, filter="data")
-        (source,) = folder.glob("llama_cpp_python-*/vendor/llama.cpp")
-        build, ninja = folder / "build", tools / "ninja"
-        settings = [f"-D{setting}" for setting in (*SETTINGS, f"CMAKE_MAKE_PROGRAM={ninja}")]
-        cmake: list[str | Path] = [
-            tools / "cmake",
-            "-S",
-            source,
-            "-B",
-            build,
-            "-G",
-            "Ninja",
-            *settings,
-        ]
-        subprocess.run(cmake, check=True, stdout=subprocess.DEVNULL)
-        jobs = str(os.cpu_count() or 1)
-        compilation: list[str | Path] = [ninja, "-C", build, "-j", jobs, *PROGRAMS]
-        subprocess.run(compilation, check=True, stdout=subprocess.DEVNULL)
-        for program in PROGRAMS:
-            shutil.copy2(build / "bin" / program, commands / program)
-    done.write_text(VERSION)
-    return commands
+        unpacked.touch()
+    (source,) = folder.glob("llama_cpp_python-*/vendor/llama.cpp")
+    return source
 
 
 def prepare_model(commands: Path, gguf: Path, folder: Path) -> Path:

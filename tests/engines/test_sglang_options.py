@@ -15,7 +15,7 @@ from isochrone.wire.models.model import EngineSettings
 from isochrone.wire.peers.assignment import ReplicaGroup, Role
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import DeviceMemory, EngineLaunch
-from nodeagent.drivers.output_parsers import FORMATS
+from nodeagent.drivers.output_parsers import FORMATS, STRICT_PARSERS
 from tests.builders import GIB, a_spec
 from tests.engines.real_engines import ENGINES
 
@@ -24,12 +24,20 @@ SGLANG: Final = ENGINES / "sglang"
 OPTIONS: Final = ENGINE_OPTIONS["sglang"]
 SCRIPT: Final = """
 import argparse, json, sys
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.server_args import ServerArgs
+
+def is_strict(name, parser):
+    # This one needs what the server reads from the model's folder.
+    return name != "response_template" and parser().supports_structural_tag()
+
+parsers = FunctionCallParser.ToolCallParserEnum
+strict = [name for name, parser in parsers.items() if is_strict(name, parser)]
 parser = argparse.ArgumentParser()
 ServerArgs.add_cli_args(parser)
 known = {a.dest: [a.nargs == 0, a.option_strings, list(a.choices or [])] for a in parser._actions}
 parsed = [vars(parser.parse_args(line)) for line in json.load(sys.stdin)]
-print(json.dumps({"known": known, "parsed": parsed}, default=str))
+print(json.dumps({"known": known, "parsed": parsed, "strict": strict}, default=str))
 """
 
 pytestmark = pytest.mark.skipif(
@@ -102,3 +110,4 @@ def test_sglang_takes_our_command_lines_and_has_our_options() -> None:
     ):
         choices = known[option][2]
         assert not choices or names - {""} <= set(choices), option
+    assert set(result["strict"]) == STRICT_PARSERS["sglang"]

@@ -15,7 +15,7 @@ from isochrone.wire.models.model import EngineSettings
 from isochrone.wire.peers.assignment import ReplicaGroup
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import DeviceMemory, EngineLaunch
-from nodeagent.drivers.output_parsers import FORMATS
+from nodeagent.drivers.output_parsers import FORMATS, STRICT_PARSERS
 from tests.builders import GIB, a_spec
 
 ENGINES: Final = Path(os.environ.get("ISOCHRONE_ENGINES", Path(__file__).parents[2] / ".engines"))
@@ -33,6 +33,11 @@ result = {
     "parsed": [vars(parser.parse_args(line)) for line in json.load(sys.stdin)],
     "tool_parsers": ToolParserManager.list_registered(),
     "reasoning_parsers": ReasoningParserManager.list_registered(),
+    "strict_parsers": [
+        name
+        for name in ToolParserManager.list_registered()
+        if ToolParserManager.get_tool_parser(name).structural_tag_model
+    ],
 }
 print(json.dumps(result, default=str))
 """
@@ -107,3 +112,4 @@ def test_vllm_takes_our_command_lines_and_has_our_options_and_parsers() -> None:
     for form in FORMATS:
         assert form.vllm.tools in {"", *result["tool_parsers"]}
         assert form.vllm.reasoning in {"", *result["reasoning_parsers"]}
+    assert set(result["strict_parsers"]) == STRICT_PARSERS["vllm"]

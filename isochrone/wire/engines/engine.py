@@ -106,6 +106,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     long the last wake took. The prefix cache has lost the blocks last used more than
     `prefix_evicted_age_s` ago, and still has the others; -1 if the engine does not say. Of
     `prefix_hit_tokens_total`, `store_hit_tokens_total` came from the PoP's store of KV.
+    `layers_computed_total` moves within a step, too. `is_waiting_for_peers` is true while nothing
+    is computed, and other engines have yet to send KV or to take it.
     """
 
     kind: str = "chat"
@@ -129,3 +131,5 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     is_asleep: bool = False
     wake_s: float = 0.0
     prefix_evicted_age_s: float = -1.0
+    layers_computed_total: int = 0
+    is_waiting_for_peers: bool = False

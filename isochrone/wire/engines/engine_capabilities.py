@@ -34,14 +34,17 @@ FEATURES: Final[Mapping[str, str]] = {
     "image_generation": "`/v1/images/generations`",
     "tools": "`tools`",
     "forced_tools": "`tool_choice` required or a named tool",
+    "strict_tools": "`tools` whose functions are `strict`",
     "structured_output": "`response_format` of type json_object or json_schema",
     "logprobs": "`logprobs`",
+    "completion_logprobs": "`logprobs` of a completion",
     "logit_bias": "`logit_bias`",
     "several_answers": "`n` above 1",
     "seed": "`seed`",
     "images": "image parts of a message",
     "audio": "audio parts of a message",
     "suffix": "`suffix` of a completion",
+    "token_count": "counts of a prompt's tokens without an answer",
 }
 """Features that a request may use and an engine may lack, by name."""
 
@@ -55,8 +58,16 @@ KV_TYPE_BITS: Final[Mapping[str, float]] = {
 """Bits of a value in the KV cache, by the names that engines have for its type."""
 
 _TEXT: Final = frozenset({"chat", "completions"})
-_PLAIN_FIELDS: Final = frozenset({"tools", "logprobs", "several_answers", "seed"})
-_FIELDS: Final = _PLAIN_FIELDS | {"forced_tools", "structured_output", "logit_bias"}
+_PLAIN_FIELDS: Final = frozenset(
+    {"tools", "logprobs", "completion_logprobs", "several_answers", "seed"}
+)
+_COUNT: Final = frozenset({"token_count"})
+_FIELDS: Final = _PLAIN_FIELDS | {
+    "forced_tools",
+    "strict_tools",
+    "structured_output",
+    "logit_bias",
+}
 _POOLING: Final = frozenset({"embeddings", "rerank"})
 _CLASSES: Final = frozenset({"classify"})
 _MEDIA: Final = frozenset({"images", "audio"})
@@ -155,7 +166,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     "embedded": EngineCapabilities(
-        features=_TEXT | _FIELDS | _POOLING | _CLASSES,
+        features=_TEXT | _FIELDS | _POOLING | _CLASSES | _COUNT,
         roles=ALL_ROLES,
         handshake="frames over HTTP",
         shares_kv=True,
@@ -178,7 +189,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     ),
     # Numbered tokens, whatever the prompt is.
     "mock": EngineCapabilities(
-        features=_TEXT | _PLAIN_FIELDS | _HEARING | {"speech", "image_generation"},
+        features=_TEXT | _PLAIN_FIELDS | _HEARING | {"speech", "image_generation"} | _COUNT,
         sleep="always",
         resumes=SEEDED,
         salt="header",
@@ -190,7 +201,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         forces_named_tools=False,
     ),
     "vllm": EngineCapabilities(
-        features=_TEXT | _FIELDS | _POOLING | _CLASSES | _MEDIA | _HEARING,
+        features=_TEXT | _FIELDS | _POOLING | _CLASSES | _MEDIA | _HEARING | _COUNT,
         roles=ALL_ROLES,
         handshake="`kv_transfer_params` of NIXL or Mooncake, one leg after the other",
         transfer_option="kv_connector",
@@ -223,7 +234,8 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     ),
     # `--parallel` slots, each with an equal part of the KV cache.
     "llama_cpp": EngineCapabilities(
-        features=_TEXT | _FIELDS,
+        # Its completions have the logprobs of chats.
+        features=_TEXT | (_FIELDS - {"completion_logprobs"}),
         resumes=INEXACT,
         overhead_bytes=512 * MIB,
         salt="body",
@@ -264,9 +276,9 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         kv_type_options=("kv_cache_dtype",),
     ),
     # `tool_choice` of its openai_protocol.py is none, auto or a named tool, and a named one is not
-    # enforced.
+    # enforced. Functions have no `strict` in 1.2; later it holds with few parsers only.
     "tensorrt_llm": EngineCapabilities(
-        features=_TEXT | (_FIELDS - {"forced_tools"}) | {"images"},
+        features=_TEXT | (_FIELDS - {"forced_tools", "strict_tools"}) | {"images"},
         roles=ALL_ROLES,
         handshake="`disaggregated_params`, context first",
         fixed_roles=True,
@@ -287,6 +299,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     ),
     # An operator's own server (command_engine.py): a deployment says which features it has.
     "command": EngineCapabilities(
+        features=frozenset(FEATURES) - _COUNT,
         has_kv_cache=False,
         cache_block_tokens=0,
         limits_all_requests=True,

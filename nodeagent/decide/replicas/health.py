@@ -1,9 +1,11 @@
 """Decides whether an engine makes progress. An engine that only answers its health check may hang.
 
-An engine is killed for one of three reasons: with requests in flight, neither its step counter nor
-the bytes it sends change for `stall_s`; when idle, several canary requests in a row fail; or it
-leaves several health checks in a row unanswered. If requests were cancelled while it made no
-progress, as a router does with a silent stream, one failed canary is enough.
+An engine is killed for one of three reasons: with requests in flight, neither its counter of steps
+and layers nor the bytes it sends change for `stall_s`; when idle, several canary requests in a row
+fail; or it leaves several health checks in a row unanswered. An engine that counts layers may take
+longer than `stall_s` for a step. While it waits for KV of other engines it does not stall. If
+requests were cancelled while it made no progress, as a router does with a silent stream, one failed
+canary is enough.
 
 Time is counted in observations, one each OBSERVE_INTERVAL_S. An agent that was suspended observed
 nothing in that time, so the time does not count against the engine.
@@ -43,17 +45,22 @@ def observe(
     steps: int,
     bytes_out: int,
     in_flight: int,
+    is_waiting_for_peers: bool = False,
 ) -> EngineWatch:
-    """Return the watch after one observation. `steps` counts only if the engine `answered`."""
+    """Return the watch after one observation.
+
+    `steps`, the steps and layers computed so far, counts only if the engine `answered`.
+    """
     if not answered:
         steps = watch.steps
+    is_stalled = in_flight > 0 and not is_waiting_for_peers
     is_progress = (steps, bytes_out) != (watch.steps, watch.bytes_out)
     was_left = in_flight == 0 and watch.stalled >= SUSPECT_STALLED_MIN
     return msgspec.structs.replace(
         watch,
         steps=steps,
         bytes_out=bytes_out,
-        stalled=0 if is_progress or in_flight == 0 else watch.stalled + 1,
+        stalled=watch.stalled + 1 if is_stalled and not is_progress else 0,
         unanswered=0 if answered else watch.unanswered + 1,
         is_suspect=not is_progress and (watch.is_suspect or was_left),
     )

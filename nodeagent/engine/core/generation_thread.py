@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from torch import Tensor
 
 from isochrone.service.threads import wait_to_completion
-from nodeagent.engine.core.generation import Generation, GenerationDelta
+from nodeagent.engine.core.generation import Generation, GenerationDelta, StepOutput
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.core.step_thread import StepThread
 from nodeagent.engine.core.token_rates import StepRates
@@ -49,6 +49,10 @@ Result = TypeVar("Result")
 
 SETTLE_S: Final = 10.0
 """The longest wait for a call that runs: steps and copies take less, unless their thread hangs."""
+
+
+BLOCKED_WAIT_S: Final = 0.05
+"""How long the thread waits for a message if no waiting sequence fits: deadlines may pass."""
 
 
 async def settled(call: Future[Result]) -> Result:
@@ -148,7 +152,10 @@ class GenerationThread(StepThread):
     def _run(self) -> None:
         while self._receive():
             started_s = time.monotonic()
-            output = self._engine.step(started_s)
+            output = self._step(started_s)
+            if not output.rows and not output.deltas:
+                self._wait_for_blocks()
+                continue
             self._progress_s = time.monotonic()
             step_s = self._progress_s - started_s
             self._rates.record_step(output, step_s, self._progress_s)
@@ -159,6 +166,20 @@ class GenerationThread(StepThread):
             self._counts = self._count()
             if output.deltas:
                 self._publish(output.deltas)
+
+    def _step(self, now_s: float) -> StepOutput:
+        self.is_busy = True
+        try:
+            return self._engine.step(now_s)
+        finally:
+            self.is_busy = False
+
+    def _wait_for_blocks(self) -> None:
+        """Wait while no sequence fits: peers have yet to take the blocks that they read."""
+        self._counts = self._count()
+        with self._wake:
+            if not (self._stopping or self._inbox):
+                self._wake.wait(BLOCKED_WAIT_S)
 
     def _receive(self) -> bool:
         """Handle the inbox; wait while there is nothing to do. Return False to stop."""
@@ -172,8 +193,12 @@ class GenerationThread(StepThread):
                 messages = tuple(self._inbox)
                 self._inbox.clear()
             # Not under the lock, so that a slow message does not block the event loop.
-            for message in messages:
-                self._handle(message)
+            self.is_busy = True
+            try:
+                for message in messages:
+                    self._handle(message)
+            finally:
+                self.is_busy = False
             if self._engine.has_work:
                 return True
 

@@ -6,7 +6,9 @@ Rule 2: a block to be sent is referenced from when it is computed until it is re
 arrived, until its sequence has been admitted. The code that opens a hold closes it, in every case.
 Rule 3: the content of an evicted block is first saved to the tiers below.
 Rule 4: arrived blocks leave a free block for each sequence that waits for its KV. With that block
-the first of them can be admitted; without any, all would wait for each other.
+a sequence whose whole prompt arrived can be admitted.
+Rule 5: if nothing runs and the next sequence does not fit, prefixes are let go of, the newest
+first: sequences that each hold a part of their prompts would all wait for each other.
 """
 
 from collections import deque
@@ -36,10 +38,14 @@ class OutgoingBlocks:
 
 
 class IncomingBlocks(NamedTuple):
-    """The blocks of one prompt on the device: those that were cached, and those that arrived."""
+    """The blocks of one prompt on the device: those that were cached, and those that arrived.
+
+    `let_go` are the digests of arrived blocks that are no longer held.
+    """
 
     cached: list[int]
     arrived: list[int]
+    let_go: list[bytes]
 
 
 class HeldPrefix(NamedTuple):
@@ -126,7 +132,7 @@ class KvTransfers:
         if self._pool.free_blocks <= len(self._incoming):
             self._pool.release(held)
             held = []
-        self._incoming[transfer] = IncomingBlocks(held, [])
+        self._incoming[transfer] = IncomingBlocks(held, [], [])
         return HeldPrefix(len(cached), self.count_prefix(digests))
 
     def count_on_device(self, digests: Sequence[bytes]) -> int:
@@ -236,6 +242,20 @@ class KvTransfers:
         self.received_blocks_total += len(fresh)
         return True
 
+    def let_go_of_prefix(self) -> bool:
+        """Let go of the prefix that the newest transfer holds; return False if none holds any.
+
+        Its blocks stay cached until they are evicted. What arrives later is held again.
+        """
+        for incoming in reversed(self._incoming.values()):
+            if held := [*incoming.cached, *incoming.arrived]:
+                incoming.let_go.extend(self._pool.digests_of(incoming.arrived))
+                incoming.cached.clear()
+                incoming.arrived.clear()
+                self._pool.release(held)
+                return True
+        return False
+
     def close_incoming(
         self, transfer: str, *, is_wrong: bool = False, shared: Sequence[bytes] = ()
     ) -> None:
@@ -249,6 +269,7 @@ class KvTransfers:
             return
         if is_wrong:
             self._pool.uncache(incoming.arrived)
+            self._pool.forget(incoming.let_go)
             if self._mover is not None:
                 self._mover.host.discard(shared)
         self._pool.release([*incoming.cached, *incoming.arrived])

@@ -220,6 +220,8 @@ class EngineCore:
             self._move_blocks(batch)
             late += [self._drop_late(sequence) for sequence in batch.late]
             if not batch.chunks:
+                if self._can_free_blocks():
+                    continue
                 break
             blocks = [chunk.sequence.blocks for chunk in batch.chunks]
             self._in_flight.append(InFlightBatch(batch, blocks, self._executor.begin(batch)))
@@ -227,6 +229,12 @@ class EngineCore:
             for chunk in batch.prefills:
                 chunk.sequence.began_s = chunk.sequence.began_s or now_s
         return late
+
+    def _can_free_blocks(self) -> bool:
+        """Free blocks that transfers hold, if nothing runs: then no sequence will free any."""
+        if self._in_flight or self.scheduler.running or not self.scheduler.waiting:
+            return False
+        return self.kv_transfers is not None and self.kv_transfers.let_go_of_prefix()
 
     def _draft(self) -> None:
         """Have drafts made for the next step, if it may verify any."""

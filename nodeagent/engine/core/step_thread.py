@@ -22,6 +22,8 @@ class StepThread(ABC):
         self._stopping = False
         self._progress_s = time.monotonic()
         self.died = False
+        self.is_busy = False
+        """Whether a step, or a call between two steps, is in progress."""
         self._thread = threading.Thread(target=self._run_guarded, name="step", daemon=True)
 
     @abstractmethod

@@ -146,6 +146,20 @@ class BlockPool:
                 self._digest[block] = None
         return unshared
 
+    def digests_of(self, blocks: Sequence[int]) -> list[bytes]:
+        """Return the digests of those `blocks` that are cached."""
+        return [digest for block in blocks if (digest := self._digest[block]) is not None]
+
+    def forget(self, digests: Sequence[bytes]) -> None:
+        """Remove the free blocks with these digests from the cache."""
+        for digest in digests:
+            block = self._by_digest.get(digest)
+            if block is not None and block in self._free:
+                del self._by_digest[digest]
+                self._digest[block] = None
+                self._cached_free -= 1
+                self._free.move_to_end(block, last=False)
+
     def forget_cached(self) -> None:
         """Empty the prefix cache: all cached contents are lost. No sequence may have a block."""
         if self.used_blocks:

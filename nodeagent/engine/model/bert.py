@@ -16,6 +16,7 @@ from torch.nn.functional import (
 )
 
 from nodeagent.engine.architecture.bert_shape import BertShape
+from nodeagent.engine.kernels.layer_count import count_layer
 from nodeagent.engine.model.weight_loader import WeightLoader
 from nodeagent.engine.weights.weight_source import HeaderOnlySource, WeightSource
 
@@ -108,6 +109,7 @@ class Bert:
         visible = is_token[:, None, None, :]
         for layer in self._layers:
             x = layer(x, visible)
+            count_layer()
         if self.shape.labels:
             return self._head(self._pooler(x[:, 0]).tanh()).float()
         if self.shape.pooling == "cls":

@@ -12,6 +12,7 @@ from nodeagent.engine.architecture.decoder_shape import DecoderShape
 from nodeagent.engine.distributed.collectives import SINGLE_RANK, Communicator
 from nodeagent.engine.distributed.shards import ModelShard
 from nodeagent.engine.kernels.attention_backend import AttentionLayout, LayerKV
+from nodeagent.engine.kernels.layer_count import count_layer
 from nodeagent.engine.kernels.linear_backend import (
     DenseLayer,
     EmbeddingTable,
@@ -210,6 +211,7 @@ class Llama:
             output = layer.attention(normed, layer_kv, cos, sin, layout)
             x, normed = ops.add_rms_norm(x, output, layer.mlp_norm, epsilon)
             x = x + layer.mlp(normed)
+            count_layer()
         return x
 
 

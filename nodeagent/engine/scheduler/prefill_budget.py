@@ -3,6 +3,9 @@
 A step with decodes takes at most `interval_s`, as long as the last measured speed holds. One block
 of prompt tokens is always allowed, so that every step makes progress on a prompt.
 
+A step without decodes takes at most STEP_S_MAX as measured: cancelled requests, new prompts and
+copies of KV wait for the end of a step.
+
 The next prompt of a small tenant may have to wait for the current step. A short step, for its sake,
 computes only a share of the pending prompt tokens. So short prompts are cut into pieces that take
 no longer than half of the decodes, and many long prompts are hardly slowed down.
@@ -25,6 +28,13 @@ prompt tokens that it computes."""
 
 _SHORT_STEP_DECODES_SHARE: Final = 0.5
 """The prompts of a short step may take this share of its decodes' time, if little is pending."""
+
+
+STEP_S_MAX: Final = 2.0
+"""Shorter steps would make slow devices read their weights too often: 5 GB take 0.25 s on a CPU."""
+
+UNMEASURED_TOKENS_MAX: Final = 256
+"""The prompt tokens of a step before the first measurement."""
 
 
 class PrefillBudget:
@@ -63,8 +73,11 @@ class PrefillBudget:
 
         `short_step_of` is the number of pending prompt tokens if the step is to be short.
         """
-        if not decodes or not self._prefill_token_s:
-            return tokens_max
+        if not self._prefill_token_s:
+            return min(tokens_max, UNMEASURED_TOKENS_MAX)
+        if not decodes:
+            fitting = max(STEP_S_MAX / self._prefill_token_s, BLOCK_TOKENS)
+            return tokens_max if fitting >= tokens_max else int(fitting)
         left_s = self.interval_s - self._decodes_s
         if short_step_of is not None:
             pending_s = min(short_step_of * self._prefill_token_s, self.interval_s)

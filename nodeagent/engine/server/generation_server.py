@@ -122,6 +122,7 @@ class GenerationServer(ModelServer):
         return {
             "block_tokens": BLOCK_TOKENS,
             "open": self.inflight.in_flight,
+            "is_waiting_for_peers": not self.worker.is_busy and self._has_transfers(),
             "clients_cut_total": self.open_requests.cut_total,
             "load_s": self.loaded.load_s,
             "weights_bytes": self.loaded.weights_bytes,
@@ -139,6 +140,11 @@ class GenerationServer(ModelServer):
             "adapters_kept": self.adapters.cached,
             "adapter_reads_total": self.adapters.reads_total,
         }
+
+    def _has_transfers(self) -> bool:
+        transfers = self.loaded.engine.kv_transfers
+        holds = transfers is not None and transfers.held_blocks > 0
+        return holds or self.kv_sender.open_count > 0 or self.kv_receiver.is_waiting
 
     @property
     def other_names(self) -> Sequence[str]:

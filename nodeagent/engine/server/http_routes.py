@@ -23,6 +23,7 @@ from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.http.headers import REQUEST_ID
 from isochrone.wire.ids import is_request_id
 from nodeagent.engine.core.step_thread import StepThread
+from nodeagent.engine.kernels.layer_count import layers_computed
 from nodeagent.engine.memory.memory_watch import MemoryWatch, memory_uses
 from nodeagent.engine.server.inflight_limit import InflightLimit
 from nodeagent.engine.server.metrics import EngineStatsCollector
@@ -133,7 +134,8 @@ class ModelServer(ABC):
             )
 
     def _all_counts(self) -> Mapping[str, float]:
-        return {**self.worker.counts(), **self.counts(), **self._memory.counts()}
+        counts = {**self.worker.counts(), **self.counts(), **self._memory.counts()}
+        return {**counts, "layers_computed_total": layers_computed()}
 
 
 @web.middleware

@@ -4,11 +4,14 @@ Beside the engine's own files there is one for the temporary files of the engine
 (TMPDIR). Vendors' servers put the sockets of their processes there, which a killed process leaves.
 """
 
+import asyncio
 import hashlib
 import os
 import shutil
 import socket
 import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +38,17 @@ def make_folders(folder: Path) -> Path:
     temporary.mkdir(mode=0o700)
     _compiled_folder().mkdir(mode=0o700, exist_ok=True)
     return temporary
+
+
+@asynccontextmanager
+async def new_folders(folder: Path, on_failure: Callable[[], object]) -> AsyncIterator[Path]:
+    """Make an engine's folders; remove them again if the engine cannot be started in them."""
+    try:
+        yield await asyncio.to_thread(make_folders, folder)
+    except BaseException:
+        on_failure()
+        await asyncio.to_thread(remove_folders, folder)
+        raise
 
 
 def remove_folders(folder: Path) -> None:

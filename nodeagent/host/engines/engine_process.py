@@ -41,7 +41,11 @@ from nodeagent.drivers.driver import (
 from nodeagent.drivers.handshake import Handshake
 from nodeagent.host.confinement import EngineConfinement
 from nodeagent.host.engines.canary import BAD_REQUEST, CANARIES, OK, PROMPT_CANARY, Canary
-from nodeagent.host.engines.engine_folder import make_folders, remove_folders, temporary_variables
+from nodeagent.host.engines.engine_folder import (
+    new_folders,
+    remove_folders,
+    temporary_variables,
+)
 from nodeagent.host.engines.engine_log import LOG
 from nodeagent.host.engines.engine_ports import free_port, other_listener
 from nodeagent.host.engines.engine_record import EngineRecord, write_record
@@ -177,6 +181,7 @@ class EngineProcess:
             body,
             values,
             may_force_tools=command.may_force_tools,
+            may_be_strict=command.may_be_strict,
             strict_forced_tools=command.strict_forced_tools,
         )
 
@@ -356,44 +361,45 @@ class EngineProcesses:
 
     async def _start(self, spec: ReplicaSpec, artifact_path: Path) -> EngineProcess:
         folder = self._folder / spec.replica_id
-        temporary = await asyncio.to_thread(make_folders, folder)
-        taken = [port for ports in self._ports.values() for port in ports]
-        port = free_port(taken)
-        self._ports[spec.replica_id] = [port, transfer_port := free_port([*taken, port])]
-        launch = EngineLaunch(
-            spec=spec,
-            model_path=artifact_path,
-            folder=folder,
-            port=port,
-            host=self._host,
-            transfer_port=transfer_port,
-            store_ports=self._store_ports,
-            start_id=secrets.token_hex(4),
-            threads=self._threads,
-            memory=await asyncio.to_thread(self._device_memory, spec.device_ids),
-            commands=self._commands,
-        )
-        command = await asyncio.to_thread(DRIVERS[spec.engine.driver].command, launch)
-        environment = {**temporary_variables(temporary), **command.environment}
-        command = msgspec.structs.replace(command, environment=environment)
-        for name, data in command.files.items():
-            await asyncio.to_thread(write_atomic, folder / name, data)
-        if command.model_link:
-            (folder / command.model_link).symlink_to(artifact_path)
-        unstarted = EngineRecord(command=command, spec=spec, boot=boot_id())
-        await asyncio.to_thread(write_record, folder, unstarted)
-        async with self._spawn_lock:
-            child = await asyncio.to_thread(self._spawn, command, folder / LOG)
-        record = msgspec.structs.replace(unstarted, pid=child.pid, started=start_time(child.pid))
-        try:
-            await asyncio.to_thread(write_record, folder, record)
-        except BaseException:
-            # An engine without a record, for example on a full disk, might not be found again.
-            signal_group(record.pid, record.started, signal.SIGKILL)
-            await asyncio.to_thread(child.wait)
-            raise
         on_release = partial(self._ports.pop, spec.replica_id, [])
-        return EngineProcess(record, folder, child, on_release, self._canary_timeout_s)
+        async with new_folders(folder, on_release) as temporary:
+            taken = [port for ports in self._ports.values() for port in ports]
+            port = free_port(taken)
+            self._ports[spec.replica_id] = [port, transfer_port := free_port([*taken, port])]
+            launch = EngineLaunch(
+                spec=spec,
+                model_path=artifact_path,
+                folder=folder,
+                port=port,
+                host=self._host,
+                transfer_port=transfer_port,
+                store_ports=self._store_ports,
+                start_id=secrets.token_hex(4),
+                threads=self._threads,
+                memory=await asyncio.to_thread(self._device_memory, spec.device_ids),
+                commands=self._commands,
+            )
+            command = await asyncio.to_thread(DRIVERS[spec.engine.driver].command, launch)
+            environment = {**temporary_variables(temporary), **command.environment}
+            command = msgspec.structs.replace(command, environment=environment)
+            for name, data in command.files.items():
+                await asyncio.to_thread(write_atomic, folder / name, data)
+            if command.model_link:
+                (folder / command.model_link).symlink_to(artifact_path)
+            unstarted = EngineRecord(command=command, spec=spec, boot=boot_id())
+            await asyncio.to_thread(write_record, folder, unstarted)
+            async with self._spawn_lock:
+                child = await asyncio.to_thread(self._spawn, command, folder / LOG)
+            started = start_time(child.pid)
+            record = msgspec.structs.replace(unstarted, pid=child.pid, started=started)
+            try:
+                await asyncio.to_thread(write_record, folder, record)
+            except BaseException:
+                # An engine without a record, for example on a full disk, might not be found again.
+                signal_group(record.pid, record.started, signal.SIGKILL)
+                await asyncio.to_thread(child.wait)
+                raise
+            return EngineProcess(record, folder, child, on_release, self._canary_timeout_s)
 
     def _spawn(self, command: EngineCommand, log: Path) -> Child:
         rules = self._confinement.rules(log.parent) if self._confinement else ()

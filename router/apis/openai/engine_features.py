@@ -53,6 +53,7 @@ class _UsedFields(msgspec.Struct, frozen=True):
     n: int | None = None
     seed: int | None = None
     suffix: str | None = None
+    prompt: Any = None
 
     def has_part(self, *kinds: str) -> bool:
         """Return True if a message has a part of one of these types."""
@@ -64,7 +65,29 @@ class _UsedFields(msgspec.Struct, frozen=True):
         )
 
 
+class _UsedFunction(msgspec.Struct, frozen=True):
+    strict: bool | None = None
+
+
+class _UsedTool(msgspec.Struct, frozen=True):
+    function: _UsedFunction | None = None
+
+
 _DECODER: Final = msgspec.json.Decoder(_UsedFields)
+_TOOL_DECODER: Final = msgspec.json.Decoder(_UsedTool)
+
+
+def _has_strict_tool(used: _UsedFields) -> bool:
+    """Return True if the arguments of some function must follow its schema."""
+    for tool in used.tools or ():
+        try:
+            function = _TOOL_DECODER.decode(tool).function
+        except (msgspec.DecodeError, RecursionError):
+            continue
+        if function is not None and function.strict:
+            return bool(used.tool_choice != "none")
+    return False
+
 
 _USES: Final[Mapping[str, tuple[str, Callable[[_UsedFields], bool]]]] = {
     "tools": ("tools", lambda used: bool(used.tools) and used.tool_choice != "none"),
@@ -72,11 +95,16 @@ _USES: Final[Mapping[str, tuple[str, Callable[[_UsedFields], bool]]]] = {
         "tool_choice",
         lambda used: used.tool_choice == "required" or isinstance(used.tool_choice, dict),
     ),
+    "strict_tools": ("tools", _has_strict_tool),
     "structured_output": (
         "response_format",
         lambda used: used.response_format is not None and used.response_format.type != "text",
     ),
     "logprobs": ("logprobs", lambda used: used.logprobs not in (None, False)),
+    "completion_logprobs": (
+        "logprobs",
+        lambda used: used.prompt is not None and used.logprobs not in (None, False),
+    ),
     "logit_bias": ("logit_bias", lambda used: bool(used.logit_bias)),
     "several_answers": ("n", lambda used: (used.n or 1) > 1),
     "seed": ("seed", lambda used: used.seed is not None),

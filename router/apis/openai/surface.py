@@ -29,7 +29,7 @@ from router.apis.openai.decode import (
     with_usage_requested,
     without_transfer_fields,
 )
-from router.apis.openai.engine_features import refuse_lacking
+from router.apis.openai.engine_features import refuse_lacking, refuse_lacking_route
 from router.apis.openai.images import check_images
 from router.apis.openai.long_texts import read_body
 from router.apis.openai.prompt import (
@@ -210,6 +210,7 @@ class OpenAiSurface:
         assert key is not None
         openai: OpenAiRequest = decode(body, CHAT)
         deployment = self._named_model(openai.model, key, TOKENIZE_PATH, "chat").deployment
+        refuse_lacking_route(deployment, "token_count")
         if openai.model != deployment.name:
             # An adapter has its model's tokens.
             body = with_model(body, deployment.name)

@@ -143,8 +143,11 @@ def with_sizes(engine: EngineSettings, sizes: ReplicaSizes) -> EngineSettings:
     )
 
 
-def in_words(sizes: ReplicaSizes) -> str:
-    """Return the sizes in one line, for `deploy` and `explain`."""
+def in_words(sizes: ReplicaSizes, overcommit: float = 1.0) -> str:
+    """Return the sizes in one line, for `deploy` and `explain`.
+
+    With `overcommit` they are those of a replica that is awake.
+    """
     kv = f"KV {sizes.kv_bytes / GIB:.1f} GiB on each device"
     if sizes.kv_tokens:
         kv += f" ({sizes.kv_tokens:,} tokens)"
@@ -155,6 +158,10 @@ def in_words(sizes: ReplicaSizes) -> str:
     )
     if sizes.context_tokens < sizes.model_context_tokens:
         line += f" (the model has {sizes.model_context_tokens:,}: --context-tokens)"
+    if overcommit > 1:
+        planned = sizes.memory_bytes / overcommit
+        line += f"; idle replicas sleep: {planned / GIB:.1f} GiB are planned (--overcommit"
+        line += f" {overcommit:g})"
     if not sizes.decode_tokens_per_s:
         return f"{line}; rates are measured when it runs"
     return (

@@ -36,6 +36,10 @@ DEVICES_MAX: Final = 64
 KV_UNKNOWN_BYTES: Final = 512 * 1024 * 1024
 """The least KV cache of a model whose KV per token is not known."""
 
+KV_BITS_UNKNOWN: Final = 16.0
+"""The size of a cached value of a model without dimensions, for which a catalogue entry states the
+KV of a token."""
+
 RATE_MIN: Final = 1e-3
 RATE_MAX: Final = 1e9
 """Tokens/s: a rate outside this range is a measuring error, and dividing by it may overflow."""
@@ -145,13 +149,13 @@ def _divides(shape: ModelDimensions, tensor: int) -> bool:
 
 def kv_bytes_per_token(model: CatalogModel, engine: EngineSettings) -> float:
     """Return the KV bytes of a token of context over all layers, averaged over a whole context."""
-    if model.shape is None:
-        return float(model.kv_bytes_per_token)
-    shape = model.shape
+    bits = own_bits = model.shape.kv_bits if model.shape else KV_BITS_UNKNOWN
     options = capabilities_of(engine.driver).kv_type_options
     if given := [engine.options.get(name, "") for name in options]:
-        bits = fmean(KV_TYPE_BITS.get(kind, shape.kv_bits) for kind in given)
-        shape = msgspec.structs.replace(shape, kv_bits=bits)
+        bits = fmean(KV_TYPE_BITS.get(kind, own_bits) for kind in given)
+    if model.shape is None:
+        return model.kv_bytes_per_token * bits / own_bits
+    shape = msgspec.structs.replace(model.shape, kv_bits=bits)
     return model_shape.kv_bytes_per_token(shape, CONTEXT_TOKENS)
 
 
@@ -172,9 +176,10 @@ def stored_kv_bytes_per_token(
     stored = kv_bytes_per_token(model, engine)
     able = capabilities_of(engine.driver)
     has_own_type = any(name in engine.options for name in able.kv_type_options)
-    if device_class != CPU or not able.cpu_kv_bits or has_own_type or model.shape is None:
+    if device_class != CPU or not able.cpu_kv_bits or has_own_type:
         return stored
-    return stored * able.cpu_kv_bits / model.shape.kv_bits
+    own_bits = model.shape.kv_bits if model.shape else KV_BITS_UNKNOWN
+    return stored * able.cpu_kv_bits / own_bits
 
 
 def kv_minimum_bytes(model: CatalogModel, engine: EngineSettings) -> int:

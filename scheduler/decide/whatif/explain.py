@@ -13,6 +13,7 @@ from scheduler.decide.capacity.start_times import MB
 from scheduler.decide.cluster import ClusterState, FleetNode, PlacementPlan
 from scheduler.decide.membership.liveness import LivenessLimits, judge_liveness
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
+from scheduler.decide.placement.fleet.slots import awake_memory_bytes
 from scheduler.decide.placement.planner import PlanBuilder, PlanLimits
 from scheduler.decide.placement.rollout_split import plan_fleet
 from scheduler.decide.placement.search.deployment_state import DeploymentState
@@ -114,6 +115,7 @@ def explain_placement(
         if part.node_id in nodes
     )
     sizes = _sizes(builder.fleet, state) if state else ()
+    overcommit = deployment.policy.overcommit if deployment else 1.0
     return Explanation(
         deployment_id=deployment_id,
         frozen=plan.frozen,
@@ -124,7 +126,7 @@ def explain_placement(
         prefetches=_prefetches(cluster, deployment_id),
         unmet=tuple(u.reason for u in plan.unmet if u.deployment_id == deployment_id),
         sizes=sizes,
-        sizes_in_words=tuple(in_words(of_class) for of_class in sizes),
+        sizes_in_words=tuple(in_words(of_class, overcommit) for of_class in sizes),
         roles=tuple(roles.words() for roles in roles_by_pop(state)) if state else (),
     )
 
@@ -138,8 +140,13 @@ def _sizes(fleet: FleetCapacity, state: DeploymentState) -> tuple[ReplicaSizes, 
         for device in (device for node in nodes for device in node.devices):
             if device.device_class == name:
                 largest[name] = max(largest.get(name, 0), device.memory_bytes)
+    deployment = needs.deployment
+    if deployment.policy.overcommit > 1:
+        # It shares its device, and does not get what that has left.
+        most = awake_memory_bytes(needs.model, deployment)
+        largest = {name: min(size, most) for name, size in largest.items()}
     return tuple(
-        replica_sizes(needs.model, needs.deployment.engine, name, size)
+        replica_sizes(needs.model, deployment.engine, name, size)
         for name, size in sorted(largest.items())
     )
 

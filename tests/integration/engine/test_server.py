@@ -367,6 +367,9 @@ async def test_health_models_and_metrics(
     fields = {field.name for field in msgspec.structs.fields(EngineStats)}
     assert fields - {"store_hit_tokens_total"} <= set(stats)
     assert msgspec.convert(stats, EngineStats).kv_blocks_total == engine.ready["kv_blocks"]
+    # Of all layers in one C call, too: that is how a long step differs from a hang.
+    assert stats["layers_computed_total"] >= 30 * stats["steps_total"] > 0
+    assert stats["is_waiting_for_peers"] is False
     assert engine.ready["ready"] is True
     assert 0 < engine.ready["weights_bytes"] <= 538_060_032
 

@@ -39,6 +39,16 @@ def test_deploy_waits_for_the_deployed_version(monkeypatch: pytest.MonkeyPatch) 
     assert api.polls == 2
 
 
+@pytest.mark.parametrize(
+    "given", [("--overcommit", "0.5"), ("--priority", "101"), ("--awake-min", "-1")]
+)
+def test_a_number_out_of_range_is_refused_before_it_is_sent(given: tuple[str, str]) -> None:
+    api: Any = Api()
+    result = CliRunner().invoke(serving.deploy, ["d", *given], obj=CliContext(api, "json"))
+    assert result.exit_code == 2
+    assert f"{given[1]} is not in the range" in result.output
+
+
 def test_an_end_is_announced_moved_and_withdrawn() -> None:
     api: Any = Api()
     sent: list[dict[str, Any]] = []

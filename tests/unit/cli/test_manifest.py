@@ -43,11 +43,15 @@ def test_a_gguf_without_a_config_states_architecture_context_and_kv(tmp_path: Pa
     (weights,) = package.glob("*.gguf")
     (tmp_path / "m.gguf").symlink_to(weights)
     (tmp_path / "mmproj-m.gguf").touch()
-    assert config_values(tmp_path) == {
+    values = config_values(tmp_path)
+    shape = values.pop("shape")
+    assert values == {
         "architecture": "llama",
         "context_tokens": 8192,
         "kv_bytes_per_token": 30 * 2 * 3 * 64 * 2,
     }
+    assert (shape["layers"], shape["hidden_size"], shape["heads"]) == (30, 576, 9)
+    assert (shape["kv_heads"], shape["head_size"], shape["weight_bits"]) == (3, 64, 5.0)
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     with pytest.raises(ManifestError, match=r"a\.gguf: its header ends early"):
         config_values(tmp_path)

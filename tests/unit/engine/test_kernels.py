@@ -13,6 +13,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from nodeagent.engine.kernels.cpu import build as building
 from nodeagent.engine.kernels.cpu.build import KernelsUnavailable, kernels_library
 from nodeagent.engine.kernels.cpu.library import PIECE_TOKENS, CpuKernels, cpu_kernels
+from nodeagent.engine.kvcache.kv_format import KV_DTYPES, KvFormat
 from nodeagent.engine.model.rotary import RotaryTable, inverse_frequencies
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 4
@@ -217,6 +218,60 @@ def test_keys_and_values_are_copied_to_their_slots(own: CpuKernels) -> None:
     slots = pages.view(-1, 2 * KV_HEADS, DIM)
     assert torch.equal(slots[[9, 2]], mixed[:, HEADS:])
     assert slots.count_nonzero() == mixed[:, HEADS:].numel()
+
+
+FORMS = [KvFormat(KV_DTYPES[name]) for name in ("bf16", "fp16", "fp8")]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(seed=st.integers(0, 1000), power=st.integers(-44, 38), dim=st.sampled_from([16, 64, 80]))
+@settings(max_examples=40, deadline=None)
+def test_keys_and_values_are_stored_as_by_torch(
+    own: CpuKernels, form: KvFormat, seed: int, power: int, dim: int
+) -> None:
+    mixed = random(3, HEADS + 2 * KV_HEADS, dim, seed=seed) * 10.0**power
+    # Numbers between two neighbours of the form, and what no number of it is.
+    mixed[1, HEADS, :8] = torch.tensor([448, 436, 26, 2**-7, 3 * 2**-10, 2**-10, 0, -17])
+    mixed[2, HEADS, 3], mixed[2, HEADS + 1, 5] = torch.nan, torch.inf
+    slots = torch.tensor([9, 2, 4])
+    pages = torch.zeros(3, BLOCK, 2 * KV_HEADS, form.width(dim), dtype=form.dtype)
+    own.store_kv(mixed, HEADS, slots, pages)
+    wanted = torch.zeros_like(pages)
+    wanted.view(-1, *wanted.shape[2:])[slots] = form.encode(mixed[:, HEADS:])
+    found, read = form.decode(pages, torch.float32), form.decode(wanted, torch.float32)
+    # NaN has several forms.
+    assert torch.equal(found.nan_to_num(7e37), read.nan_to_num(7e37))
+    assert torch.equal(found.isnan(), read.isnan())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(
+    parts=st.lists(st.tuples(st.integers(0, 190), st.integers(1, 90)), min_size=1, max_size=3),
+    grouped=st.sampled_from([(1, 1), (3, 1), (6, 2), (9, 3)]),
+    dim=st.sampled_from([16, 64, 80, 256]),
+    window=st.sampled_from([7, 100, 2**32 + 5]),
+)
+@settings(max_examples=30, deadline=None)
+def test_attention_over_stored_forms_equals_torch_for_any_batch(
+    own: CpuKernels,
+    form: KvFormat,
+    parts: list[tuple[int, int]],
+    grouped: tuple[int, int],
+    dim: int,
+    window: int,
+) -> None:
+    heads, kv_heads = grouped
+    tables, pieces, rows = sequences(*parts)
+    pages = form.encode(random(int(tables.max()) + 1, BLOCK, 2 * kv_heads, dim))
+    mixed = random(rows, heads + 2 * kv_heads, dim, seed=3)
+    found = own.attend(mixed, heads, pages, tables, pieces, window, allow_amx=True)
+    read = form.decode(pages, torch.float32)
+    assert torch.equal(found, own.attend(mixed, heads, read, tables, pieces, window))
+    for piece in pieces.tolist():
+        wanted = by_torch(mixed, heads, read, tables, piece, window)
+        torch.testing.assert_close(
+            found[piece[0] : piece[0] + piece[1]].double(), wanted, rtol=1e-5, atol=4e-6
+        )
 
 
 def test_without_a_compiler_there_are_no_kernels(

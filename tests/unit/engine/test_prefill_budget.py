@@ -4,7 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
-from nodeagent.engine.scheduler.prefill_budget import PrefillBudget
+from nodeagent.engine.scheduler.prefill_budget import (
+    STEP_S_MAX,
+    UNMEASURED_TOKENS_MAX,
+    PrefillBudget,
+)
 
 
 @settings(deadline=None, max_examples=100)
@@ -29,12 +33,22 @@ def test_a_step_with_decodes_keeps_the_interval(
         budget.record_step(prompt, decodes, seconds)
 
 
-def test_prompts_get_the_whole_step_without_decodes_or_before_any_measurement() -> None:
+def test_prompts_get_the_whole_step_without_decodes_if_it_is_not_too_long() -> None:
     budget = PrefillBudget(0.1)
-    assert budget.prompt_tokens_allowed(4, 300) == 300
-    budget.record_step(300, 0, 3.0)
+    assert budget.prompt_tokens_allowed(4, 200) == 200
+    budget.record_step(300, 0, 1.9)
     assert budget.prompt_tokens_allowed(0, 300) == 300
     assert budget.prompt_tokens_allowed(4, 300) == BLOCK_TOKENS
+
+
+def test_no_step_of_a_slow_engine_takes_as_long_as_a_hang() -> None:
+    """A prompt of 8,192 tokens at 122 tokens a second would be one step of more than a minute."""
+    budget, pending, token_s = PrefillBudget(0.25), 8192, 1 / 122
+    while pending:
+        tokens = budget.prompt_tokens_allowed(0, min(8192, pending))
+        assert 0 < tokens * token_s <= max(STEP_S_MAX, UNMEASURED_TOKENS_MAX * token_s)
+        budget.record_step(tokens, 0, tokens * token_s)
+        pending -= tokens
 
 
 def test_the_estimate_rises_at_once_and_falls_gradually() -> None:

@@ -222,6 +222,26 @@ def test_an_engine_without_progress_or_answers_is_killed(
     assert bool(reason) is is_unhealthy
 
 
+def test_an_engine_that_waits_for_the_kv_of_others_does_not_stall() -> None:
+    def after(waits: list[bool]) -> health.EngineWatch:
+        watch = health.EngineWatch()
+        for is_waiting in waits:
+            watch = health.observe(
+                watch,
+                answered=True,
+                steps=1,
+                bytes_out=0,
+                in_flight=1,
+                is_waiting_for_peers=is_waiting,
+            )
+        return watch
+
+    assert not health.kill_reason(after([True] * 40), stall_s=15.0, in_flight=1)
+    # From then on its time counts again.
+    assert not health.kill_reason(after([True] * 40 + [False] * 15), stall_s=15.0, in_flight=1)
+    assert health.kill_reason(after([True] * 40 + [False] * 16), stall_s=15.0, in_flight=1)
+
+
 def test_one_failed_canary_is_enough_once_requests_left_a_silent_engine() -> None:
     """A router takes a silent stream to another replica before the stall is long enough."""
     silent = [(True, 1, 9, 0), *[(True, 1, 9, 1)] * 5]

@@ -110,10 +110,44 @@ def test_vllm_follows_the_schema_of_a_call_that_it_must_make(
     assert tool["function"] == function | ({} if strict is None else {"strict": strict})
 
 
+@pytest.mark.parametrize(
+    ("driver", "parser", "may_be_strict"),
+    [
+        *(("vllm", parser, True) for parser in ("hermes", "llama3_json", "qwen3_coder")),
+        *(("vllm", parser, False) for parser in ("mistral", "pythonic", "seed_oss")),
+        *(("sglang", parser, True) for parser in ("qwen25", "mistral")),
+        *(("sglang", parser, False) for parser in ("glm45", "minimax-m2", "pythonic")),
+    ],
+)
+def test_a_strict_function_is_refused_where_the_parser_does_not_hold_its_calls(
+    driver: str, parser: str, may_be_strict: bool
+) -> None:
+    command = DRIVERS[driver].command(a_launch(driver, tool_call_parser=parser))
+    assert command.may_be_strict is may_be_strict
+    tools = [{"type": "function", "function": {"name": "f", "strict": True}}]
+
+    def send(**fields: object) -> bytes:
+        body = msgspec.json.encode({"tools": tools, **fields})
+        return with_fields(body, {}, may_be_strict=command.may_be_strict)
+
+    # A call that must be made follows the schema with every parser.
+    for fields in ({"tool_choice": "required"}, {"tool_choice": "none"}):
+        assert b"strict" in send(**fields)
+    for fields in ({}, {"tool_choice": "auto"}):
+        if may_be_strict:
+            assert b"strict" in send(**fields)
+        else:
+            with pytest.raises(ApiError, match="'strict'") as refused:
+                send(**fields)
+            assert refused.value.param == "tools"
+
+
 @pytest.mark.parametrize("tools", ["null", "3", '[1,{},{"function":7}]'])
 def test_tools_that_cannot_be_marked_are_left_to_the_engine(tools: str) -> None:
     body = f'{{"tool_choice":"required","tools":{tools}}}'.encode()
     assert with_fields(body, {}, strict_forced_tools=True) == body
+    body = f'{{"tools":{tools}}}'.encode()
+    assert with_fields(body, {}, may_be_strict=False) == body
 
 
 def test_an_unknown_option_is_refused() -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from isochrone.wire.models.model import EngineSettings
+from nodeagent.drivers.driver import UnknownOption
 from nodeagent.host.engines.engine_folder import (
     SOCKET_NAME_BYTES,
     SOCKET_PATH_BYTES_MAX,
@@ -14,6 +16,8 @@ from nodeagent.host.engines.engine_folder import (
     temporary_folder,
     temporary_variables,
 )
+from nodeagent.host.engines.engine_process import EngineProcesses
+from tests.builders import a_spec
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +78,13 @@ def test_what_torch_compiles_outlives_the_engine(tmp_path: Path) -> None:
     variables = temporary_variables(temporary)
     assert variables["TMPDIR"] == str(temporary)
     assert not Path(variables["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(tmp_path / "r")
+
+
+async def test_nothing_is_left_of_an_engine_that_could_not_start(tmp_path: Path) -> None:
+    engines = EngineProcesses(tmp_path / "engines", 1)
+    options = {"batch_tokens_max": "many"}
+    spec = a_spec("r1", engine=EngineSettings(driver="embedded", options=options))
+    with pytest.raises(UnknownOption, match="batch_tokens_max"):
+        await engines.start(spec, tmp_path)
+    assert not list((tmp_path / "engines").iterdir())
+    assert not engines._ports

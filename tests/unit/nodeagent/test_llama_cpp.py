@@ -84,6 +84,9 @@ def test_on_a_cpu_it_gets_the_threads_and_short_steps(tmp_path: Path) -> None:
     assert (command.base_url, command.socket) == ("http://localhost", f"{tmp_path}/engine.sock")
     given = {argument for argument in command.arguments if argument.startswith("--")}
     assert given <= set(ARGUMENTS), "the check of the version knows them all"
+    # It answers no health check within a step, and some processors take seconds for one.
+    assert command.stall_s == 60.0
+    assert DRIVER.command(a_launch(tmp_path, "gpu0")).stall_s == 0.0
 
 
 def test_on_a_gpu_it_puts_all_layers_there(tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """The prefill leg of a request whose engine dies, and is replaced, while the request waits."""
 
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import aiohttp
+import pytest
 
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
@@ -37,23 +40,62 @@ class ClosedSession:
         raise aiohttp.ServerDisconnectedError
 
 
-async def test_a_leg_ends_without_an_error_once_its_engine_is_replaced() -> None:
+class LateEngine:
+    """An engine that has not read the request yet when it is first named."""
+
+    closed = False
+
+    def __init__(self, unknown: int) -> None:
+        self.unknown = unknown
+        self.has_begun = False
+
+    @asynccontextmanager
+    async def get(self, path: str) -> AsyncIterator[Any]:
+        yield SimpleNamespace(status=404)
+
+    @asynccontextmanager
+    async def delete(self, path: str) -> AsyncIterator[Any]:
+        self.unknown -= 1
+        self.has_begun = self.unknown < 0
+        yield SimpleNamespace(status=204 if self.has_begun else 404)
+
+
+def a_leg(engine: object) -> PrefillLeg:
     async def announce(replica_id: ReplicaId) -> None:
         raise AssertionError("no replica may be tried")
 
+    request = LegRequest(
+        transfer="f" * 32, path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
+        load=cast(Any, None), announce=announce,
+    )  # fmt: skip
+    return PrefillLeg(
+        cast(aiohttp.ClientSession, engine),
+        cast(PrefillPeers, None),
+        TransferRate(),
+        request,
+        lambda: 0.0,
+        cast(PrefixFetcher, None),
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nodeagent.disaggregation.two_legs.BEGIN_PAUSE_S", 0.0)
+
+
+async def test_a_leg_ends_without_an_error_once_its_engine_is_replaced() -> None:
     for answers in range(3):
-        request = LegRequest(
-            transfer="f" * 32, path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
-            load=cast(Any, None), announce=announce,
-        )  # fmt: skip
-        leg = PrefillLeg(
-            cast(aiohttp.ClientSession, ClosedSession(answers)),
-            cast(PrefillPeers, None),
-            TransferRate(),
-            request,
-            lambda: 0.0,
-            cast(PrefixFetcher, None),
-        )
+        leg = a_leg(ClosedSession(answers))
         await leg._task
         await leg.close()
         assert leg.received is None
+
+
+async def test_a_request_that_its_engine_reads_late_is_told_to_begin() -> None:
+    """It would wait for its KV forever, and its agent would kill the engine for that."""
+    for unknown in (0, 1, 30):
+        engine = LateEngine(unknown)
+        leg = a_leg(engine)
+        await leg._task
+        assert engine.has_begun
+        await leg.close()

@@ -210,6 +210,33 @@ async def test_a_bug_in_the_watch_fails_only_that_replica(fixture: SupervisorFix
     assert len(fixture.replica.failure_times) == 1
 
 
+async def test_a_step_longer_than_the_stall_time_is_no_hang(
+    fixture: SupervisorFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a step nor a byte ends in twice that time, but layers do."""
+    monkeypatch.setattr("nodeagent.supervisor.OBSERVE_INTERVAL_S", 0.0)
+    fixture.supervisor.start(SPEC)
+    await fixture.warm()
+    (first,) = fixture.engines.started
+    reservation = fixture.replica.admission.admit(2000, 10)
+    assert reservation is not None
+    observations, layers_max = 0, 40
+
+    def stats() -> EngineStats:
+        nonlocal observations
+        observations += 1
+        # Then it hangs in a layer.
+        layers = min(observations, layers_max)
+        return EngineStats(steps_total=1, layers_computed_total=layers)
+
+    first.current_stats = stats
+    await fixture.warm(engines=2)
+    assert first.stopped
+    assert observations > layers_max + 15
+    reservation.release()
+    await fixture.supervisor.shut_down(keep_engines=False)
+
+
 async def test_the_reach_of_the_prefix_cache_is_part_of_the_load(
     fixture: SupervisorFixture,
 ) -> None:

@@ -11,7 +11,7 @@ from isochrone.wire.peers.routes import DeploymentEntry
 from router.apis.openai.engine_features import refuse_lacking
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
-LACKS = ("embeddings", "forced_tools", "structured_output", "logprobs", "images")
+LACKS = ("embeddings", "forced_tools", "strict_tools", "structured_output", "logprobs", "images")
 
 
 def an_entry(*lacks: str) -> DeploymentEntry:
@@ -35,6 +35,7 @@ def chat(**fields: Any) -> bytes:
     [
         ({"tools": [{}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{}], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [{}, {"type": "function", "function": {"strict": True}}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"logprobs": True}, "logprobs"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages"),
@@ -52,6 +53,9 @@ def test_a_lacking_feature_is_refused_with_its_name(fields: dict[str, Any], para
     [
         {},
         {"tools": [{}], "tool_choice": "auto"},
+        {"tools": [{"function": {"strict": False}}, {"function": {"strict": None}}]},
+        {"tools": [{"function": {"strict": True}}], "tool_choice": "none"},
+        {"tools": [{"function": "of a wrong type"}, "neither"]},
         {"response_format": {"type": "text"}},
         {"logprobs": False, "n": 2, "seed": 1},
         {"logprobs": "of a wrong type"},
@@ -59,6 +63,15 @@ def test_a_lacking_feature_is_refused_with_its_name(fields: dict[str, Any], para
 )
 def test_other_requests_pass(fields: dict[str, Any]) -> None:
     refuse_lacking(an_entry(*LACKS), "/v1/chat/completions", chat(**fields))
+
+
+def test_logprobs_of_completions_are_a_feature_of_their_own() -> None:
+    entry = an_entry("completion_logprobs")
+    body = msgspec.json.encode({"model": "tiny", "prompt": "x", "logprobs": 1})
+    with pytest.raises(ApiError, match="of a completion") as refused:
+        refuse_lacking(entry, "/v1/completions", body)
+    assert refused.value.param == "logprobs"
+    refuse_lacking(entry, "/v1/chat/completions", chat(logprobs=True))
 
 
 def test_a_lacking_surface_is_refused() -> None:

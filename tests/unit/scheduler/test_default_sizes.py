@@ -21,6 +21,10 @@ from tests.unit.scheduler.test_capacity import LLAMA_8B as LLAMA_CONFIG
 LLAMA: CatalogModel = msgspec.structs.replace(
     a_model("llama"), shape=shape_of(LLAMA_CONFIG), weights_bytes=int(16e9), context_tokens=131_072
 )
+SMALL_GGUF: CatalogModel = msgspec.structs.replace(
+    a_model("smol"), kv_bytes_per_token=23_040, weights_bytes=98_362_432, context_tokens=8192
+)
+"""Its catalogue entry has no dimensions: an earlier release read none from GGUF files."""
 VLLM = EngineSettings(driver="vllm")
 H100 = int(CLASSES["h100-80g"].memory_bytes * 0.95)
 
@@ -131,3 +135,39 @@ def test_estimates_agree_with_published_rates() -> None:
     rows = zip(within, PUBLISHED, strict=True)
     of_8b = [ok for ok, row in rows if row.shape == LLAMA_8B and not row.concurrency]
     assert all(of_8b)
+
+
+def test_an_over_committed_replica_gets_four_contexts_and_says_what_is_planned() -> None:
+    """Not what its device has left, although `explain` said so."""
+    engine = EngineSettings(driver="embedded")
+    cluster = a_cluster(
+        models=(SMALL_GGUF,),
+        nodes=(a_node("n1", "ams", 12.0),),
+        deployments=(a_deployment("a", "smol", engine=engine, overcommit=4.0),),
+    )
+    explained = explain_placement(cluster, cluster.deployments[0].deployment_id)
+    assert explained is not None
+    (sizes,), (line,) = explained.sizes, explained.sizes_in_words
+    assert sizes.kv_tokens == sizes.tokens_in_flight == 4 * sizes.context_tokens
+    planned = sizes.memory_bytes / 4 / GIB
+    assert f"idle replicas sleep: {planned:.1f} GiB are planned (--overcommit 4)" in line
+
+
+@pytest.mark.parametrize(
+    ("driver", "options", "bits"),
+    [
+        ("embedded", {}, 32.0),
+        ("embedded", {"kv_dtype": "fp16"}, 16.0),
+        ("embedded", {"kv_dtype": "fp8"}, 8.0),
+        ("llama_cpp", {}, 16.0),
+        ("llama_cpp", {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}, 8.5),
+    ],
+)
+def test_the_type_of_the_kv_cache_counts_for_a_model_without_dimensions(
+    driver: str, options: dict[str, str], bits: float
+) -> None:
+    engine = EngineSettings(
+        driver=driver, kv_memory_bytes=GIB, tokens_in_flight_max=0, options=options
+    )
+    sizes = replica_sizes(SMALL_GGUF, engine, "cpu", 8 * GIB)
+    assert sizes.kv_tokens == int(GIB / (SMALL_GGUF.kv_bytes_per_token * bits / 16))

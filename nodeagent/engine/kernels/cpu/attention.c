@@ -21,6 +21,9 @@
 struct key_block {
     float keys[KEYS * DIM_MAX] __attribute__((aligned(LINE)));
     const float *values[KEYS];
+    /* Keys and values of pages that are not fp32, as fp32. */
+    float read_keys[KEYS * DIM_MAX] __attribute__((aligned(LINE)));
+    float read_values[KEYS * DIM_MAX] __attribute__((aligned(LINE)));
     int64_t count, parts; /* parts of sixteen keys: 4, 2 or 1 */
     /* The keys of the next block under this KV head, and how many of them are prefetched. */
     const float *next[KEYS];
@@ -62,6 +65,37 @@ INLINED void prefetch_next(struct key_block *block, const struct pages *pages, i
     }
 }
 
+/* Find the keys and values of the block in pages of fp32. */
+static void find_keys(struct key_block *block, const struct pages *pages, const struct piece *piece,
+                      int64_t kv_head, int64_t first, int64_t end, const float **keys) {
+    int64_t dim = pages->dim;
+    find_next(block, pages, piece, kv_head, first + block->count, end);
+    locate(pages, piece, first, block->count, keys);
+    for (int64_t key = 0; key < block->count; key++) {
+        keys[key] += kv_head * dim;
+        block->values[key] = keys[key] + pages->kv_heads * dim;
+    }
+}
+
+/* Read the keys and values of the block from pages of another form. */
+static void read_keys(struct key_block *block, const struct pages *pages, const struct piece *piece,
+                      int64_t kv_head, int64_t first, const float **keys) {
+    int64_t dim = pages->dim, size = kv_head_bytes(pages->form, dim);
+    int64_t block_tokens = pages->block_tokens, slot_bytes = 2 * pages->kv_heads * size;
+    block->next_count = block->prefetched = 0;
+    for (int64_t key = 0; key < block->count; key++) {
+        int64_t at = first + key;
+        int64_t slot = piece->blocks[at / block_tokens] * block_tokens + at % block_tokens;
+        const uint8_t *stored = (const uint8_t *)pages->slots + slot * slot_bytes;
+        stored += (piece->kv_head + kv_head) * size;
+        load_kv_head(pages->form, stored, dim, block->read_keys + key * dim);
+        load_kv_head(pages->form, stored + pages->kv_heads * size, dim,
+                     block->read_values + key * dim);
+        keys[key] = block->read_keys + key * dim;
+        block->values[key] = block->read_values + key * dim;
+    }
+}
+
 /* Load the block of keys of one KV head that begins at `first`; none from `end` on. */
 static void load_keys(struct key_block *block, const struct pages *pages, const struct piece *piece,
                       int64_t kv_head, int64_t first, int64_t end) {
@@ -70,12 +104,11 @@ static void load_keys(struct key_block *block, const struct pages *pages, const 
     int64_t dim = pages->dim, left = end - first;
     block->parts = left >= KEYS ? PARTS : left > LANES ? 2 : 1;
     block->count = left < block->parts * LANES ? left : block->parts * LANES;
-    find_next(block, pages, piece, kv_head, first + block->count, end);
-    locate(pages, piece, first, block->count, keys);
-    for (int64_t key = 0; key < block->parts * LANES; key++) {
-        keys[key] = key < block->count ? keys[key] + kv_head * dim : zeros;
-        if (key < block->count) block->values[key] = keys[key] + pages->kv_heads * dim;
-    }
+    if (pages->form == KV_FP32)
+        find_keys(block, pages, piece, kv_head, first, end, keys);
+    else
+        read_keys(block, pages, piece, kv_head, first, keys);
+    for (int64_t key = block->count; key < block->parts * LANES; key++) keys[key] = zeros;
     for (int64_t part = 0; part < block->parts; part++)
         for (int64_t at = 0; at < dim; at += LANES) {
             prefetch_next(block, pages, 2);
@@ -192,13 +225,19 @@ static void attend_rows(const struct pages *pages, const struct piece *piece, in
     }
 }
 
-/* Copy the keys and values of every row of `mixed` (queries, keys, values) into its slot. */
-void store_kv(const float *mixed, int64_t rows, int64_t heads, const int64_t *slots, float *pages,
-              int64_t kv_heads, int64_t dim) {
-    int64_t width = 2 * kv_heads * dim, stride = heads * dim + width;
-    for (int64_t row = 0; row < rows; row++)
-        memcpy(pages + slots[row] * width, mixed + row * stride + heads * dim,
-               width * sizeof(float));
+/* Store the keys and values of every row of `mixed` (queries, keys, values) in its slot. */
+void store_kv(const float *mixed, int64_t rows, int64_t heads, const int64_t *slots, void *pages,
+              int64_t kv_heads, int64_t dim, int64_t form) {
+    int64_t size = kv_head_bytes(form, dim), stride = (heads + 2 * kv_heads) * dim;
+    for (int64_t row = 0; row < rows; row++) {
+        const float *from = mixed + row * stride + heads * dim;
+        uint8_t *slot = (uint8_t *)pages + slots[row] * 2 * kv_heads * size;
+        if (form == KV_FP32)
+            memcpy(slot, from, 2 * kv_heads * size);
+        else
+            for (int64_t head = 0; head < 2 * kv_heads; head++)
+                store_kv_head(form, from + head * dim, dim, slot + head * size);
+    }
 }
 
 /* The arguments of `attend`, from which pieces are cut: one for each KV head, or one for all. */
@@ -253,8 +292,8 @@ static void attend_pieces(const void *arguments, int64_t at, int64_t end) {
 /* Compute attention of `count` pieces: [first row of `mixed`, tokens, position of the first
  * token in its blocks, row of `tables` that lists these]. Without `use_amx` the output of a row
  * is bit-identical whatever it is batched with, unless a window starts inside a block of keys. */
-void attend(const float *mixed, int64_t heads, const float *slots, int64_t block_tokens,
-            int64_t kv_heads, int64_t dim, const int64_t *tables, int64_t width,
+void attend(const float *mixed, int64_t heads, const void *slots, int64_t block_tokens,
+            int64_t kv_heads, int64_t dim, int64_t form, const int64_t *tables, int64_t width,
             const int64_t *pieces, int64_t count, int64_t window, int64_t use_amx, int64_t threads,
             float *out) {
     int64_t pairs = 0, tokens = 0;
@@ -265,7 +304,7 @@ void attend(const float *mixed, int64_t heads, const float *slots, int64_t block
     /* If there are enough single tokens for all threads, one piece takes all heads: slots are
      * then read once and in order. */
     int64_t together = tokens == count && heads <= ROWS && (threads == 1 || count >= 2 * threads);
-    const struct attention attention = {{slots, block_tokens, kv_heads, dim},
+    const struct attention attention = {{slots, block_tokens, kv_heads, dim, form},
                                         mixed,
                                         out,
                                         tables,
@@ -274,7 +313,7 @@ void attend(const float *mixed, int64_t heads, const float *slots, int64_t block
                                         width,
                                         window,
                                         together ? 1 : kv_heads,
-                                        use_amx};
+                                        use_amx && form == KV_FP32};
     int64_t portions = pairs * heads * dim <= SMALL ? 1 : count * attention.each;
     parallel_for(attend_pieces, &attention, count * attention.each, portions, threads);
 }

@@ -3,15 +3,16 @@
 #ifndef ATTENTION_H
 #define ATTENTION_H
 
-#include "kernels.h"
+#include "kv_forms.h"
 
 #define DIM_MAX 256
 #define WEIGHT_LOG2_MAX 24.0f /* a softmax weight is at most 2 to this */
 
-/* The KV pages of a layer. A slot is the keys of all heads of a token, then its values. */
+/* The KV pages of a layer. A slot is the keys of all heads of a token, then its values. `locate`
+ * and AMX read fp32 only. */
 struct pages {
-    const float *slots;
-    int64_t block_tokens, kv_heads, dim;
+    const void *slots;
+    int64_t block_tokens, kv_heads, dim, form;
 };
 
 /* Neighbouring tokens of a sequence under one KV head or several. Token i is at position `start
@@ -71,7 +72,8 @@ INLINED void locate(const struct pages *pages, const struct piece *piece, int64_
     int64_t block_tokens = pages->block_tokens, width = 2 * pages->kv_heads * pages->dim;
     int64_t block = first / block_tokens, in_block = first % block_tokens;
     for (int64_t key = 0; key < count; block++, in_block = 0) {
-        const float *slot = pages->slots + (piece->blocks[block] * block_tokens + in_block) * width;
+        const float *slots = pages->slots;
+        const float *slot = slots + (piece->blocks[block] * block_tokens + in_block) * width;
         for (; key < count && in_block < block_tokens; key++, in_block++, slot += width)
             keys[key] = slot + piece->kv_head * pages->dim;
     }

@@ -11,7 +11,13 @@ from nodeagent.engine.kernels.attention_backend import (
     AttentionLayout,
     StepInputs,
 )
-from nodeagent.engine.kernels.cpu.library import HEAD_DIM_MAX, LANES, PIECE_TOKENS, CpuKernels
+from nodeagent.engine.kernels.cpu.library import (
+    HEAD_DIM_MAX,
+    KV_FORMS,
+    LANES,
+    PIECE_TOKENS,
+    CpuKernels,
+)
 from nodeagent.engine.scheduler.forward_batch import (
     ForwardBatch,
     block_count,
@@ -35,7 +41,7 @@ class AttentionPieces:
 
 
 class CpuAttention(AttentionBackend):
-    """fp32 queries, keys and values on the CPU."""
+    """fp32 queries on the CPU, over keys and values of any form."""
 
     def __init__(self, config: AttentionConfig, kernels: CpuKernels) -> None:
         super().__init__(config)
@@ -44,7 +50,7 @@ class CpuAttention(AttentionBackend):
     @staticmethod
     def fits(config: AttentionConfig) -> bool:
         """Return whether the C kernels compute attention of this shape and dtype."""
-        fp32 = config.dtype is torch.float32 and config.kv_format.dtype is torch.float32
+        fp32 = config.dtype is torch.float32 and config.kv_format.dtype in KV_FORMS
         width_fits = config.head_dim % LANES == 0 and config.head_dim <= HEAD_DIM_MAX
         return config.device == "cpu" and fp32 and width_fits
 

@@ -19,7 +19,7 @@ struct layer {
     const float *attention_norm, *mlp_norm;
     const float *bias, *head_norms; /* of queries and keys; either may be NULL */
     struct matrix query_key_value, output, gate_up, down;
-    float *pages;
+    void *pages;
 };
 
 struct step {
@@ -28,8 +28,9 @@ struct step {
     const float *cos, *sin;
     const int64_t *slots, *tables, *pieces;
     const int64_t *wanted; /* the rows to return, in order; they are moved to the front of `x` */
+    int64_t *layers_computed; /* counted up by each layer; other threads read it */
     int64_t rows, hidden, heads, kv_heads, dim, block_tokens, table_width, pieces_count, window;
-    int64_t wanted_count, threads;
+    int64_t wanted_count, threads, kv_form;
     float epsilon;
 };
 
@@ -77,7 +78,8 @@ static void rotate_and_store(const void *arguments, int64_t row, int64_t end) {
             rms_norm(here + head * dim, NULL, layer->head_norms + head * dim, step->epsilon, 1, dim,
                      1, here + head * dim);
         rotate(here, stride, rotated, dim, step->cos + row * dim, step->sin + row * dim, 1, 1);
-        store_kv(here, 1, step->heads, step->slots + row, layer->pages, step->kv_heads, dim);
+        store_kv(here, 1, step->heads, step->slots + row, layer->pages, step->kv_heads, dim,
+                 step->kv_form);
     }
 }
 
@@ -87,7 +89,7 @@ static void attend_to(const struct layer *layer, const struct step *step, const 
      * a text would depend on how many of its tokens are computed at once. */
     const int rounds_input = layer->output.kind > FP32;
     attend(at->mixed, step->heads, layer->pages, step->block_tokens, step->kv_heads, step->dim,
-           step->tables, step->table_width, pieces, count, step->window, !rounds_input,
+           step->kv_form, step->tables, step->table_width, pieces, count, step->window, !rounds_input,
            step->threads, at->attended);
 }
 
@@ -143,8 +145,10 @@ static int64_t run_layer(const struct layer *layer, const struct step *step, int
 
 static void run_all(void *arguments) {
     struct run *run = arguments;
-    for (int64_t at = 0; at < run->count && !run->failed; at++)
+    for (int64_t at = 0; at < run->count && !run->failed; at++) {
         run->failed = run_layer(run->layers + at, run->step, at == 0, at + 1 == run->count);
+        __atomic_fetch_add(run->step->layers_computed, 1, __ATOMIC_RELAXED);
+    }
 }
 
 int64_t run_layers(const struct layer *layers, int64_t count, const struct step *step) {

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from nodeagent.engine.architecture.decoder_shape import DecoderShape
+from nodeagent.engine.kernels import layer_count
 from nodeagent.engine.kernels.attention_backend import AttentionLayout, LayerKV
 from nodeagent.engine.kernels.cpu.attention import AttentionPieces
-from nodeagent.engine.kernels.cpu.library import CpuKernels
+from nodeagent.engine.kernels.cpu.library import KV_FORMS, CpuKernels
 from nodeagent.engine.kernels.cpu.native_matrix import NativeMatrix
 from nodeagent.engine.kernels.linear_backend import DenseLayer, Linear
 
@@ -27,9 +28,10 @@ class _MatrixStruct(Structure):
 
 _NORMS = ("attention_norm", "mlp_norm", "bias", "head_norms")
 _MATRICES = ("query_key_value", "output", "gate_up", "down")
-_STEP_POINTERS = ("x", "buffer", "cos", "sin", "slots", "tables", "pieces", "wanted")
+_STEP_TENSORS = ("x", "buffer", "cos", "sin", "slots", "tables", "pieces", "wanted")
+_STEP_POINTERS = (*_STEP_TENSORS, "layers_computed")
 _STEP_SIZES = ("rows", "hidden", "heads", "kv_heads", "dim", "block_tokens", "table_width")
-_STEP_COUNTS = ("pieces_count", "window", "wanted_count", "threads")
+_STEP_COUNTS = ("pieces_count", "window", "wanted_count", "threads", "kv_form")
 
 
 class _LayerStruct(Structure):
@@ -99,11 +101,13 @@ class CpuFusedLayers:
         tensors = (x, buffer, cos, sin, layout.write_slots, plan.tables, plan.pieces, wanted)
         step = _StepStruct(
             *(tensor.data_ptr() for tensor in tensors),
+            layer_count.ADDRESS,
             *(len(x), shape.hidden, shape.heads, shape.kv_heads, shape.head_dim),
             *(kv[0].pages.shape[1], plan.tables.shape[1], len(plan.pieces)),
             plan.window_tokens,
             len(wanted),
             torch.get_num_threads(),
+            KV_FORMS[kv[0].pages.dtype],
             shape.rms_epsilon,
         )
         if self._run(self._structs, len(self._structs), byref(step)):

@@ -144,10 +144,10 @@ void rms_norm(float *x, const float *added, const float *weight, float epsilon, 
 void silu_gate(const float *x, int64_t rows, int64_t columns, int64_t threads, float *out);
 void rotate(float *x, int64_t stride, int64_t heads, int64_t dim, const float *cos,
             const float *sin, int64_t rows, int64_t threads);
-void store_kv(const float *mixed, int64_t rows, int64_t heads, const int64_t *slots, float *pages,
-              int64_t kv_heads, int64_t dim);
-void attend(const float *mixed, int64_t heads, const float *slots, int64_t block_tokens,
-            int64_t kv_heads, int64_t dim, const int64_t *tables, int64_t width,
+void store_kv(const float *mixed, int64_t rows, int64_t heads, const int64_t *slots, void *pages,
+              int64_t kv_heads, int64_t dim, int64_t form);
+void attend(const float *mixed, int64_t heads, const void *slots, int64_t block_tokens,
+            int64_t kv_heads, int64_t dim, int64_t form, const int64_t *tables, int64_t width,
             const int64_t *pieces, int64_t count, int64_t window, int64_t use_amx, int64_t threads,
             float *out);
 

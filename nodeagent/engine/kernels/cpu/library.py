@@ -39,6 +39,8 @@ LANES: Final = 16
 HEAD_DIM_MAX: Final = 256
 PIECE_TOKENS: Final = 64
 """Attention reads the keys once for up to this many neighbouring tokens, with all their heads."""
+KV_FORMS: Final = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.uint8: 3}
+"""`enum kv_form` of the C kernels, by the dtype of the pages."""
 _TEST_ERROR_MAX: Final = 1e-3
 _TEST_ERROR_OF_BYTES_MAX: Final = 2e-2
 _TEST_ROWS: Final = (11, 61)
@@ -48,8 +50,8 @@ _ARGUMENTS: Final = {
     "rms_norm": "pppfnnnp",
     "silu_gate": "pnnnp",
     "rotate": "pnnnppnn",
-    "store_kv": "pnnppnn",
-    "attend": "pnpnnnpnpnnnnp",
+    "store_kv": "pnnppnnn",
+    "attend": "pnpnnnnpnpnnnnp",
     "pack_groups": "pppnnnnp",
     "pack_rows": "pnnnnnp",
     "panel_bytes": "nn",
@@ -199,10 +201,16 @@ class CpuKernels:
         )
 
     def store_kv(self, mixed: Tensor, heads: int, slots: Tensor, pages: Tensor) -> None:
-        """Copy keys and values, which follow the `heads` of queries, into `slots` of `pages`."""
-        rows, kv_heads, head_dim = mixed.shape[0], pages.shape[2] // 2, pages.shape[3]
+        """Store keys and values, which follow the `heads` of queries, in `slots` of `pages`."""
         self.library.store_kv(
-            mixed.data_ptr(), rows, heads, slots.data_ptr(), pages.data_ptr(), kv_heads, head_dim
+            mixed.data_ptr(),
+            len(mixed),
+            heads,
+            slots.data_ptr(),
+            pages.data_ptr(),
+            pages.shape[2] // 2,
+            mixed.shape[2],
+            KV_FORMS[pages.dtype],
         )
 
     def attend(
@@ -219,7 +227,8 @@ class CpuKernels:
 
         Without `allow_amx`, the output of a row is bit-identical whatever it is batched with.
         """
-        _, block_tokens, keys_and_values, head_dim = pages.shape
+        _, block_tokens, keys_and_values, _ = pages.shape
+        head_dim = mixed.shape[2]
         output = torch.empty(len(mixed), heads, head_dim)
         self.library.attend(
             mixed.data_ptr(),
@@ -228,6 +237,7 @@ class CpuKernels:
             block_tokens,
             keys_and_values // 2,
             head_dim,
+            KV_FORMS[pages.dtype],
             tables.data_ptr(),
             tables.shape[1],
             pieces.data_ptr(),

@@ -134,6 +134,11 @@ class KvReceiver:
             waiting.may_begin.set()
             self.release(transfer)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether any request has yet to get its KV."""
+        return any(not waiting.may_begin.is_set() for waiting in self._waiting.values())
+
     def release(self, transfer: str) -> None:
         """Let go of the blocks: the sequence has been admitted, or is gone."""
         self._worker.call(lambda core: _close(core, transfer, is_wrong=False))

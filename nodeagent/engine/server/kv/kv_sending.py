@@ -97,6 +97,8 @@ class KvSender:
         self._worker = worker
         self._open_requests = open_requests
         self._stall_s = config.client_stall_s
+        self.open_count = 0
+        """How many legs are being answered."""
 
     async def send(
         self, request: web.Request, prepared: PreparedRequest, raise_failure: RaiseFailure
@@ -135,9 +137,11 @@ class KvSender:
         async with self._windows.lease(request.headers.get(kv_transfer.WINDOW, "")) as lease:
             writer = BlockWriter(request, lease, self._stall_s, self._windows.part_blocks)
             opened = self._open_requests.open(self._worker, reading, lambda: None)
+            self.open_count += 1
             try:
                 return await self._stream(writer, opened, computed, digests, head, raise_failure)
             finally:
+                self.open_count -= 1
                 self._open_requests.close(self._worker, opened)
                 number = opened.numbers[0]
                 self._worker.call(lambda core: _close_outgoing(core, number))
