@@ -46,7 +46,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     uploads_bytes_per_tenant_max: Bytes = 640 * 1024 * 1024
     uploads_bytes_max: Bytes = 2 * 1024 * 1024 * 1024
     # Sounds to transcribe are kept there while they arrive, and in memory while they are relayed:
-    # the largest one, and all of a process at once. Nodes take up to 64 MiB.
+    # the largest one, and all of a process at once, of which one tenant alone gets half. Nodes take
+    # up to 64 MiB.
     audio_bytes_max: Annotated[int, msgspec.Meta(ge=1024, le=64 * 1024 * 1024)] = 25 * 1024 * 1024
     audio_relayed_bytes_max: Bytes = 512 * 1024 * 1024
     # Unfinished request bodies in memory: of one key, of one client network (an IPv4 address or an
