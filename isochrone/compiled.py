@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Final
 
 HOT: Final = (
-    "isochrone/wire/keys.py",
+    "isochrone/wire/client_keys/keys.py",
     "router/admission_queue.py",
     "router/apis/dispatch.py",
     "router/apis/openai/decode.py",
@@ -46,28 +46,29 @@ HOT: Final = (
     "router/dataplane/token_gatherer.py",
     "router/dataplane/upstream.py",
     "router/decide/[a-z]*.py",
+    "router/decide/*/[a-z]*.py",
     "router/feedback.py",
     "router/fleet_state.py",
     "router/inference_request.py",
     "router/pipeline.py",
     "router/poison_guard.py",
     "router/proxy_headers.py",
-    "router/record.py",
+    "router/recording/record.py",
     "router/request_context.py",
-    "router/request_counts.py",
-    "router/usage_journal.py",
+    "router/recording/request_counts.py",
+    "router/recording/usage_journal.py",
 )
 """The modules that are compiled, as patterns. Left out are modules with structs, which only msgspec
 can make, and those that no request passes through."""
 
-INTERPRETED: Final = frozenset({"router/decide/columns_in_numpy.py"})
+INTERPRETED: Final = frozenset({"router/decide/replicas/columns_in_numpy.py"})
 """Modules that the patterns match but that only uncompiled routers use."""
 
 C_SOURCES: Final = (
-    "isochrone/wire/body_bytes.c",
+    "isochrone/wire/http/body_bytes.c",
     "router/apis/openai/text_bytes.c",
-    "router/decide/block_table.c",
-    "router/decide/column_scan.c",
+    "router/decide/caches/block_table.c",
+    "router/decide/replicas/column_scan.c",
 )
 """Extension modules that are written in C."""
 

@@ -15,17 +15,12 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from isochrone.service.allowed_hosts import HostAllowList, own_names, refuse_unknown_hosts
 from isochrone.service.config import read_secret
-from isochrone.service.control_link import ControlLink
-from isochrone.service.http_server import serve_http
-from isochrone.service.joining import load_or_join
 from isochrone.service.loop import Loop
 from isochrone.service.machine_share import usable_cores
-from isochrone.service.model_signature import ModelSigners, load_signers
-from isochrone.service.revocation import refuse_revoked
+from isochrone.service.network.control_link import ControlLink
+from isochrone.service.network.http_server import serve_http
 from isochrone.service.systemd import feed_watchdog, notify
-from isochrone.service.tls import client_context, node_server_context
 from isochrone.service.tracing.exporter import (
     ServiceName,
     SpanCounts,
@@ -33,28 +28,33 @@ from isochrone.service.tracing.exporter import (
     open_exporter,
 )
 from isochrone.service.tracing.recorder import SpanRecorder
-from isochrone.wire.control import PeerRole, ToAgent
+from isochrone.service.trust.allowed_hosts import HostAllowList, own_names, refuse_unknown_hosts
+from isochrone.service.trust.joining import load_or_join
+from isochrone.service.trust.model_signature import ModelSigners, load_signers
+from isochrone.service.trust.revocation import refuse_revoked
+from isochrone.service.trust.tls import client_context, node_server_context
 from isochrone.wire.ids import BootId
+from isochrone.wire.peers.control import PeerRole, ToAgent
 from nodeagent import metrics
 from nodeagent.api.artifact_uploads import ArtifactUploads
 from nodeagent.api.data_plane import DataPlaneServer
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient
-from nodeagent.api.request_spans import trace_requests
+from nodeagent.api.request.request_spans import trace_requests
 from nodeagent.api.store_relay import StoreRelay, dial_through
 from nodeagent.config import NodeConfig
-from nodeagent.decide.kv_quota import KvRateLimits
-from nodeagent.decide.reconcile import is_same_spec
+from nodeagent.decide.replicas.reconcile import is_same_spec
+from nodeagent.decide.requests.kv_quota import KvRateLimits
 from nodeagent.drivers.driver import StorePorts
-from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.artifacts.artifact_store import ArtifactStore
+from nodeagent.host.artifacts.link import TransferLink
+from nodeagent.host.artifacts.peers import PeerFetcher
+from nodeagent.host.artifacts.sources import ArtifactSources, ClusterOrigin
 from nodeagent.host.assignment_file import AssignmentFile
 from nodeagent.host.cache_salts import load_cache_salts
 from nodeagent.host.confinement import EngineConfinement, engine_confinement
 from nodeagent.host.devices import DeviceReader
-from nodeagent.host.engines import EngineProcesses
-from nodeagent.host.link import TransferLink
-from nodeagent.host.peers import PeerFetcher
-from nodeagent.host.sources import ArtifactSources, ClusterOrigin
+from nodeagent.host.engines.engine_process import EngineProcesses
 from nodeagent.host.store_master import StoreMaster
 from nodeagent.loops.converge import ConvergeJob
 from nodeagent.loops.delete_idle_adapters import DeleteIdleAdapters

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from nodeagent.host.engine_log import TRIM_INTERVAL_S, trim_log
-from nodeagent.host.engines import EngineProcess
+from nodeagent.host.engines.engine_log import TRIM_INTERVAL_S, trim_log
+from nodeagent.host.engines.engine_process import EngineProcess
 
 POLL_INTERVAL_S: Final = 0.1
 GUARD_INTERVAL_S: Final = 1.0

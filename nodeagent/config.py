@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from isochrone.service.config import TracesEndpoint, Url
-from isochrone.wire import report
+from isochrone.wire.peers import report
 from nodeagent.drivers.configured_command import ConfiguredCommand
 
 CANARY_TIMEOUT_S: Final = 20.0

@@ -4,20 +4,20 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from isochrone.service.control_link import Progress
-from isochrone.service.identity import Identity
-from isochrone.wire.assignment import (
+from isochrone.service.network.control_link import Progress
+from isochrone.service.trust.identity import Identity
+from isochrone.wire.ids import BootId, DeviceId, Epoch, Generation, NodeId
+from isochrone.wire.peers.assignment import (
     ArtifactPrefetch,
     Assignment,
     PeerSource,
     RevokedCertificate,
     StoreMasterPlace,
 )
-from isochrone.wire.control import Welcome
-from isochrone.wire.ids import BootId, DeviceId, Epoch, Generation, NodeId
-from isochrone.wire.report import NodeDevice, Refusal
+from isochrone.wire.peers.control import Welcome
+from isochrone.wire.peers.report import NodeDevice, Refusal
 from nodeagent import metrics
-from nodeagent.decide.reconcile import assignment_problem
+from nodeagent.decide.replicas.reconcile import assignment_problem
 from nodeagent.host.assignment_file import AssignmentFile
 from nodeagent.host.cache_salts import CacheSalts
 from nodeagent.host.devices import DeviceReader

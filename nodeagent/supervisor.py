@@ -1,7 +1,7 @@
 """Runs the replicas of this node, each in a task of its own from WANTED to STOPPED.
 
-The table in decide/replica.py says which state follows an event; this module performs the work
-between the events: fetch the artifact, start the engine, watch it, restart it, drain it.
+The table in decide/replicas/replica.py says which state follows an event; this module performs
+the work between the events: fetch the artifact, start the engine, watch it, restart it, drain it.
 """
 
 import asyncio
@@ -16,30 +16,30 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire.assignment import ReplicaSpec, Tombstone
-from isochrone.wire.engine import EngineStats
+from isochrone.wire.engines.engine import EngineStats
 from isochrone.wire.ids import DeviceId, ReplicaId
-from isochrone.wire.report import ReplicaProfile, ReplicaReport, ReplicaState
+from isochrone.wire.peers.assignment import ReplicaSpec, Tombstone
+from isochrone.wire.peers.report import ReplicaProfile, ReplicaReport, ReplicaState
 from nodeagent import metrics
 from nodeagent.bring_up import POLL_INTERVAL_S, wait_ready, warm_up
 from nodeagent.config import NodeConfig
-from nodeagent.decide import health
-from nodeagent.decide.admission import ReplicaAdmission
-from nodeagent.decide.backoff import retry_delay_s
-from nodeagent.decide.blame import BlameLedger
-from nodeagent.decide.health import OBSERVE_INTERVAL_S
-from nodeagent.decide.replica import ReplicaEvent, next_state
+from nodeagent.decide.replicas import health
+from nodeagent.decide.replicas.backoff import retry_delay_s
+from nodeagent.decide.replicas.health import OBSERVE_INTERVAL_S
+from nodeagent.decide.replicas.replica import ReplicaEvent, next_state
+from nodeagent.decide.requests.admission import ReplicaAdmission
+from nodeagent.decide.requests.blame import BlameLedger
 from nodeagent.drivers import is_queue_fair, sequences_max, spare_seats_of
 from nodeagent.drivers.driver import DeviceMemory, UnknownOption
-from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.artifacts.artifact_store import ArtifactStore
+from nodeagent.host.artifacts.download import ArtifactError
 from nodeagent.host.awake_memory import AwakeMemory
-from nodeagent.host.download import ArtifactError
-from nodeagent.host.engine_adapters import AdapterFetcher, EngineAdapters
-from nodeagent.host.engine_log import last_error, trim_log
-from nodeagent.host.engine_record import EngineRecord
 from nodeagent.host.engine_seats import EngineSeats
-from nodeagent.host.engines import EngineProcess, EngineProcesses
-from nodeagent.host.leader_watch import LeaderWatch
+from nodeagent.host.engines.engine_adapters import AdapterFetcher, EngineAdapters
+from nodeagent.host.engines.engine_log import last_error, trim_log
+from nodeagent.host.engines.engine_process import EngineProcess, EngineProcesses
+from nodeagent.host.engines.engine_record import EngineRecord
+from nodeagent.host.engines.leader_watch import LeaderWatch
 from nodeagent.host.memory_guard import MemoryGuard, RunningReplica
 
 log = logging.getLogger(__name__)

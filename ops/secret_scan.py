@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from isochrone.wire.keys import parse_key
+from isochrone.wire.client_keys.keys import parse_key
 
 ROOT: Final = Path(__file__).parents[1]
 FILE_BYTES_MAX: Final = 4 * 1024 * 1024

@@ -15,7 +15,7 @@ from typing import Final
 
 from isochrone.wire.ids import DeploymentId, TenantId
 from router.dataplane.inline_task import InlineEvent
-from router.decide.fair_queue import BytesFull, FairQueue, QueueFull, Ticket
+from router.decide.admission.fair_queue import BytesFull, FairQueue, QueueFull, Ticket
 
 LOOK_AGAIN_S: Final = 0.25
 """The head looks again after this time: capacity that another router's request gives back is not

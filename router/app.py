@@ -11,17 +11,17 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final
 
 from isochrone.service.config import ConfigError
-from isochrone.service.control_link import ControlLink
-from isochrone.service.identity import Identity
 from isochrone.service.loop import Loop
+from isochrone.service.network.control_link import ControlLink
 from isochrone.service.systemd import feed_watchdog
-from isochrone.service.tls import CERTIFICATE_CHECK_S, client_context, load_tls_certificate
-from isochrone.wire.control import KEYS_FIRST, TABLE_PARTS, ToRouter, Welcome
+from isochrone.service.trust.identity import Identity
+from isochrone.service.trust.tls import CERTIFICATE_CHECK_S, client_context, load_tls_certificate
+from isochrone.wire.client_keys.key_use import KEY_USE, FleetKeyUse
 from isochrone.wire.ids import BootId, RouterId
-from isochrone.wire.key_use import KEY_USE, FleetKeyUse
-from isochrone.wire.routes import RouteDelta, RouteTable, RouteTablePart
-from isochrone.wire.suspicions import SUSPICIONS, FleetSuspicions
-from isochrone.wire.usage import UsageAck
+from isochrone.wire.peers.control import KEYS_FIRST, TABLE_PARTS, ToRouter, Welcome
+from isochrone.wire.peers.routes import RouteDelta, RouteTable, RouteTablePart
+from isochrone.wire.peers.suspicions import SUSPICIONS, FleetSuspicions
+from isochrone.wire.peers.usage import UsageAck
 from router import build
 from router.apis.batches.answer import ItemAnswerer
 from router.apis.dispatch import ApiDispatcher
@@ -36,10 +36,9 @@ from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.server import PublicServer
 from router.dataplane.upstream import Upstream
-from router.decide.limits import KeyLimiter
-from router.decide.suspicion import SuspectTable
+from router.decide.admission.limits import KeyLimiter
+from router.decide.admission.suspicion import SuspectTable
 from router.fleet_state import FleetState
-from router.key_use_sharing import KeyUseOutbox, OwnKeyUse
 from router.listeners import open_listeners
 from router.loops.answer_batches import AnswerBatches
 from router.loops.answer_responses import LEASE_INTERVAL_S
@@ -51,7 +50,6 @@ from router.loops.set_gauges import GaugeSetter
 from router.loops.share_prompts import PromptSharer
 from router.loops.ship_reports import ReportShipper
 from router.loops.usage_spool import UsageSpool
-from router.metrics import Metrics
 from router.pipeline import RequestPipeline
 from router.poison_guard import PoisonGuard
 from router.processes import (
@@ -60,12 +58,14 @@ from router.processes import (
     WorkerIdentity,
     WorkerPool,
 )
-from router.prompt_sharing import SharedPrompts
-from router.record import Recorder
+from router.recording.metrics import Metrics
+from router.recording.record import Recorder
+from router.recording.tracing import request_tracer, router_exporter
+from router.recording.usage_journal import UsageJournal
+from router.sharing.key_use_sharing import KeyUseOutbox, OwnKeyUse
+from router.sharing.prompt_sharing import SharedPrompts
+from router.sharing.suspicion_sharing import FleetSuspicionOutbox, from_fleet
 from router.stored_answers import compose_stored_answers
-from router.suspicion_sharing import FleetSuspicionOutbox, from_fleet
-from router.tracing import request_tracer, router_exporter
-from router.usage_journal import UsageJournal
 
 log = logging.getLogger(__name__)
 

@@ -6,38 +6,34 @@ The pipeline decides when to attempt and what follows. A failed step raises Atte
 from collections.abc import Callable, Set
 from typing import Final
 
-from isochrone.wire import headers, kv_sharing
-from isochrone.wire.adapter import AdapterEntry, parse_loaded_adapters
-from isochrone.wire.assignment import PeerSource
-from isochrone.wire.headers import PeerReplica
+from isochrone.wire.http import headers
+from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import ReplicaId
-from isochrone.wire.routes import DeploymentEntry, Route
+from isochrone.wire.kv import kv_sharing
+from isochrone.wire.peers.adapter import AdapterEntry, parse_loaded_adapters
+from isochrone.wire.peers.assignment import PeerSource
+from isochrone.wire.peers.routes import DeploymentEntry, Route
 from router.config import RouterConfig
 from router.dataplane.exchange import AttemptFailed, NodeExchange, NodeRequest, ResponseHead
 from router.dataplane.media_usage import media_usage
 from router.dataplane.response_checks import check_status, read_usage
 from router.dataplane.upstream import Upstream
-from router.decide.adapters import HOLDERS_MAX
 from router.decide.attempt import AttemptEvent, FailureCause, event_of
-from router.decide.handoff import handoff_peers
-from router.decide.prefill_replicas import has_lost_all, without_slots
-from router.decide.prefix_index import NO_MATCHES
-from router.decide.ranked_route import RankedRoute
-from router.decide.ranking import RankedRoutes, RouteQuery, rank
-from router.decide.rollout import draw_version
-from router.decide.shared_kv import NO_SHARED_KV_PEERS, SharedKvPeers, shared_kv_peers
+from router.decide.caches.prefix_index import NO_MATCHES
+from router.decide.choice.handoff import handoff_peers
+from router.decide.choice.prefill_replicas import has_lost_all, without_slots
+from router.decide.choice.ranking import RankedRoutes, RouteQuery, rank
+from router.decide.choice.shared_kv import NO_SHARED_KV_PEERS, SharedKvPeers, shared_kv_peers
+from router.decide.replicas.ranked_route import RankedRoute
+from router.decide.routes.adapters import HOLDERS_MAX
+from router.decide.routes.rollout import draw_version
 from router.feedback import AttemptFeedback
 from router.fleet_state import FleetState
-from router.metrics import Metrics
 from router.proxy_headers import node_headers
-from router.record import Recorder
-from router.request_context import (
-    NO_REPLICAS,
-    OUTCOME_COMPLETE,
-    ReplicaAttempt,
-    RequestContext,
-)
-from router.trace_spans import RequestTracer
+from router.recording.metrics import Metrics
+from router.recording.record import Recorder
+from router.recording.trace_spans import RequestTracer
+from router.request_context import NO_REPLICAS, OUTCOME_COMPLETE, ReplicaAttempt, RequestContext
 
 # Looked up once, because access to an enum member runs interpreted code.
 SENT: Final = AttemptEvent.SENT

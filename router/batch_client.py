@@ -11,9 +11,9 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from isochrone.service import identity as identities
-from isochrone.wire import batches as wire
+from isochrone.service.trust import identity as identities
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.peers import batches as wire
 
 CONNECT_TIMEOUT_S: Final = 5.0
 READ_TIMEOUT_S: Final = 60.0

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Set
 
-from isochrone.wire.headers import ReportedLoad
+from isochrone.wire.http.headers import ReportedLoad
 from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
-from isochrone.wire.routes import Route
-from router.decide.prefill_replicas import PrefillReading
-from router.decide.prefix_index import NO_KEYS, PrefixKeys, SentPrompt
-from router.decide.ranked_route import RankedRoute
-from router.decide.tokens_in_flight import Reservation
+from isochrone.wire.peers.routes import Route
+from router.decide.caches.prefix_index import NO_KEYS, PrefixKeys, SentPrompt
+from router.decide.choice.prefill_replicas import PrefillReading
+from router.decide.replicas.ranked_route import RankedRoute
+from router.decide.replicas.tokens_in_flight import Reservation
 from router.fleet_state import FleetState
 
 

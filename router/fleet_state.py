@@ -8,19 +8,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Final
 
-from isochrone.wire.headers import ReportedLoad
+from isochrone.wire.http.headers import ReportedLoad
 from isochrone.wire.ids import DeploymentId, PopId, ReplicaId
-from isochrone.wire.routes import DeploymentEntry, Route, RouteTable
-from router.decide.affinity import SessionTable
-from router.decide.deployment_routing import DeploymentRouting
-from router.decide.health import ReplicaHealth, is_panic
-from router.decide.reachability import NodeReachability
-from router.decide.replica_table import ReplicaTable, RoutingSnapshot
-from router.decide.rollout import VersionDraw, draw_version
-from router.decide.route_directory import RouteDirectory, TableIndexes
-from router.decide.slow_start import SlowStart
-from router.decide.tokens_in_flight import InFlightLedger
-from router.prompt_sharing import PromptOutbox, SharedPrompt
+from isochrone.wire.peers.routes import DeploymentEntry, Route, RouteTable
+from router.decide.caches.affinity import SessionTable
+from router.decide.choice.deployment_routing import DeploymentRouting
+from router.decide.liveness.outlier_ejection import ReplicaHealth, is_panic
+from router.decide.liveness.reachability import NodeReachability
+from router.decide.liveness.slow_start import SlowStart
+from router.decide.replicas.replica_table import ReplicaTable, RoutingSnapshot
+from router.decide.replicas.tokens_in_flight import InFlightLedger
+from router.decide.routes.rollout import VersionDraw, draw_version
+from router.decide.routes.route_directory import RouteDirectory, TableIndexes
+from router.sharing.prompt_sharing import PromptOutbox, SharedPrompt
 
 NOT_REPORTED: Final = -1
 """Value of a load field that the node does not report."""

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Final
 
-from isochrone.wire.adapter import AdapterEntry
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import RequestId
-from isochrone.wire.routes import DeploymentEntry, KeyEntry
+from isochrone.wire.peers.adapter import AdapterEntry
+from isochrone.wire.peers.routes import DeploymentEntry, KeyEntry
 from router.dataplane.usage import UsageCount
-from router.decide.prefix_index import PrefixKeys
+from router.decide.caches.prefix_index import PrefixKeys
 
 JSON: Final = "application/json"
 

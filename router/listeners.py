@@ -9,9 +9,9 @@ from typing import NamedTuple
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from isochrone.service.connection_count import ConnectionCount, tls_protocol_factory
-from isochrone.service.http_server import listen_error, serve_http
 from isochrone.service.metrics import metrics_handler
+from isochrone.service.network.connection_count import ConnectionCount, tls_protocol_factory
+from isochrone.service.network.http_server import listen_error, serve_http
 from router.apis.auxiliary_server import open_auxiliary_server
 from router.config import RouterConfig
 from router.dataplane.server import PublicServer

@@ -14,8 +14,8 @@ from typing import Final
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import NodeId
-from isochrone.wire.routes import KeyEntry
-from isochrone.wire.usage import RequestOutcome
+from isochrone.wire.peers.routes import KeyEntry
+from isochrone.wire.peers.usage import RequestOutcome
 from router.admission_queue import LOOK_AGAIN_S, AdmissionQueue, AdmissionRefused, QueueEntry
 from router.attempt_runner import AttemptRunner
 from router.config import RouterConfig
@@ -26,22 +26,22 @@ from router.dataplane.inline_task import inline_sleep
 from router.dataplane.response_checks import client_error_body
 from router.dataplane.upstream import Upstream
 from router.dataplane.usage import UsageCount
+from router.decide.admission.limits import AdmittedRequest, KeyLimiter
+from router.decide.admission.retry_after import spread_retry_after_s
+from router.decide.admission.retry_budget import RetryBudget
 from router.decide.attempt import AttemptEvent, FailureCause
-from router.decide.limits import AdmittedRequest, KeyLimiter
-from router.decide.retry_after import spread_retry_after_s
-from router.decide.retry_budget import RetryBudget
 from router.fleet_state import FleetState
 from router.inference_request import JSON, InferenceRequest
-from router.metrics import Metrics
 from router.poison_guard import PoisonGuard
 from router.proxy_headers import STREAM_HEADERS, client_headers, deprecation_headers
-from router.record import Recorder
+from router.recording.metrics import Metrics
+from router.recording.record import Recorder
+from router.recording.trace_spans import RequestTracer
 from router.request_context import (
     OUTCOME_COMPLETE,
     OUTCOME_REFUSED,
     RequestContext,
 )
-from router.trace_spans import RequestTracer
 
 NO_REPLICA_RETRY_AFTER_S: Final = 10.0
 REFUSALS_MAX: Final = 8

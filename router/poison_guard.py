@@ -1,6 +1,6 @@
 """Keeps a poison request, one that makes engines fail, from being sent to one engine after another.
 
-decide/suspicion.py decides; this module applies the decisions to the requests of the pipeline.
+decide/admission/suspicion.py decides; this module applies that to the requests of the pipeline.
 """
 
 import math
@@ -8,15 +8,15 @@ from collections.abc import Callable
 from typing import Final
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from router.decide.suspicion import LOSSES_MAX, EngineLoss, SuspectTable
-from router.metrics import Metrics
+from router.decide.admission.suspicion import LOSSES_MAX, EngineLoss, SuspectTable
+from router.recording.metrics import Metrics
 from router.request_context import (
     OUTCOME_COMPLETE,
     OUTCOME_REFUSED,
     ReplicaAttempt,
     RequestContext,
 )
-from router.suspicion_sharing import SharedSuspicions, SuspicionOutbox
+from router.sharing.suspicion_sharing import SharedSuspicions, SuspicionOutbox
 
 SUSPENDED: Final = "suspended"
 

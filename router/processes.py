@@ -20,15 +20,15 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from isochrone.wire import codec
-from isochrone.wire.key_use import FleetKeyUse
-from isochrone.wire.routes import RouteDelta, RouteTable, RouteTablePart, diff
-from isochrone.wire.table_parts import split_table
-from isochrone.wire.usage import Demand, Usage, UsageAck
+from isochrone.wire.client_keys.key_use import FleetKeyUse
+from isochrone.wire.peers.routes import RouteDelta, RouteTable, RouteTablePart, diff
+from isochrone.wire.peers.table_parts import split_table
+from isochrone.wire.peers.usage import Demand, Usage, UsageAck
 from router.batch_client import BatchAccess
 from router.config import RouterConfig
-from router.key_use_sharing import OwnKeyUse
-from router.prompt_sharing import SharedPrompts
-from router.suspicion_sharing import SharedSuspicions
+from router.sharing.key_use_sharing import OwnKeyUse
+from router.sharing.prompt_sharing import SharedPrompts
+from router.sharing.suspicion_sharing import SharedSuspicions
 
 log = logging.getLogger(__name__)
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from email.utils import formatdate
 from typing import Final
 
-from isochrone.wire import headers
-from isochrone.wire.adapter import RequestAdapter, format_request_adapter
-from isochrone.wire.headers import PeerReplica
-from isochrone.wire.kv_sharing import KV_FOUND, KV_HOLDERS, KV_STORE, found_places, parse_found
-from isochrone.wire.model import Deprecation
-from router.decide.ranked_route import RankedRoute
-from router.decide.shared_kv import NO_SHARED_KV_PEERS, SharedKvPeers
+from isochrone.wire.http import headers
+from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.kv.kv_sharing import KV_FOUND, KV_HOLDERS, KV_STORE, found_places, parse_found
+from isochrone.wire.models.model import Deprecation
+from isochrone.wire.peers.adapter import RequestAdapter, format_request_adapter
+from router.decide.choice.shared_kv import NO_SHARED_KV_PEERS, SharedKvPeers
+from router.decide.replicas.ranked_route import RankedRoute
 from router.request_context import RequestContext
 
 STREAM_HEADERS: Final = "cache-control: no-cache\r\nx-accel-buffering: no\r\n"

@@ -3,24 +3,24 @@
 from collections.abc import Set
 from typing import Final
 
-from isochrone.wire import headers
-from isochrone.wire.assignment import PeerSource
+from isochrone.wire.http import headers
 from isochrone.wire.ids import ReplicaId
-from isochrone.wire.routes import Route
-from isochrone.wire.usage import RequestOutcome
+from isochrone.wire.peers.assignment import PeerSource
+from isochrone.wire.peers.routes import Route
+from isochrone.wire.peers.usage import RequestOutcome
 from router.admission_queue import QueueEntry
 from router.dataplane.exchange import NodeExchange, ResponseHead
 from router.dataplane.media_relay import MediaRelay
 from router.dataplane.sse import DONE_FRAME, GeneratedOutput, StreamRelay, usage_frame
 from router.dataplane.usage import UsageCount
 from router.decide.attempt import FAULTY, TRANSITIONS, AttemptEvent, AttemptState, after
-from router.decide.prefill_replicas import PrefillReading
-from router.decide.prefix_index import SentPrompt
-from router.decide.ranked_route import RankedRoute
-from router.decide.shared_kv import NO_SHARED_KV_PEERS
-from router.decide.tokens_in_flight import Reservation
+from router.decide.caches.prefix_index import SentPrompt
+from router.decide.choice.prefill_replicas import PrefillReading
+from router.decide.choice.shared_kv import NO_SHARED_KV_PEERS
+from router.decide.replicas.ranked_route import RankedRoute
+from router.decide.replicas.tokens_in_flight import Reservation
 from router.inference_request import InferenceRequest
-from router.request_trace import RequestTrace
+from router.recording.request_trace import RequestTrace
 
 NO_REPLICAS: Final[Set[ReplicaId]] = frozenset()
 EMBEDDED_ENGINE: Final = "embedded"

@@ -5,8 +5,8 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire import responses as wire
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.peers import responses as wire
 from router.batch_client import BatchClient
 
 FINISH_ATTEMPTS: Final = 60

@@ -6,9 +6,9 @@ import os
 import socket
 
 from isochrone.service.config import ConfigError
-from isochrone.service.joining import load_or_join
 from isochrone.service.systemd import notify
-from isochrone.wire.control import PeerRole
+from isochrone.service.trust.joining import load_or_join
+from isochrone.wire.peers.control import PeerRole
 from router import build
 from router.app import open_router
 from router.config import RouterConfig

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from isochrone.wire.key_table import KeyTable
+from isochrone.wire.client_keys.key_table import KeyTable
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.apis.responses.background import BackgroundAnswerer
@@ -13,7 +13,7 @@ from router.apis.responses.stored_routes import StoredRoutes
 from router.batch_client import BatchClient
 from router.config import RouterConfig
 from router.loops.answer_responses import AnswerResponses
-from router.metrics import Metrics
+from router.recording.metrics import Metrics
 from router.response_client import ResponseClient
 
 

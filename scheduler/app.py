@@ -12,24 +12,28 @@ from typing import Final, NamedTuple
 
 from aiohttp.typedefs import Middleware
 
-from isochrone.service.allowed_hosts import HostAllowList, own_names
 from isochrone.service.clock import JumpFreeClock, utc_now
 from isochrone.service.config import ConfigError, read_secret
-from isochrone.service.connection_count import ConnectionCount
 from isochrone.service.event_loop_lag import LagMonitor, LoopStall
-from isochrone.service.http_server import serve_http
-from isochrone.service.identity import Authority, IdentityError
 from isochrone.service.loop import Loop
-from isochrone.service.model_signature import load_signers
+from isochrone.service.network.connection_count import ConnectionCount
+from isochrone.service.network.http_server import serve_http
 from isochrone.service.systemd import notify
-from isochrone.service.tls import CERTIFICATE_CHECK_S, ReloadingCertificate, load_tls_certificate
 from isochrone.service.tracing.exporter import ServiceName, SpanCounts, open_exporter
 from isochrone.service.tracing.recorder import SpanRecorder
+from isochrone.service.trust.allowed_hosts import HostAllowList, own_names
+from isochrone.service.trust.identity import Authority, IdentityError
+from isochrone.service.trust.model_signature import load_signers
+from isochrone.service.trust.tls import (
+    CERTIFICATE_CHECK_S,
+    ReloadingCertificate,
+    load_tls_certificate,
+)
 from scheduler import metrics
-from scheduler.api.adapter_intake import AdapterIntake
-from scheduler.api.admin_spans import trace_admin_requests
-from scheduler.api.batch_service import BatchStorage
-from scheduler.api.endpoint import AdminContext
+from scheduler.api.admin.admin_spans import trace_admin_requests
+from scheduler.api.admin.endpoint import AdminContext
+from scheduler.api.client_objects.adapter_intake import AdapterIntake
+from scheduler.api.client_objects.batch_service import BatchStorage
 from scheduler.config import SchedulerConfig
 from scheduler.database import Database, open_database
 from scheduler.listeners import admin_app, serve_control
@@ -54,11 +58,11 @@ from scheduler.loops.share_key_use import SHARE_KEY_USE_S, ShareKeyUse
 from scheduler.loops.sum_quotas import SumQuotas
 from scheduler.planner.client import PlannerClient
 from scheduler.planner.messages import PlannerSettings
-from scheduler.state.batch_bucket import BatchBucket
-from scheduler.state.batch_folder import BatchFolder
+from scheduler.state.files.batch_bucket import BatchBucket
+from scheduler.state.files.batch_folder import BatchFolder
 from scheduler.state.scheduler_state import SchedulerState
+from scheduler.store.fleet.node_reports import NodeReportCache
 from scheduler.store.lease import release_lease
-from scheduler.store.node_reports import NodeReportCache
 from scheduler.store.pool import UNAVAILABLE, Pool, using
 from scheduler.store.retention import retention_rules
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 
 from isochrone.service.config import TracesEndpoint
-from isochrone.service.identity import CERTIFICATE_LIFETIME_S
+from isochrone.service.trust.identity import CERTIFICATE_LIFETIME_S
 from scheduler.decide.adapter_limits import AdapterLimits
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.membership import LivenessLimits

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Final, NamedTuple
 
 from isochrone.service.config import ConfigError
-from isochrone.service.identity import Authority
+from isochrone.service.trust.identity import Authority
 from isochrone.wire.ids import ClusterId
 from scheduler.config import SchedulerConfig
 from scheduler.store.lease import claim_authority, ensure_cluster

@@ -8,39 +8,39 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from isochrone import __version__
-from isochrone.service.allowed_hosts import HostAllowList, refuse_unknown_hosts
 from isochrone.service.clock import utc_now
-from isochrone.service.http_server import (
+from isochrone.service.loop import Loop
+from isochrone.service.metrics import metrics_handler
+from isochrone.service.network.http_server import (
     Handler,
     HttpServerLimits,
     error_middleware,
     json_error,
     serve_http,
 )
-from isochrone.service.identity import Authority
-from isochrone.service.loop import Loop
-from isochrone.service.metrics import metrics_handler
-from isochrone.service.tls import control_server_context
-from isochrone.wire.control import PeerRole
+from isochrone.service.trust.allowed_hosts import HostAllowList, refuse_unknown_hosts
+from isochrone.service.trust.identity import Authority
+from isochrone.service.trust.tls import control_server_context
+from isochrone.wire.peers.control import PeerRole
 from scheduler import metrics
-from scheduler.api.access import OPEN_PATHS, check_token
-from scheduler.api.adapter_intake import AdapterIntake
-from scheduler.api.admin import ENDPOINTS
-from scheduler.api.agents import AgentEndpoint
-from scheduler.api.batch_service import BatchService, BatchStorage
-from scheduler.api.certificates import CertificateIssuer
-from scheduler.api.endpoint import AdminContext, endpoint_handler
-from scheduler.api.finetune_service import FinetuneTokens, add_finetune_routes
-from scheduler.api.join import JoinEndpoint
-from scheduler.api.openapi import document
-from scheduler.api.peers import PeerServer
-from scheduler.api.response_service import add_response_routes
-from scheduler.api.routers import RouterEndpoint
+from scheduler.api.admin.access import OPEN_PATHS, check_token
+from scheduler.api.admin.endpoint import AdminContext, endpoint_handler
+from scheduler.api.admin.endpoint_table import ENDPOINTS
+from scheduler.api.admin.openapi import document
+from scheduler.api.client_objects.adapter_intake import AdapterIntake
+from scheduler.api.client_objects.batch_service import BatchService, BatchStorage
+from scheduler.api.client_objects.finetune_service import FinetuneTokens, add_finetune_routes
+from scheduler.api.client_objects.response_service import add_response_routes
+from scheduler.api.control.agents import AgentEndpoint
+from scheduler.api.control.certificates import CertificateIssuer
+from scheduler.api.control.join import JoinEndpoint
+from scheduler.api.control.peers import PeerServer
+from scheduler.api.control.routers import RouterEndpoint
 from scheduler.config import SchedulerConfig
 from scheduler.database import Database
 from scheduler.decide.adapter_limits import AdapterLimits
 from scheduler.decide.response_limits import ResponseLimits
-from scheduler.state.relay_tokens import RelayTokens
+from scheduler.state.peers.relay_tokens import RelayTokens
 from scheduler.state.scheduler_state import SchedulerState
 
 

@@ -4,10 +4,7 @@ import hashlib
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from isochrone.service.identity import Certificate, CertificateSubject
-from isochrone.wire.artifact import manifest_digest
-from isochrone.wire.assignment import ReplicaSpec
-from isochrone.wire.control import PeerRole
+from isochrone.service.trust.identity import Certificate, CertificateSubject
 from isochrone.wire.ids import (
     BootId,
     ClusterId,
@@ -20,7 +17,8 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.model import (
+from isochrone.wire.models.artifact import manifest_digest
+from isochrone.wire.models.model import (
     Artifact,
     ArtifactFile,
     CatalogModel,
@@ -28,8 +26,10 @@ from isochrone.wire.model import (
     EngineSettings,
     PlacementPolicy,
 )
-from isochrone.wire.report import NodeDevice, ReplicaReport, ReplicaState, Report
-from isochrone.wire.routes import Pop
+from isochrone.wire.peers.assignment import ReplicaSpec
+from isochrone.wire.peers.control import PeerRole
+from isochrone.wire.peers.report import NodeDevice, ReplicaReport, ReplicaState, Report
+from isochrone.wire.peers.routes import Pop
 from scheduler.decide.cluster import ClusterState, FleetNode, Placement
 
 GIB = 1024**3

@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from isochrone.wire.engine_capabilities import lacking_features
+from isochrone.wire.engines.engine_capabilities import lacking_features
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import Bench, a_bench, a_key, a_route, a_table
 from tests.integration.router.test_conformance import SURFACES, Surface, message_of

@@ -17,7 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from isochrone.service.http_server import serve_http
+from isochrone.service.network.http_server import serve_http
 from tests.ports import free_port
 from tests.system.harness import until
 

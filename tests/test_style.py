@@ -37,7 +37,7 @@ LONG_FUNCTIONS_ALLOWED: set[str] = set()
 # a reason.
 CATCH_ALL_ALLOWED = {
     "isochrone/service/loop.py": "the edge of a periodic job's turn: counted, logged, run again",
-    "isochrone/service/http_server.py": "the edge of an aiohttp request: logged, answered with 500",
+    "isochrone/service/network/http_server.py": "the edge of an aiohttp request: answered with 500",
     "router/dataplane/server.py": "the edge of a request of the router's own server: the same",
     "router/dataplane/inline_task.py": "the edge of a coroutine without a task",
     "router/documents/child.py": "the edge of a process: parsers of documents raise anything",

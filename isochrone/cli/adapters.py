@@ -10,7 +10,7 @@ from isochrone.cli.client import AdminError, segment
 from isochrone.cli.context import CliContext
 from isochrone.cli.output import show_one, show_rows, stderr
 from isochrone.cli.simple_commands import add_command, list_command
-from isochrone.wire.adapter import ADAPTER_FILES
+from isochrone.wire.peers.adapter import ADAPTER_FILES
 
 LIST_COLUMNS: Final = [
     *("adapter_id", "tenant_id", "name", "model", "public", "state", "rank", "size_mib"),

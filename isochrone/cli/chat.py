@@ -9,7 +9,7 @@ import msgspec
 
 from isochrone.cli.connection_errors import describe_connection_error
 from isochrone.service.http_responses import parse_error_body
-from isochrone.wire import headers
+from isochrone.wire.http import headers
 
 TIMEOUT_S: Final = 300.0
 

@@ -5,8 +5,8 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from isochrone.wire.engine_options import ENGINE_OPTIONS
-from isochrone.wire.model import EngineSettings
+from isochrone.wire.engines.engine_options import ENGINE_OPTIONS
+from isochrone.wire.models.model import EngineSettings
 
 F = TypeVar("F", bound=Callable[..., Any])
 

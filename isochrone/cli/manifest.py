@@ -8,14 +8,14 @@ from typing import Any, Final
 import msgspec
 
 from isochrone.service.gguf_metadata import GgufError, attention_size, read_metadata
-from isochrone.service.model_signature import (
+from isochrone.service.trust.model_signature import (
     SIGNATURE_FILE,
     SignatureError,
     check_signed_files,
 )
-from isochrone.wire.artifact import check_path, is_hidden, manifest_digest
-from isochrone.wire.model import SIGNATURE_CHARS_MAX, Artifact, ArtifactFile
-from isochrone.wire.model_shape import BadConfig, kv_bytes_per_token, shape_of
+from isochrone.wire.models.artifact import check_path, is_hidden, manifest_digest
+from isochrone.wire.models.model import SIGNATURE_CHARS_MAX, Artifact, ArtifactFile
+from isochrone.wire.models.model_shape import BadConfig, kv_bytes_per_token, shape_of
 
 READ_BYTES: Final = 4 * 1024 * 1024
 CACHED_VALUE_BYTES: Final = 2

@@ -15,8 +15,8 @@ from isochrone.cli.engine import engine_of, engine_options
 from isochrone.cli.manifest import artifact_of, config_values, signed
 from isochrone.cli.output import show_one, show_rows, stderr
 from isochrone.cli.simple_commands import add_command, list_command
-from isochrone.wire.engine_capabilities import EngineCapabilities
-from isochrone.wire.model import KIND_FEATURES, ROLES_PATTERN
+from isochrone.wire.engines.engine_capabilities import EngineCapabilities
+from isochrone.wire.models.model import KIND_FEATURES, ROLES_PATTERN
 
 WAIT_INTERVAL_S: Final = 0.5
 CATALOGUE_DEFAULTS: Final = {"architecture": "unknown", "kind": "chat", "context_tokens": 4096}

@@ -11,7 +11,7 @@ from typing import NoReturn
 import uvloop
 
 from isochrone.service.config import ConfigError
-from isochrone.service.name_lookup import ServiceLoop
+from isochrone.service.network.name_lookup import ServiceLoop
 from isochrone.service.systemd import notify
 
 log = logging.getLogger(__name__)

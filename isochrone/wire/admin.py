@@ -4,8 +4,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from isochrone.wire.adapter import AdapterName
-from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import (
     COUNTRY_PATTERN,
     END,
@@ -17,7 +15,7 @@ from isochrone.wire.ids import (
     PopId,
     TenantId,
 )
-from isochrone.wire.model import (
+from isochrone.wire.models.model import (
     Amount,
     CatalogModel,
     Deprecation,
@@ -27,8 +25,10 @@ from isochrone.wire.model import (
     NonNegative,
     PlacementPolicy,
 )
-from isochrone.wire.report import NodeDevice
-from isochrone.wire.routes import KeyLimits
+from isochrone.wire.peers.adapter import AdapterName
+from isochrone.wire.peers.control import PeerRole
+from isochrone.wire.peers.report import NodeDevice
+from isochrone.wire.peers.routes import KeyLimits
 
 PopName = Annotated[str, msgspec.Meta(pattern=POP_PATTERN)]
 Ttl = Annotated[float, msgspec.Meta(gt=0, le=30 * 24 * 3600)]

@@ -9,8 +9,8 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from isochrone.wire.client_keys.key_table import decode_hook, encode_hook
 from isochrone.wire.ids import PATTERN_DESCRIPTIONS
-from isochrone.wire.key_table import decode_hook, encode_hook
 
 PROTOCOL: Final = 1
 """Version of the control protocol. A peer with another version is refused with a message."""

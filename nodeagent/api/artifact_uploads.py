@@ -11,13 +11,13 @@ from typing import Final
 
 from aiohttp import web
 
-from isochrone.wire import headers
-from isochrone.wire.artifact import check_path
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.http import headers
+from isochrone.wire.models.artifact import check_path
 from nodeagent import metrics
-from nodeagent.api.answer_relay import refusal
-from nodeagent.host.artifacts import ArtifactStore
-from nodeagent.host.link import TransferLink
+from nodeagent.api.request.answer_relay import refusal
+from nodeagent.host.artifacts.artifact_store import ArtifactStore
+from nodeagent.host.artifacts.link import TransferLink
 
 CHUNK_BYTES: Final = 1024 * 1024
 WRITE_TIMEOUT_S: Final = 30.0

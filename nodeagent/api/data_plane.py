@@ -13,32 +13,15 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from isochrone.service.http_server import error_middleware, json_error, read_body
+from isochrone.service.network.http_server import error_middleware, json_error, read_body
 from isochrone.service.tracing import names
 from isochrone.service.tracing.recorder import child_span, current_span
-from isochrone.wire import headers, kv_sharing, kv_transfer
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.http import headers
 from isochrone.wire.ids import ReplicaId
-from isochrone.wire.report import ReplicaState
+from isochrone.wire.kv import kv_sharing, kv_transfer
+from isochrone.wire.peers.report import ReplicaState
 from nodeagent import metrics
-from nodeagent.api.answer_relay import (
-    count_bytes,
-    loss_headers,
-    refusal,
-    relay_body,
-    request_data,
-    response_head,
-)
-from nodeagent.api.decode_leg import (
-    DecodeLeg,
-    DecodeLegs,
-    answer_context,
-    apply_leg,
-    prefix_copy,
-    report_found,
-)
-from nodeagent.api.engine_trials import EngineRequest, engine_request
-from nodeagent.api.handoff_notice import announce_replica
 from nodeagent.api.inference_paths import (
     INFERENCE_PATHS,
     body_bytes_max,
@@ -46,16 +29,34 @@ from nodeagent.api.inference_paths import (
 from nodeagent.api.kv_address import KvAddressRoute
 from nodeagent.api.kv_sharing import KvSharingRoutes, SharingReplica
 from nodeagent.api.metrics_page import add_metrics
-from nodeagent.api.model_name import with_deployment_name, with_model_name
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.api.pop_loads import PopLoadReader
-from nodeagent.api.request_adapter import (
+from nodeagent.api.request.answer_relay import (
+    count_bytes,
+    loss_headers,
+    refusal,
+    relay_body,
+    request_data,
+    response_head,
+)
+from nodeagent.api.request.decode_leg import (
+    DecodeLeg,
+    DecodeLegs,
+    answer_context,
+    apply_leg,
+    prefix_copy,
+    report_found,
+)
+from nodeagent.api.request.engine_trials import EngineRequest, engine_request
+from nodeagent.api.request.handoff_notice import announce_replica
+from nodeagent.api.request.model_name import with_deployment_name, with_model_name
+from nodeagent.api.request.request_adapter import (
     add_loaded,
     fetched_adapter,
     loaded_adapter,
     with_adapter,
 )
-from nodeagent.api.request_admission import (
+from nodeagent.api.request.request_admission import (
     RequestRefused,
     admit,
     check_queue,
@@ -64,27 +65,27 @@ from nodeagent.api.request_admission import (
     seat,
     until_preempted,
 )
-from nodeagent.api.request_estimates import (
+from nodeagent.api.request.request_estimates import (
     PrefillEstimate,
     prefill_estimate,
     queue_tokens_max,
 )
-from nodeagent.api.request_spans import handoff_span, traced_answer
-from nodeagent.decide.admission import TokenReservation
-from nodeagent.decide.handoff import (
+from nodeagent.api.request.request_spans import handoff_span, traced_answer
+from nodeagent.decide.requests.admission import TokenReservation
+from nodeagent.decide.requests.handoff import (
     Handoff,
     PeerReplicaLost,
     choose_handoff,
     is_worth_probing,
     queued_before,
 )
-from nodeagent.decide.kv_quota import NO_KV_LIMITS, KvQuota, KvRateLimits
+from nodeagent.decide.requests.kv_quota import NO_KV_LIMITS, KvQuota, KvRateLimits
 from nodeagent.disaggregation.handshake_leg import AnswerContext, NoPrefillReplica
 from nodeagent.disaggregation.kv_windows import WindowLeases
 from nodeagent.drivers.driver import TOKENIZE_PATH
 from nodeagent.host.awake_memory import CannotWake
 from nodeagent.host.cache_salts import CacheSalts
-from nodeagent.host.engine_adapters import AdapterUnavailable, FetchedAdapter
+from nodeagent.host.engines.engine_adapters import AdapterUnavailable, FetchedAdapter
 from nodeagent.supervisor import ManagedReplica, Supervisor
 
 log = logging.getLogger(__name__)

@@ -3,9 +3,10 @@
 import msgspec
 from aiohttp import web
 
-from isochrone.wire import headers, kv_transfer
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.http import headers
 from isochrone.wire.ids import ReplicaId
+from isochrone.wire.kv import kv_transfer
 from nodeagent.supervisor import Supervisor
 
 

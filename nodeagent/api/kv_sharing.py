@@ -15,18 +15,19 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from isochrone.service.http_server import read_body
-from isochrone.wire import headers, kv_sharing, kv_transfer
+from isochrone.service.network.http_server import read_body
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.headers import PeerReplica
+from isochrone.wire.http import headers
+from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
+from isochrone.wire.kv import kv_sharing, kv_transfer
 from nodeagent import metrics
-from nodeagent.api.answer_relay import response_head
-from nodeagent.decide.handoff import PeerReplicaLost
-from nodeagent.decide.kv_quota import KvQuota, KvUser
+from nodeagent.api.request.answer_relay import response_head
+from nodeagent.decide.requests.handoff import PeerReplicaLost
+from nodeagent.decide.requests.kv_quota import KvQuota, KvUser
 from nodeagent.disaggregation.kv_fetch import RelayToPeer, length_header
 from nodeagent.disaggregation.kv_windows import WindowLeases
-from nodeagent.host.engines import EngineProcess
+from nodeagent.host.engines.engine_process import EngineProcess
 
 BODY_TIMEOUT_S: Final = 10.0
 COPIES_QUEUED_MAX: Final = 16

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from isochrone.wire.report import ReplicaState
+from isochrone.wire.peers.report import ReplicaState
 from nodeagent import metrics
 from nodeagent.supervisor import Supervisor
 

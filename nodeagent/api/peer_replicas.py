@@ -16,13 +16,13 @@ from typing import Any, Final
 
 import aiohttp
 
-from isochrone.service.name_cache import CachedResolver, NameCache
-from isochrone.service.tls import node_url
-from isochrone.wire import headers
-from isochrone.wire.headers import PeerReplica
+from isochrone.service.network.name_cache import CachedResolver, NameCache
+from isochrone.service.trust.tls import node_url
+from isochrone.wire.http import headers
+from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
-from nodeagent.api.answer_relay import request_data
-from nodeagent.decide.handoff import PeerReplicaLost, queued_before
+from nodeagent.api.request.answer_relay import request_data
+from nodeagent.decide.requests.handoff import PeerReplicaLost, queued_before
 
 PROBE_TIMEOUT_S: Final = 0.05
 PROBE_HEADERS: Final = {headers.ROUTER: "a-node"}

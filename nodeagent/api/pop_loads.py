@@ -12,10 +12,10 @@ from typing import Final, NamedTuple
 import aiohttp
 from aiohttp import web
 
-from isochrone.service.http_server import read_body
+from isochrone.service.network.http_server import read_body
 from isochrone.wire import codec
 from isochrone.wire.ids import NodeId
-from isochrone.wire.pop_loads import (
+from isochrone.wire.peers.pop_loads import (
     QUERY_BYTES_MAX,
     LoadsQuery,
     NodeLoads,

@@ -17,9 +17,9 @@ from typing import Final
 import aiohttp
 from aiohttp import web
 
-from isochrone.wire.assignment import StoreMasterPlace
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import NodeId
+from isochrone.wire.peers.assignment import StoreMasterPlace
 from nodeagent.api.peer_replicas import PeerReplicaClient
 
 log = logging.getLogger(__name__)

@@ -19,12 +19,13 @@ import msgspec
 from isochrone.service.tracing import names
 from isochrone.service.tracing.recorder import child_span, current_span
 from isochrone.service.tracing.spans import SpanKind
-from isochrone.wire import headers, kv_transfer
-from isochrone.wire.headers import PeerReplica
-from isochrone.wire.kv_transfer import KvAddress
+from isochrone.wire.http import headers
+from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.kv import kv_transfer
+from isochrone.wire.kv.kv_transfer import KvAddress
 from nodeagent import metrics
-from nodeagent.decide.handoff import PeerReplicaLost
-from nodeagent.decide.prefill_leg import (
+from nodeagent.decide.requests.handoff import PeerReplicaLost
+from nodeagent.decide.requests.prefill_leg import (
     LegChoice,
     PrefillPlan,
     TransferRate,

@@ -17,12 +17,13 @@ import msgspec
 
 from isochrone.service.tracing import names
 from isochrone.service.tracing.recorder import current_span
-from isochrone.wire import headers, kv_sharing, kv_transfer
-from isochrone.wire.headers import PeerReplica
+from isochrone.wire.http import headers
+from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
+from isochrone.wire.kv import kv_sharing, kv_transfer
 from nodeagent import metrics
-from nodeagent.decide.handoff import PeerReplicaLost
-from nodeagent.decide.kv_fetch import (
+from nodeagent.decide.requests.handoff import PeerReplicaLost
+from nodeagent.decide.requests.kv_fetch import (
     FetchChoice,
     FetchLimits,
     FetchPlan,
@@ -31,9 +32,9 @@ from nodeagent.decide.kv_fetch import (
     PrefixHolder,
     plan_fetch,
 )
-from nodeagent.decide.kv_quota import KvQuota, KvUser
+from nodeagent.decide.requests.kv_quota import KvQuota, KvUser
 from nodeagent.disaggregation.kv_windows import WindowLease
-from nodeagent.host.open_session import open_session
+from nodeagent.host.engines.open_session import open_session
 
 NODES_MAX: Final = 256
 ANSWER_BYTES_MAX: Final = 64 * 1024

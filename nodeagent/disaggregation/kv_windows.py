@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from isochrone.wire import kv_transfer
 from isochrone.wire.ids import ReplicaId
+from isochrone.wire.kv import kv_transfer
 from nodeagent.supervisor import ManagedReplica
 
 PAUSE_S: Final = 30.0

@@ -23,12 +23,13 @@ import msgspec
 from isochrone.service.tracing import names
 from isochrone.service.tracing.recorder import child_span, current_span
 from isochrone.service.tracing.spans import SpanKind
-from isochrone.wire import headers, kv_transfer
-from isochrone.wire.headers import PeerReplica
+from isochrone.wire.http import headers
+from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import ReplicaId
+from isochrone.wire.kv import kv_transfer
 from nodeagent import metrics
-from nodeagent.decide.handoff import PeerReplicaLost
-from nodeagent.decide.prefill_leg import (
+from nodeagent.decide.requests.handoff import PeerReplicaLost
+from nodeagent.decide.requests.prefill_leg import (
     DecodeLoad,
     LegChoice,
     TransferRate,
@@ -44,7 +45,7 @@ from nodeagent.disaggregation.kv_fetch import (
     length_header,
 )
 from nodeagent.disaggregation.kv_windows import WindowLease
-from nodeagent.host.open_session import open_session
+from nodeagent.host.engines.open_session import open_session
 
 ENGINE_TIMEOUT_S: Final = 5.0
 """The longest wait for the engine's answer to the order to begin."""

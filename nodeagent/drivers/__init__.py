@@ -2,8 +2,8 @@
 
 from typing import Final
 
-from isochrone.wire.assignment import ReplicaSpec
-from nodeagent.decide.seats import spare_seats
+from isochrone.wire.peers.assignment import ReplicaSpec
+from nodeagent.decide.requests.seats import spare_seats
 from nodeagent.drivers.command import CommandDriver
 from nodeagent.drivers.driver import EngineDriver
 from nodeagent.drivers.embedded import EmbeddedDriver

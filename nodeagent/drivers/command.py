@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from isochrone.wire.assignment import ReplicaSpec
-from isochrone.wire.command_engine import CONCURRENCY_OPTION, NAME_OPTION, command_problem
-from isochrone.wire.engine import EngineStats
+from isochrone.wire.engines.command_engine import CONCURRENCY_OPTION, NAME_OPTION, command_problem
+from isochrone.wire.engines.engine import EngineStats
+from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.drivers.configured_command import PLACEHOLDERS, filled
 from nodeagent.drivers.driver import (
     EngineCommand,

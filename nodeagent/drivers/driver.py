@@ -11,16 +11,16 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.codec import describe
-from isochrone.wire.engine import EngineStats
-from isochrone.wire.engine_capabilities import transfer_problem
-from isochrone.wire.engine_options import ENGINE_OPTIONS, TRUE
+from isochrone.wire.engines.engine import EngineStats
+from isochrone.wire.engines.engine_capabilities import transfer_problem
+from isochrone.wire.engines.engine_options import ENGINE_OPTIONS, TRUE
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.json_body import check_json_body
-from isochrone.wire.kv_store import sharing_problem
-from isochrone.wire.kv_transfer import KvAddress
-from nodeagent.decide.seats import spare_seats
+from isochrone.wire.http.json_body import check_json_body
+from isochrone.wire.kv.kv_store import sharing_problem
+from isochrone.wire.kv.kv_transfer import KvAddress
+from isochrone.wire.peers.assignment import ReplicaSpec
+from nodeagent.decide.requests.seats import spare_seats
 from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.drivers.handshake import Handshake
 
@@ -160,7 +160,7 @@ class EngineDriver(Protocol):
     """Whether the engine's own queue is fair between tenants."""
 
     has_spare_seats: bool
-    """Whether it is started with more seats than `sequences_option` says (decide/seats.py)."""
+    """Whether it is started with more seats than `sequences_option` says (requests/seats.py)."""
     load_adapter_path: str
     unload_adapter_path: str
     """Paths that load a LoRA adapter into the running engine and forget it, as vLLM's; "" if it

@@ -5,10 +5,10 @@ from typing import Any, Final
 
 import msgspec
 
-from isochrone.wire import headers
-from isochrone.wire.assignment import ReplicaSpec
-from isochrone.wire.engine import EngineConfig, EngineStats
-from isochrone.wire.engine_options import ENGINE_OPTIONS
+from isochrone.wire.engines.engine import EngineConfig, EngineStats
+from isochrone.wire.engines.engine_options import ENGINE_OPTIONS
+from isochrone.wire.http import headers
+from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.drivers.driver import (
     LOAD_ADAPTER_PATH,
     TOKENIZE_PATH,

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from isochrone.wire.kv_transfer import KvAddress
+from isochrone.wire.kv.kv_transfer import KvAddress
 
 Fields = dict[str, Any]
 """A request's or an answer's JSON object. Values that are only passed on may be msgspec.Raw."""

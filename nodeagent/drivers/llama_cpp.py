@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from isochrone.service.gguf_metadata import GgufError, attention_size, read_metadata
-from isochrone.wire import headers
-from isochrone.wire.assignment import ReplicaSpec
-from isochrone.wire.engine import EngineStats
-from isochrone.wire.engine_capabilities import KV_TYPE_BITS
-from isochrone.wire.engine_options import FALSE, TRUE
+from isochrone.wire.engines.engine import EngineStats
+from isochrone.wire.engines.engine_capabilities import KV_TYPE_BITS
+from isochrone.wire.engines.engine_options import FALSE, TRUE
+from isochrone.wire.http import headers
+from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.drivers.driver import (
     CHAT_PATH,
     COMPLETIONS_PATH,

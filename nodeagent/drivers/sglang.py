@@ -4,10 +4,10 @@ import secrets
 import sys
 from typing import Any, Final
 
-from isochrone.wire import headers
-from isochrone.wire.assignment import ReplicaSpec, Role
-from isochrone.wire.engine import EngineStats
-from isochrone.wire.kv_transfer import KvAddress
+from isochrone.wire.engines.engine import EngineStats
+from isochrone.wire.http import headers
+from isochrone.wire.kv.kv_transfer import KvAddress
+from isochrone.wire.peers.assignment import ReplicaSpec, Role
 from nodeagent.drivers import installed_version
 from nodeagent.drivers.driver import (
     CHAT_PATH,

@@ -2,8 +2,8 @@
 
 from typing import Any, Final
 
-from isochrone.wire.assignment import ReplicaSpec, Role
-from isochrone.wire.engine import EngineStats
+from isochrone.wire.engines.engine import EngineStats
+from isochrone.wire.peers.assignment import ReplicaSpec, Role
 from nodeagent.drivers import installed_version
 from nodeagent.drivers.driver import (
     CHAT_PATH,

@@ -8,18 +8,18 @@ from typing import Any, Final
 
 import msgspec
 
-from isochrone.wire import headers
-from isochrone.wire.assignment import ReplicaSpec
-from isochrone.wire.engine import EngineStats
-from isochrone.wire.engine_capabilities import sleep_problem_on
-from isochrone.wire.engine_options import TRUE
-from isochrone.wire.kv_store import (
+from isochrone.wire.engines.engine import EngineStats
+from isochrone.wire.engines.engine_capabilities import sleep_problem_on
+from isochrone.wire.engines.engine_options import TRUE
+from isochrone.wire.http import headers
+from isochrone.wire.kv.kv_store import (
     STORE_BUFFER_BYTES,
     STORE_BYTES_OPTION,
     store_bytes,
     uses_kv_store,
 )
-from isochrone.wire.kv_transfer import KvAddress
+from isochrone.wire.kv.kv_transfer import KvAddress
+from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.drivers import installed_version
 from nodeagent.drivers.driver import (
     CHAT_PATH,

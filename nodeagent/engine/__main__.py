@@ -14,7 +14,7 @@ import torch
 from isochrone.service.config import ConfigError
 from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
-from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engines.engine import EngineConfig
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.config import read_config
 from nodeagent.engine.encoder.bert_folder import is_encoder

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from isochrone.service.config import ConfigError
-from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engines.engine import EngineConfig
 
 
 def read_config(path: Path) -> EngineConfig:

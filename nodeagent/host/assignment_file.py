@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from isochrone.service.files import read_snapshot, write_snapshot
-from isochrone.wire.assignment import Assignment
+from isochrone.wire.peers.assignment import Assignment
 
 log = logging.getLogger(__name__)
 

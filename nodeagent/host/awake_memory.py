@@ -1,7 +1,7 @@
 """Grants the memory of devices to the replicas that are awake, and puts others to sleep for it.
 
-`decide/sleep.py` makes the decisions. Switches are done one after the other, because loading
-weights takes all of the node's cores or of its bus.
+`decide/replicas/sleep.py` makes the decisions. Switches are done one after the other, because
+loading weights takes all of the node's cores or of its bus.
 
 A node without over-committed replicas grants memory at once.
 """
@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Final, Protocol
 
-from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import DeviceId, ReplicaId
+from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent import metrics
-from nodeagent.decide.sleep import AwakeReplica, RecentDemand, plan_wake
+from nodeagent.decide.replicas.sleep import AwakeReplica, RecentDemand, plan_wake
 
 WAKE_S_UNKNOWN: Final = 0.5
 """The wake time that is reported until one was measured."""

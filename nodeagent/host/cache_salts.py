@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from isochrone.service.files import write_atomic
-from isochrone.wire.control import CacheSaltSecret
+from isochrone.wire.peers.control import CacheSaltSecret
 
 _OWN_FILE: Final = "cache_salt.key"
 _CLUSTER_FILE: Final = "cluster_cache_salt.key"

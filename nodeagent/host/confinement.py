@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from isochrone.service.config import ConfigError
-from isochrone.service.landlock import (
+from isochrone.service.trust.landlock import (
     LIST,
     READ,
     USE,

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from isochrone.service.machine_share import usable_memory_bytes
 from isochrone.wire.ids import DeviceId
-from isochrone.wire.report import NodeDevice
+from isochrone.wire.peers.report import NodeDevice
 from nodeagent.drivers.driver import DeviceMemory
 from nodeagent.host.processes import group_members
 

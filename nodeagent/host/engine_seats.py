@@ -1,4 +1,4 @@
-"""Lets a request wait on the node until its engine has a seat for it (decide/seats.py)."""
+"""Lets a request wait on the node until its engine has a seat for it (decide/requests/seats.py)."""
 
 import asyncio
 import time
@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from isochrone.ttft_order import TtftObjective
-from nodeagent.decide.preemption import BatchItem
-from nodeagent.decide.seats import STARTED_AFTER_S, SeatRequest, Seats
+from nodeagent.decide.requests.preemption import BatchItem
+from nodeagent.decide.requests.seats import STARTED_AFTER_S, SeatRequest, Seats
 
 
 class EngineSeats:

@@ -1,12 +1,12 @@
-"""Watches the memory of a node without GPUs (decide/memory_shortage.py)."""
+"""Watches the memory of a node without GPUs (decide/replicas/memory_shortage.py)."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import DeviceId
-from nodeagent.decide.memory_shortage import ReplicaMemory, is_short, replica_to_end
+from isochrone.wire.peers.assignment import ReplicaSpec
+from nodeagent.decide.replicas.memory_shortage import ReplicaMemory, is_short, replica_to_end
 from nodeagent.drivers.driver import DeviceMemory
 from nodeagent.host.devices import CPU
 

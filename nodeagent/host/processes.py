@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from isochrone.service.landlock import FileRule, confined_command, open_ruleset
+from isochrone.service.trust.landlock import FileRule, confined_command, open_ruleset
 
 PASSED_ENVIRONMENT: Final = (
     "PATH",

@@ -18,8 +18,8 @@ import msgspec
 
 from isochrone.service.files import write_atomic
 from nodeagent.host.confinement import EngineConfinement
-from nodeagent.host.engine_log import trim_log
-from nodeagent.host.engine_ports import free_port
+from nodeagent.host.engines.engine_log import trim_log
+from nodeagent.host.engines.engine_ports import free_port
 from nodeagent.host.processes import (
     Child,
     boot_id,

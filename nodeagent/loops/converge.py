@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 from isochrone.wire.ids import ReplicaId
-from isochrone.wire.report import Refusal, ReplicaState
-from nodeagent.decide.reconcile import STORE_KEY, command_key, reconcile
+from isochrone.wire.peers.report import Refusal, ReplicaState
+from nodeagent.decide.replicas.reconcile import STORE_KEY, command_key, reconcile
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.host.store_master import missing_master

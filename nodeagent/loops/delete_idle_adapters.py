@@ -8,7 +8,7 @@ every request first fetches the missing files.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.artifacts.artifact_store import ArtifactStore
 from nodeagent.supervisor import Supervisor
 
 

@@ -8,9 +8,9 @@ import asyncio
 import logging
 from typing import Final, NamedTuple
 
-from isochrone.wire.assignment import ArtifactPrefetch
-from nodeagent.host.artifacts import ArtifactStore
-from nodeagent.host.download import ArtifactError
+from isochrone.wire.peers.assignment import ArtifactPrefetch
+from nodeagent.host.artifacts.artifact_store import ArtifactStore
+from nodeagent.host.artifacts.download import ArtifactError
 from nodeagent.node import NodeState
 from nodeagent.supervisor import Supervisor
 

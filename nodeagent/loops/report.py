@@ -6,12 +6,12 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from isochrone import __version__
-from isochrone.service.control_link import ControlLink
-from isochrone.wire.report import Pulse, ReplicaState, Report
+from isochrone.service.network.control_link import ControlLink
+from isochrone.wire.peers.report import Pulse, ReplicaState, Report
 from nodeagent import metrics
 from nodeagent.config import NodeConfig
-from nodeagent.host import tiers
-from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.artifacts import tiers
+from nodeagent.host.artifacts.artifact_store import ArtifactStore
 from nodeagent.node import NodeState
 from nodeagent.supervisor import Supervisor
 

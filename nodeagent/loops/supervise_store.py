@@ -3,8 +3,8 @@
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from isochrone.wire.assignment import StoreMasterPlace
 from isochrone.wire.ids import NodeId
+from isochrone.wire.peers.assignment import StoreMasterPlace
 from nodeagent.host.store_master import StoreMaster, missing_master
 
 

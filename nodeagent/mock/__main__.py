@@ -7,7 +7,7 @@ import msgspec
 import uvloop
 
 from isochrone.service.logs import setup_logs
-from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engines.engine import EngineConfig
 from nodeagent.mock.engine import MockEngine
 from nodeagent.mock.server import MockServer
 

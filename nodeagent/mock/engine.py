@@ -14,9 +14,9 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from typing import Final, NamedTuple
 
-from isochrone.wire.engine import EngineConfig, EngineStats
+from isochrone.wire.engines.engine import EngineConfig, EngineStats
 from isochrone.wire.errors import ApiError, ErrorCode, context_length_message
-from isochrone.wire.headers import PRIORITY_DEFAULT
+from isochrone.wire.http.headers import PRIORITY_DEFAULT
 from nodeagent.mock.slots import MockPlace, MockSlots
 from nodeagent.mock.stop_strings import MockStopStrings
 

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from aiohttp import web
 
-from isochrone.service.http_server import read_body
+from isochrone.service.network.http_server import read_body
 from isochrone.wire.errors import ApiError, ErrorCode
 
 AUDIO_BYTES_PER_WORD: Final = 1000

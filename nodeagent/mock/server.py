@@ -12,15 +12,15 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
-from isochrone.service.http_server import (
+from isochrone.service.network.http_server import (
     error_middleware,
     error_response,
     read_body,
     serve_http_unix,
 )
-from isochrone.wire import headers
-from isochrone.wire.engine import EngineConfig, EngineHealth
+from isochrone.wire.engines.engine import EngineConfig, EngineHealth
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
+from isochrone.wire.http import headers
 from isochrone.wire.ids import is_request_id
 from nodeagent.mock import answers, media, openai
 from nodeagent.mock.engine import MockEngine, MockRequest, MockToken

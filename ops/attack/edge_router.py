@@ -13,11 +13,11 @@ import msgspec
 import psutil
 
 from isochrone.service import files
-from isochrone.service.identity import save_identity
+from isochrone.service.trust.identity import save_identity
 from isochrone.wire import codec
+from isochrone.wire.client_keys.keys import format_key
 from isochrone.wire.ids import KeyId, TenantId
-from isochrone.wire.keys import format_key
-from isochrone.wire.routes import KeyLimits
+from isochrone.wire.peers.routes import KeyLimits
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import KEY, a_key, a_route, a_table, an_identity
 from tests.integration.router.test_process import a_process

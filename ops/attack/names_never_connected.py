@@ -15,8 +15,8 @@ import sys
 import time
 from contextlib import suppress
 
-from isochrone.service.joining import join
-from isochrone.wire.control import PeerRole
+from isochrone.service.trust.joining import join
+from isochrone.wire.peers.control import PeerRole
 from scheduler.decide.membership import LivenessLimits
 from tests.system.harness import Fleet, a_fleet
 

@@ -24,9 +24,9 @@ from uuid import uuid4
 import aiohttp
 import msgspec
 
-from isochrone.wire.headers import SESSION_AFFINITY
-from nodeagent.host.engine_record import EngineRecord
-from nodeagent.host.engines import EngineProcess
+from isochrone.wire.http.headers import SESSION_AFFINITY
+from nodeagent.host.engines.engine_process import EngineProcess
+from nodeagent.host.engines.engine_record import EngineRecord
 from ops.attack.flooded_engines import TARGETS, FloodTarget
 from tests.system.harness import CITIES, Fleet, a_fleet, until
 

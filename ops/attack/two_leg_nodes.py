@@ -17,8 +17,8 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from isochrone.wire import headers
-from isochrone.wire.headers import PeerReplica
+from isochrone.wire.http import headers
+from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from ops.bench.engine_node import NodeSetup
 from ops.golden import tiny

@@ -12,7 +12,7 @@ from typing import Any
 
 import uvloop
 
-from isochrone.wire import headers
+from isochrone.wire.http import headers
 
 CHUNKS = 100
 

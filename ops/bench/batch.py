@@ -194,8 +194,8 @@ def report(printed: str, rounds: int, requests: int, seconds: float) -> str:
         f"after {TTFT_MS} ms, and {ITL_MS} ms for each further one, {TOKENS} tokens in all. They"
         " serve first come, first served, as most",
         "engines do, so the node ends the item that began last if a stream finds no free sequence",
-        "(`nodeagent/decide/preemption.py`). Idle is what these engines could answer beside the"
-        " streams; items",
+        "(`nodeagent/decide/requests/preemption.py`). Idle is what these engines could answer"
+        " beside the streams; items",
         "that end in vain are not counted.",
         "",
         "Goals: a ratio of at most 1.05 at p99, and at least 90 % of the idle capacity.",

@@ -28,11 +28,11 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire import headers
+from isochrone.wire.http import headers
 from isochrone.wire.ids import DeviceId
-from isochrone.wire.model import EngineSettings
+from isochrone.wire.models.model import EngineSettings
 from nodeagent.drivers.driver import CHAT_PATH
-from nodeagent.host.engines import EngineProcess
+from nodeagent.host.engines.engine_process import EngineProcess
 from ops.bench.batch import PERCENTILES, percentiles, row
 from ops.bench.engines_alone import processor_s
 from ops.fleet.model import FOLDER, PACKAGE

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from isochrone.service import files
-from isochrone.service.identity import (
+from isochrone.service.trust.identity import (
     Authority,
     Identity,
     make_csr,
@@ -17,7 +17,7 @@ from isochrone.service.identity import (
     save_identity,
 )
 from isochrone.wire import codec
-from isochrone.wire.control import PeerRole
+from isochrone.wire.client_keys.keys import format_key, parse_key
 from isochrone.wire.ids import (
     ClusterId,
     DeploymentId,
@@ -30,8 +30,8 @@ from isochrone.wire.ids import (
     ReplicaId,
     TenantId,
 )
-from isochrone.wire.keys import format_key, parse_key
-from isochrone.wire.routes import (
+from isochrone.wire.peers.control import PeerRole
+from isochrone.wire.peers.routes import (
     DeploymentEntry,
     KeyEntry,
     KeyLimits,

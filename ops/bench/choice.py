@@ -14,7 +14,7 @@ from collections.abc import Callable
 from time import thread_time_ns
 from typing import Final
 
-from isochrone.wire.headers import ReportedLoad
+from isochrone.wire.http.headers import ReportedLoad
 from isochrone.wire.ids import (
     ClusterId,
     DeploymentId,
@@ -25,12 +25,12 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.routes import DeploymentEntry, Pop, Route, RouteTable
-from router.decide.prefix_index import PrefixKeys, block_ends, prefix_keys
-from router.decide.probe_plan import plan_groups
-from router.decide.ranked_route import RankedRoute
-from router.decide.ranking import RouteQuery, rank
-from router.decide.tokens_in_flight import Reservation
+from isochrone.wire.peers.routes import DeploymentEntry, Pop, Route, RouteTable
+from router.decide.caches.prefix_index import PrefixKeys, block_ends, prefix_keys
+from router.decide.choice.ranking import RouteQuery, rank
+from router.decide.liveness.probe_plan import plan_groups
+from router.decide.replicas.ranked_route import RankedRoute
+from router.decide.replicas.tokens_in_flight import Reservation
 from router.feedback import AttemptFeedback, ProbeFeedback
 from router.fleet_state import FleetState
 

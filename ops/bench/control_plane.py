@@ -28,9 +28,9 @@ import asyncpg
 import msgspec
 
 from isochrone.service.files import write_atomic
-from isochrone.service.identity import Authority, save_identity
+from isochrone.service.trust.identity import Authority, save_identity
 from isochrone.wire.ids import ClusterId
-from isochrone.wire.routes import KeyTable
+from isochrone.wire.peers.routes import KeyTable
 from ops.bench import control_plane_report as report
 from ops.bench.control_plane_fleet import deal, make_fleet, seed_keys, seed_store, write_orders
 from ops.bench.control_plane_peers import SwarmLog, SwarmOrders
@@ -39,7 +39,7 @@ from ops.bench.control_plane_router import RealRouterFigures
 from ops.fleet.processes import Processes
 from scheduler.decide.membership.following import BEHIND_S
 from scheduler.embedded_postgres import EmbeddedPostgres
-from scheduler.store.keys import read_all_keys
+from scheduler.store.accounts.keys import read_all_keys
 from scheduler.store.migrate import migrate
 from scheduler.store.pool import open_pool
 

@@ -15,11 +15,8 @@ from typing import Final, NamedTuple
 import asyncpg
 import msgspec
 
-from isochrone.service import identity as identities
-from isochrone.service.identity import Authority, Identity
-from isochrone.wire.artifact import manifest_digest
-from isochrone.wire.assignment import ReplicaSpec
-from isochrone.wire.control import PeerRole
+from isochrone.service.trust import identity as identities
+from isochrone.service.trust.identity import Authority, Identity
 from isochrone.wire.ids import (
     ClusterId,
     DeploymentId,
@@ -28,14 +25,17 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.model import (
+from isochrone.wire.models.artifact import manifest_digest
+from isochrone.wire.models.model import (
     Artifact,
     ArtifactFile,
     CatalogModel,
     EngineSettings,
     PlacementPolicy,
 )
-from isochrone.wire.report import NodeDevice
+from isochrone.wire.peers.assignment import ReplicaSpec
+from isochrone.wire.peers.control import PeerRole
+from isochrone.wire.peers.report import NodeDevice
 from ops.bench.control_plane_peers import SimulatedPeer
 
 GIB: Final = 1024**3

@@ -19,21 +19,21 @@ from typing import Final
 
 import msgspec
 
-from isochrone.service.control_link import ControlLink, Progress
-from isochrone.service.identity import Identity
 from isochrone.service.logs import setup_logs
+from isochrone.service.network.control_link import ControlLink, Progress
 from isochrone.service.run import run_service
-from isochrone.wire.assignment import Assignment, ReplicaSpec
-from isochrone.wire.control import (
+from isochrone.service.trust.identity import Identity
+from isochrone.wire.client_keys.key_sums import KeySums
+from isochrone.wire.ids import BootId, DeploymentId, Epoch, Generation, NodeId, RouterId
+from isochrone.wire.peers.assignment import Assignment, ReplicaSpec
+from isochrone.wire.peers.control import (
     TABLE_PARTS,
     Challenge,
     RegistrationRefused,
     ToAgent,
     Welcome,
 )
-from isochrone.wire.ids import BootId, DeploymentId, Epoch, Generation, NodeId, RouterId
-from isochrone.wire.key_sums import KeySums
-from isochrone.wire.report import (
+from isochrone.wire.peers.report import (
     NodeDevice,
     Pulse,
     ReplicaProfile,
@@ -41,8 +41,8 @@ from isochrone.wire.report import (
     ReplicaState,
     Report,
 )
-from isochrone.wire.routes import KeyEntry, SnapshotWanted
-from isochrone.wire.usage import Demand, DemandRow
+from isochrone.wire.peers.routes import KeyEntry, SnapshotWanted
+from isochrone.wire.peers.usage import Demand, DemandRow
 
 PULSE_S: Final = 2.0
 REPORT_S: Final = 10.0

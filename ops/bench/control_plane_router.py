@@ -13,9 +13,9 @@ from typing import Final
 import msgspec
 
 from isochrone.service.files import write_atomic
-from isochrone.service.identity import load_identity
 from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
+from isochrone.service.trust.identity import load_identity
 from ops.bench.stall_watch import BusyStall, StallWatch, peak_mib, resident_mib
 from router.app import open_router
 from router.config import RouterConfig

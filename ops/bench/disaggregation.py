@@ -33,7 +33,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from isochrone.wire.model import PlacementPolicy
+from isochrone.wire.models.model import PlacementPolicy
 from ops.bench.disaggregation_load import (
     BenchRequest,
     MixScale,

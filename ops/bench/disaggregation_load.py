@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from isochrone.wire import headers
-from isochrone.wire.headers import PeerReplica
+from isochrone.wire.http import headers
+from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from ops.bench.engine_node import NodeClient
 from ops.sim.traces import MOONCAKE_BLOCK, TraceSlice, mooncake

@@ -29,7 +29,7 @@ import aiohttp
 import msgspec
 import psutil
 
-from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engines.engine import EngineConfig
 from nodeagent.engine.kernels.huge_pages import huge_page_bytes
 from ops.bench.engine_made_up import write_made_up
 
@@ -94,7 +94,7 @@ def load_weights(model: Path, quantisation: str, threads: int, *, granted: bool)
     for path in files_of(model):
         drop(path)
     code = (
-        "import gc, sys, time, msgspec; from isochrone.wire.engine import EngineConfig;"
+        "import gc, sys, time, msgspec; from isochrone.wire.engines.engine import EngineConfig;"
         "from nodeagent.engine.loading import load_engine; "
         "from nodeagent.engine.kernels.cpu.library import kernels; "
         "from ops.bench.engine_cold import have_granted; kernels(); gc.freeze();"

@@ -55,7 +55,7 @@ class EmbeddedEngine:
     """The embedded engine, stepped in the calling thread."""
 
     def __init__(self, model: Path, threads: int, dtype: str) -> None:
-        from isochrone.wire.engine import EngineConfig
+        from isochrone.wire.engines.engine import EngineConfig
         from nodeagent.engine.loading import load_engine
         from nodeagent.engine.weights.checkpoint import open_checkpoint
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engines.engine import EngineConfig
 from nodeagent.engine.kernels.cuda import triton_kernels as kernels
 from nodeagent.engine.loading import load_engine
 from nodeagent.engine.weights.checkpoint import open_checkpoint

@@ -19,20 +19,20 @@ from typing import Final
 import aiohttp
 import msgspec
 
-from isochrone.service.http_server import serve_http
 from isochrone.service.logs import setup_logs
-from isochrone.wire.artifact import manifest_digest
-from isochrone.wire.assignment import ReplicaSpec
+from isochrone.service.network.http_server import serve_http
 from isochrone.wire.ids import DeploymentId, DeviceId, ModelId, ReplicaId
-from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
+from isochrone.wire.models.artifact import manifest_digest
+from isochrone.wire.models.model import Artifact, ArtifactFile, EngineSettings
+from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.api.data_plane import DataPlaneServer
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.config import NodeConfig
-from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.artifacts.artifact_store import ArtifactStore
+from nodeagent.host.artifacts.link import TransferLink
+from nodeagent.host.artifacts.sources import ArtifactSources
 from nodeagent.host.cache_salts import CacheSalts
-from nodeagent.host.engines import EngineProcesses
-from nodeagent.host.link import TransferLink
-from nodeagent.host.sources import ArtifactSources
+from nodeagent.host.engines.engine_process import EngineProcesses
 from nodeagent.supervisor import Supervisor
 
 SECRET: Final = CacheSalts(b"a secret of this benchmark......")

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engines.engine import EngineConfig
 from nodeagent.engine.core.generation import Generation
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kernels.cpu.library import cpu_kernels

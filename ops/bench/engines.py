@@ -29,8 +29,8 @@ import msgspec
 from isochrone.cli.manifest import artifact_of, config_values
 from nodeagent.drivers import DRIVERS
 from nodeagent.host.devices import CPU, DeviceReader
-from nodeagent.host.engine_record import EngineRecord
-from nodeagent.host.engines import EngineProcess
+from nodeagent.host.engines.engine_process import EngineProcess
+from nodeagent.host.engines.engine_record import EngineRecord
 from ops.engines.vllm_cpu import ROOT, small_chat_model
 from tests.system.harness import Fleet, a_fleet, until
 

@@ -29,9 +29,9 @@ import aiohttp
 import msgspec
 
 from isochrone.wire.ids import DeviceId
-from isochrone.wire.model import EngineSettings
+from isochrone.wire.models.model import EngineSettings
 from nodeagent.drivers.driver import CHAT_PATH
-from nodeagent.host.engines import EngineProcess
+from nodeagent.host.engines.engine_process import EngineProcess
 from nodeagent.host.processes import group_members
 from ops.engines.vllm_cpu import ROOT
 from tests.builders import GIB, a_spec

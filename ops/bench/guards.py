@@ -14,16 +14,16 @@ from typing import Final
 
 import psutil
 
+from isochrone.wire.client_keys.keys import format_key, parse_key
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import DeploymentId, KeyId, ReplicaId, TenantId
-from isochrone.wire.keys import format_key, parse_key
-from isochrone.wire.model import Price
-from isochrone.wire.routes import KeyEntry, KeyLimits, KeyTable
-from router.decide.authentication import authenticate
-from router.decide.fair_queue import FairQueue, Ticket
-from router.decide.health import ReplicaHealth
-from router.decide.limits import KeyLimiter
-from router.decide.retry_budget import RetryBudget
+from isochrone.wire.models.model import Price
+from isochrone.wire.peers.routes import KeyEntry, KeyLimits, KeyTable
+from router.decide.admission.authentication import authenticate
+from router.decide.admission.fair_queue import FairQueue, Ticket
+from router.decide.admission.limits import KeyLimiter
+from router.decide.admission.retry_budget import RetryBudget
+from router.decide.liveness.outlier_ejection import ReplicaHealth
 
 TURNS: Final = 15
 CALLS: Final = 4_000

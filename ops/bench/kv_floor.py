@@ -26,10 +26,10 @@ from typing import Any, Final
 import torch
 import xxhash
 
-from isochrone.service.identity import Authority, make_csr, new_key_pem
 from isochrone.service.shared_window import OwnedWindow, receive_window
-from isochrone.wire.control import PeerRole
+from isochrone.service.trust.identity import Authority, make_csr, new_key_pem
 from isochrone.wire.ids import PopId
+from isochrone.wire.peers.control import PeerRole
 from nodeagent.engine.core.model_runner import ModelRunner
 
 BLOCK_BYTES: Final = 368_640

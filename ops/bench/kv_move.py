@@ -25,9 +25,10 @@ from typing import Final
 import msgspec
 import psutil
 
-from isochrone.wire import headers, kv_sharing
-from isochrone.wire.headers import PeerReplica
+from isochrone.wire.http import headers
+from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
+from isochrone.wire.kv import kv_sharing
 from ops.bench.disaggregation import bundled_model, raw_copy_s
 from ops.bench.disaggregation_load import BenchRequest, ask, random_request
 from ops.bench.engine_node import NodeClient, NodeSetup, bench_node

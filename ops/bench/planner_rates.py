@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from isochrone.wire.model import CatalogModel, EngineSettings, ModelDimensions
-from isochrone.wire.model_shape import kv_bytes_per_token
+from isochrone.wire.models.model import CatalogModel, EngineSettings, ModelDimensions
+from isochrone.wire.models.model_shape import kv_bytes_per_token
 from scheduler.decide.capacity.device_classes import CLASSES
 from scheduler.decide.capacity.replica_capacity import ReplicaCapacity, replica_capacity
 from scheduler.decide.capacity.step_time import StepTime

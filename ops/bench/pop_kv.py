@@ -30,8 +30,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from isochrone.wire import headers
-from isochrone.wire.kv_sharing import (
+from isochrone.wire.http import headers
+from isochrone.wire.kv.kv_sharing import (
     FETCH_MS,
     KV_FOUND,
     KV_HOLDERS,

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Final, NamedTuple
 
-from isochrone.wire.headers import ReportedLoad
+from isochrone.wire.http.headers import ReportedLoad
 from isochrone.wire.ids import ReplicaId
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from ops.bench.disaggregation import TRACE

@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 
 from ops.bench.disaggregation_load import BenchRequest, MixScale, read_trace
 from ops.sim.traces import TraceSlice, mooncake
-from router.decide.affinity import hash64
-from router.decide.prefix_index import PrefixKeys, prefix_keys
+from router.decide.caches.affinity import hash64
+from router.decide.caches.prefix_index import PrefixKeys, prefix_keys
 
 SCALE: Final = MixScale("prompts and outputs / 16", 16, 16)
 BLOCK_TOKENS: Final = 16

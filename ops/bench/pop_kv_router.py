@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Final, NamedTuple
 
-from isochrone.wire.headers import ReportedLoad
+from isochrone.wire.http.headers import ReportedLoad
 from isochrone.wire.ids import (
     ClusterId,
     DeploymentId,
@@ -19,14 +19,14 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.routes import DeploymentEntry, Pop, Route, RouteTable
+from isochrone.wire.peers.routes import DeploymentEntry, Pop, Route, RouteTable
 from ops.bench.pop_kv_requests import SharedRequest
-from router.decide.affinity import hash64, rendezvous_winner
-from router.decide.prefix_index import NO_MATCHES, SentPrompt
-from router.decide.ranked_route import RankedRoute
-from router.decide.ranking import RouteQuery, rank
-from router.decide.shared_kv import NO_SHARED_KV_PEERS, SharedKvPeers, shared_kv_peers
-from router.decide.tokens_in_flight import Reservation
+from router.decide.caches.affinity import hash64, rendezvous_winner
+from router.decide.caches.prefix_index import NO_MATCHES, SentPrompt
+from router.decide.choice.ranking import RouteQuery, rank
+from router.decide.choice.shared_kv import NO_SHARED_KV_PEERS, SharedKvPeers, shared_kv_peers
+from router.decide.replicas.ranked_route import RankedRoute
+from router.decide.replicas.tokens_in_flight import Reservation
 from router.feedback import AttemptFeedback, ProbeFeedback
 from router.fleet_state import FleetState
 

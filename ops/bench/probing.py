@@ -40,20 +40,20 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.pop_loads import LoadsQuery
-from isochrone.wire.routes import DeploymentEntry, Pop, Route, RouteTable
+from isochrone.wire.peers.pop_loads import LoadsQuery
+from isochrone.wire.peers.routes import DeploymentEntry, Pop, Route, RouteTable
 from nodeagent.api.pop_loads import PopLoadReader
 from ops.bench.cpu_clock import CpuClockLoop, run_with_cpu_clock
 from router import build
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.upstream import Upstream
-from router.decide.probe_plan import GroupPlan
+from router.decide.liveness.probe_plan import GroupPlan
 from router.fleet_state import FleetState
 from router.loops import pop_loads, probe_nodes
 from router.loops.pop_loads import PopLoadPoller
 from router.loops.probe_nodes import NodeProber
-from router.metrics import Metrics
+from router.recording.metrics import Metrics
 
 POPS: Final = 190
 LAN_S: Final = 0.001

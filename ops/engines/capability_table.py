@@ -6,13 +6,13 @@ python -m ops.engines.capability_table
 from pathlib import Path
 from typing import Final
 
-from isochrone.wire.engine_capabilities import (
+from isochrone.wire.engines.engine_capabilities import (
     ENGINE_CAPABILITIES,
     FEATURES,
     MIB,
     EngineCapabilities,
 )
-from isochrone.wire.headers import INEXACT, SEEDED
+from isochrone.wire.http.headers import INEXACT, SEEDED
 
 DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "engine.md"
 BEGIN: Final = "<!-- made by ops/engines/capability_table.py -->"

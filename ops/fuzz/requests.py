@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import h11
 
 from isochrone.wire.errors import ApiError
-from isochrone.wire.routes import KeyEntry
+from isochrone.wire.peers.routes import KeyEntry
 from router.dataplane.http_messages import HttpRequest
 from router.dataplane.request_reader import RequestReader
 

@@ -16,9 +16,11 @@ from typing import Any, Final
 
 from msgspec import inspect
 
-from isochrone.service.identity import Identity
-from isochrone.wire.assignment import Assignment
-from isochrone.wire.control import (
+from isochrone.service.trust.identity import Identity
+from isochrone.wire.engines.engine import EngineStats
+from isochrone.wire.models.model import CatalogModel, EngineSettings, PlacementPolicy
+from isochrone.wire.peers.assignment import Assignment
+from isochrone.wire.peers.control import (
     Challenge,
     JoinReply,
     JoinRequest,
@@ -28,11 +30,9 @@ from isochrone.wire.control import (
     Renewed,
     Welcome,
 )
-from isochrone.wire.engine import EngineStats
-from isochrone.wire.model import CatalogModel, EngineSettings, PlacementPolicy
-from isochrone.wire.report import Pulse, Report
-from isochrone.wire.rollout import RolloutSpec
-from isochrone.wire.routes import (
+from isochrone.wire.peers.report import Pulse, Report
+from isochrone.wire.peers.rollout import RolloutSpec
+from isochrone.wire.peers.routes import (
     KeyEntry,
     KeyLimits,
     KeyTable,
@@ -40,8 +40,8 @@ from isochrone.wire.routes import (
     RouteTable,
     SnapshotWanted,
 )
-from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck, UsageRow
-from nodeagent.host.engine_record import EngineRecord
+from isochrone.wire.peers.usage import Demand, RoundTrips, Usage, UsageAck, UsageRow
+from nodeagent.host.engines.engine_record import EngineRecord
 from scheduler.decide.whatif.simulation import FORMAT, ClusterSnapshot
 from scheduler.store.migrate import read_migrations
 

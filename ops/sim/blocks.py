@@ -23,8 +23,8 @@ from nodeagent.engine.tokenizer.loading import read_vocabulary
 from nodeagent.engine.tokenizer.vocabulary import Vocabulary
 from nodeagent.engine.weights.gguf_file import GgufFile
 from ops.sim.measure import percentile
-from router.decide import prefix_index
-from router.decide.prefix_index import PrefixKeys
+from router.decide.caches import prefix_index
+from router.decide.caches.prefix_index import PrefixKeys
 
 KV_BLOCK: Final = 16
 SIZES: Final = (64, 128, 256, 512, 1024, 2048)

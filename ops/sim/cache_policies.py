@@ -6,12 +6,12 @@ from typing import Final
 
 from msgspec import structs
 
-from isochrone.wire.headers import ReportedLoad
-from isochrone.wire.routes import RouteTable
+from isochrone.wire.http.headers import ReportedLoad
+from isochrone.wire.peers.routes import RouteTable
 from ops.sim.isochrone_policy import IsochronePolicy
 from ops.sim.router import SimulatedRouter
 from ops.sim.traces import TraceRequest
-from router.decide.prefix_index import PrefixKeys, PrefixMatches
+from router.decide.caches.prefix_index import PrefixKeys, PrefixMatches
 from router.fleet_state import NOT_REPORTED
 
 KEY_BYTES: Final = 8

@@ -22,7 +22,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from isochrone.wire import headers
+from isochrone.wire.http import headers
 from ops.fleet import layout, model
 from ops.fleet.bring_up import LocalFleet
 from ops.fleet.cities import CITIES, City

@@ -27,11 +27,11 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from isochrone.wire import headers
+from isochrone.wire.http import headers
 from isochrone.wire.ids import DeviceId
-from isochrone.wire.model import EngineSettings
+from isochrone.wire.models.model import EngineSettings
 from nodeagent.drivers.driver import CHAT_PATH
-from nodeagent.host.engines import EngineProcess
+from nodeagent.host.engines.engine_process import EngineProcess
 from ops.engines.vllm_cpu import small_chat_model
 from ops.sim.calibration import ITL_TOKENS_MIN, FittedReplica, ProfileProbe, fit_replicas
 from ops.sim.measure import percentile

@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 
 from msgspec import structs
 
-from isochrone.wire.headers import PeerReplica, ReportedLoad
+from isochrone.wire.http.headers import PeerReplica, ReportedLoad
 from isochrone.wire.ids import (
     ClusterId,
     DeploymentId,
@@ -16,21 +16,21 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.routes import DeploymentEntry, Pop, Route, RouteTable
+from isochrone.wire.peers.routes import DeploymentEntry, Pop, Route, RouteTable
 from ops.sim.router import OUTPUT_TOKENS_ASSUMED, SimulatedRouter
 from ops.sim.traces import TraceRequest
 from ops.sim.world import RoutingWorld
-from router.decide.handoff import handoff_peers
-from router.decide.prefix_index import (
+from router.decide.caches.prefix_index import (
     PrefixKeys,
     PrefixMatch,
     PrefixMatches,
     SentPrompt,
     block_ends,
 )
-from router.decide.ranked_route import RankedRoute
-from router.decide.ranking import RankedRoutes, RouteQuery, rank
-from router.decide.tokens_in_flight import Reservation
+from router.decide.choice.handoff import handoff_peers
+from router.decide.choice.ranking import RankedRoutes, RouteQuery, rank
+from router.decide.replicas.ranked_route import RankedRoute
+from router.decide.replicas.tokens_in_flight import Reservation
 from router.feedback import AttemptFeedback, ProbeFeedback
 from router.fleet_state import FleetState
 

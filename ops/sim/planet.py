@@ -23,9 +23,9 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import ClusterId, Generation, NodeId, PopId, ReplicaId
-from isochrone.wire.report import ReplicaState
+from isochrone.wire.peers.assignment import ReplicaSpec
+from isochrone.wire.peers.report import ReplicaState
 from ops.sim.planet_forecast import PlanetForecast
 from ops.sim.planet_rollout import PlanetRollout
 from ops.sim.planet_world import PlanetWorld, demand_rows, draw, world_parser

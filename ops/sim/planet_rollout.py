@@ -10,10 +10,10 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from isochrone.wire.model import Deployment
-from isochrone.wire.rollout import RolloutSpec, RolloutState
-from isochrone.wire.routes import Pop
-from isochrone.wire.usage import Moments
+from isochrone.wire.models.model import Deployment
+from isochrone.wire.peers.rollout import RolloutSpec, RolloutState
+from isochrone.wire.peers.routes import Pop
+from isochrone.wire.peers.usage import Moments
 from scheduler.decide.arrays import Floats
 from scheduler.decide.rollout import Arm, Rollout, StartCounts, Stratum, apply_event, judge_rollout
 

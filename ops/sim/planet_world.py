@@ -22,9 +22,9 @@ from zoneinfo import ZoneInfo
 import numpy as np
 
 from isochrone.wire.ids import DeploymentId, DeviceId, ModelId, NodeId, PopId
-from isochrone.wire.model import CatalogModel, Deployment, EngineSettings, PlacementPolicy
-from isochrone.wire.report import NodeDevice, ReplicaProfile
-from isochrone.wire.routes import Pop
+from isochrone.wire.models.model import CatalogModel, Deployment, EngineSettings, PlacementPolicy
+from isochrone.wire.peers.report import NodeDevice, ReplicaProfile
+from isochrone.wire.peers.routes import Pop
 from ops.sim.data import folder_argument, rows
 from ops.sim.small_worlds import a_model, devices_for, speed_profile
 from scheduler.decide.arrays import Floats

@@ -9,8 +9,8 @@ from typing import Final, Protocol
 
 from ops.sim.router import BelievedLoad, SimulatedRouter
 from ops.sim.traces import TraceRequest
-from router.decide.affinity import hash64
-from router.decide.prefix_index import PrefixIndex, PrefixKeys
+from router.decide.caches.affinity import hash64
+from router.decide.caches.prefix_index import PrefixIndex, PrefixKeys
 
 
 class RoutingPolicy(Protocol):

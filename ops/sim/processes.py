@@ -20,7 +20,7 @@ from ops.sim.measure import summarize
 from ops.sim.run import simulate
 from ops.sim.traces import TraceRequest, TraceSlice
 from ops.sim.world import RoutingWorld
-from router.decide.affinity import hash64
+from router.decide.caches.affinity import hash64
 
 REQUESTS: Final = 4000
 COUNTS: Final = (1, 2, 4, 8)

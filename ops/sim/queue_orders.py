@@ -22,7 +22,7 @@ from ops.sim.replica import QueueOrder, SimulatedReplica, due_order
 from ops.sim.replica_job import ReplicaJob
 from ops.sim.run import simulate
 from ops.sim.traces import TraceRequest
-from router.decide.affinity import hash64
+from router.decide.caches.affinity import hash64
 
 TIGHT_SHARE: Final = 0.5
 TIGHT_S: Final = 1.0

@@ -16,7 +16,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Final, NamedTuple
 
-from isochrone.wire.headers import ReportedLoad
+from isochrone.wire.http.headers import ReportedLoad
 from ops.sim.replica_job import ALL_ROUTERS, EngineLoad, ReplicaJob, SimulatedLoadReport
 from ops.sim.replica_memory import SharedPrefixEvent, replica_memory
 from ops.sim.traces import TraceRequest

@@ -6,8 +6,8 @@ from typing import Final, NamedTuple
 from msgspec import structs
 
 from isochrone.ttft_order import NO_OBJECTIVE, TtftObjective
-from isochrone.wire.headers import ReportedLoad
-from nodeagent.decide.prompt_progress import tokens_read
+from isochrone.wire.http.headers import ReportedLoad
+from nodeagent.decide.requests.prompt_progress import tokens_read
 from ops.sim.traces import TraceRequest
 
 ALL_ROUTERS: Final = -1

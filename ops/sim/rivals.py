@@ -33,7 +33,7 @@ from ops.sim.rival_scores import (
 )
 from ops.sim.router import SimulatedRouter
 from ops.sim.traces import TraceRequest
-from router.decide.prefix_index import PrefixIndex
+from router.decide.caches.prefix_index import PrefixIndex
 
 LOCAL_MS: Final = 1.0
 """Replicas within this of the nearest one's round trip are in the router's own region."""

@@ -12,15 +12,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from isochrone.wire.assignment import Role
-from isochrone.wire.headers import PeerReplica
+from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.peers.assignment import Role
 from ops.sim.isochrone_policy import DEPLOYMENT, IsochronePolicy
 from ops.sim.replica_job import EngineLoad
 from ops.sim.rivals import LlmdPolicy, PopRival, RivalPolicy
 from ops.sim.role_replica import RoleReplica
 from ops.sim.router import OUTPUT_TOKENS_ASSUMED, SimulatedRouter
 from ops.sim.traces import TraceRequest
-from router.decide.tokens_in_flight import Reservation
+from router.decide.replicas.tokens_in_flight import Reservation
 
 LLMD_THRESHOLD: Final = 0
 """llm-d's default of `nonCachedTokens`."""

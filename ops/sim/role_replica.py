@@ -8,7 +8,7 @@ from collections import Counter, deque
 from math import inf
 from typing import Final
 
-from nodeagent.decide.prefill_leg import ExpectedDecoding, TransferRate
+from nodeagent.decide.requests.prefill_leg import ExpectedDecoding, TransferRate
 from ops.sim.replica import SimulatedReplica, StepEvents
 from ops.sim.replica_job import ReplicaJob
 from ops.sim.world import ReplicaSite

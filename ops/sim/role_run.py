@@ -1,15 +1,16 @@
 """A run with roles: another replica may read a prompt, and its KV moves to the one that decodes.
 
-The node of the decode replica decides with the agent's code (nodeagent/decide/prefill_leg.py), the
-router names candidates with its own (router/decide/prefill_replicas.py).
+The node of the decode replica decides with the agent's code
+(nodeagent/decide/requests/prefill_leg.py), the router names candidates with its own
+(router/decide/choice/prefill_replicas.py).
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final, NamedTuple, cast
 
-from isochrone.wire.headers import PeerReplica
-from nodeagent.decide.prefill_leg import (
+from isochrone.wire.http.headers import PeerReplica
+from nodeagent.decide.requests.prefill_leg import (
     DecodeLoad,
     LegChoice,
     WaitingPromptSize,

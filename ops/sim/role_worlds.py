@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from isochrone.wire.assignment import Role
 from isochrone.wire.ids import ReplicaId
-from isochrone.wire.model import UNIFIED_ROLES, PlacementPolicy
+from isochrone.wire.models.model import UNIFIED_ROLES, PlacementPolicy
+from isochrone.wire.peers.assignment import Role
 from ops.sim import traces
 from ops.sim.cases import MOONCAKE, SERVEGEN, SimulationCase, case_world, fleet_seconds_per_request
 from ops.sim.data import EXTRACT

@@ -17,7 +17,7 @@ from multiprocessing import Pool
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from isochrone.wire.model import AUTO_ROLES, UNIFIED_ROLES
+from isochrone.wire.models.model import AUTO_ROLES, UNIFIED_ROLES
 from ops.sim import data
 from ops.sim.measure import summarize
 from ops.sim.role_run import RoleSimulation

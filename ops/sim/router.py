@@ -9,7 +9,7 @@ knowledge: the router's `FleetState`.
 from bisect import bisect_right
 from typing import Final, NamedTuple
 
-from isochrone.wire.headers import ReportedLoad
+from isochrone.wire.http.headers import ReportedLoad
 from ops.sim.replica import SimulatedReplica
 from ops.sim.traces import TraceRequest
 from ops.sim.world import RoutingWorld

@@ -13,8 +13,8 @@ from math import inf
 from typing import Any, Final, NamedTuple
 
 from isochrone.ttft_order import ttft_objective
-from isochrone.wire.headers import PeerReplica
-from nodeagent.decide.handoff import Handoff, choose_handoff, is_worth_probing
+from isochrone.wire.http.headers import PeerReplica
+from nodeagent.decide.requests.handoff import Handoff, choose_handoff, is_worth_probing
 from ops.sim.isochrone_policy import IsochronePolicy
 from ops.sim.losses import UNLISTED_AFTER_S, ReplicaLoss
 from ops.sim.oracle import OraclePolicy

@@ -9,9 +9,9 @@ from typing import Final
 
 import numpy as np
 
-from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.ids import ClusterId, DeploymentId, DeviceId, Generation, ModelId, NodeId, PopId
-from isochrone.wire.model import (
+from isochrone.wire.models.artifact import manifest_digest
+from isochrone.wire.models.model import (
     Artifact,
     ArtifactFile,
     CatalogModel,
@@ -19,8 +19,8 @@ from isochrone.wire.model import (
     EngineSettings,
     PlacementPolicy,
 )
-from isochrone.wire.report import NodeDevice, ReplicaProfile
-from isochrone.wire.routes import Pop
+from isochrone.wire.peers.report import NodeDevice, ReplicaProfile
+from isochrone.wire.peers.routes import Pop
 from scheduler.decide.capacity.device_classes import CLASSES, GIB
 from scheduler.decide.capacity.replica_capacity import overhead_bytes
 from scheduler.decide.cluster import ClusterState, DemandRate, FleetNode, MeasuredProfile

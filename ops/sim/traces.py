@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from isochrone.wire.ids import TenantId
 from ops.sim import data
-from router.decide.affinity import hash64
+from router.decide.caches.affinity import hash64
 
 MOONCAKE_BLOCK: Final = 512
 SHARED_USES: Final = 50

@@ -12,7 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from isochrone.wire.assignment import Role
+from isochrone.wire.peers.assignment import Role
 from ops.sim import data
 from ops.sim.traces import TraceRequest
 

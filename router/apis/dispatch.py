@@ -12,9 +12,9 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error, openai_error_event
-from isochrone.wire.routes import KeyEntry
+from isochrone.wire.http import headers
+from isochrone.wire.peers.routes import KeyEntry
 from router.apis.auxiliary_server import forward_to_auxiliary
 from router.apis.batches.queued_runs import answer_queued_run, is_queued_run
 from router.apis.batches.relay import is_batch_path, relay_to_batch_service
@@ -39,10 +39,10 @@ from router.dataplane.http1 import HeaderFields, format_headers, is_costly_body
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
 from router.dataplane.server import ClientConnection
 from router.dataplane.upstream import Upstream
-from router.decide.limits import LimitExceeded
+from router.decide.admission.limits import LimitExceeded
 from router.inference_request import InferenceRequest
-from router.metrics import Metrics
 from router.pipeline import RequestPipeline
+from router.recording.metrics import Metrics
 
 INFERENCE_PATHS: Final = (
     frozenset(DECODERS)

@@ -1,12 +1,12 @@
 """Admits request bodies within a process's limits: while they arrive, and before they are parsed.
 
-The limits are decided in `decide/body_limits.py`.
+The limits are decided in `decide/admission/body_limits.py`.
 """
 
 from collections.abc import Callable
 from typing import Final
 
-from isochrone.wire.routes import KeyEntry
+from isochrone.wire.peers.routes import KeyEntry
 from router.config import RouterConfig
 from router.dataplane import http1
 from router.dataplane.body_inflater import BodyInflater
@@ -14,7 +14,12 @@ from router.dataplane.http1 import HeaderFields
 from router.dataplane.http_messages import HttpRequest
 from router.dataplane.inline_task import inline_sleep
 from router.dataplane.upload_spool import UploadSpool
-from router.decide.body_limits import HeldBytes, ParseBudget, inflated_bytes_max, inflated_charge
+from router.decide.admission.body_limits import (
+    HeldBytes,
+    ParseBudget,
+    inflated_bytes_max,
+    inflated_charge,
+)
 
 KEYLESS_BODY_BYTES_MAX: Final = 64 * 1024
 """The body limit of routes that need no API key: none of them uses a body."""

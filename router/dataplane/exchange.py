@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from isochrone.wire import headers
+from isochrone.wire.http import headers
 from isochrone.wire.ids import NodeId, ReplicaId
 from router.dataplane import sse
 from router.dataplane.deadlines import NEVER

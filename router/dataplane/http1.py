@@ -9,8 +9,8 @@ from functools import lru_cache
 from http import HTTPStatus
 from typing import Final, TypeAlias
 
-from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.http import headers
 
 HeaderFields: TypeAlias = dict[bytes, bytes]
 """Headers by lower-case name. A plain dict, because compiled code accesses it directly."""

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from isochrone.wire.routes import KeyEntry
+from isochrone.wire.peers.routes import KeyEntry
 from router.dataplane.http1 import HeaderFields
 
 

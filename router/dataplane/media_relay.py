@@ -8,7 +8,7 @@ Rule 3: usage is read from the last event, if that reports it.
 import re
 from typing import Final
 
-from isochrone.wire import headers
+from isochrone.wire.http import headers
 from router.dataplane.media_usage import read_media_usage
 from router.dataplane.sse import GeneratedOutput, StreamRelay
 

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 import httptools
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.routes import KeyEntry
+from isochrone.wire.peers.routes import KeyEntry
 from router.dataplane import http1
 from router.dataplane.body_admission import KEYLESS_BODY_BYTES_MAX
 from router.dataplane.http_messages import HttpRequest, UploadedBody

@@ -5,8 +5,8 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
+from isochrone.wire.http import headers
 from router.dataplane.exchange import AttemptFailed, ResponseHead
 from router.dataplane.usage import (
     RESPONSE_USAGE,

@@ -16,9 +16,9 @@ from email.utils import formatdate
 from math import inf
 from typing import Final, cast
 
-from isochrone.service.connection_count import ConnectionCount, client_network
+from isochrone.service.network.connection_count import ConnectionCount, client_network
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.routes import KeyEntry
+from isochrone.wire.peers.routes import KeyEntry
 from router.config import RouterConfig
 from router.dataplane import http1
 from router.dataplane.body_admission import BodyAdmission

@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from isochrone.wire import headers
 from isochrone.wire.errors import ErrorCode
+from isochrone.wire.http import headers
 from router.dataplane.chunk import ChunkChoice, ChunkDelta, decode_chunk
 from router.dataplane.usage import UsageCount, add_cached_tokens, set_usage, usage_of
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from ssl import SSLContext
 from typing import Final, cast
 
-from isochrone.service.name_cache import NameCache
+from isochrone.service.network.name_cache import NameCache
 from isochrone.wire.ids import NodeId
 from router.config import RouterConfig
 from router.dataplane import http1, sse

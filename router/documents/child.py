@@ -9,7 +9,7 @@ import sys
 from importlib import import_module
 from typing import Final
 
-from isochrone.service.landlock import CannotConfine
+from isochrone.service.trust.landlock import CannotConfine
 from router.documents.formats import FORMATS
 from router.documents.sandbox import confine
 

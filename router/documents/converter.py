@@ -14,7 +14,7 @@ import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import TenantId
-from router.decide.fair_queue import FairQueue, QueueFull, Ticket
+from router.decide.admission.fair_queue import FairQueue, QueueFull, Ticket
 from router.documents.formats import FORMATS
 
 AT_ONCE_MAX: Final = 2

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Final
 
-from isochrone.service.landlock import READ, FileRule, open_ruleset, restrict
+from isochrone.service.trust.landlock import READ, FileRule, open_ruleset, restrict
 
 MEMORY_BYTES_MAX: Final = 2 * 1024**3
 CPU_S_MAX: Final = 20

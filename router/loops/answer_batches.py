@@ -14,8 +14,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from isochrone.wire import batches as wire
-from isochrone.wire.batches import (
+from isochrone.wire.errors import ApiError
+from isochrone.wire.peers import batches as wire
+from isochrone.wire.peers.batches import (
     ItemRef,
     ItemResult,
     ItemResults,
@@ -23,10 +24,9 @@ from isochrone.wire.batches import (
     LeasedItems,
     LeaseItems,
 )
-from isochrone.wire.errors import ApiError
-from isochrone.wire.routes import DeploymentEntry, Route
+from isochrone.wire.peers.routes import DeploymentEntry, Route
 from router.batch_client import BatchClient
-from router.decide.batch_room import (
+from router.decide.admission.batch_room import (
     QUEUE_FACTOR,
     PreemptedItem,
     ReplicaRoom,

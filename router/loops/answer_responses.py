@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Set
 from typing import Final, NamedTuple
 
 from isochrone.wire.errors import ApiError
-from isochrone.wire.responses import (
+from isochrone.wire.peers.responses import (
     LEASED_MAX,
     FinishResponse,
     LeasedResponse,

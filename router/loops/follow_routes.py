@@ -18,12 +18,12 @@ from typing import Final, NamedTuple
 import msgspec
 
 from isochrone.service import files
-from isochrone.service.control_link import Progress
+from isochrone.service.network.control_link import Progress
 from isochrone.service.threads import run_to_completion
 from isochrone.wire import codec
+from isochrone.wire.client_keys.key_table import KeyTable
 from isochrone.wire.ids import ClusterId, Epoch, Generation
-from isochrone.wire.key_table import KeyTable
-from isochrone.wire.routes import (
+from isochrone.wire.peers.routes import (
     Route,
     RouteDelta,
     RouteTable,
@@ -31,18 +31,18 @@ from isochrone.wire.routes import (
     SnapshotWanted,
     apply_delta,
 )
-from isochrone.wire.table_parts import BadParts, TableAssembler, encode_table, read_table
-from router.decide.limits import KeyLimiter
-from router.decide.route_directory import TableIndexes
-from router.decide.table_acceptance import (
+from isochrone.wire.peers.table_parts import BadParts, TableAssembler, encode_table, read_table
+from router.decide.admission.limits import KeyLimiter
+from router.decide.routes.route_directory import TableIndexes
+from router.decide.routes.table_acceptance import (
     TableRefusal,
     check_table,
     merge_additions,
     trusts_silence,
 )
-from router.decide.withdrawn_routes import WithdrawnRoutes, with_routes
+from router.decide.routes.withdrawn_routes import WithdrawnRoutes, with_routes
 from router.fleet_state import FleetState
-from router.metrics import Metrics
+from router.recording.metrics import Metrics
 
 log = logging.getLogger(__name__)
 

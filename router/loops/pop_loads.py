@@ -8,17 +8,18 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Final, NamedTuple
 
-from isochrone.wire import codec, headers
+from isochrone.wire import codec
+from isochrone.wire.http import headers
 from isochrone.wire.ids import DeploymentId, NodeId
-from isochrone.wire.pop_loads import ANSWER_BYTES_MAX, LoadsQuery, PopLoads, ProbedNode
-from isochrone.wire.routes import Route
+from isochrone.wire.peers.pop_loads import ANSWER_BYTES_MAX, LoadsQuery, PopLoads, ProbedNode
+from isochrone.wire.peers.routes import Route
 from router.dataplane.exchange import AttemptFailed, NodeRequest
 from router.dataplane.http1 import format_headers
 from router.dataplane.upstream import Upstream
-from router.decide.probe_plan import GroupPlan, ProbeGroup, plan_groups, unanswered
+from router.decide.liveness.probe_plan import GroupPlan, ProbeGroup, plan_groups, unanswered
 from router.feedback import ProbeFeedback
 from router.fleet_state import FleetState
-from router.metrics import Metrics
+from router.recording.metrics import Metrics
 
 SPREAD_SHARE: Final = 0.25
 """The share of the interval of probes over which a turn spreads its questions. An answer for 64

@@ -13,17 +13,17 @@ from itertools import chain
 from time import perf_counter
 from typing import Final, NamedTuple
 
-from isochrone.wire import headers
+from isochrone.wire.http import headers
 from isochrone.wire.ids import NodeId, ReplicaId
-from isochrone.wire.routes import Route
+from isochrone.wire.peers.routes import Route
 from router.dataplane.exchange import AttemptFailed, NodeRequest, ResponseHead
 from router.dataplane.http1 import format_headers
 from router.dataplane.upstream import Upstream
-from router.decide.health import lost_nodes
-from router.decide.probe_plan import nodes_to_ping
+from router.decide.liveness.outlier_ejection import lost_nodes
+from router.decide.liveness.probe_plan import nodes_to_ping
 from router.feedback import AttemptFeedback, ProbeFeedback
 from router.fleet_state import FleetState
-from router.metrics import Metrics
+from router.recording.metrics import Metrics
 
 CONCURRENT_MAX: Final = 64
 """Tasks that ping. With one for each of 5,000 nodes, their start alone stopped the event loop for

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from router.admission_queue import AdmissionQueue
 from router.fleet_state import FleetState
 from router.loops.follow_routes import TableFollower
-from router.metrics import Metrics
+from router.recording.metrics import Metrics
 
 
 class GaugeSetter:

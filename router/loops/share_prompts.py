@@ -5,11 +5,11 @@ Suspicions, and the use of keys, go to all other routers, too.
 
 from collections.abc import Callable
 
-from isochrone.wire.key_use import KeyUse
-from router.key_use_sharing import KeyUseOutbox, OwnKeyUse
+from isochrone.wire.client_keys.key_use import KeyUse
 from router.processes import ParentLink, Send, WorkerPool
-from router.prompt_sharing import PromptOutbox, SharedPrompts
-from router.suspicion_sharing import FleetSuspicionOutbox, SuspicionOutbox, to_fleet
+from router.sharing.key_use_sharing import KeyUseOutbox, OwnKeyUse
+from router.sharing.prompt_sharing import PromptOutbox, SharedPrompts
+from router.sharing.suspicion_sharing import FleetSuspicionOutbox, SuspicionOutbox, to_fleet
 
 
 class PromptSharer:

@@ -13,11 +13,11 @@ import msgspec
 
 from isochrone.service.threads import run_to_completion
 from isochrone.wire.ids import BootId, Generation, RouterId
-from isochrone.wire.usage import Demand, RoundTrips, Usage, UsageAck
+from isochrone.wire.peers.usage import Demand, RoundTrips, Usage, UsageAck
 from router.fleet_state import FleetState
 from router.loops.usage_spool import UsageSpool
-from router.metrics import Metrics
-from router.record import Recorder
+from router.recording.metrics import Metrics
+from router.recording.record import Recorder
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from isochrone.service import files
 from isochrone.wire import codec
-from isochrone.wire.usage import Usage
+from isochrone.wire.peers.usage import Usage
 
 log = logging.getLogger(__name__)
 

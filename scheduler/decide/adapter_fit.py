@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from isochrone.wire.adapter_files import AdapterConfig, BadAdapter, TensorShapes
-from isochrone.wire.model import ModelDimensions
+from isochrone.wire.models.adapter_files import AdapterConfig, BadAdapter, TensorShapes
+from isochrone.wire.models.model import ModelDimensions
 
 _WEIGHT: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")
 _LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d{1,5})\.(?:.+\.)?([a-z_]+)$")

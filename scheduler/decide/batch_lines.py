@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from isochrone.wire.errors import MEANINGS, ErrorCode
-from isochrone.wire.json_body import UnsafeJson, check_json_body
+from isochrone.wire.http.json_body import UnsafeJson, check_json_body
 
 ENDPOINTS: Final = (
     "/v1/chat/completions",

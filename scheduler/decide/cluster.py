@@ -10,7 +10,6 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
-from isochrone.wire.assignment import ReplicaSpec, Role
 from isochrone.wire.ids import (
     ClusterId,
     DeploymentId,
@@ -20,9 +19,10 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.model import CatalogModel, Deployment
-from isochrone.wire.report import NodeDevice, ReplicaProfile, ReplicaState
-from isochrone.wire.routes import Pop
+from isochrone.wire.models.model import CatalogModel, Deployment
+from isochrone.wire.peers.assignment import ReplicaSpec, Role
+from isochrone.wire.peers.report import NodeDevice, ReplicaProfile, ReplicaState
+from isochrone.wire.peers.routes import Pop
 from scheduler.decide.rollout.lifecycle import Rollout
 
 RATES: Final = (

@@ -1,7 +1,7 @@
 """Advances each open batch by one step: reads its input, ends it, writes its files.
 
 Every step is one transaction, repeated after a failure. An interrupted step leaves neither items
-nor files behind. Items are answered by routers meanwhile (`api/batch_service.py`).
+nor files behind. Items are answered by routers meanwhile (`api/client_objects/batch_service.py`).
 """
 
 import asyncio
@@ -15,11 +15,11 @@ from typing import BinaryIO, Final, NamedTuple
 
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.batch_lines import RUN_PREFIX, error_line, result_line
-from scheduler.state.batch_folder import BatchFolder
-from scheduler.state.batch_input import BatchInput, has_more_lines
+from scheduler.state.files.batch_folder import BatchFolder
+from scheduler.state.files.batch_input import BatchInput, has_more_lines
 from scheduler.state.lease_state import LeaseState
-from scheduler.store.batch_files import add_file, delete_expired_files
-from scheduler.store.batch_items import (
+from scheduler.store.client_objects.batch_files import add_file, delete_expired_files
+from scheduler.store.client_objects.batch_items import (
     AnsweredItem,
     add_items,
     count_failed,
@@ -28,7 +28,7 @@ from scheduler.store.batch_items import (
     fail_repeated_ids,
     leased_items,
 )
-from scheduler.store.batches import (
+from scheduler.store.client_objects.batches import (
     StoredBatch,
     begin_finalizing,
     end_batch,

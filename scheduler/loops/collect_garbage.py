@@ -11,7 +11,7 @@ many connections have closed as are open, and otherwise every few hours. Automat
 import gc
 from typing import Final, NamedTuple
 
-from scheduler.state.peer_registry import PeerRegistry
+from scheduler.state.peers.peer_registry import PeerRegistry
 
 CLOSED_MIN: Final = 1000
 """Fewer closed connections leave too little behind to be worth walking the heap."""

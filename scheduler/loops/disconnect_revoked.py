@@ -8,14 +8,14 @@ from datetime import datetime
 from typing import Final, NamedTuple
 
 from isochrone.service.clock import utc_now
-from isochrone.service.identity import CLOCK_SKEW
+from isochrone.service.trust.identity import CLOCK_SKEW
 from isochrone.wire.admin import RevocationView
-from isochrone.wire.control import RefusedCode, RegistrationRefused
-from scheduler.state.assignment_outbox import AssignmentOutbox
+from isochrone.wire.peers.control import RefusedCode, RegistrationRefused
 from scheduler.state.lease_state import LeaseState
-from scheduler.state.peer_connection import PeerConnection
-from scheduler.state.peer_registry import PeerRegistry
-from scheduler.store.identities import revoked_since
+from scheduler.state.peers.assignment_outbox import AssignmentOutbox
+from scheduler.state.peers.peer_connection import PeerConnection
+from scheduler.state.peers.peer_registry import PeerRegistry
+from scheduler.store.fleet.identities import revoked_since
 from scheduler.store.pool import Pool, using
 
 LOOK_BACK_S: Final = 120.0

@@ -4,8 +4,8 @@ from typing import Final, NamedTuple
 
 from scheduler.decide.response_items import ended_body
 from scheduler.state.lease_state import LeaseState
+from scheduler.store.client_objects.responses import abandoned_responses, end_response
 from scheduler.store.pool import Pool, transaction
-from scheduler.store.responses import abandoned_responses, end_response
 
 BATCH_ROWS: Final = 100
 

@@ -3,10 +3,10 @@
 from typing import NamedTuple
 
 from scheduler import metrics
-from scheduler.state.heartbeats import PulseBuffer
 from scheduler.state.lease_state import LeaseState
-from scheduler.state.peer_registry import PeerRegistry
-from scheduler.store.nodes import record_pulses, record_routers_seen
+from scheduler.state.peers.heartbeats import PulseBuffer
+from scheduler.state.peers.peer_registry import PeerRegistry
+from scheduler.store.fleet.nodes import record_pulses, record_routers_seen
 from scheduler.store.pool import UNAVAILABLE, Pool, transaction
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from isochrone.wire.ids import ClusterId, Epoch, Generation
-from scheduler.state.assignment_outbox import AssignmentOutbox
 from scheduler.state.leadership import Leadership
 from scheduler.state.lease_state import LeaseState
-from scheduler.state.peer_admission import PeerAdmission
+from scheduler.state.peers.assignment_outbox import AssignmentOutbox
+from scheduler.state.peers.peer_admission import PeerAdmission
 from scheduler.state.published_routes import PublishedRoutes
 from scheduler.store.events import record_event
 from scheduler.store.lease import (

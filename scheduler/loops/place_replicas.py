@@ -10,20 +10,20 @@ from typing import NamedTuple
 
 import msgspec
 
-from isochrone.service.identity import Authority
+from isochrone.service.trust.identity import Authority
 from scheduler import metrics
 from scheduler.decide.cluster import PlacementPlan, ReplicaStart
 from scheduler.decide.membership import sealed_fields
 from scheduler.decide.placement import with_secret
 from scheduler.planner.client import PlannerClient
-from scheduler.state.assignment_outbox import AssignmentOutbox
-from scheduler.state.first_reports import FirstReports
-from scheduler.state.heartbeats import Heartbeats
 from scheduler.state.lease_state import LeaseState
-from scheduler.state.peer_registry import PeerRegistry
+from scheduler.state.peers.assignment_outbox import AssignmentOutbox
+from scheduler.state.peers.first_reports import FirstReports
+from scheduler.state.peers.heartbeats import Heartbeats
+from scheduler.state.peers.peer_registry import PeerRegistry
 from scheduler.state.placement_status import PlacementStatus
 from scheduler.state.published_routes import PublishedRoutes
-from scheduler.store.plans import commit_plan
+from scheduler.store.fleet.plans import commit_plan
 from scheduler.store.pool import Pool, transaction
 
 log = logging.getLogger(__name__)

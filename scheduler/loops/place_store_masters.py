@@ -7,13 +7,13 @@ and this job keeps only what it has sent.
 import logging
 from typing import NamedTuple
 
-from isochrone.wire.assignment import StoreMasterPlace
 from isochrone.wire.ids import NodeId
+from isochrone.wire.peers.assignment import StoreMasterPlace
 from scheduler.decide.membership import store_masters
-from scheduler.state.assignment_outbox import AssignmentOutbox
 from scheduler.state.lease_state import LeaseState
+from scheduler.state.peers.assignment_outbox import AssignmentOutbox
+from scheduler.store.fleet.store_members import read_store_members
 from scheduler.store.pool import Pool, transaction
-from scheduler.store.store_members import read_store_members
 
 log = logging.getLogger(__name__)
 

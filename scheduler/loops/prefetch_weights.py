@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 from scheduler.decide.placement import PrefetchDecision
 from scheduler.planner.client import PlannerClient
-from scheduler.state.assignment_outbox import AssignmentOutbox
-from scheduler.state.heartbeats import Heartbeats
 from scheduler.state.lease_state import LeaseState
+from scheduler.state.peers.assignment_outbox import AssignmentOutbox
+from scheduler.state.peers.heartbeats import Heartbeats
+from scheduler.store.fleet.prefetch import record_prefetch_changes
 from scheduler.store.pool import Pool, transaction
-from scheduler.store.prefetch import record_prefetch_changes
 
 
 class WeightPrefetchCounts(NamedTuple):

@@ -20,7 +20,7 @@ import msgspec
 
 from isochrone.wire import codec
 from isochrone.wire.ids import Generation, KeyId, NodeId
-from isochrone.wire.routes import KeyTable, RouteDelta, RouteTable, apply_delta, diff
+from isochrone.wire.peers.routes import KeyTable, RouteDelta, RouteTable, apply_delta, diff
 from scheduler import metrics
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.membership import LivenessLimits, judge_liveness
@@ -32,14 +32,12 @@ from scheduler.decide.routing import (
     multi_node_hosts,
     replace_node_routes,
 )
-from scheduler.state.first_reports import FirstReports
-from scheduler.state.heartbeats import Heartbeats
 from scheduler.state.lease_state import LeaseState
-from scheduler.state.peer_registry import PeerRegistry
+from scheduler.state.peers.first_reports import FirstReports
+from scheduler.state.peers.heartbeats import Heartbeats
+from scheduler.state.peers.peer_registry import PeerRegistry
 from scheduler.state.published_routes import PublishedRoutes
-from scheduler.store.adapters import read_adapter_entries
-from scheduler.store.cluster import read_fleet, read_fleet_nodes
-from scheduler.store.keys import (
+from scheduler.store.accounts.keys import (
     live_keys,
     next_route_generation,
     read_all_keys,
@@ -47,8 +45,10 @@ from scheduler.store.keys import (
     revoked_among,
     revoked_keys,
 )
+from scheduler.store.client_objects.adapters import read_adapter_entries
+from scheduler.store.cluster import read_fleet, read_fleet_nodes
+from scheduler.store.fleet.node_reports import NodeReportCache
 from scheduler.store.lease import read_cluster_row
-from scheduler.store.node_reports import NodeReportCache
 from scheduler.store.pool import Pool, transaction, using
 
 WHOLE_READ_SHARE: Final = 0.05

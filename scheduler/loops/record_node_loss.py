@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 from scheduler.decide.cluster import Liveness
 from scheduler.decide.membership import LivenessLimits, judge_liveness
-from scheduler.state.heartbeats import Heartbeats
 from scheduler.state.lease_state import LeaseState
-from scheduler.store.node_losses import read_lost_nodes, record_node_losses
-from scheduler.store.node_reports import NodeReportCache, read_nodes
+from scheduler.state.peers.heartbeats import Heartbeats
+from scheduler.store.fleet.node_losses import read_lost_nodes, record_node_losses
+from scheduler.store.fleet.node_reports import NodeReportCache, read_nodes
 from scheduler.store.pool import Pool, transaction
 
 

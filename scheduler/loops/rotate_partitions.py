@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from isochrone.service.clock import JumpFreeClock
 from scheduler.state.lease_state import LeaseState
+from scheduler.store.accounts.usage import rotate_demand_partitions
 from scheduler.store.pool import Pool, transaction
-from scheduler.store.usage import rotate_demand_partitions
 
 
 class PartitionCounts(NamedTuple):

@@ -2,9 +2,9 @@
 
 from typing import Final, NamedTuple
 
-from isochrone.wire.key_use import KEY_USE, KEY_USE_ROWS_MAX, FleetKeyUse
+from isochrone.wire.client_keys.key_use import KEY_USE, KEY_USE_ROWS_MAX, FleetKeyUse
 from scheduler.state.key_use_exchange import KeyUseExchange
-from scheduler.state.peer_registry import PeerRegistry
+from scheduler.state.peers.peer_registry import PeerRegistry
 
 SHARE_KEY_USE_S: Final = 1.0
 

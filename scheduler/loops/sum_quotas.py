@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.published_routes import PublishedRoutes
+from scheduler.store.accounts.quotas import sum_quota_usage
 from scheduler.store.pool import Pool, transaction
-from scheduler.store.quotas import sum_quota_usage
 
 
 class QuotaCounts(NamedTuple):

@@ -18,7 +18,7 @@ from scheduler.planner.messages import (
     SnapshotRequest,
 )
 from scheduler.store.cluster import read_cluster
-from scheduler.store.node_reports import NodeReportCache
+from scheduler.store.fleet.node_reports import NodeReportCache
 from scheduler.store.pool import Pool, transaction
 
 

@@ -7,8 +7,8 @@ charged at other routers.
 from collections.abc import Sequence
 from typing import Final
 
+from isochrone.wire.client_keys.key_use import KeyUse
 from isochrone.wire.ids import KeyId
-from isochrone.wire.key_use import KeyUse
 
 KEYS_MAX: Final = 100_000
 """Keys in one turn. The use of further keys is not passed on."""

@@ -2,11 +2,11 @@
 
 import logging
 
-from isochrone.wire.control import RefusedCode, RegistrationRefused
-from scheduler.state.heartbeats import Heartbeats, PulseBuffer
+from isochrone.wire.peers.control import RefusedCode, RegistrationRefused
 from scheduler.state.lease_state import LeaseState
-from scheduler.state.peer_admission import PeerAdmission
-from scheduler.state.peer_registry import PeerRegistry
+from scheduler.state.peers.heartbeats import Heartbeats, PulseBuffer
+from scheduler.state.peers.peer_admission import PeerAdmission
+from scheduler.state.peers.peer_registry import PeerRegistry
 from scheduler.state.published_routes import PublishedRoutes
 from scheduler.store.lease import Lease
 

@@ -6,14 +6,14 @@ from itertools import islice
 from typing import Final
 
 from isochrone.wire import codec
-from isochrone.wire.control import KEYS_FIRST, TABLE_PARTS
+from isochrone.wire.client_keys.key_sums import KeptBuckets, kept_buckets
 from isochrone.wire.ids import KeyId, NodeId
-from isochrone.wire.key_sums import KeptBuckets, kept_buckets
-from isochrone.wire.routes import KeyTable, RouteTable
-from isochrone.wire.table_parts import TABLE_ENTRIES_MAX, split_table
+from isochrone.wire.peers.control import KEYS_FIRST, TABLE_PARTS
+from isochrone.wire.peers.routes import KeyTable, RouteTable
+from isochrone.wire.peers.table_parts import TABLE_ENTRIES_MAX, split_table
 from scheduler import metrics
 from scheduler.decide.membership import RouteFollowing
-from scheduler.state.peer_connection import PeerConnection
+from scheduler.state.peers.peer_connection import PeerConnection
 
 log = logging.getLogger(__name__)
 

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 
-from isochrone.service.connection_count import ConnectionCount
+from isochrone.service.network.connection_count import ConnectionCount
 from isochrone.wire.ids import ClusterId
-from scheduler.state.assignment_outbox import AssignmentOutbox
-from scheduler.state.first_reports import FirstReports
-from scheduler.state.heartbeats import Heartbeats, PulseBuffer
 from scheduler.state.key_use_exchange import KeyUseExchange
 from scheduler.state.leadership import Leadership
 from scheduler.state.lease_state import LeaseState
-from scheduler.state.peer_admission import PeerAdmission
-from scheduler.state.peer_registry import PeerRegistry
+from scheduler.state.peers.assignment_outbox import AssignmentOutbox
+from scheduler.state.peers.first_reports import FirstReports
+from scheduler.state.peers.heartbeats import Heartbeats, PulseBuffer
+from scheduler.state.peers.peer_admission import PeerAdmission
+from scheduler.state.peers.peer_registry import PeerRegistry
 from scheduler.state.placement_status import PlacementStatus
 from scheduler.state.published_routes import PublishedRoutes
 from scheduler.store.pool import Pool

@@ -13,8 +13,8 @@ from isochrone.wire.admin import (
     PopView,
     RouterView,
 )
-from isochrone.wire.model import CatalogModel
-from isochrone.wire.report import NodeDevice
+from isochrone.wire.models.model import CatalogModel
+from isochrone.wire.peers.report import NodeDevice
 from scheduler.store.pool import Connection, as_json, as_struct
 
 

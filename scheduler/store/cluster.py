@@ -13,11 +13,11 @@ from typing import Final
 import asyncpg
 import msgspec
 
-from isochrone.wire.assignment import Role
 from isochrone.wire.ids import ClusterId, DeploymentId, Generation, NodeId, ReplicaId
-from isochrone.wire.model import CatalogModel, Deployment, EngineSettings, PlacementPolicy
-from isochrone.wire.report import ReplicaProfile, ReplicaState, Report
-from isochrone.wire.routes import Pop
+from isochrone.wire.models.model import CatalogModel, Deployment, EngineSettings, PlacementPolicy
+from isochrone.wire.peers.assignment import Role
+from isochrone.wire.peers.report import ReplicaProfile, ReplicaState, Report
+from isochrone.wire.peers.routes import Pop
 from scheduler.decide.cluster import (
     ClusterState,
     DemandRate,
@@ -28,9 +28,9 @@ from scheduler.decide.cluster import (
 )
 from scheduler.decide.membership import NodeContact
 from scheduler.store.deployments import read_deprecation
-from scheduler.store.node_reports import NodeReportCache, read_nodes
+from scheduler.store.fleet.node_reports import NodeReportCache, read_nodes
+from scheduler.store.fleet.prefetch import read_prefetches
 from scheduler.store.pool import Connection, as_struct, fetch_one
-from scheduler.store.prefetch import read_prefetches
 from scheduler.store.readable_rows import RowReader
 from scheduler.store.rollouts import active_rollouts
 

@@ -6,7 +6,7 @@ import asyncpg
 import msgspec
 
 from isochrone.wire.admin import DeploymentView
-from isochrone.wire.model import Deployment, Deprecation, EngineSettings, PlacementPolicy
+from isochrone.wire.models.model import Deployment, Deprecation, EngineSettings, PlacementPolicy
 from scheduler.store.catalogue import EtagMoved
 from scheduler.store.pool import Connection, affected_rows, as_json, as_struct
 

@@ -9,7 +9,7 @@ scheduler runs or before it starts, the time that schedulers have seen passing d
 from datetime import datetime
 from typing import Final, NamedTuple
 
-from isochrone.service.identity import CERTIFICATE_LIFETIME_S
+from isochrone.service.trust.identity import CERTIFICATE_LIFETIME_S
 from scheduler.store.history_clock import HISTORY_AT
 from scheduler.store.pool import Connection, affected_rows
 

@@ -7,9 +7,9 @@ import asyncpg
 import msgspec
 
 from isochrone.wire.ids import PopId
-from isochrone.wire.model import Deployment
-from isochrone.wire.rollout import RolloutSpec, RolloutState
-from isochrone.wire.usage import Moments, TrialRow
+from isochrone.wire.models.model import Deployment
+from isochrone.wire.peers.rollout import RolloutSpec, RolloutState
+from isochrone.wire.peers.usage import Moments, TrialRow
 from scheduler.decide.rollout import Arm, Rollout, StartCounts, Stratum
 from scheduler.store.deployments import lock_deployment
 from scheduler.store.pool import Connection, affected_rows, as_json, as_struct, fetch_one

@@ -16,20 +16,21 @@ import aiohttp
 import pytest
 
 from isochrone.service.files import write_atomic
-from isochrone.wire.artifact import manifest_digest
-from isochrone.wire.control import Register
 from isochrone.wire.ids import BootId
-from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
-from isochrone.wire.usage import Usage
+from isochrone.wire.models.artifact import manifest_digest
+from isochrone.wire.models.model import Artifact, ArtifactFile, EngineSettings
+from isochrone.wire.peers.control import Register
+from isochrone.wire.peers.usage import Usage
 from nodeagent.engine.kvcache.file_tier import FileTier
-from nodeagent.host import engine_record, engines
-from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.artifacts.artifact_store import ArtifactStore
+from nodeagent.host.artifacts.download import ArtifactError
+from nodeagent.host.artifacts.link import TransferLink
+from nodeagent.host.artifacts.sources import ArtifactSources
 from nodeagent.host.assignment_file import AssignmentFile
 from nodeagent.host.cache_salts import CacheSalts
 from nodeagent.host.devices import DeviceReader
-from nodeagent.host.download import ArtifactError
-from nodeagent.host.link import TransferLink
-from nodeagent.host.sources import ArtifactSources
+from nodeagent.host.engines import engine_process as engines
+from nodeagent.host.engines import engine_record
 from nodeagent.node import NodeState
 from router.app import open_router
 from scheduler.embedded_postgres import EmbeddedPostgres

@@ -12,10 +12,10 @@ import aiohttp
 import msgspec
 
 from isochrone.service import files
-from isochrone.service.identity import save_identity
+from isochrone.service.trust.identity import save_identity
 from isochrone.wire import codec
+from isochrone.wire.client_keys.keys import format_key
 from isochrone.wire.ids import KeyId, TenantId
-from isochrone.wire.keys import format_key
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import KEY, a_key, a_route, a_table, an_identity
 from tests.integration.router.test_process import a_process

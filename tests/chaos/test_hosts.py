@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 
 from isochrone.cli.client import AdminError
-from router.usage_journal import REST_S
+from router.recording.usage_journal import REST_S
 from tests.chaos import fake_nvml
 from tests.chaos.invariants import invariants
 from tests.chaos.slow_disk import SlowDisks

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from isochrone.service import files
-from isochrone.service.identity import IdentityError, load_identity, save_identity
+from isochrone.service.trust.identity import IdentityError, load_identity, save_identity
 from isochrone.wire.ids import (
     DeploymentId,
     KeyId,
@@ -25,14 +25,14 @@ from isochrone.wire.ids import (
     RouterId,
     TenantId,
 )
-from isochrone.wire.usage import RequestOutcome, Usage, UsageRow
+from isochrone.wire.peers.usage import RequestOutcome, Usage, UsageRow
 from nodeagent.drivers.driver import EngineCommand
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.host.assignment_file import AssignmentFile
-from nodeagent.host.engine_record import EngineRecord
-from nodeagent.host.engines import EngineProcesses
+from nodeagent.host.engines.engine_process import EngineProcesses
+from nodeagent.host.engines.engine_record import EngineRecord
 from router.loops.usage_spool import UsageSpool
-from router.usage_journal import UsageJournal
+from router.recording.usage_journal import UsageJournal
 from tests.builders import a_spec
 from tests.integration.router.fleet_of import an_identity
 from tests.unit.nodeagent.test_decide import an_assignment

@@ -10,11 +10,11 @@ from typing import Final
 import pytest
 import pytest_asyncio
 
-from isochrone.wire.assignment import ReplicaSpec
-from isochrone.wire.engine_capabilities import EngineCapabilities, capabilities_of
+from isochrone.wire.engines.engine_capabilities import EngineCapabilities, capabilities_of
 from isochrone.wire.ids import DeviceId
-from isochrone.wire.model import EngineSettings
-from nodeagent.host.engines import EngineProcess
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.assignment import ReplicaSpec
+from nodeagent.host.engines.engine_process import EngineProcess
 from ops.engines.vllm_cpu import small_chat_model
 from tests.builders import GIB, a_spec
 from tests.engines.real_engines import (

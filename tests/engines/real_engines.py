@@ -13,14 +13,14 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from isochrone.wire import headers
-from isochrone.wire.assignment import ReplicaSpec
+from isochrone.wire.http import headers
+from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import CHAT_PATH
 from nodeagent.host.confinement import engine_confinement
 from nodeagent.host.devices import DeviceReader
-from nodeagent.host.engine_log import last_error
-from nodeagent.host.engines import EngineProcess, EngineProcesses
+from nodeagent.host.engines.engine_log import last_error
+from nodeagent.host.engines.engine_process import EngineProcess, EngineProcesses
 
 ENGINES: Final = Path(os.environ.get("ISOCHRONE_ENGINES", Path(__file__).parents[2] / ".engines"))
 VLLM_COMMANDS: Final = ENGINES / "vllm" / "bin"

@@ -10,11 +10,11 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from isochrone.wire import headers
-from isochrone.wire.engine_capabilities import EngineCapabilities
+from isochrone.wire.engines.engine_capabilities import EngineCapabilities
 from isochrone.wire.errors import ApiError
+from isochrone.wire.http import headers
 from nodeagent.drivers.driver import CHAT_PATH, COMPLETIONS_PATH
-from nodeagent.host.engines import EngineProcess
+from nodeagent.host.engines.engine_process import EngineProcess
 from tests.engines.real_engines import EXIT_S, JSON, Answer, ask, post, stream, text_of, user
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nodeagent.host.engines import EngineProcess
+from nodeagent.host.engines.engine_process import EngineProcess
 from tests.field_conformance import a_router_before, check_surface
 from tests.integration.router.test_conformance import SURFACES
 

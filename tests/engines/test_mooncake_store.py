@@ -16,10 +16,10 @@ from typing import Final
 import pytest
 from aiohttp import web
 
-from isochrone.service.http_server import error_middleware, json_error, serve_http
 from isochrone.service.loop import Loop
-from isochrone.wire.assignment import StoreMasterPlace
+from isochrone.service.network.http_server import error_middleware, json_error, serve_http
 from isochrone.wire.ids import NodeId
+from isochrone.wire.peers.assignment import StoreMasterPlace
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.api.store_relay import StoreRelay, dial_through
 from nodeagent.host.store_master import StoreMaster

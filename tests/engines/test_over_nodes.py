@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from isochrone.cli.manifest import artifact_of, config_values
-from nodeagent.host.engine_record import EngineRecord
+from nodeagent.host.engines.engine_record import EngineRecord
 from tests.builders import GIB
 from tests.engines.real_engines import (
     EXIT_S,

@@ -9,10 +9,10 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from isochrone.wire.assignment import ReplicaGroup, Role
-from isochrone.wire.engine_options import ENGINE_OPTIONS
+from isochrone.wire.engines.engine_options import ENGINE_OPTIONS
 from isochrone.wire.ids import DeviceId, ReplicaId
-from isochrone.wire.model import EngineSettings
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.assignment import ReplicaGroup, Role
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import DeviceMemory, EngineLaunch
 from nodeagent.drivers.output_parsers import FORMATS

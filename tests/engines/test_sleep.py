@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from nodeagent.host.devices import CPU, DeviceReader
-from nodeagent.host.engines import EngineProcess
+from nodeagent.host.engines.engine_process import EngineProcess
 from tests.engines.conftest import a_chat_spec
 from tests.engines.quantised_model import CONFIGS, write_quantised
 from tests.engines.real_engines import MODEL, ask, running_engine, user

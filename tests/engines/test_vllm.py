@@ -15,12 +15,12 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from isochrone.wire import headers
-from isochrone.wire.adapter import ADAPTER_FILES, RequestAdapter
-from isochrone.wire.model import Artifact, ArtifactFile
+from isochrone.wire.http import headers
+from isochrone.wire.models.model import Artifact, ArtifactFile
+from isochrone.wire.peers.adapter import ADAPTER_FILES, RequestAdapter
 from nodeagent.drivers.driver import CHAT_PATH
-from nodeagent.host.engine_adapters import EngineAdapters
-from nodeagent.host.engines import EngineProcess
+from nodeagent.host.engines.engine_adapters import EngineAdapters
+from nodeagent.host.engines.engine_process import EngineProcess
 from tests.engines.lora import write_adapter
 from tests.engines.real_engines import (
     EXIT_S,

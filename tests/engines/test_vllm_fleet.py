@@ -19,7 +19,7 @@ import pytest_asyncio
 
 from isochrone.cli.manifest import artifact_of, config_values
 from nodeagent.drivers.driver import read_prometheus
-from nodeagent.host.engine_record import EngineRecord
+from nodeagent.host.engines.engine_record import EngineRecord
 from router.pipeline import RESUMED_COMMENT
 from tests.builders import GIB
 from tests.engines.real_engines import (

@@ -16,7 +16,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from isochrone.wire.adapter import ADAPTER_FILES
+from isochrone.wire.peers.adapter import ADAPTER_FILES
 from tests.builders import GIB
 from tests.engines.lora import write_adapter
 from tests.engines.real_engines import MODEL, READY_S, VLLM_COMMANDS, needs_vllm

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeviceId
-from isochrone.wire.model import EngineSettings
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.assignment import Role
 from tests.builders import GIB, a_spec
 from tests.engines.real_engines import ENGINES, MODEL, READY_S, VLLM_COMMANDS, needs_vllm
 from tests.integration.nodeagent.test_data_plane import Node, a_node
@@ -51,7 +51,7 @@ async def pair() -> AsyncIterator[TwoLegs]:
         patch.setenv("PATH", f"{VLLM_COMMANDS}:{os.environ['PATH']}")
         patch.setenv("PYTHONPATH", str(NIXL))
         patch.setattr("nodeagent.api.peer_replicas.PROBE_TIMEOUT_S", 10.0)
-        patch.setattr("nodeagent.decide.prefill_leg.TIMEOUT_MIN_S", 120.0)
+        patch.setattr("nodeagent.decide.requests.prefill_leg.TIMEOUT_MIN_S", 120.0)
         nodes = [await stack.enter_async_context(a_node(READY_S)) for _ in range(2)]
         for node, name in zip(nodes, ("d", "p1"), strict=True):
             spec = a_spec(

@@ -18,10 +18,10 @@ import pytest
 import pytest_asyncio
 
 from isochrone.service.loop import Loop
-from isochrone.wire import headers
-from isochrone.wire.assignment import StoreMasterPlace
+from isochrone.wire.http import headers
 from isochrone.wire.ids import DeviceId, NodeId, ReplicaId
-from isochrone.wire.model import EngineSettings
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.assignment import StoreMasterPlace
 from nodeagent import metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.api.store_relay import StoreRelay, dial_through

@@ -7,22 +7,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
-from isochrone.service.control_link import ControlLink
-from isochrone.service.identity import Identity
 from isochrone.service.loop import Loop
-from isochrone.service.model_signature import NO_SIGNERS
-from isochrone.wire.assignment import Assignment, ReplicaSpec
-from isochrone.wire.control import KEYS_FIRST, TABLE_PARTS, PeerRole, ToAgent, ToRouter
-from isochrone.wire.engine import EngineStats
+from isochrone.service.network.control_link import ControlLink
+from isochrone.service.trust.identity import Identity
+from isochrone.service.trust.model_signature import NO_SIGNERS
+from isochrone.wire.engines.engine import EngineStats
 from isochrone.wire.ids import BootId, PopId
-from isochrone.wire.report import NodeDevice, ReplicaState
+from isochrone.wire.peers.assignment import Assignment, ReplicaSpec
+from isochrone.wire.peers.control import KEYS_FIRST, TABLE_PARTS, PeerRole, ToAgent, ToRouter
+from isochrone.wire.peers.report import NodeDevice, ReplicaState
 from nodeagent import app as agent_app
 from nodeagent.config import NodeConfig
 from nodeagent.host.cache_salts import CacheSalts
 from nodeagent.node import NodeState
 from nodeagent.supervisor import Supervisor
 from router.app import RECHECK_INTERVAL_S
-from router.decide.limits import KeyLimiter
+from router.decide.admission.limits import KeyLimiter
 from router.fleet_state import FleetState
 from router.loops.follow_routes import TableFollower
 from tests.simulation.event_loop import CURRENT, SimProcess, sim_monotonic

@@ -15,11 +15,11 @@ from typing import Any, Final
 import pytest
 
 import scheduler
-from isochrone.service import identity
 from isochrone.service.clock import JumpFreeClock
-from isochrone.service.identity import Certificate, CertificateSubject
-from isochrone.wire.control import PeerRole
+from isochrone.service.trust import identity
+from isochrone.service.trust.identity import Certificate, CertificateSubject
 from isochrone.wire.ids import PopId
+from isochrone.wire.peers.control import PeerRole
 from tests.simulation import store_functions
 from tests.simulation.event_loop import EPOCH, sim_monotonic, sim_utc_now
 from tests.simulation.network import simulated_aiohttp
@@ -44,14 +44,14 @@ def simulated() -> Iterator[pytest.MonkeyPatch]:
         for module_name in ("isochrone.service.loop", "scheduler.app", "nodeagent.app"):
             patch.setattr(f"{module_name}.monotonic", sim_monotonic)
         for module_name in (
-            "isochrone.service.control_link",
-            "scheduler.api.peers",
+            "isochrone.service.network.control_link",
+            "scheduler.api.control.peers",
             "scheduler.loops.disconnect_revoked",
         ):
             patch.setattr(f"{module_name}.utc_now", sim_utc_now)
         patch.setattr("scheduler.app.JumpFreeClock", _clock)
-        patch.setattr("isochrone.service.control_link.aiohttp", simulated_aiohttp())
-        patch.setattr("scheduler.api.peers.ControlSocket", ACCEPTED.get)
+        patch.setattr("isochrone.service.network.control_link.aiohttp", simulated_aiohttp())
+        patch.setattr("scheduler.api.control.peers.ControlSocket", ACCEPTED.get)
         patch.setattr("scheduler.loops.renew_lease.open_pool", _open_pool)
         patch.setattr(identity, "verify_certificate", _verify_certificate)
         patch.setattr(identity, "verify_signature", lambda pem, payload, signed: signed == payload)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from isochrone.service.loop import Loop
 from isochrone.wire.ids import KeyId
-from isochrone.wire.routes import KeyEntry
+from isochrone.wire.peers.routes import KeyEntry
 from scheduler import app
-from scheduler.api.certificates import CertificateIssuer
+from scheduler.api.control.certificates import CertificateIssuer
 from scheduler.config import SchedulerConfig
 from scheduler.database import INTAKE_CONNECTIONS, RESERVED_CONNECTIONS, Database
 from scheduler.decide.cluster import PlacementPlan
@@ -21,7 +21,7 @@ from scheduler.loops.renew_lease import LeaseRenewalThread
 from scheduler.planner.messages import PlanRequest
 from scheduler.planner.server import PlannerServer
 from scheduler.state.scheduler_state import SchedulerState
-from scheduler.store.node_reports import NodeReportCache
+from scheduler.store.fleet.node_reports import NodeReportCache
 from tests.simulation.event_loop import SimProcess
 from tests.simulation.network import ServerEnd
 from tests.simulation.store import SimPool, Tables

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from isochrone.wire.ids import ClusterId
-from isochrone.wire.routes import KeyEntry
+from isochrone.wire.peers.routes import KeyEntry
 from tests.simulation.event_loop import CURRENT, EPOCH, SimLoop
 from tests.simulation.network import Network
 

@@ -12,9 +12,9 @@ import asyncpg
 import msgspec
 
 from isochrone.wire.ids import Epoch, Generation, KeyId, NodeId
-from isochrone.wire.routes import KeyEntry
+from isochrone.wire.peers.routes import KeyEntry
+from scheduler.store.accounts.keys import ROWS_PER_PAGE, TOMBSTONE_DAYS, KeyPage
 from scheduler.store.history_clock import HistoryClock
-from scheduler.store.keys import ROWS_PER_PAGE, TOMBSTONE_DAYS, KeyPage
 from scheduler.store.lease import EpochLost
 from scheduler.store.retention import DAY_S, RetentionRule
 from tests.simulation.store import SimDbConnection, Tables

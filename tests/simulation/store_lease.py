@@ -5,10 +5,10 @@ from typing import Any
 
 import msgspec
 
-from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import Epoch, Generation, NodeId
+from isochrone.wire.peers.control import PeerRole
+from scheduler.store.fleet.nodes import UnknownPeer
 from scheduler.store.lease import TTL_RATIO_MAX, TTL_S, ClusterRow, EpochLost, Lease
-from scheduler.store.nodes import UnknownPeer
 from tests.simulation.store import SimDbConnection, SimStore
 
 replace = msgspec.structs.replace

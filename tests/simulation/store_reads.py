@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
-from isochrone.wire.assignment import Assignment, Tombstone
 from isochrone.wire.ids import Epoch, Generation, NodeId, ReplicaId
-from isochrone.wire.report import ReplicaProfile, ReplicaState, Report
+from isochrone.wire.peers.assignment import Assignment, Tombstone
+from isochrone.wire.peers.report import ReplicaProfile, ReplicaState, Report
 from scheduler.decide.cluster import (
     ClusterState,
     FleetNode,
@@ -18,7 +18,7 @@ from scheduler.decide.cluster import (
 )
 from scheduler.decide.membership import NodeContact
 from scheduler.store.cluster import GIVEN_UP_FOR_S
-from scheduler.store.node_reports import NodeReportCache, decode_report
+from scheduler.store.fleet.node_reports import NodeReportCache, decode_report
 from tests.simulation.store import NodeRow, PlacementRow, SimDbConnection, Tables
 
 replace = msgspec.structs.replace

@@ -2,12 +2,12 @@
 
 import msgspec
 
-from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import Epoch, NodeId
-from isochrone.wire.model import CatalogModel, Deployment
-from isochrone.wire.report import ReplicaReport, ReplicaState, Report
-from scheduler.store.adoption import NOT_RUNNING, SealCheck
-from scheduler.store.nodes import ReportEffect
+from isochrone.wire.models.model import CatalogModel, Deployment
+from isochrone.wire.peers.assignment import ReplicaSpec
+from isochrone.wire.peers.report import ReplicaReport, ReplicaState, Report
+from scheduler.store.fleet.adoption import NOT_RUNNING, SealCheck
+from scheduler.store.fleet.nodes import ReportEffect
 from tests.simulation.store import NodeRow, PlacementRow, SimDbConnection, Tables
 from tests.simulation.store_lease import assert_epoch
 

@@ -11,18 +11,18 @@ import msgspec
 import pytest
 
 from isochrone.service.clock import JumpFreeClock
-from isochrone.wire.assignment import Tombstone
 from isochrone.wire.ids import Epoch, Generation
-from isochrone.wire.report import ReplicaState
-from nodeagent.decide.reconcile import reconcile
-from router.decide.table_acceptance import check_table
-from router.decide.withdrawn_routes import WithdrawnRoutes
+from isochrone.wire.peers.assignment import Tombstone
+from isochrone.wire.peers.report import ReplicaState
+from nodeagent.decide.replicas.reconcile import reconcile
+from router.decide.routes.table_acceptance import check_table
+from router.decide.routes.withdrawn_routes import WithdrawnRoutes
 from router.loops import follow_routes
 from scheduler.decide.membership import judge_liveness
 from scheduler.loops.hold_lease import HoldLease
-from scheduler.state.first_reports import FirstReports
 from scheduler.state.lease_state import LeaseState
-from scheduler.state.peer_registry import PeerRegistry
+from scheduler.state.peers.first_reports import FirstReports
+from scheduler.state.peers.peer_registry import PeerRegistry
 from tests.simulation import store_functions, store_lease, store_reads, store_reports
 from tests.simulation.history import run_history
 from tests.simulation.patches import replace_function, simulated
@@ -136,7 +136,7 @@ def wait_out_a_lease_of_the_future(patch: pytest.MonkeyPatch) -> None:
 
 
 def wait_for_a_hung_scheduler(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("isochrone.service.control_link.HANDSHAKE_TIMEOUT_S", 1e9)
+    patch.setattr("isochrone.service.network.control_link.HANDSHAKE_TIMEOUT_S", 1e9)
 
 
 def write_with_any_epoch(patch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def keep_what_a_node_does_not_have(patch: pytest.MonkeyPatch) -> None:
 def start_without_room(patch: pytest.MonkeyPatch) -> None:
     # The store guards the same: what it gives the memory of a running replica, it takes back.
     keep_what_a_node_does_not_have(patch)
-    patch.setattr("nodeagent.decide.reconcile._memory_conflict", lambda *arguments: "")
+    patch.setattr("nodeagent.decide.replicas.reconcile._memory_conflict", lambda *arguments: "")
 
 
 def publish_whatever_is_stored(patch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,17 @@ import msgspec
 import pytest
 
 from isochrone.wire.admin import PopBody
-from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import BootId, ClusterId, DeploymentId, Epoch, Generation, NodeId, PopId
-from isochrone.wire.report import Pulse, Refusal, ReplicaProfile
+from isochrone.wire.peers.control import PeerRole
+from isochrone.wire.peers.report import Pulse, Refusal, ReplicaProfile
 from scheduler.decide.cluster import PlacementPlan, ReplicaEnding, ReplicaStart
 from scheduler.decide.membership import NodeContact
-from scheduler.store import catalogue, cluster, deployments, keys, lease, node_losses, nodes, plans
-from scheduler.store.identities import add_peer
+from scheduler.store import catalogue, cluster, deployments, lease
+from scheduler.store.accounts import keys
+from scheduler.store.fleet import node_losses, nodes, plans
+from scheduler.store.fleet.identities import add_peer
+from scheduler.store.fleet.nodes import UnknownPeer
 from scheduler.store.lease import EpochLost, acquire_or_renew_lease, ensure_cluster
-from scheduler.store.nodes import UnknownPeer
 from scheduler.store.pool import Pool, transaction
 from tests.builders import (
     GIB,

@@ -8,8 +8,8 @@ from typing import Any, Final
 import msgspec
 
 from isochrone.wire.ids import DeploymentId, KeyId, TenantId
-from isochrone.wire.model import CatalogModel, Deployment
-from isochrone.wire.routes import KeyEntry
+from isochrone.wire.models.model import CatalogModel, Deployment
+from isochrone.wire.peers.routes import KeyEntry
 from tests.builders import a_deployment, a_device, a_model, a_pop
 from tests.simulation.event_loop import EPOCH, WALL, SimLoop, WallClocks
 from tests.simulation.machines import SimNode, SimRouter

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from isochrone.cli.manifest import artifact_of, config_values
-from isochrone.wire.adapter import ADAPTER_FILES
+from isochrone.wire.peers.adapter import ADAPTER_FILES
 from ops.golden import tiny
 from tests.integration.engine.test_lora import ATTENTION, MLP, write_adapter
 from tests.system.harness import CITIES, Fleet, a_fleet, until

@@ -14,7 +14,7 @@ import pytest_asyncio
 from openai.types.chat import ChatCompletionMessageParam
 
 from isochrone.cli.client import AdminError
-from isochrone.service.landlock import WHOLE_VERSION, landlock_version
+from isochrone.service.trust.landlock import WHOLE_VERSION, landlock_version
 from tests.chaos.invariants import nothing_in_flight, salt_secrets
 from tests.system.harness import Fleet, a_fleet, until
 

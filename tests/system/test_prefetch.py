@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from isochrone.cli.manifest import artifact_of
-from isochrone.service.http_server import serve_http
+from isochrone.service.network.http_server import serve_http
 from isochrone.wire.ids import DeploymentId, PopId
 from scheduler.decide.demand import FleetForecast, SlotDemand, slot_of
 from scheduler.decide.demand.series_forecast import DAY_SLOTS, HORIZONS

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from isochrone.cli.manifest import artifact_of, signed
-from isochrone.wire.model import Artifact
+from isochrone.wire.models.model import Artifact
 from tests.system.harness import CITIES, Fleet, a_fleet, until
 from tests.unit.service.test_model_signature import a_key, a_model, sign
 

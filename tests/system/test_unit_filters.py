@@ -8,7 +8,7 @@ import shutil
 import aiohttp
 import pytest
 
-from isochrone.service.landlock import landlock_version
+from isochrone.service.trust.landlock import landlock_version
 from tests.system.harness import a_fleet
 
 needs_systemd = pytest.mark.skipif(

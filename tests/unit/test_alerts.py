@@ -10,7 +10,7 @@ import yaml  # type: ignore[import-untyped]
 import nodeagent.metrics
 import scheduler.metrics
 from isochrone.wire.errors import ErrorCode
-from router.metrics import Metrics
+from router.recording.metrics import Metrics
 
 FILE = Path(__file__).parents[2] / "ops" / "prometheus" / "alerts.yml"
 RULES: list[dict[str, Any]] = yaml.safe_load(FILE.read_text())["groups"][0]["rules"]

@@ -12,7 +12,12 @@ from ops.packaging import compile_request_path
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A checkout with a few sources of the request path, compiled."""
-    for name in ("setup.py", "isochrone/wire/keys.py", "isochrone/wire/geo.py", "router/record.py"):
+    for name in (
+        "setup.py",
+        "isochrone/wire/client_keys/keys.py",
+        "isochrone/wire/geo.py",
+        "router/recording/record.py",
+    ):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"# {name}\n")
@@ -26,30 +31,32 @@ def origin(checkout: Path, module: str) -> str | None:
 
 
 def test_the_modules_of_the_request_path_are_found_in_the_build(checkout: Path) -> None:
-    found = origin(checkout, "router.record")
+    found = origin(checkout, "router.recording.record")
     assert found is not None and Path(found).is_relative_to(compiled.folder(checkout))
-    assert origin(checkout, "isochrone.wire.keys") is not None
+    assert origin(checkout, "isochrone.wire.client_keys.keys") is not None
     assert origin(checkout, "router__mypyc") is not None
-    assert origin(checkout, "isochrone.wire.body_bytes") is not None
+    assert origin(checkout, "isochrone.wire.http.body_bytes") is not None
     # Neither of these is compiled.
     assert origin(checkout, "isochrone.wire.geo") is None
     assert origin(checkout, "json") is None
 
 
-@pytest.mark.parametrize("name", ["router/record.py", "isochrone/wire/geo.py", "setup.py"])
+@pytest.mark.parametrize(
+    "name", ["router/recording/record.py", "isochrone/wire/geo.py", "setup.py"]
+)
 def test_an_edited_source_is_never_hidden_by_a_stale_build(checkout: Path, name: str) -> None:
     # Constants of wire/geo.py may have been built into compiled modules.
     path = checkout / name
     before = path.read_text()
     path.write_text("# edited\n")
-    assert origin(checkout, "router.record") is None
+    assert origin(checkout, "router.recording.record") is None
     path.write_text(before)
-    assert origin(checkout, "router.record") is not None
+    assert origin(checkout, "router.recording.record") is not None
 
 
 def test_a_new_source_makes_a_build_stale(checkout: Path) -> None:
     (checkout / "router" / "new.py").write_text("")
-    assert origin(checkout, "router.record") is None
+    assert origin(checkout, "router.recording.record") is None
 
 
 def test_a_build_that_must_be_there_is_missed_at_once(
@@ -58,7 +65,7 @@ def test_a_build_that_must_be_there_is_missed_at_once(
     (checkout / "router" / "record.py").write_text("# edited\n")
     monkeypatch.setenv(compiled.SETTING, "1")
     with pytest.raises(ImportError, match="these sources are not compiled"):
-        origin(checkout, "router.record")
+        origin(checkout, "router.recording.record")
 
 
 def test_of_several_processes_one_compiles_and_the_others_wait(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from isochrone.wire.client_keys.keys import format_key
 from isochrone.wire.ids import KeyId
-from isochrone.wire.keys import format_key
 from ops import secret_scan
 from ops.secret_scan import ALLOWED, FORMS, find_secrets, scan, tracked_files
 

@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from isochrone.service.config import read_secret
 from isochrone.service.loop import Loop
-from isochrone.service.name_cache import CachedResolver, NameCache
+from isochrone.service.network.name_cache import CachedResolver, NameCache
 from isochrone.service.tracing import names
 from isochrone.service.tracing.spans import AttributeValue, Span
 

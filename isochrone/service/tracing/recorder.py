@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Final, Self
 
 from isochrone.service.tracing.spans import AttributeValue, Span, SpanKind
-from isochrone.wire import headers
-from isochrone.wire.trace_context import TraceContext
+from isochrone.wire.http import headers
+from isochrone.wire.http.trace_context import TraceContext
 
 
 class SpanRecorder:

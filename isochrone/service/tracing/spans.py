@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from isochrone.wire.trace_context import TraceContext
+from isochrone.wire.http.trace_context import TraceContext
 
 AttributeValue = str | int | float | bool
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from isochrone.wire.kv_sharing import FoundTokens
+from isochrone.wire.kv.kv_sharing import FoundTokens
 from nodeagent.engine.core.kv_transfers import OutgoingBlocks
 from nodeagent.engine.sampling.sampler import GrammarFailed, InvalidLogits, SampledToken, Sampler
 from nodeagent.engine.scheduler.sequence import FinishReason, Sequence

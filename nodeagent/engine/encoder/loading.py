@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from tokenizers import Tokenizer
 
-from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engines.engine import EngineConfig
 from nodeagent.engine.architecture.bert_shape import BertShape
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.encoder.bert_folder import BertFolder

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from aiohttp import web
 
-from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engines.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode, context_length_message
 from nodeagent.engine.encoder.encoder_thread import EncoderThread, TokenizedText
 from nodeagent.engine.encoder.http_bodies import (

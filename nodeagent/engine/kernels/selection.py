@@ -2,7 +2,7 @@
 
 import torch
 
-from isochrone.wire.engine import Quantisation
+from isochrone.wire.engines.engine import Quantisation
 from nodeagent.engine.kernels.attention_backend import AttentionBackend, AttentionConfig
 from nodeagent.engine.kernels.cpu.attention import CpuAttention
 from nodeagent.engine.kernels.cpu.library import cpu_kernels

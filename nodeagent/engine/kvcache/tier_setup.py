@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engines.engine import EngineConfig
 from nodeagent.engine.architecture.decoder_shape import DecoderShape
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.kvcache.block_mover import BlockMover, DeviceBlocks

@@ -5,7 +5,7 @@ payload is its digest, a checksum of digest and content, and the content as the 
 that FP8 stays FP8. The digests form a chain over the prompt's tokens that begins with the id of the
 transfer: blocks of another prompt, tenant or transfer are recognised. Between two engines of a node
 the content is replaced by its place in a window, memory that the sender fills and the receiver
-reads (`server/kv_windows.py`).
+reads (`server/kv/kv_windows.py`).
 
 Rule 1: the reader knows the digests to come from its own tokens. It raises WrongTransfer at the
 first byte that does not fit, so that it never stores more than it requested.

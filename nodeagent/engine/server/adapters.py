@@ -18,7 +18,7 @@ import torch
 from msgspec import Meta
 
 from isochrone.service.threads import run_to_completion
-from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engines.engine import EngineConfig
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import END
 from nodeagent.engine.architecture.errors import CheckpointError

@@ -13,11 +13,11 @@ from typing import Final
 
 from aiohttp import web
 
-from isochrone.wire import kv_sharing, kv_transfer
-from isochrone.wire.engine import EngineConfig
-from isochrone.wire.engine_times import ENGINE_TIMES, format_times
+from isochrone.wire.engines.engine import EngineConfig
+from isochrone.wire.engines.engine_times import ENGINE_TIMES, format_times
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
-from isochrone.wire.headers import REQUEST_ID, TRACEPARENT
+from isochrone.wire.http.headers import REQUEST_ID, TRACEPARENT
+from isochrone.wire.kv import kv_sharing, kv_transfer
 from nodeagent.engine.core.generation import GenerationDelta
 from nodeagent.engine.core.generation_thread import GenerationThread
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
@@ -25,10 +25,10 @@ from nodeagent.engine.loading import LoadedEngine
 from nodeagent.engine.scheduler.sequence import FinishReason
 from nodeagent.engine.server.adapters import AdapterRegistry
 from nodeagent.engine.server.http_routes import ModelServer, json_response
-from nodeagent.engine.server.kv_receiving import KvReceiver
-from nodeagent.engine.server.kv_sending import KvSender
-from nodeagent.engine.server.kv_sharing import KvSharing
-from nodeagent.engine.server.kv_windows import KvWindows
+from nodeagent.engine.server.kv.kv_receiving import KvReceiver
+from nodeagent.engine.server.kv.kv_sending import KvSender
+from nodeagent.engine.server.kv.kv_sharing import KvSharing
+from nodeagent.engine.server.kv.kv_windows import KvWindows
 from nodeagent.engine.server.open_requests import OpenRequest, OpenRequests
 from nodeagent.engine.server.openai.request_body import read_chat, read_completion
 from nodeagent.engine.server.openai.response_body import CompletionResponse, ResponseChoice

@@ -16,11 +16,11 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from isochrone.service.http_server import error_middleware, error_response, read_body
 from isochrone.service.metrics import metrics_handler
-from isochrone.wire.engine import EngineConfig, EngineHealth
+from isochrone.service.network.http_server import error_middleware, error_response, read_body
+from isochrone.wire.engines.engine import EngineConfig, EngineHealth
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
-from isochrone.wire.headers import REQUEST_ID
+from isochrone.wire.http.headers import REQUEST_ID
 from isochrone.wire.ids import is_request_id
 from nodeagent.engine.core.step_thread import StepThread
 from nodeagent.engine.memory.memory_watch import MemoryWatch, memory_uses

@@ -14,8 +14,8 @@ import msgspec
 from msgspec.structs import replace
 
 from isochrone.service.config import ConfigError
-from isochrone.service.http_server import HttpServerLimits, serve_http_unix
-from isochrone.wire.engine import EngineConfig
+from isochrone.service.network.http_server import HttpServerLimits, serve_http_unix
+from isochrone.wire.engines.engine import EngineConfig
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.server.http_routes import ModelServer, openai_error_response
 from nodeagent.engine.server.listen_socket import clear_socket

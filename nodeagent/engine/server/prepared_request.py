@@ -11,9 +11,9 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engines.engine import EngineConfig
 from isochrone.wire.errors import context_length_message
-from isochrone.wire.headers import CACHE_SALT
+from isochrone.wire.http.headers import CACHE_SALT
 from nodeagent.engine.chat.chat_template import ChatTemplate, ChatTemplateError
 from nodeagent.engine.chat.reasoning import ReasoningUse, without_opening
 from nodeagent.engine.core.kv_transfers import OutgoingBlocks

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from isochrone.wire.engine_times import EngineTimes
+from isochrone.wire.engines.engine_times import EngineTimes
 from nodeagent.engine.core.generation import GenerationDelta
 
 

@@ -21,7 +21,7 @@ from typing import Final
 
 import torch
 
-from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engines.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.generation_thread import GenerationThread

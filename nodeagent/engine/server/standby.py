@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from isochrone.service.landlock import FileRule, open_ruleset, restrict
+from isochrone.service.trust.landlock import FileRule, open_ruleset, restrict
 
 _ORDER_BYTES_MAX: Final = 4 * 1024 * 1024
 

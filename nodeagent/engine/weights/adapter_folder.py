@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from isochrone.wire.adapter_files import AdapterConfig
+from isochrone.wire.models.adapter_files import AdapterConfig
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.weights.hf_config import read_json
 from nodeagent.engine.weights.lora_adapter import LoraAdapter

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 import psutil
 from torch._C._distributed_c10d import Store, TCPStore
 
-from isochrone.wire.assignment import ReplicaGroup
+from isochrone.wire.peers.assignment import ReplicaGroup
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.workers.worker_group import (
     CommandChannel,

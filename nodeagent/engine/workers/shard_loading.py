@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engines.engine import EngineConfig
 from nodeagent.engine.architecture.decoder_shape import DecoderShape
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.model_runner import ModelRunner

@@ -8,8 +8,8 @@ from types import FrameType
 from typing import Never
 
 from isochrone.service.logs import setup_logs
-from isochrone.wire.assignment import ReplicaGroup
-from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engines.engine import EngineConfig
+from isochrone.wire.peers.assignment import ReplicaGroup
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.distributed.collectives import Communicator

@@ -5,11 +5,11 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire import headers
-from isochrone.wire.batches import ANSWER_BYTES_MAX, ItemResult, LeasedItem
+from isochrone.wire.client_keys.key_table import KeyTable
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
-from isochrone.wire.key_table import KeyTable
-from isochrone.wire.routes import KeyEntry
+from isochrone.wire.http import headers
+from isochrone.wire.peers.batches import ANSWER_BYTES_MAX, ItemResult, LeasedItem
+from isochrone.wire.peers.routes import KeyEntry
 from router.apis.request_ids import RequestIds
 from router.dataplane.http_messages import (
     HttpRequest,
@@ -17,7 +17,7 @@ from router.dataplane.http_messages import (
     PausableSource,
     ResponseWriter,
 )
-from router.decide.batch_room import PreemptedItem
+from router.decide.admission.batch_room import PreemptedItem
 from router.inference_request import InferenceRequest
 
 RETRY_AFTER_S: Final = 5.0

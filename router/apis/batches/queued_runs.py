@@ -6,9 +6,9 @@ from urllib.parse import parse_qs, quote
 import msgspec
 from msgspec import Meta
 
-from isochrone.wire import batches as wire
-from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.http import headers
+from isochrone.wire.peers import batches as wire
 from router.apis.batches.relay import in_a_task
 from router.apis.openai.decode import decode
 from router.apis.workers_ai.adapter import model_of

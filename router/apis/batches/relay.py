@@ -6,9 +6,9 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
-from isochrone.wire import batches as wire
-from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.http import headers
+from isochrone.wire.peers import batches as wire
 from router.batch_client import BatchClient
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
 from router.dataplane.inline_task import InlineEvent

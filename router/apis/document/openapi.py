@@ -8,8 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from isochrone.ttft_order import TTFT_MS_MAX
-from isochrone.wire import headers
-from isochrone.wire.kv_transfer import ENGINE_FIELDS
+from isochrone.wire.http import headers
+from isochrone.wire.kv.kv_transfer import ENGINE_FIELDS
 from router.apis.document import answers
 from router.apis.document.public_route import JSON, PublicRoute, Surface
 from router.apis.document.routes import ROUTES

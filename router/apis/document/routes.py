@@ -4,7 +4,7 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
-from isochrone.wire import public_bodies
+from isochrone.wire.http import public_bodies
 from router.apis.batches.queued_runs import QueuedRequests
 from router.apis.document import answers, forms
 from router.apis.document.public_route import (

@@ -11,9 +11,9 @@ import msgspec
 
 from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
+from isochrone.wire.http.invalid_field import invalid_field
 from isochrone.wire.ids import RequestId
-from isochrone.wire.invalid_field import invalid_field
-from isochrone.wire.routes import DeploymentEntry
+from isochrone.wire.peers.routes import DeploymentEntry
 from router.apis.media.multipart import read_form
 from router.apis.media.schema import (
     IMAGES_PATH,
@@ -35,7 +35,7 @@ from router.apis.openai.surface import (
     ttft_ms_of,
 )
 from router.dataplane.http_messages import HttpRequest
-from router.decide.prefix_index import NO_KEYS
+from router.decide.caches.prefix_index import NO_KEYS
 from router.inference_request import InferenceRequest
 
 IMAGE_TOKENS: Final = 1056

@@ -6,7 +6,7 @@ from typing import Any, Final
 from urllib.parse import parse_qs
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.routes import DeploymentEntry
+from isochrone.wire.peers.routes import DeploymentEntry
 
 LIMIT_DEFAULT: Final = 20
 LIMIT_MAX: Final = 1000

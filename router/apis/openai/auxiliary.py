@@ -8,10 +8,10 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from isochrone.service.http_server import Handler, error_middleware, error_response
-from isochrone.wire import headers
+from isochrone.service.network.http_server import Handler, error_middleware, error_response
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
-from isochrone.wire.routes import DeploymentEntry, KeyEntry
+from isochrone.wire.http import headers
+from isochrone.wire.peers.routes import DeploymentEntry, KeyEntry
 from router.apis.auxiliary_server import BYTES_MAX
 from router.apis.document.openapi import document
 from router.apis.media.surface import MEDIA_ROUTES
@@ -21,9 +21,9 @@ from router.apis.messages.models import model_info, models_page
 from router.apis.openai.moderations import MODERATIONS_PATH
 from router.apis.openai.surface import DECODERS, OpenAiSurface
 from router.apis.request_ids import RequestIds
-from router.decide.authentication import authenticate, may_use
+from router.decide.admission.authentication import authenticate, may_use
 from router.fleet_state import FleetState
-from router.metrics import Metrics
+from router.recording.metrics import Metrics
 
 NO_TABLE: Final = (
     "cannot serve: no scheduler has sent a route table, and the state folder has none; "

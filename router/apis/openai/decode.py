@@ -10,11 +10,12 @@ from typing import Any, Final, TypeVar
 import msgspec
 from msgspec import UNSET
 
-from isochrone.wire import codec, headers
+from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.invalid_field import invalid_field
-from isochrone.wire.json_body import UnsafeJson, check_json_body
-from isochrone.wire.kv_transfer import ENGINE_FIELDS
+from isochrone.wire.http import headers
+from isochrone.wire.http.invalid_field import invalid_field
+from isochrone.wire.http.json_body import UnsafeJson, check_json_body
+from isochrone.wire.kv.kv_transfer import ENGINE_FIELDS
 from router.apis.openai.prompt import OpenAiRequest, count_answers
 from router.apis.openai.schema import (
     ChatRequest,

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import msgspec
 
-from isochrone.wire.engine_capabilities import FEATURES
+from isochrone.wire.engines.engine_capabilities import FEATURES
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.routes import DeploymentEntry
+from isochrone.wire.peers.routes import DeploymentEntry
 from router.apis.openai.schema import (
     CHAT_PATH,
     CLASSIFY_PATH,

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from isochrone.wire.body_loops import is_surely_base64
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.http.body_loops import is_surely_base64
 from router.apis.openai.schema import ChatRequest, MediaReference, MessagePart
 
 IMAGES_MAX: Final = 64

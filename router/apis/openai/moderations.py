@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
-from isochrone.wire.routes import DeploymentEntry
+from isochrone.wire.peers.routes import DeploymentEntry
 from router.apis.openai.decode import decode
 from router.apis.openai.schema import CLASSIFY_PATH, DataUrl, MediaReference, ModelField
 from router.apis.openai.surface import OpenAiSurface

@@ -8,12 +8,12 @@ from typing import Any, Final
 import msgspec
 
 from isochrone.ttft_order import TTFT_MS_MAX
-from isochrone.wire import headers
-from isochrone.wire.adapter import AdapterEntry
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
+from isochrone.wire.http import headers
+from isochrone.wire.http.trace_context import parse_traceparent
 from isochrone.wire.ids import RequestId
-from isochrone.wire.routes import DeploymentEntry, KeyEntry
-from isochrone.wire.trace_context import parse_traceparent
+from isochrone.wire.peers.adapter import AdapterEntry
+from isochrone.wire.peers.routes import DeploymentEntry, KeyEntry
 from router.apis.openai.decode import (
     CHAT,
     CLASSIFY,
@@ -52,9 +52,9 @@ from router.apis.openai.schema import (
 from router.config import RouterConfig
 from router.dataplane.http1 import HeaderFields
 from router.dataplane.http_messages import HttpRequest
-from router.decide.affinity import SESSION_BYTES_MAX, hash64
-from router.decide.authentication import AuthenticationCache, may_use
-from router.decide.prefix_index import BLOCK_BYTES, NO_KEYS, PrefixKeys, prefix_keys
+from router.decide.admission.authentication import AuthenticationCache, may_use
+from router.decide.caches.affinity import SESSION_BYTES_MAX, hash64
+from router.decide.caches.prefix_index import BLOCK_BYTES, NO_KEYS, PrefixKeys, prefix_keys
 from router.fleet_state import FleetState
 from router.inference_request import InferenceRequest
 from router.proxy_headers import deprecation_headers

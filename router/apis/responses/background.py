@@ -5,10 +5,10 @@ from typing import Final
 
 import msgspec
 
+from isochrone.wire.client_keys.key_table import KeyTable
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.key_table import KeyTable
-from isochrone.wire.responses import FinishResponse, LeasedResponse
-from isochrone.wire.routes import KeyEntry
+from isochrone.wire.peers.responses import FinishResponse, LeasedResponse
+from isochrone.wire.peers.routes import KeyEntry
 from router.apis.batches.answer import NOT_NOW, CollectingWriter
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.invalid_field import invalid_field
+from isochrone.wire.http.invalid_field import invalid_field
 from router.apis.responses.translate import ITEMS_MAX, InputItem, check_items
 
 _PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import msgspec
 
-from isochrone.wire import headers
-from isochrone.wire import responses as wire
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.http import headers
 from isochrone.wire.ids import KeyId, TenantId
+from isochrone.wire.peers import responses as wire
 from router.apis.batches.relay import in_a_task
 from router.apis.openai.decode import decode
 from router.apis.openai.schema import CHAT_PATH
@@ -28,7 +28,7 @@ from router.apis.responses.translate import RESPONSES_REQUEST, ResponsesRequest,
 from router.apis.translating_writer import TranslatingWriter
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
 from router.inference_request import InferenceRequest
-from router.metrics import Metrics
+from router.recording.metrics import Metrics
 from router.response_client import ResponseClient
 
 _FIELDS: Final = (b'"store"', b'"background"', b'"previous_response_id"', b'"conversation"')

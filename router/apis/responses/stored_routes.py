@@ -6,8 +6,9 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from isochrone.wire import batches, headers
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.http import headers
+from isochrone.wire.peers import batches
 from router.apis.batches.relay import in_a_task, relay_to_batch_service
 from router.apis.openai.decode import decode
 from router.apis.responses.adapter import PATH

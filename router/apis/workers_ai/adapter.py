@@ -8,7 +8,7 @@ from urllib.parse import unquote
 import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.routes import DeploymentEntry
+from isochrone.wire.peers.routes import DeploymentEntry
 from router.apis.openai.moderations import classes_of
 from router.apis.openai.schema import CLASSIFY_PATH, EMBEDDINGS_PATH
 from router.apis.openai.surface import OpenAiSurface

@@ -9,8 +9,8 @@ import msgspec
 from aiohttp import web
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.invalid_field import invalid_field
-from isochrone.wire.routes import DeploymentEntry, KeyEntry
+from isochrone.wire.http.invalid_field import invalid_field
+from isochrone.wire.peers.routes import DeploymentEntry, KeyEntry
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.workers_ai.catalog import (
     ModelQuery,
@@ -23,9 +23,9 @@ from router.apis.workers_ai.catalog import (
     task_page,
 )
 from router.apis.workers_ai.translate import encode_error_envelope
-from router.decide.authentication import authenticate, may_use
+from router.decide.admission.authentication import authenticate, may_use
 from router.fleet_state import FleetState
-from router.metrics import Metrics
+from router.recording.metrics import Metrics
 
 AUXILIARY_PATHS: Final = (
     "/ai/models/search",

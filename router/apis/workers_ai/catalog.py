@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.routes import DeploymentEntry
+from isochrone.wire.peers.routes import DeploymentEntry
 from router.apis.openai.schema import ChatRequest
 from router.apis.workers_ai.translate import FIELDS_OF_TASK, RunRequest
 

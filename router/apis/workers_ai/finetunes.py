@@ -5,9 +5,9 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire import batches as wire
-from isochrone.wire import headers
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.http import headers
+from isochrone.wire.peers import batches as wire
 from router.apis.batches.relay import body_of, in_a_task
 from router.apis.openai.decode import decode
 from router.apis.openai.surface import OpenAiSurface

@@ -9,13 +9,13 @@ from uuid import uuid4
 import msgspec
 from aiohttp import BodyPartReader, web
 
-from isochrone.service.http_server import FORM_ERRORS
+from isochrone.service.network.http_server import FORM_ERRORS
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.routes import KeyEntry
+from isochrone.wire.peers.routes import KeyEntry
 from router.apis.workers_ai.auxiliary import EnvelopeRoutes, WorkersAiReply
 from router.apis.workers_ai.catalog import envelope
-from router.decide.deployment_routing import BYTES_PER_TOKEN_DEFAULT
-from router.decide.limits import KeyLimiter
+from router.decide.admission.limits import KeyLimiter
+from router.decide.choice.deployment_routing import BYTES_PER_TOKEN_DEFAULT
 from router.documents.converter import ConvertedDocument, DocumentConverter
 from router.documents.formats import FORMATS
 from router.fleet_state import FleetState

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Final, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from isochrone.wire.adapter import ADAPTER_NAME_PATTERN
 from isochrone.wire.errors import MEANINGS, ApiError, ErrorCode
+from isochrone.wire.peers.adapter import ADAPTER_NAME_PATTERN
 from router.apis.openai.decode import decode
 from router.apis.openai.schema import (
     CHAT_PATH,

@@ -14,8 +14,8 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire.engine_capabilities import capabilities_of
-from isochrone.wire.model import CatalogModel, EngineSettings
+from isochrone.wire.engines.engine_capabilities import capabilities_of
+from isochrone.wire.models.model import CatalogModel, EngineSettings
 from scheduler.decide.capacity.device_classes import GIB, class_of
 from scheduler.decide.capacity.replica_capacity import (
     CannotFit,

@@ -9,7 +9,7 @@ import numpy as np
 
 from isochrone.wire import geo
 from isochrone.wire.ids import PopId
-from isochrone.wire.routes import Pop
+from isochrone.wire.peers.routes import Pop
 from scheduler.decide.arrays import Floats
 from scheduler.decide.cluster import PopDistance
 

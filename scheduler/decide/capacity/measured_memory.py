@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from isochrone.wire.ids import DeploymentId
-from isochrone.wire.model import CatalogModel, Deployment
+from isochrone.wire.models.model import CatalogModel, Deployment
 from scheduler.decide.cluster import Placement
 
 EXCESS_SHARE_MAX: Final = 0.25

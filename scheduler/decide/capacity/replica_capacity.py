@@ -14,12 +14,12 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire import model_shape
-from isochrone.wire.engine_capabilities import KV_TYPE_BITS, capabilities_of
-from isochrone.wire.engine_options import TRUE
-from isochrone.wire.kv_store import store_bytes
-from isochrone.wire.model import CatalogModel, Deployment, EngineSettings, ModelDimensions
-from isochrone.wire.report import ReplicaProfile
+from isochrone.wire.engines.engine_capabilities import KV_TYPE_BITS, capabilities_of
+from isochrone.wire.engines.engine_options import TRUE
+from isochrone.wire.kv.kv_store import store_bytes
+from isochrone.wire.models import model_shape
+from isochrone.wire.models.model import CatalogModel, Deployment, EngineSettings, ModelDimensions
+from isochrone.wire.peers.report import ReplicaProfile
 from scheduler.decide.capacity.device_classes import CPU, GIB, DeviceClass, class_of
 from scheduler.decide.capacity.step_time import (
     ACTIVATION_TOKENS,

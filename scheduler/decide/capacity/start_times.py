@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from isochrone.wire.ids import NodeId, PopId
-from isochrone.wire.model import CatalogModel
-from isochrone.wire.report import ReplicaState
+from isochrone.wire.models.model import CatalogModel
+from isochrone.wire.peers.report import ReplicaState
 from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.cluster import FleetNode, Placement
 

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire.model import CatalogModel, ModelDimensions
+from isochrone.wire.models.model import CatalogModel, ModelDimensions
 from scheduler.decide.capacity.device_classes import DeviceClass
 
 BANDWIDTH_REACHED: Final = 0.70

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from isochrone.wire.ids import DeploymentId, PopId
-from isochrone.wire.report import ReplicaProfile
+from isochrone.wire.peers.report import ReplicaProfile
 from scheduler.decide.arrays import NO_FLOATS, Floats, Ints
 from scheduler.decide.cluster import RATES, ClusterState, DemandRate
 

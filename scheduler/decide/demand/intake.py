@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from isochrone.wire.ids import DeploymentId, PopId
-from isochrone.wire.usage import Demand, DemandRow, RoundTrip, TrialRow, Usage, UsageRow
+from isochrone.wire.peers.usage import Demand, DemandRow, RoundTrip, TrialRow, Usage, UsageRow
 
 DEMAND_ROWS_MAX: Final = 20_000
 """Rows of one batch, one per deployment: more than any router serves, few enough for the store."""

@@ -8,8 +8,8 @@ other tenants, or to make other nodes run deployments of its choice.
 
 import msgspec
 
-from isochrone.wire.assignment import ReplicaSpec
 from isochrone.wire.ids import NodeId
+from isochrone.wire.peers.assignment import ReplicaSpec
 
 
 def sealed_fields(node_id: NodeId, spec: ReplicaSpec) -> bytes:

@@ -8,7 +8,7 @@ counts.
 from operator import attrgetter
 from typing import Final
 
-from isochrone.wire.report import ReplicaProfile, ReplicaReport, ReplicaState, Report
+from isochrone.wire.peers.report import ReplicaProfile, ReplicaReport, ReplicaState, Report
 
 RATE_STEP: Final = 0.1
 """A rate has changed if it moved by more than this share."""

@@ -8,8 +8,8 @@ and a node that comes back from a loss, with new replicas, does not take it back
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from isochrone.wire.assignment import StoreMasterPlace
 from isochrone.wire.ids import NodeId, PopId, ReplicaId
+from isochrone.wire.peers.assignment import StoreMasterPlace
 
 
 class StoreMember(NamedTuple):

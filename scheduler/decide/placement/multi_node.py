@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from isochrone.wire.assignment import ReplicaGroup, ReplicaSpec
 from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
+from isochrone.wire.peers.assignment import ReplicaGroup, ReplicaSpec
 from scheduler.decide.cluster import ClusterState, FleetNode, ReplicaStart
 from scheduler.decide.placement.fleet.slots import Slot
 

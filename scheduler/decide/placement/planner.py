@@ -30,9 +30,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from isochrone.wire.assignment import ReplicaSpec, Role
 from isochrone.wire.ids import DeploymentId, ModelId, PopId, ReplicaId
-from isochrone.wire.model import CatalogModel, Deployment
+from isochrone.wire.models.model import CatalogModel, Deployment
+from isochrone.wire.peers.assignment import ReplicaSpec, Role
 from scheduler.decide.capacity.default_sizes import replica_sizes, with_sizes
 from scheduler.decide.capacity.measured_memory import measured_excess, with_excess
 from scheduler.decide.capacity.replica_capacity import Profiles, context_tokens_of

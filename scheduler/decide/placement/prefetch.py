@@ -23,7 +23,7 @@ from typing import Final
 import msgspec
 
 from isochrone.wire.ids import DeploymentId, ModelId, NodeId, PopId
-from isochrone.wire.model import CatalogModel
+from isochrone.wire.models.model import CatalogModel
 from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.capacity.start_times import MB, StartTimes
 from scheduler.decide.cluster import ClusterState, FleetNode, PrefetchTarget, ReplicaStart

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Final
 
 from isochrone.wire.ids import NodeId
-from isochrone.wire.model import Deployment
-from isochrone.wire.report import ReplicaState
+from isochrone.wire.models.model import Deployment
+from isochrone.wire.peers.report import ReplicaState
 from scheduler.decide.capacity.start_times import COMING
 from scheduler.decide.cluster import Placement
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity

@@ -17,9 +17,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from isochrone.wire.assignment import Role
 from isochrone.wire.ids import ReplicaId
-from isochrone.wire.model import AUTO_ROLES, PlacementPolicy
+from isochrone.wire.models.model import AUTO_ROLES, PlacementPolicy
+from isochrone.wire.peers.assignment import Role
 
 HYSTERESIS: Final = 0.1
 """In `auto`, the present share of prefill replicas stays while the best one is as near as this."""

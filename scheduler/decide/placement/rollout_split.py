@@ -12,10 +12,10 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, PopId, ReplicaId
-from isochrone.wire.model import AUTO_ROLES, UNIFIED_ROLES, Deployment, PlacementPolicy
-from isochrone.wire.report import ReplicaState
+from isochrone.wire.models.model import AUTO_ROLES, UNIFIED_ROLES, Deployment, PlacementPolicy
+from isochrone.wire.peers.assignment import Role
+from isochrone.wire.peers.report import ReplicaState
 from scheduler.decide.cluster import (
     ClusterState,
     DemandRate,

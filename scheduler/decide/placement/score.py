@@ -19,7 +19,7 @@ that saves most per byte goes first.
 
 from typing import Final
 
-from isochrone.wire.model import PlacementPolicy
+from isochrone.wire.models.model import PlacementPolicy
 from scheduler.decide.capacity.device_classes import GIB
 
 HEADROOM: Final = 0.7

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
 
 from isochrone.wire.ids import NodeId
-from isochrone.wire.model import CatalogModel, Deployment, EngineSettings
+from isochrone.wire.models.model import CatalogModel, Deployment, EngineSettings
 from scheduler.decide.capacity.device_classes import DeviceClass, class_of
 from scheduler.decide.capacity.replica_capacity import (
     CannotFit,

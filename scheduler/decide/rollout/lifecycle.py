@@ -12,7 +12,7 @@ from typing import Annotated, Final, NamedTuple
 import msgspec
 
 from isochrone.wire.ids import DeploymentId
-from isochrone.wire.rollout import RolloutSpec, RolloutState, RolloutStep
+from isochrone.wire.peers.rollout import RolloutSpec, RolloutState, RolloutStep
 from scheduler.decide.rollout.sequential_test import Stratum, compare_arms
 
 HARM_ATTEMPTS_MIN: Final = 20

@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from isochrone.wire.ids import PopId
-from isochrone.wire.rollout import RolloutBounds
-from isochrone.wire.usage import Moments
+from isochrone.wire.peers.rollout import RolloutBounds
+from isochrone.wire.peers.usage import Moments
 
 FALSE_ALARM: Final = 0.01
 """The probability, per test, that a version within its bound is ever found worse."""

@@ -12,8 +12,8 @@ from typing import Final
 import msgspec
 import xxhash
 
-from isochrone.wire.assignment import PeerSource
 from isochrone.wire.ids import NodeId, PopId
+from isochrone.wire.peers.assignment import PeerSource
 
 SOURCES_MAX: Final = 8
 ROUND_TRIP_STEP_MS: Final = 5.0

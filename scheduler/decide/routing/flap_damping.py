@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from isochrone.wire.ids import NodeId, ReplicaId
-from isochrone.wire.routes import RouteTable
+from isochrone.wire.peers.routes import RouteTable
 
 STEADY_S: Final = 90.0
 HOLD_S: Final = 2.0

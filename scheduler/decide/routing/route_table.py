@@ -8,15 +8,15 @@ from collections.abc import Iterable, Mapping, Set
 
 import msgspec
 
-from isochrone.wire.command_engine import lacking_features_of
-from isochrone.wire.engine_capabilities import (
+from isochrone.wire.engines.command_engine import lacking_features_of
+from isochrone.wire.engines.engine_capabilities import (
     adapter_rank_max,
     capabilities_of,
 )
 from isochrone.wire.ids import DeploymentId, Epoch, Generation, NodeId
-from isochrone.wire.model import UNIFIED_ROLES, CatalogModel, Deployment
-from isochrone.wire.report import ReplicaProfile, ReplicaState
-from isochrone.wire.routes import (
+from isochrone.wire.models.model import UNIFIED_ROLES, CatalogModel, Deployment
+from isochrone.wire.peers.report import ReplicaProfile, ReplicaState
+from isochrone.wire.peers.routes import (
     DeploymentEntry,
     KeyTable,
     RolloutEntry,

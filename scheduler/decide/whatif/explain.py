@@ -6,8 +6,8 @@ from collections.abc import Set
 import msgspec
 import numpy as np
 
-from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, NodeId, PopId, ReplicaId
+from isochrone.wire.peers.assignment import Role
 from scheduler.decide.capacity.default_sizes import ReplicaSizes, in_words, replica_sizes
 from scheduler.decide.capacity.start_times import MB
 from scheduler.decide.cluster import ClusterState, FleetNode, PlacementPlan

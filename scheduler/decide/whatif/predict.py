@@ -17,10 +17,10 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, NodeId, PopId
-from isochrone.wire.model import Deployment
-from isochrone.wire.report import ReplicaProfile, ReplicaState
+from isochrone.wire.models.model import Deployment
+from isochrone.wire.peers.assignment import Role
+from isochrone.wire.peers.report import ReplicaProfile, ReplicaState
 from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.capacity.replica_capacity import is_measured, replica_rates
 from scheduler.decide.cluster import ClusterState, Placement

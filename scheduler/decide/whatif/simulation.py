@@ -11,10 +11,10 @@ from typing import Annotated, Final
 
 import msgspec
 
-from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, DeviceId, Generation, NodeId, PopId, ReplicaId
-from isochrone.wire.model import CatalogModel, Deployment, Positive
-from isochrone.wire.report import NodeDevice, ReplicaState
+from isochrone.wire.models.model import CatalogModel, Deployment, Positive
+from isochrone.wire.peers.assignment import Role
+from isochrone.wire.peers.report import NodeDevice, ReplicaState
 from scheduler.decide.capacity.device_classes import CLASSES, CPU, GIB, class_of
 from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.cluster import ClusterState, FleetNode, PlacementPlan

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import pytest
 
-from isochrone.wire.adapter import CONFIG_FILE, WEIGHTS_FILE
+from isochrone.wire.peers.adapter import CONFIG_FILE, WEIGHTS_FILE
 from scheduler.decide.adapter_limits import AdapterLimits
 from tests.integration.admin.conftest import Admin
 from tests.integration.admin.test_cli import run_cli

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 from openapi_spec_validator import validate
 
-from isochrone.wire.artifact import manifest_digest
-from isochrone.wire.model import ArtifactFile
-from scheduler.api.admin import ENDPOINTS
-from scheduler.store.keys import live_keys
+from isochrone.wire.models.artifact import manifest_digest
+from isochrone.wire.models.model import ArtifactFile
+from scheduler.api.admin.endpoint_table import ENDPOINTS
+from scheduler.store.accounts.keys import live_keys
 from scheduler.store.pool import Pool, using
 from tests.builders import an_artifact
 from tests.integration.admin.conftest import Admin

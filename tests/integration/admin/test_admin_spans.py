@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from isochrone.service.tracing import names
-from isochrone.wire.trace_context import TraceContext
+from isochrone.wire.http.trace_context import TraceContext
 from tests.integration.admin.conftest import Admin
 from tests.otlp_collector import Collector, a_real_collector
 from tests.system.harness import until

@@ -17,19 +17,25 @@ import msgpack
 import pytest
 from aiohttp import web
 
-from isochrone.service.control_link import ControlLink, Progress
-from isochrone.service.http_server import serve_http
-from isochrone.service.identity import Identity, IdentityError
-from isochrone.service.joining import join
+from isochrone.service.network.control_link import ControlLink, Progress
+from isochrone.service.network.http_server import serve_http
+from isochrone.service.trust.identity import Identity, IdentityError
+from isochrone.service.trust.joining import join
 from isochrone.wire import codec
-from isochrone.wire.assignment import Assignment
-from isochrone.wire.control import PeerRole, RefusedCode, RegistrationRefused, ToAgent, Welcome
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId
-from isochrone.wire.report import Pulse
-from scheduler.api import peers
-from scheduler.api.control_socket import REGISTER_BYTES_MAX
-from scheduler.api.join import READING_PER_NETWORK_MAX
-from scheduler.api.peers import AGENT_MESSAGES_PER_S
+from isochrone.wire.peers.assignment import Assignment
+from isochrone.wire.peers.control import (
+    PeerRole,
+    RefusedCode,
+    RegistrationRefused,
+    ToAgent,
+    Welcome,
+)
+from isochrone.wire.peers.report import Pulse
+from scheduler.api.control import peers
+from scheduler.api.control.control_socket import REGISTER_BYTES_MAX
+from scheduler.api.control.join import READING_PER_NETWORK_MAX
+from scheduler.api.control.peers import AGENT_MESSAGES_PER_S
 from scheduler.decide.membership.message_rate_limit import BURST_S
 from tests.builders import a_report
 from tests.integration.admin.conftest import Admin
@@ -236,7 +242,7 @@ async def test_a_scheduler_that_hangs_does_not_keep_a_peer_from_the_other(
 ) -> None:
     """Its kernel accepts connections, and nothing answers on them."""
     for limit in ("CONNECT_TIMEOUT_S", "HANDSHAKE_TIMEOUT_S"):
-        monkeypatch.setattr(f"isochrone.service.control_link.{limit}", 1.0)
+        monkeypatch.setattr(f"isochrone.service.network.control_link.{limit}", 1.0)
     identity = await joined(admin, tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as hanging:
         urls = [f"http://127.0.0.1:{hanging.getsockname()[1]}"]

@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
-from isochrone.wire.artifact import manifest_digest
-from isochrone.wire.model import Artifact, ArtifactFile
+from isochrone.wire.models.artifact import manifest_digest
+from isochrone.wire.models.model import Artifact, ArtifactFile
 from scheduler.store.pool import Pool, using
 from tests.integration.admin.conftest import Admin
 from tests.integration.admin.test_admin import a_deployment_body, a_model_body, catalogued

@@ -10,17 +10,17 @@ import aiohttp
 import msgspec
 import pytest
 
-from isochrone.service import tls
-from isochrone.service.identity import (
+from isochrone.service.trust import tls
+from isochrone.service.trust.identity import (
     Identity,
     IdentityError,
     is_for_key,
     load_identity,
     read_certificate,
 )
-from isochrone.service.joining import join
-from isochrone.wire.control import JoinRequest, PeerRole
-from scheduler.api import join as join_door
+from isochrone.service.trust.joining import join
+from isochrone.wire.peers.control import JoinRequest, PeerRole
+from scheduler.api.control import join as join_door
 from tests.builders import a_report
 from tests.faults import Faults
 from tests.integration.admin.conftest import Admin

@@ -8,10 +8,10 @@ import asyncpg
 import msgspec
 import pytest
 
-from isochrone.wire.assignment import Assignment
 from isochrone.wire.ids import BootId
-from scheduler.state import assignment_outbox
-from scheduler.store.nodes import read_assignment
+from isochrone.wire.peers.assignment import Assignment
+from scheduler.state.peers import assignment_outbox
+from scheduler.store.fleet.nodes import read_assignment
 from tests.builders import a_model, a_report
 from tests.faults import Faults
 from tests.integration.admin.conftest import Admin

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from isochrone.wire.artifact import manifest_digest
-from isochrone.wire.model import ArtifactFile
+from isochrone.wire.models.artifact import manifest_digest
+from isochrone.wire.models.model import ArtifactFile
 from scheduler.store.catalogue import bump_generation
 from scheduler.store.pool import Pool, transaction
 from tests.integration.admin.conftest import Admin

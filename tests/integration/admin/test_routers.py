@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from isochrone.service.control_link import ControlLink, Progress
-from isochrone.service.joining import join
-from isochrone.wire.control import PeerRole, ToRouter, Welcome
+from isochrone.service.network.control_link import ControlLink, Progress
+from isochrone.service.trust.joining import join
 from isochrone.wire.ids import BootId, Epoch, Generation, KeyId, RouterId
-from isochrone.wire.usage import Usage, UsageAck
-from scheduler.api import routers
+from isochrone.wire.peers.control import PeerRole, ToRouter, Welcome
+from isochrone.wire.peers.usage import Usage, UsageAck
+from scheduler.api.control import routers
 from scheduler.decide.demand.intake import AcceptedUsage
 from tests.integration.admin.conftest import Admin
 from tests.system.harness import until

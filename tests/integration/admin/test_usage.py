@@ -9,11 +9,12 @@ import msgspec
 import pytest
 
 from isochrone.wire.ids import KeyId, TenantId
-from isochrone.wire.model import Price
-from isochrone.wire.usage import UsageRow
-from scheduler.store import catalogue, deployments, usage_sums
+from isochrone.wire.models.model import Price
+from isochrone.wire.peers.usage import UsageRow
+from scheduler.store import catalogue, deployments
+from scheduler.store.accounts import usage_sums
+from scheduler.store.accounts.usage import record_usage
 from scheduler.store.pool import Pool, transaction, using
-from scheduler.store.usage import record_usage
 from tests.builders import a_deployment, a_model
 from tests.integration.admin.conftest import Admin
 from tests.integration.admin.test_cli import run_cli

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engines.engine import EngineConfig
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.generation import Generation
 from nodeagent.engine.loading import LoadedEngine, load_engine

@@ -21,7 +21,7 @@ import numpy as np
 import openai
 import pytest
 
-from isochrone.wire.engine import EngineConfig, EngineStats
+from isochrone.wire.engines.engine import EngineConfig, EngineStats
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.encoder.http_bodies import probabilities
 from nodeagent.engine.encoder.loading import load_encoder

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engines.engine import EngineConfig
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.generation import Generation
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS

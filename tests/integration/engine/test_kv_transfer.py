@@ -13,8 +13,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from isochrone.wire import headers
-from isochrone.wire.kv_transfer import (
+from isochrone.wire.http import headers
+from isochrone.wire.kv.kv_transfer import (
     FIRST_BLOCK,
     KV_FORMAT,
     LEG,

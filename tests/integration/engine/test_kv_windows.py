@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from isochrone.service.shared_window import OwnedWindow, WindowRefused, receive_window
-from isochrone.wire.kv_transfer import BLOCK_IN_WINDOW_BYTES
+from isochrone.wire.kv.kv_transfer import BLOCK_IN_WINDOW_BYTES
 from nodeagent.engine.kvcache.slot_ring import SlotRing, SlotRun
 from nodeagent.engine.kvcache.transfer_frames import (
     TransferHead,
@@ -27,9 +27,9 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_head,
     transfer_bytes,
 )
-from nodeagent.engine.server import kv_windows
-from nodeagent.engine.server.kv_receiving import contents_of
-from nodeagent.engine.server.kv_windows import (
+from nodeagent.engine.server.kv import kv_windows
+from nodeagent.engine.server.kv.kv_receiving import contents_of
+from nodeagent.engine.server.kv.kv_windows import (
     WINDOWS_MAX,
     KvWindows,
     SenderWindow,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engines.engine import EngineConfig
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.loading import load_engine
 from ops.golden import tiny

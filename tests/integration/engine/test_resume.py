@@ -6,7 +6,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from isochrone.wire import headers
+from isochrone.wire.http import headers
 from tests.integration.engine.test_server import CHAT, PLAIN, chat, post, stream, text_of
 
 pytestmark = pytest.mark.model

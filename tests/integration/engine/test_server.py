@@ -16,7 +16,7 @@ import msgspec
 import psutil
 import pytest
 
-from isochrone.wire.engine import EngineStats
+from isochrone.wire.engines.engine import EngineStats
 from tests.integration.engine.conftest import EngineProcess, end, launch, wait_ready
 
 pytestmark = pytest.mark.model

@@ -10,11 +10,11 @@ import aiohttp
 import msgspec
 import pytest
 
-from isochrone.service.landlock import WHOLE_VERSION, landlock_version
-from isochrone.wire.engine import EngineConfig
+from isochrone.service.trust.landlock import WHOLE_VERSION, landlock_version
+from isochrone.wire.engines.engine import EngineConfig
 from nodeagent.drivers.driver import EngineCommand
 from nodeagent.host.confinement import EngineConfinement
-from nodeagent.host.standby import StandbyProcess
+from nodeagent.host.engines.standby import StandbyProcess
 from tests.integration.engine.conftest import ROOT
 
 STANDBY: Final = (sys.executable, "-m", "nodeagent.engine", "--standby")
@@ -105,7 +105,7 @@ def test_a_standby_ends_with_its_keeper_and_a_dead_one_is_not_used(
     assert "cannot read config" not in (tmp_path / "late.log").read_text()
     other = subprocess.Popen(["true"], stdin=subprocess.PIPE)
     other.wait(10)
-    monkeypatch.setattr("nodeagent.host.standby.spawn", lambda *_, **how: other)
+    monkeypatch.setattr("nodeagent.host.engines.standby.spawn", lambda *_, **how: other)
     dead = StandbyProcess(tmp_path / "log")
     dead.prepare_for(wanted)
     assert dead.take_for(wanted, tmp_path / "engine.log") is None

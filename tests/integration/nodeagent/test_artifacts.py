@@ -16,16 +16,17 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from isochrone.service.http_server import serve_http
-from isochrone.wire.artifact import manifest_digest
-from isochrone.wire.model import Artifact, ArtifactFile
+from isochrone.service.network.http_server import serve_http
+from isochrone.wire.models.artifact import manifest_digest
+from isochrone.wire.models.model import Artifact, ArtifactFile
 from nodeagent.decide.bandwidth import MinimumRate
 from nodeagent.decide.eviction import evict
-from nodeagent.host import artifacts, download, tiers
-from nodeagent.host.artifacts import ArtifactStore
-from nodeagent.host.download import ArtifactError, FileDownload
-from nodeagent.host.link import TransferLink
-from nodeagent.host.sources import ArtifactSources
+from nodeagent.host.artifacts import artifact_store as artifacts
+from nodeagent.host.artifacts import download, tiers
+from nodeagent.host.artifacts.artifact_store import ArtifactStore
+from nodeagent.host.artifacts.download import ArtifactError, FileDownload
+from nodeagent.host.artifacts.link import TransferLink
+from nodeagent.host.artifacts.sources import ArtifactSources
 
 BODY = bytes(range(256)) * 4096
 MINIMUM_RATE = MinimumRate(bytes_per_s=100_000.0, window_s=0.2)

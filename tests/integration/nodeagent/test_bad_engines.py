@@ -19,17 +19,18 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from isochrone.wire.assignment import Tombstone
 from isochrone.wire.ids import DeviceId, Generation, ReplicaId
-from isochrone.wire.model import EngineSettings
-from isochrone.wire.report import ReplicaState
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.assignment import Tombstone
+from isochrone.wire.peers.report import ReplicaState
 from nodeagent.config import NodeConfig
-from nodeagent.decide import health
+from nodeagent.decide.replicas import health
 from nodeagent.drivers.driver import DeviceMemory
-from nodeagent.host import engine_log, engines
 from nodeagent.host.devices import DeviceReader
-from nodeagent.host.engine_ports import free_port
-from nodeagent.host.engines import EngineProcess, EngineProcesses
+from nodeagent.host.engines import engine_log
+from nodeagent.host.engines import engine_process as engines
+from nodeagent.host.engines.engine_ports import free_port
+from nodeagent.host.engines.engine_process import EngineProcess, EngineProcesses
 from nodeagent.supervisor import Supervisor
 from tests.builders import a_spec
 from tests.system.harness import until

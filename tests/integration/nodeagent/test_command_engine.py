@@ -10,11 +10,11 @@ import aiohttp
 import msgspec
 import pytest
 
-from isochrone.wire import headers
-from isochrone.wire.assignment import Tombstone
+from isochrone.wire.http import headers
 from isochrone.wire.ids import Generation, ReplicaId
-from isochrone.wire.model import EngineSettings
-from isochrone.wire.report import ReplicaState
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.assignment import Tombstone
+from isochrone.wire.peers.report import ReplicaState
 from nodeagent.drivers.configured_command import ConfiguredCommand
 from tests.builders import a_spec
 from tests.integration.nodeagent.test_data_plane import Node, a_node
@@ -36,7 +36,7 @@ COMMAND: Final = ConfiguredCommand(
 async def node(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
     """A node with one warm server, which is watched often."""
     monkeypatch.setattr("nodeagent.supervisor.OBSERVE_INTERVAL_S", 0.1)
-    monkeypatch.setattr("nodeagent.host.engines.PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("nodeagent.host.engines.engine_process.PROBE_TIMEOUT_S", 0.3)
     async with a_node(commands={"ear": COMMAND}) as node:
         engine = EngineSettings(
             driver="command", tokens_in_flight_max=10_000, kv_memory_bytes=0, options=OPTIONS

@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 
 from isochrone.service.config import ConfigError
-from isochrone.service.landlock import WHOLE_VERSION, landlock_version
+from isochrone.service.trust.landlock import WHOLE_VERSION, landlock_version
 from nodeagent.host import confinement
 from nodeagent.host.confinement import EngineConfinement, engine_confinement
 from nodeagent.host.processes import spawn

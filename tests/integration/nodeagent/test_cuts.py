@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from nodeagent.host import artifacts, processes
-from nodeagent.host import engines as module
-from nodeagent.host.engines import EngineProcess, EngineProcesses
+from nodeagent.host import processes
+from nodeagent.host.artifacts import artifact_store as artifacts
+from nodeagent.host.engines import engine_process as module
+from nodeagent.host.engines.engine_process import EngineProcess, EngineProcesses
 from nodeagent.host.processes import Child
 from tests.cuts import cut_everywhere, held, until_as_before
 from tests.integration.nodeagent.test_artifacts import (

@@ -21,30 +21,30 @@ import pytest
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from isochrone.service.http_server import serve_http
-from isochrone.wire import headers
-from isochrone.wire.artifact import manifest_digest
-from isochrone.wire.assignment import ReplicaSpec, Tombstone
+from isochrone.service.network.http_server import serve_http
+from isochrone.wire.http import headers
 from isochrone.wire.ids import Generation, NodeId, ReplicaId
-from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
-from isochrone.wire.report import ReplicaState
+from isochrone.wire.models.artifact import manifest_digest
+from isochrone.wire.models.model import Artifact, ArtifactFile, EngineSettings
+from isochrone.wire.peers.assignment import ReplicaSpec, Tombstone
+from isochrone.wire.peers.report import ReplicaState
 from nodeagent import metrics
-from nodeagent.api.answer_relay import ENGINE_LOST_EVENT
 from nodeagent.api.data_plane import DataPlaneServer
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import LOAD_MAX_AGE_S, PeerReplicaClient
+from nodeagent.api.request.answer_relay import ENGINE_LOST_EVENT
 from nodeagent.config import NodeConfig
-from nodeagent.decide.admission import TokenReservation
-from nodeagent.decide.preemption import PREEMPTIONS_MAX
+from nodeagent.decide.requests.admission import TokenReservation
+from nodeagent.decide.requests.preemption import PREEMPTIONS_MAX
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.drivers.driver import EngineCommand, StorePorts
-from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.artifacts.artifact_store import ArtifactStore
+from nodeagent.host.artifacts.link import TransferLink
+from nodeagent.host.artifacts.sources import ArtifactSources
 from nodeagent.host.cache_salts import CacheSalts
-from nodeagent.host.engine_record import EngineRecord
-from nodeagent.host.engines import EngineProcesses
-from nodeagent.host.link import TransferLink
-from nodeagent.host.sources import ArtifactSources
+from nodeagent.host.engines.engine_process import EngineProcesses
+from nodeagent.host.engines.engine_record import EngineRecord
 from nodeagent.supervisor import Supervisor
 from tests.builders import a_spec
 from tests.postgres import a_folder

@@ -4,10 +4,10 @@ import asyncio
 import os
 from pathlib import Path
 
-from isochrone.wire.model import EngineSettings
+from isochrone.wire.models.model import EngineSettings
 from nodeagent.drivers.driver import EngineCommand
-from nodeagent.host.engine_record import EngineRecord
-from nodeagent.host.engines import EngineProcesses
+from nodeagent.host.engines.engine_process import EngineProcesses
+from nodeagent.host.engines.engine_record import EngineRecord
 from tests.builders import a_spec
 
 SERVERS_CLOSE_S = 5.0

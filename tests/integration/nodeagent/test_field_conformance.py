@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from isochrone.wire.model import EngineSettings
+from isochrone.wire.models.model import EngineSettings
 from tests.builders import a_spec
 from tests.engines.real_engines import running_engine
 from tests.field_conformance import a_router_before, check_surface

@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 
 from isochrone.service.config import ConfigError, read_secret
-from isochrone.service.http_server import serve_http
-from nodeagent.host.download import ArtifactError
+from isochrone.service.network.http_server import serve_http
+from nodeagent.host.artifacts.download import ArtifactError
 from tests.integration.nodeagent.test_artifacts import a_store, artifact_of, fetched
 
 TOKEN = "hf_SecretOfTheHub"

@@ -16,13 +16,14 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from isochrone.service.http_server import serve_http
-from isochrone.wire import headers, kv_sharing, kv_transfer
-from isochrone.wire.assignment import ReplicaSpec
-from isochrone.wire.headers import PeerReplica
+from isochrone.service.network.http_server import serve_http
+from isochrone.wire.http import headers
+from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
-from isochrone.wire.kv_sharing import FoundTokens, parse_found
-from isochrone.wire.model import EngineSettings
+from isochrone.wire.kv import kv_sharing, kv_transfer
+from isochrone.wire.kv.kv_sharing import FoundTokens, parse_found
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.engine.kvcache.transfer_frames import TransferHead, encode_block, encode_head
 from ops.golden import tiny
 from tests.builders import a_spec
@@ -128,11 +129,11 @@ def spec_of(name: str, folder: Path) -> ReplicaSpec:
 def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give nodes enough time to answer on a busy machine."""
     monkeypatch.setattr("nodeagent.api.peer_replicas.PROBE_TIMEOUT_S", 10.0)
-    monkeypatch.setattr("nodeagent.decide.kv_fetch.LOCATE_TIMEOUT_MIN_S", 10.0)
-    monkeypatch.setattr("nodeagent.decide.kv_fetch.LOCATE_TIMEOUT_MAX_S", 10.0)
+    monkeypatch.setattr("nodeagent.decide.requests.kv_fetch.LOCATE_TIMEOUT_MIN_S", 10.0)
+    monkeypatch.setattr("nodeagent.decide.requests.kv_fetch.LOCATE_TIMEOUT_MAX_S", 10.0)
     # Each liar is another node, and so are the good ones after it.
-    monkeypatch.setattr("nodeagent.decide.kv_fetch.BACKOFF_S", 0.0)
-    monkeypatch.setattr("nodeagent.decide.kv_fetch.AGING_S", 0.0)
+    monkeypatch.setattr("nodeagent.decide.requests.kv_fetch.BACKOFF_S", 0.0)
+    monkeypatch.setattr("nodeagent.decide.requests.kv_fetch.AGING_S", 0.0)
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from isochrone.wire import headers, kv_sharing
-from isochrone.wire.headers import PeerReplica
+from isochrone.wire.http import headers
+from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
+from isochrone.wire.kv import kv_sharing
 from nodeagent import metrics
 from ops.golden import tiny
 from tests.integration.nodeagent.test_data_plane import Node, a_node
@@ -99,7 +100,7 @@ class TwoEngines(NamedTuple):
 def long_probe_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the node enough time to answer a probe on a busy machine."""
     monkeypatch.setattr("nodeagent.api.peer_replicas.PROBE_TIMEOUT_S", 10.0)
-    monkeypatch.setattr("nodeagent.decide.prefill_leg.TIMEOUT_MIN_S", 20.0)
+    monkeypatch.setattr("nodeagent.decide.requests.prefill_leg.TIMEOUT_MIN_S", 20.0)
 
 
 @pytest.fixture

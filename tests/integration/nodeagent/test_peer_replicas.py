@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from isochrone.service.http_server import serve_http
-from isochrone.wire.headers import PeerReplica
+from isochrone.service.network.http_server import serve_http
+from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from nodeagent.api.peer_replicas import PeerReplicaClient
-from nodeagent.decide.handoff import PeerReplicaLost
+from nodeagent.decide.requests.handoff import PeerReplicaLost
 
 PING_S = 0.1
 

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from isochrone.wire.assignment import ArtifactPrefetch
-from nodeagent.host.link import MEASURED_BYTES_MIN, TransferLink
+from isochrone.wire.peers.assignment import ArtifactPrefetch
+from nodeagent.host.artifacts.link import MEASURED_BYTES_MIN, TransferLink
 from nodeagent.loops.prefetch import PrefetchCounts, PrefetchJob
 from tests.integration.nodeagent.test_artifacts import Origin, a_store, artifact_of, origin
 from tests.system.harness import until

@@ -14,13 +14,14 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from isochrone.service.http_server import serve_http
-from isochrone.wire import headers, kv_transfer
-from isochrone.wire.headers import PeerReplica
+from isochrone.service.network.http_server import serve_http
+from isochrone.wire.http import headers
+from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
+from isochrone.wire.kv import kv_transfer
 from nodeagent import metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient
-from nodeagent.decide.prefill_leg import DecodeLoad, TransferRate
+from nodeagent.decide.requests.prefill_leg import DecodeLoad, TransferRate
 from nodeagent.disaggregation.two_legs import LegRequest, PrefillLeg
 
 TRANSFER = "0" * 32
@@ -146,7 +147,7 @@ async def transferred(engine: EngineStandIn, faults: Sequence[str]) -> PrefillLe
 def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the stand-ins enough time on a busy machine."""
     monkeypatch.setattr("nodeagent.api.peer_replicas.PROBE_TIMEOUT_S", 10.0)
-    monkeypatch.setattr("nodeagent.decide.prefill_leg.TIMEOUT_MIN_S", 30.0)
+    monkeypatch.setattr("nodeagent.decide.requests.prefill_leg.TIMEOUT_MIN_S", 30.0)
 
 
 @pytest.mark.parametrize("fault", ["", "older release"])

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from isochrone.service.control_link import Progress
+from isochrone.service.network.control_link import Progress
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId
-from isochrone.wire.report import Report
+from isochrone.wire.peers.report import Report
 from nodeagent.config import NodeConfig
-from nodeagent.host import tiers
-from nodeagent.host.artifacts import ArtifactStore
+from nodeagent.host.artifacts import tiers
+from nodeagent.host.artifacts.artifact_store import ArtifactStore
 from nodeagent.loops.report import ReportJob
 from tests.integration.nodeagent.test_artifacts import a_folder, a_store, artifact_of, fetched
 

@@ -17,10 +17,11 @@ from prometheus_client import CollectorRegistry
 from isochrone.service.tracing import names
 from isochrone.service.tracing.exporter import ServiceName, SpanCounts, SpanExporter
 from isochrone.service.tracing.recorder import SpanRecorder
-from isochrone.wire import headers, kv_sharing
+from isochrone.wire.http import headers
+from isochrone.wire.http.trace_context import TraceContext
 from isochrone.wire.ids import NodeId, ReplicaId
-from isochrone.wire.trace_context import TraceContext
-from nodeagent.api.request_spans import trace_requests
+from isochrone.wire.kv import kv_sharing
+from nodeagent.api.request.request_spans import trace_requests
 from ops.golden import tiny
 from tests.integration.nodeagent.test_data_plane import a_node
 from tests.integration.nodeagent.test_kv_sharing import (

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from isochrone.cli.manifest import artifact_of, signed
-from isochrone.service.model_signature import load_signers
-from isochrone.wire.adapter import CLUSTER_SCHEME
-from isochrone.wire.model import Artifact
-from nodeagent.host.artifacts import ArtifactStore
-from nodeagent.host.download import ArtifactError
-from nodeagent.host.link import TransferLink
-from nodeagent.host.sources import ArtifactSources
+from isochrone.service.trust.model_signature import load_signers
+from isochrone.wire.models.model import Artifact
+from isochrone.wire.peers.adapter import CLUSTER_SCHEME
+from nodeagent.host.artifacts.artifact_store import ArtifactStore
+from nodeagent.host.artifacts.download import ArtifactError
+from nodeagent.host.artifacts.link import TransferLink
+from nodeagent.host.artifacts.sources import ArtifactSources
 from tests.unit.service.test_model_signature import a_key, a_model, sign
 
 

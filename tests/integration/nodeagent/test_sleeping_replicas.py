@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from isochrone.wire import headers
+from isochrone.wire.http import headers
 from isochrone.wire.ids import DeviceId, ReplicaId
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.host.awake_memory import AwakeMemory

@@ -17,9 +17,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from isochrone.service.http_server import error_middleware, json_error, serve_http
-from isochrone.wire.assignment import StoreMasterPlace
+from isochrone.service.network.http_server import error_middleware, json_error, serve_http
 from isochrone.wire.ids import NodeId
+from isochrone.wire.peers.assignment import StoreMasterPlace
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.api.store_relay import MASTER_PATH, StoreRelay, dial_through
 from nodeagent.host.processes import is_alive

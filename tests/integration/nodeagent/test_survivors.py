@@ -14,21 +14,21 @@ import msgspec
 import pytest
 import uvloop
 
-from isochrone.service import identity as papers
 from isochrone.service.config import ConfigError
-from isochrone.service.identity import Authority
-from isochrone.wire.control import PeerRole
+from isochrone.service.trust import identity as papers
+from isochrone.service.trust.identity import Authority
 from isochrone.wire.ids import ReplicaId
-from isochrone.wire.model import EngineSettings
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.control import PeerRole
 from nodeagent.app import serve
 from nodeagent.config import NodeConfig
 from nodeagent.drivers.driver import EngineCommand, EngineLaunch
 from nodeagent.drivers.mock import MockDriver
 from nodeagent.host import processes
-from nodeagent.host.engine_folder import SOCKET_NAME_BYTES
-from nodeagent.host.engine_log import last_error
-from nodeagent.host.engine_record import EngineRecord
-from nodeagent.host.engines import EngineProcesses
+from nodeagent.host.engines.engine_folder import SOCKET_NAME_BYTES
+from nodeagent.host.engines.engine_log import last_error
+from nodeagent.host.engines.engine_process import EngineProcesses
+from nodeagent.host.engines.engine_record import EngineRecord
 from nodeagent.host.processes import spawn
 from tests.builders import a_spec
 from tests.integration.service.test_tls import NOW, a_peer
@@ -40,7 +40,7 @@ SPEC = a_spec("r-left", engine=EngineSettings(driver="mock", kv_memory_bytes=1))
 LIFE = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from nodeagent.host import engines
+from nodeagent.host.engines import engine_process as engines
 from tests.integration.nodeagent.test_survivors import SPEC
 
 write_record = engines.write_record
@@ -195,7 +195,7 @@ async def test_an_engine_starts_even_if_no_standby_process_can(
     def fails(*_: object, **__: object) -> subprocess.Popen[bytes]:
         raise OSError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("nodeagent.host.standby.spawn", fails)
+    monkeypatch.setattr("nodeagent.host.engines.standby.spawn", fails)
     monkeypatch.setattr(MockDriver, "has_standby", True)
     engines = EngineProcesses(folder, 1, standby=True)
     engine = await engines.start(SPEC, folder)

@@ -20,21 +20,22 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from isochrone.service.http_server import serve_http
+from isochrone.service.network.http_server import serve_http
 from isochrone.service.tracing import names
 from isochrone.service.tracing.recorder import SpanRecorder
 from isochrone.service.tracing.spans import Span
-from isochrone.wire import headers, kv_transfer
-from isochrone.wire.artifact import manifest_digest
-from isochrone.wire.assignment import ReplicaSpec, Tombstone
-from isochrone.wire.headers import PeerReplica
+from isochrone.wire.http import headers
+from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.http.trace_context import TraceContext
 from isochrone.wire.ids import Generation, NodeId, ReplicaId
-from isochrone.wire.model import Artifact, ArtifactFile, EngineSettings
-from isochrone.wire.report import ReplicaState
-from isochrone.wire.trace_context import TraceContext
+from isochrone.wire.kv import kv_transfer
+from isochrone.wire.models.artifact import manifest_digest
+from isochrone.wire.models.model import Artifact, ArtifactFile, EngineSettings
+from isochrone.wire.peers.assignment import ReplicaSpec, Tombstone
+from isochrone.wire.peers.report import ReplicaState
 from nodeagent import metrics
 from nodeagent.api.peer_replicas import LOAD_MAX_AGE_S
-from nodeagent.api.request_spans import trace_requests
+from nodeagent.api.request.request_spans import trace_requests
 from nodeagent.engine.kvcache.transfer_frames import TransferHead, encode_head
 from ops.golden import tiny
 from tests.builders import a_spec
@@ -175,7 +176,7 @@ class TwoLegs(NamedTuple):
 def long_probe_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give a peer's node enough time to answer a probe on a busy machine."""
     monkeypatch.setattr("nodeagent.api.peer_replicas.PROBE_TIMEOUT_S", 10.0)
-    monkeypatch.setattr("nodeagent.decide.prefill_leg.TIMEOUT_MIN_S", 20.0)
+    monkeypatch.setattr("nodeagent.decide.requests.prefill_leg.TIMEOUT_MIN_S", 20.0)
 
 
 @pytest.fixture
@@ -373,7 +374,7 @@ async def check_bad_peers(fleet: TwoLegs) -> None:
         prompt, refused = a_prompt(), refused_formats("prefill")
         alone = await fleet.ask(prompt, tenant="alone")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("nodeagent.decide.prefill_leg.TIMEOUT_MIN_S", 1.0)
+            patch.setattr("nodeagent.decide.requests.prefill_leg.TIMEOUT_MIN_S", 1.0)
             async with a_bad_peer(fault) as bad, asyncio.timeout(60):
                 answer = await fleet.ask(prompt, "p1", bad=bad)
         assert (answer.heads[-1], answer.text) == ("200", alone.text), fault
@@ -400,7 +401,7 @@ async def check_slow_link(fleet: TwoLegs) -> None:
             prompt, before = a_prompt(), outcomes()
             alone = await fleet.ask(prompt, tenant="alone")
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("nodeagent.decide.prefill_leg.TIMEOUT_MIN_S", limit_s)
+                patch.setattr("nodeagent.decide.requests.prefill_leg.TIMEOUT_MIN_S", limit_s)
                 answer = await fleet.ask(prompt, bad=slow)
             assert (answer.heads[-1], answer.text) == ("200", alone.text)
             assert outcomes() == {**before, outcome: before.get(outcome, 0) + 1}

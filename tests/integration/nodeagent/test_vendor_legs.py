@@ -17,11 +17,11 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import pytest
 
-from isochrone.wire import headers
-from isochrone.wire.assignment import ReplicaSpec, Role
-from isochrone.wire.engine_capabilities import capabilities_of
+from isochrone.wire.engines.engine_capabilities import capabilities_of
+from isochrone.wire.http import headers
 from isochrone.wire.ids import DeviceId
-from isochrone.wire.model import EngineSettings
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.assignment import ReplicaSpec, Role
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import EngineCommand, EngineDriver, EngineLaunch
 from tests.builders import a_spec
@@ -94,7 +94,7 @@ async def vendor(
     faults.write_text("{}")
     monkeypatch.setitem(DRIVERS, name, StandIn(DRIVERS[name], name, faults))
     monkeypatch.setattr("nodeagent.api.peer_replicas.PROBE_TIMEOUT_S", 10.0)
-    monkeypatch.setattr("nodeagent.decide.prefill_leg.TIMEOUT_MIN_S", 20.0)
+    monkeypatch.setattr("nodeagent.decide.requests.prefill_leg.TIMEOUT_MIN_S", 20.0)
     async with AsyncExitStack() as stack:
         nodes = [await stack.enter_async_context(a_node()) for _ in NAMES]
         for node, replica_id in zip(nodes, NAMES, strict=True):
@@ -160,8 +160,8 @@ async def check_failures(vendor: Vendor) -> None:
         external = await vendor.external_tokens()
         with pytest.MonkeyPatch.context() as patch:
             if fault == "prefill_hang":
-                patch.setattr("nodeagent.decide.prefill_leg.TIMEOUT_MIN_S", 1.0)
-                patch.setattr("nodeagent.decide.prefill_leg.ONLY_READER_TIMEOUT_S", 1.0)
+                patch.setattr("nodeagent.decide.requests.prefill_leg.TIMEOUT_MIN_S", 1.0)
+                patch.setattr("nodeagent.decide.requests.prefill_leg.ONLY_READER_TIMEOUT_S", 1.0)
             vendor.break_replicas(p1=fault, p2=fault)
             alone = await vendor.legs.ask(a_prompt(), "p1", "p2", stream=True)
         if capabilities_of(vendor.driver).needs_prefill:

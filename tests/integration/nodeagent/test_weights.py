@@ -17,21 +17,21 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from isochrone.service import tls
-from isochrone.service.http_server import error_middleware, json_error, serve_http
-from isochrone.service.identity import Authority
-from isochrone.wire import headers
-from isochrone.wire.assignment import PeerSource
-from isochrone.wire.control import PeerRole
+from isochrone.service.network.http_server import error_middleware, json_error, serve_http
+from isochrone.service.trust import tls
+from isochrone.service.trust.identity import Authority
+from isochrone.wire.http import headers
 from isochrone.wire.ids import NodeId, PopId
-from isochrone.wire.model import Artifact
+from isochrone.wire.models.model import Artifact
+from isochrone.wire.peers.assignment import PeerSource
+from isochrone.wire.peers.control import PeerRole
 from nodeagent.api.artifact_uploads import ArtifactUploads
 from nodeagent.decide.bandwidth import MinimumRate
-from nodeagent.host.artifacts import ArtifactStore
-from nodeagent.host.download import ArtifactError
-from nodeagent.host.link import TransferLink
-from nodeagent.host.peers import PeerFetcher, PeerFetchLimits
-from nodeagent.host.sources import ArtifactSources
+from nodeagent.host.artifacts.artifact_store import ArtifactStore
+from nodeagent.host.artifacts.download import ArtifactError
+from nodeagent.host.artifacts.link import TransferLink
+from nodeagent.host.artifacts.peers import PeerFetcher, PeerFetchLimits
+from nodeagent.host.artifacts.sources import ArtifactSources
 from tests.integration.nodeagent.test_artifacts import MINIMUM_RATE, Origin, artifact_of, origin
 from tests.integration.service.test_tls import NOW, a_peer
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from aiohttp import StreamReader, web
 
-from isochrone.service.http_server import HttpServerLimits, serve_http
-from isochrone.wire import headers
+from isochrone.service.network.http_server import HttpServerLimits, serve_http
+from isochrone.wire.http import headers
 from isochrone.wire.ids import ReplicaId
-from nodeagent.api.handoff_notice import announce_prefill, announce_replica
 from nodeagent.api.pop_loads import PopLoadReader
+from nodeagent.api.request.handoff_notice import announce_prefill, announce_replica
 from nodeagent.mock import media
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import aiohttp
 
-from isochrone.service.identity import Authority, Identity, make_csr, new_key_pem
-from isochrone.wire.control import PeerRole
+from isochrone.service.trust.identity import Authority, Identity, make_csr, new_key_pem
+from isochrone.wire.client_keys.keys import format_key, parse_key
 from isochrone.wire.ids import (
     ClusterId,
     DeploymentId,
@@ -22,8 +22,8 @@ from isochrone.wire.ids import (
     ReplicaId,
     TenantId,
 )
-from isochrone.wire.keys import format_key, parse_key
-from isochrone.wire.routes import (
+from isochrone.wire.peers.control import PeerRole
+from isochrone.wire.peers.routes import (
     DeploymentEntry,
     KeyEntry,
     KeyLimits,

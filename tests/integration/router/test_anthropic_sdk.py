@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from anthropic.types import MessageParam
 
-from isochrone.wire.model import Deprecation
-from isochrone.wire.routes import KeyLimits
+from isochrone.wire.models.model import Deprecation
+from isochrone.wire.peers.routes import KeyLimits
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, Bench, a_bench, a_route, a_table
 

@@ -4,7 +4,7 @@ import asyncio
 import resource
 from pathlib import Path
 
-from isochrone.wire.usage import RequestOutcome
+from isochrone.wire.peers.usage import RequestOutcome
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, Bench, a_bench
 from tests.integration.router.test_serving import frames, usage, words

@@ -12,13 +12,13 @@ import msgspec
 import openai
 import pytest
 
-from isochrone.service.joining import join
-from isochrone.wire import headers
-from isochrone.wire.adapter import CONFIG_FILE, AdapterEntry, parse_request_adapter
-from isochrone.wire.control import PeerRole
+from isochrone.service.trust.joining import join
+from isochrone.wire.client_keys.keys import format_key
+from isochrone.wire.http import headers
 from isochrone.wire.ids import Generation, KeyId, ModelId, TenantId
-from isochrone.wire.keys import format_key
-from isochrone.wire.model import Artifact, ArtifactFile
+from isochrone.wire.models.model import Artifact, ArtifactFile
+from isochrone.wire.peers.adapter import CONFIG_FILE, AdapterEntry, parse_request_adapter
+from isochrone.wire.peers.control import PeerRole
 from router.app import RouterApp, open_router
 from scheduler.store.pool import Pool, using
 from tests.integration.admin.conftest import Admin, admin

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from isochrone.wire.routes import RolloutEntry
+from isochrone.wire.peers.routes import RolloutEntry
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import Bench, a_bench, a_route, a_table
 from tests.integration.router.test_serving import frames, until_idle, words

@@ -9,10 +9,10 @@ import aiohttp
 import pytest
 from cloudflare import APIStatusError, AsyncCloudflare
 
-from isochrone.service.joining import join
-from isochrone.wire import batches as wire
-from isochrone.wire.adapter import CONFIG_FILE, WEIGHTS_FILE
-from isochrone.wire.control import PeerRole
+from isochrone.service.trust.joining import join
+from isochrone.wire.peers import batches as wire
+from isochrone.wire.peers.adapter import CONFIG_FILE, WEIGHTS_FILE
+from isochrone.wire.peers.control import PeerRole
 from router.app import RouterApp, open_router
 from scheduler.decide.adapter_limits import AdapterLimits
 from tests.integration.admin.conftest import Admin, admin

@@ -11,12 +11,12 @@ import aiohttp
 import msgspec
 import pytest
 
-from isochrone.service.joining import join
-from isochrone.wire.control import PeerRole
+from isochrone.service.trust.joining import join
+from isochrone.wire.client_keys.key_table import budget_id
+from isochrone.wire.client_keys.keys import format_key
 from isochrone.wire.ids import DeploymentId, KeyId, TenantId
-from isochrone.wire.key_table import budget_id
-from isochrone.wire.keys import format_key
-from isochrone.wire.routes import KeyEntry, KeyLimits
+from isochrone.wire.peers.control import PeerRole
+from isochrone.wire.peers.routes import KeyEntry, KeyLimits
 from router.app import RouterApp, open_router
 from tests.integration.admin.conftest import Admin, admin, settings
 from tests.integration.router.catalogue import add_deployment

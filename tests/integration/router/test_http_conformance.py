@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from isochrone.service.http_server import HttpServerLimits, serve_http
+from isochrone.service.network.http_server import HttpServerLimits, serve_http
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, a_bench
 

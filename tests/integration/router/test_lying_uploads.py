@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from isochrone.wire.routes import KeyLimits
+from isochrone.wire.peers.routes import KeyLimits
 from tests.integration.router.fleet_of import KEY, Bench, a_bench
 from tests.integration.router.test_bad_input import still_serves
 from tests.integration.router.test_media import SOUND, a_media_bench

@@ -20,7 +20,7 @@ from openai.types.audio import (
 )
 from pydantic import TypeAdapter
 
-from isochrone.wire.routes import KeyLimits
+from isochrone.wire.peers.routes import KeyLimits
 from tests.integration.router.fleet_of import KEY, Bench, a_bench, a_key, a_route, a_table
 from tests.integration.router.test_openai_sdk import a_client
 

@@ -10,10 +10,10 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
+from isochrone.wire.client_keys.key_table import budget_id
+from isochrone.wire.client_keys.keys import format_key
 from isochrone.wire.ids import KeyId
-from isochrone.wire.key_table import budget_id
-from isochrone.wire.keys import format_key
-from isochrone.wire.routes import KeyLimits
+from isochrone.wire.peers.routes import KeyLimits
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, Bench, a_bench, a_key, a_route, a_table
 

@@ -11,7 +11,7 @@ from isochrone.wire.ids import NodeId, ReplicaId
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.api.pop_loads import PopLoadReader
 from router import build
-from router.decide import probe_plan
+from router.decide.liveness import probe_plan
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import Bench, a_bench
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from isochrone.wire.assignment import Role
-from isochrone.wire.routes import RolloutEntry
+from isochrone.wire.peers.assignment import Role
+from isochrone.wire.peers.routes import RolloutEntry
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import Bench, a_bench, a_route, a_table
 

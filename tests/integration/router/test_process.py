@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from isochrone.service import files
-from isochrone.service.identity import save_identity
+from isochrone.service.trust.identity import save_identity
 from isochrone.wire import codec
 from router.app import open_router
 from tests.cuts import held, until_as_before

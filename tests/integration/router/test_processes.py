@@ -18,14 +18,14 @@ import psutil
 import pytest
 
 from isochrone.wire import codec
+from isochrone.wire.client_keys.keys import format_key
 from isochrone.wire.ids import DeploymentId, KeyId, ReplicaId
-from isochrone.wire.keys import format_key
-from isochrone.wire.usage import Usage
+from isochrone.wire.peers.usage import Usage
 from router import build, processes
 from router.app import SHARE_INTERVAL_S, open_router
-from router.decide.prefix_index import PrefixKeys
+from router.decide.caches.prefix_index import PrefixKeys
 from router.processes import WorkerIdentity, WorkerPipe, WorkerPool
-from router.prompt_sharing import SharedPrompt, SharedPrompts
+from router.sharing.prompt_sharing import SharedPrompt, SharedPrompts
 from tests.cuts import held
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import KEY, a_config, a_key, a_table, an_identity

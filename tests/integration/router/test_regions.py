@@ -9,8 +9,8 @@ import aiohttp
 import msgspec
 import pytest
 
+from isochrone.wire.client_keys.key_table import KeyTable
 from isochrone.wire.ids import Generation
-from isochrone.wire.key_table import KeyTable
 from tests.integration.admin.conftest import admin
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import Bench, a_bench, a_key, a_route, a_table

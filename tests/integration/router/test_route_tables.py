@@ -12,15 +12,15 @@ import pytest
 from aiohttp import web
 
 from isochrone.service import files
-from isochrone.service.control_link import ControlLink
-from isochrone.service.http_server import serve_http
+from isochrone.service.network.control_link import ControlLink
+from isochrone.service.network.http_server import serve_http
 from isochrone.wire import codec
-from isochrone.wire.control import TABLE_PARTS, Challenge, Register, Welcome
+from isochrone.wire.client_keys.keys import format_key
 from isochrone.wire.ids import BootId, ClusterId, Epoch, KeyId, NodeId, RouterId
-from isochrone.wire.keys import format_key
-from isochrone.wire.routes import KeyTable, SnapshotWanted, diff
-from isochrone.wire.table_parts import split_table
-from isochrone.wire.usage import Demand, RoundTrip, RoundTrips, Usage, UsageAck
+from isochrone.wire.peers.control import TABLE_PARTS, Challenge, Register, Welcome
+from isochrone.wire.peers.routes import KeyTable, SnapshotWanted, diff
+from isochrone.wire.peers.table_parts import split_table
+from isochrone.wire.peers.usage import Demand, RoundTrip, RoundTrips, Usage, UsageAck
 from router.app import RouterApp, open_router
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import (

@@ -10,12 +10,12 @@ import pytest
 from msgspec.structs import replace
 from multidict import CIMultiDict
 
-from isochrone.wire.assignment import Role
-from isochrone.wire.headers import parse_peer_replicas
+from isochrone.wire.http.headers import parse_peer_replicas
 from isochrone.wire.ids import Generation, ReplicaId
-from isochrone.wire.kv_transfer import ENGINE_FIELDS
-from isochrone.wire.routes import KeyLimits, RolloutEntry
-from isochrone.wire.usage import RequestOutcome, UsageRow
+from isochrone.wire.kv.kv_transfer import ENGINE_FIELDS
+from isochrone.wire.peers.assignment import Role
+from isochrone.wire.peers.routes import KeyLimits, RolloutEntry
+from isochrone.wire.peers.usage import RequestOutcome, UsageRow
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import Bench, a_bench, a_key, a_route, a_table
 

@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 from msgspec.structs import replace
 
-from isochrone.wire import headers
-from isochrone.wire.routes import RolloutEntry
-from isochrone.wire.usage import RequestOutcome
+from isochrone.wire.http import headers
+from isochrone.wire.peers.routes import RolloutEntry
+from isochrone.wire.peers.usage import RequestOutcome
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import Bench, a_bench, a_route, a_table
 from tests.integration.router.test_serving import frames, usage, words

@@ -8,8 +8,8 @@ from typing import Any
 
 import aiohttp
 
-from isochrone.service.identity import Authority
-from isochrone.service.tls import verifying_context
+from isochrone.service.trust.identity import Authority
+from isochrone.service.trust.tls import verifying_context
 from tests.builders import NOW
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, Bench, a_bench

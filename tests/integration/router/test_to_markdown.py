@@ -11,9 +11,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from isochrone.service.landlock import landlock_version
+from isochrone.service.trust.landlock import landlock_version
 from isochrone.wire.ids import TenantId
-from isochrone.wire.routes import KeyLimits
+from isochrone.wire.peers.routes import KeyLimits
 from router.documents.converter import DocumentConverter
 from tests.integration.router.fleet_of import Bench, a_bench
 

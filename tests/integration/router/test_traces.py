@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from isochrone.service.tracing import names
-from isochrone.wire.trace_context import TraceContext, parse_traceparent
+from isochrone.wire.http.trace_context import TraceContext, parse_traceparent
 from router.config import RouterConfig
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import Bench, a_bench

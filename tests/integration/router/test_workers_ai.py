@@ -9,7 +9,7 @@ import msgspec
 import openai
 import pytest
 
-from isochrone.wire.model import Deprecation
+from isochrone.wire.models.model import Deprecation
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, a_bench, a_route, a_table
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from isochrone.service.connection_count import ConnectionCount
+from isochrone.service.network.connection_count import ConnectionCount
 from isochrone.wire.ids import ClusterId
 from scheduler.database import Database
 from scheduler.decide.membership import LivenessLimits
@@ -11,8 +11,8 @@ from scheduler.loops.hold_lease import HoldLease
 from scheduler.loops.publish_routes import PublishRoutes
 from scheduler.loops.record_node_loss import RecordNodeLoss
 from scheduler.state.scheduler_state import SchedulerState
+from scheduler.store.fleet.node_reports import NodeReportCache
 from scheduler.store.lease import read_cluster_row
-from scheduler.store.node_reports import NodeReportCache
 from scheduler.store.pool import Pool, using
 
 

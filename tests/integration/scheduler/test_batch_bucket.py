@@ -10,8 +10,8 @@ from typing import Final
 import pytest
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from scheduler.state.batch_bucket import PART_BYTES, BatchBucket
-from scheduler.state.batch_folder import BatchFolder
+from scheduler.state.files.batch_bucket import PART_BYTES, BatchBucket
+from scheduler.state.files.batch_folder import BatchFolder
 from tests.integration.scheduler.s3_server import Server, server
 from tests.ports import free_port
 
@@ -25,7 +25,7 @@ part that is being sent, and what allocators keep."""
 USE_FILE: Final = """
 import json, sys
 from pathlib import Path
-from scheduler.state.batch_bucket import BatchBucket
+from scheduler.state.files.batch_bucket import BatchBucket
 endpoint, spool, size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 store = BatchBucket("s3://bucket/below", spool, endpoint=endpoint, region="")
 store.prepare()

@@ -10,13 +10,13 @@ import msgspec
 from isochrone.service.clock import utc_now
 from isochrone.wire.admin import PopBody
 from isochrone.wire.ids import BootId, ClusterId, RouterId
-from isochrone.wire.usage import Demand, Usage
+from isochrone.wire.peers.usage import Demand, Usage
 from scheduler.decide.demand import accept_demand, accept_usage
 from scheduler.store import catalogue, deployments
+from scheduler.store.accounts.usage import record_demand, record_usage, rotate_demand_partitions
 from scheduler.store.lease import ensure_cluster
 from scheduler.store.pool import Pool, transaction, using
 from scheduler.store.retention import FIXED_RULES, delete_expired
-from scheduler.store.usage import record_demand, record_usage, rotate_demand_partitions
 from tests.builders import a_deployment, a_model
 from tests.unit.scheduler.test_intake import a_demand, a_row, a_usage
 

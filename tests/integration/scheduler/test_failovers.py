@@ -13,22 +13,23 @@ import pytest
 
 from isochrone.service.clock import utc_now
 from isochrone.wire.admin import KeyBody
-from isochrone.wire.assignment import ReplicaGroup
-from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import BootId, DeploymentId, Epoch, Generation, KeyId, NodeId, PopId
-from isochrone.wire.report import Refusal, ReplicaProfile
+from isochrone.wire.peers.assignment import ReplicaGroup
+from isochrone.wire.peers.control import PeerRole
+from isochrone.wire.peers.report import Refusal, ReplicaProfile
 from scheduler.decide.cluster import PlacementPlan, ReplicaEnding, ReplicaStart
 from scheduler.decide.demand import accept_demand
 from scheduler.decide.rollout import RolloutEvent, apply_event
-from scheduler.store import deployments, keys
-from scheduler.store.identities import add_join_token, add_peer, revoke, use_join_token
+from scheduler.store import deployments
+from scheduler.store.accounts import keys
+from scheduler.store.accounts.quotas import sum_quota_usage
+from scheduler.store.accounts.usage import record_demand, rotate_demand_partitions
+from scheduler.store.fleet.identities import add_join_token, add_peer, revoke, use_join_token
+from scheduler.store.fleet.nodes import record_registration, record_report
+from scheduler.store.fleet.plans import commit_plan
 from scheduler.store.lease import raise_epoch_and_generation, read_cluster_row
-from scheduler.store.nodes import record_registration, record_report
-from scheduler.store.plans import commit_plan
 from scheduler.store.pool import UNAVAILABLE, Connection, Pool, transaction
-from scheduler.store.quotas import sum_quota_usage
 from scheduler.store.rollouts import add_rollout, write_rollout
-from scheduler.store.usage import record_demand, rotate_demand_partitions
 from tests.builders import a_certificate, a_replica_report, a_report, a_spec, believed
 from tests.faults import Faults
 from tests.integration.scheduler.test_store import begun, planned, reported

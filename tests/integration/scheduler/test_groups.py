@@ -2,25 +2,25 @@
 
 from typing import Any
 
-from isochrone.wire.assignment import Assignment
-from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId, PopId, ReplicaId
-from isochrone.wire.model import EngineSettings
-from isochrone.wire.report import Refusal, Report
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.assignment import Assignment
+from isochrone.wire.peers.control import PeerRole
+from isochrone.wire.peers.report import Refusal, Report
 from scheduler.decide.cluster import ClusterState, PlacementPlan
 from scheduler.decide.membership import NodeContact
 from scheduler.decide.placement.fleet.slots import free_memory
 from scheduler.decide.placement.planner import plan_deployments
 from scheduler.store import catalogue, deployments
 from scheduler.store.cluster import read_cluster
-from scheduler.store.identities import add_peer
-from scheduler.store.nodes import (
+from scheduler.store.fleet.identities import add_peer
+from scheduler.store.fleet.nodes import (
     ReportEffect,
     read_assignment,
     record_registration,
     record_report,
 )
-from scheduler.store.plans import commit_plan
+from scheduler.store.fleet.plans import commit_plan
 from scheduler.store.pool import Pool, transaction
 from tests.builders import (
     GIB,

@@ -1,13 +1,13 @@
 """The store tells a node where to fetch weights, from the artifacts that nodes report."""
 
 from isochrone.wire.admin import PopBody
-from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import BootId, Epoch, Generation, NodeId, PopId
-from isochrone.wire.report import ReplicaState
+from isochrone.wire.peers.control import PeerRole
+from isochrone.wire.peers.report import ReplicaState
 from scheduler.store import catalogue
-from scheduler.store.identities import add_peer
+from scheduler.store.fleet.identities import add_peer
+from scheduler.store.fleet.nodes import read_assignment, record_registration, record_report
 from scheduler.store.lease import read_cluster_row
-from scheduler.store.nodes import read_assignment, record_registration, record_report
 from scheduler.store.pool import Pool, transaction
 from tests.builders import a_certificate, a_replica_report, a_report, a_spec, an_artifact, believed
 from tests.integration.scheduler.test_store import begun, planned

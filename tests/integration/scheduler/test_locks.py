@@ -5,16 +5,16 @@ import asyncio
 import msgspec
 import pytest
 
-from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import DeploymentId, ModelId, NodeId, PopId
-from isochrone.wire.report import ReplicaProfile
+from isochrone.wire.peers.control import PeerRole
+from isochrone.wire.peers.report import ReplicaProfile
 from scheduler.decide.cluster import PlacementPlan, ReplicaStart
 from scheduler.store import catalogue
 from scheduler.store import pool as pools
-from scheduler.store.identities import add_peer
+from scheduler.store.fleet.identities import add_peer
+from scheduler.store.fleet.nodes import ReportEffect, record_report
+from scheduler.store.fleet.plans import commit_plan
 from scheduler.store.lease import acquire_or_renew_lease, assert_epoch, read_cluster_row
-from scheduler.store.nodes import ReportEffect, record_report
-from scheduler.store.plans import commit_plan
 from scheduler.store.pool import UNAVAILABLE, Connection, Pool, open_pool, transaction, using
 from tests.builders import a_model, a_replica_report, a_report, a_spec, believed
 from tests.integration.scheduler.test_store import begun, reported

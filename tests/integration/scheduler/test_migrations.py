@@ -8,16 +8,16 @@ import pytest
 
 from isochrone.service.clock import utc_now
 from isochrone.wire.ids import KeyId
-from isochrone.wire.rollout import RolloutState
+from isochrone.wire.peers.rollout import RolloutState
 from scheduler.decide.membership import NodeContact
-from scheduler.store import keys
+from scheduler.store.accounts import keys
+from scheduler.store.accounts.quotas import sum_quota_usage
+from scheduler.store.accounts.usage import rotate_demand_partitions
 from scheduler.store.cluster import read_cluster
-from scheduler.store.identities import list_join_tokens, list_revocations
+from scheduler.store.fleet.identities import list_join_tokens, list_revocations
 from scheduler.store.migrate import migrate, read_migrations
 from scheduler.store.pool import Pool, open_pool, transaction
-from scheduler.store.quotas import sum_quota_usage
 from scheduler.store.rollouts import list_rollouts
-from scheduler.store.usage import rotate_demand_partitions
 from tests.builders import a_model, a_spec
 from tests.postgres import Server
 

@@ -10,16 +10,16 @@ import msgspec
 import pytest
 from aiohttp import WSMsgType, web
 
-from isochrone.service.http_server import serve_http
-from isochrone.service.identity import Authority
-from isochrone.wire.control import PeerRole, RegistrationRefused, Welcome
+from isochrone.service.network.http_server import serve_http
+from isochrone.service.trust.identity import Authority
 from isochrone.wire.ids import BootId, Generation, NodeId, PopId
-from isochrone.wire.report import Pulse
-from scheduler.api.certificates import CertificateIssuer
+from isochrone.wire.peers.control import PeerRole, RegistrationRefused, Welcome
+from isochrone.wire.peers.report import Pulse
+from scheduler.api.control.certificates import CertificateIssuer
 from scheduler.listeners import control_app
-from scheduler.state.heartbeats import PULSES_WRITTEN_MAX, PulseBuffer
-from scheduler.state.peer_connection import QUEUED_MESSAGES_MAX, PeerConnection
-from scheduler.state.peer_registry import PeerRegistry
+from scheduler.state.peers.heartbeats import PULSES_WRITTEN_MAX, PulseBuffer
+from scheduler.state.peers.peer_connection import QUEUED_MESSAGES_MAX, PeerConnection
+from scheduler.state.peers.peer_registry import PeerRegistry
 from scheduler.store.pool import Pool
 from tests.integration.scheduler.scheduler_parts import expire_lease, no_nudge, scheduler_parts
 from tests.integration.scheduler.test_store import begun

@@ -8,14 +8,14 @@ import pytest
 
 from isochrone.wire import codec
 from isochrone.wire.admin import KeyBody, LimitsBody
-from isochrone.wire.control import KEYS_FIRST, TABLE_PARTS, PeerRole
 from isochrone.wire.ids import KeyId, NodeId, TenantId
-from isochrone.wire.routes import RouteDelta
+from isochrone.wire.peers.control import KEYS_FIRST, TABLE_PARTS, PeerRole
+from isochrone.wire.peers.routes import RouteDelta
 from scheduler.decide.routing.flap_damping import HOLD_S
 from scheduler.loops import publish_routes
 from scheduler.loops.publish_routes import PublishCounts, PublishRoutes
 from scheduler.loops.sum_quotas import SumQuotas
-from scheduler.store import keys
+from scheduler.store.accounts import keys
 from scheduler.store.pool import Pool, transaction
 from scheduler.store.status import read_status
 from tests.builders import a_replica_report, a_spec

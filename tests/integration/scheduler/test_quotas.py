@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from isochrone.wire.admin import KeyBody, LimitsBody
+from isochrone.wire.client_keys.key_table import budget_id
 from isochrone.wire.ids import (
     DeploymentId,
     KeyId,
@@ -17,14 +18,14 @@ from isochrone.wire.ids import (
     RequestId,
     TenantId,
 )
-from isochrone.wire.key_table import budget_id
-from isochrone.wire.model import Price
-from isochrone.wire.usage import RequestOutcome, UsageRow
-from scheduler.store import catalogue, deployments, keys, tenant_budgets
+from isochrone.wire.models.model import Price
+from isochrone.wire.peers.usage import RequestOutcome, UsageRow
+from scheduler.store import catalogue, deployments
+from scheduler.store.accounts import keys, tenant_budgets
+from scheduler.store.accounts.quotas import sum_quota_usage
+from scheduler.store.accounts.usage import record_usage
 from scheduler.store.catalogue import EtagMoved
 from scheduler.store.pool import Pool, transaction
-from scheduler.store.quotas import sum_quota_usage
-from scheduler.store.usage import record_usage
 from tests.builders import a_deployment, a_model
 
 KEY = KeyId("k1")

@@ -11,8 +11,8 @@ import pytest
 from isochrone.cli.client import AdminClient, AdminError
 from isochrone.service.files import write_atomic
 from isochrone.wire.ids import DeploymentId, PopId
-from isochrone.wire.rollout import RolloutState
-from isochrone.wire.usage import TrialRow
+from isochrone.wire.peers.rollout import RolloutState
+from isochrone.wire.peers.usage import TrialRow
 from scheduler.decide.rollout import Arm, Rollout, RolloutEvent, apply_event
 from scheduler.store import deployments
 from scheduler.store.lease import EpochLost

@@ -11,8 +11,6 @@ import msgspec
 import pytest
 
 from isochrone.wire.admin import KeyBody, PopBody, StatusView
-from isochrone.wire.assignment import ReplicaSpec, Role
-from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import (
     BootId,
     ClusterId,
@@ -25,7 +23,9 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.report import Pulse, Refusal, ReplicaProfile
+from isochrone.wire.peers.assignment import ReplicaSpec, Role
+from isochrone.wire.peers.control import PeerRole
+from isochrone.wire.peers.report import Pulse, Refusal, ReplicaProfile
 from migrations.dump import dump
 from scheduler import embedded_postgres
 from scheduler.decide.cluster import (
@@ -36,15 +36,25 @@ from scheduler.decide.cluster import (
     UnmetRequirement,
 )
 from scheduler.decide.membership import NodeContact
-from scheduler.store import catalogue, deployments, keys
+from scheduler.store import catalogue, deployments
+from scheduler.store.accounts import keys
 from scheduler.store.cluster import read_cluster, read_fleet
-from scheduler.store.identities import (
+from scheduler.store.fleet.identities import (
     UsedJoinToken,
     add_join_token,
     add_peer,
     revoke,
     use_join_token,
 )
+from scheduler.store.fleet.node_reports import NodeReportCache, read_nodes
+from scheduler.store.fleet.nodes import (
+    read_assignment,
+    read_node_ids,
+    record_pulses,
+    record_registration,
+    record_report,
+)
+from scheduler.store.fleet.plans import commit_plan
 from scheduler.store.lease import (
     EpochLost,
     acquire_or_renew_lease,
@@ -55,15 +65,6 @@ from scheduler.store.lease import (
     renew_lease,
 )
 from scheduler.store.migrate import FOLDER, Migration, MigrationError, migrate, read_migrations
-from scheduler.store.node_reports import NodeReportCache, read_nodes
-from scheduler.store.nodes import (
-    read_assignment,
-    read_node_ids,
-    record_pulses,
-    record_registration,
-    record_report,
-)
-from scheduler.store.plans import commit_plan
 from scheduler.store.pool import UNAVAILABLE, Pool, open_pool, transaction, using
 from scheduler.store.rollouts import read_starts
 from scheduler.store.status import read_status

@@ -3,17 +3,17 @@
 from collections.abc import Iterable
 from typing import Any, cast
 
-from isochrone.wire.control import PeerRole
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId, PopId
-from isochrone.wire.model import EngineSettings
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.control import PeerRole
 from scheduler.decide.cluster import PlacementPlan, ReplicaStart
 from scheduler.loops.place_store_masters import PlaceStoreMasters
-from scheduler.state.assignment_outbox import AssignmentOutbox
 from scheduler.state.lease_state import LeaseState
-from scheduler.store.identities import add_peer
+from scheduler.state.peers.assignment_outbox import AssignmentOutbox
+from scheduler.store.fleet.identities import add_peer
+from scheduler.store.fleet.nodes import read_assignment, record_registration, record_report
+from scheduler.store.fleet.plans import commit_plan
 from scheduler.store.lease import read_cluster_row
-from scheduler.store.nodes import read_assignment, record_registration, record_report
-from scheduler.store.plans import commit_plan
 from scheduler.store.pool import Pool, transaction, using
 from tests.builders import a_certificate, a_report, a_spec, believed
 from tests.integration.scheduler.test_store import begun, reported

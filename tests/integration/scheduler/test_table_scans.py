@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any, Final
 
 from isochrone.wire.ids import KeyId, NodeId
-from scheduler.store.adoption import _record_refusal_once
+from scheduler.store.accounts.keys import live_keys, read_key_page, revoked_among, revoked_keys
+from scheduler.store.accounts.quotas import sum_quota_usage
 from scheduler.store.events import list_events
+from scheduler.store.fleet.adoption import _record_refusal_once
 from scheduler.store.forecast import read_slot
-from scheduler.store.keys import live_keys, read_key_page, revoked_among, revoked_keys
 from scheduler.store.pool import Connection, Pool, transaction, using
-from scheduler.store.quotas import sum_quota_usage
 from scheduler.store.retention import delete_expired, retention_rules
 
 ROWS: Final = 20_000

@@ -9,10 +9,8 @@ import msgspec
 import pytest
 
 from isochrone.service.clock import utc_now
-from isochrone.service.identity import Authority
+from isochrone.service.trust.identity import Authority
 from isochrone.wire import codec
-from isochrone.wire.assignment import ReplicaSpec
-from isochrone.wire.control import FromAgent, PeerRole, RefusedCode, Register
 from isochrone.wire.ids import (
     BootId,
     ClusterId,
@@ -25,24 +23,26 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.model import EngineSettings
-from isochrone.wire.report import Pulse, Refusal, ReplicaProfile
-from scheduler.api.peers import LEAP_MAX, PeerRefused, PeerServer
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.assignment import ReplicaSpec
+from isochrone.wire.peers.control import FromAgent, PeerRole, RefusedCode, Register
+from isochrone.wire.peers.report import Pulse, Refusal, ReplicaProfile
+from scheduler.api.control.peers import LEAP_MAX, PeerRefused, PeerServer
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.membership import NodeContact, sealed_fields
 from scheduler.decide.placement.planner import plan_deployments
-from scheduler.state.heartbeats import PULSES_WRITTEN_MAX, PulseBuffer
+from scheduler.state.peers.heartbeats import PULSES_WRITTEN_MAX, PulseBuffer
 from scheduler.store.cluster import read_cluster
-from scheduler.store.identities import (
+from scheduler.store.fleet.identities import (
     add_peer,
     issue_not_before,
     may_renew,
     revoke,
     revoked_since,
 )
+from scheduler.store.fleet.node_reports import NodeReportCache
+from scheduler.store.fleet.nodes import record_pulses, record_report
 from scheduler.store.lease import raise_epoch_and_generation, read_cluster_row
-from scheduler.store.node_reports import NodeReportCache
-from scheduler.store.nodes import record_pulses, record_report
 from scheduler.store.pool import BAD_DATA, Pool, transaction, using
 from scheduler.store.retention import delete_expired, retention_rules
 from tests.builders import (

@@ -14,16 +14,17 @@ from isochrone.wire.ids import (
     NodeId,
     TenantId,
 )
-from isochrone.wire.model import EngineSettings
-from isochrone.wire.rollout import RolloutSpec
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.rollout import RolloutSpec
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.membership import NodeContact
 from scheduler.decide.placement import plan_fleet
 from scheduler.decide.whatif import explain_placement
-from scheduler.store import catalogue, deployments, keys
+from scheduler.store import catalogue, deployments
+from scheduler.store.accounts import keys
 from scheduler.store.cluster import read_cluster
-from scheduler.store.node_reports import NodeReportCache
-from scheduler.store.nodes import read_assignment
+from scheduler.store.fleet.node_reports import NodeReportCache
+from scheduler.store.fleet.nodes import read_assignment
 from scheduler.store.pool import Pool, transaction
 from scheduler.store.rollouts import add_rollout
 from tests.builders import a_deployment, a_model, a_replica_report, a_spec

@@ -13,9 +13,9 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from isochrone.service.http_server import HttpServerLimits, serve_http
-from isochrone.service.identity import SCHEDULER_NAME, Authority
-from isochrone.service.tls import control_server_context, verifying_context
+from isochrone.service.network.http_server import HttpServerLimits, serve_http
+from isochrone.service.trust.identity import SCHEDULER_NAME, Authority
+from isochrone.service.trust.tls import control_server_context, verifying_context
 from tests.integration.service.test_tls import NOW
 from tests.system.harness import until
 

@@ -5,7 +5,7 @@ import pytest
 from aiohttp import web
 
 from isochrone.service.http_responses import read_response
-from isochrone.service.http_server import serve_http
+from isochrone.service.network.http_server import serve_http
 
 
 async def in_pieces(request: web.Request) -> web.StreamResponse:

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from isochrone.service.config import ConfigError
-from isochrone.service.http_server import (
+from isochrone.service.network.http_server import (
     HttpServerLimits,
     error_middleware,
     json_error,

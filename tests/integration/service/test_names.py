@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from isochrone.service import tls
-from isochrone.service.http_server import serve_http
-from isochrone.service.identity import Authority, Identity
-from isochrone.wire.assignment import PeerSource
-from isochrone.wire.control import PeerRole
-from isochrone.wire.headers import PeerReplica
+from isochrone.service.network.http_server import serve_http
+from isochrone.service.trust import tls
+from isochrone.service.trust.identity import Authority, Identity
+from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, PopId, ReplicaId
+from isochrone.wire.peers.assignment import PeerSource
+from isochrone.wire.peers.control import PeerRole
 from nodeagent.api.peer_replicas import PeerReplicaClient
-from nodeagent.decide.handoff import PeerReplicaLost
-from nodeagent.host.artifacts import ArtifactStore
-from nodeagent.host.download import ArtifactError
-from nodeagent.host.link import TransferLink
-from nodeagent.host.peers import PeerFetcher
-from nodeagent.host.sources import ArtifactSources
+from nodeagent.decide.requests.handoff import PeerReplicaLost
+from nodeagent.host.artifacts.artifact_store import ArtifactStore
+from nodeagent.host.artifacts.download import ArtifactError
+from nodeagent.host.artifacts.link import TransferLink
+from nodeagent.host.artifacts.peers import PeerFetcher
+from nodeagent.host.artifacts.sources import ArtifactSources
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.exchange import AttemptFailed, NodeRequest

@@ -22,7 +22,7 @@ from isochrone.service.tracing.exporter import (
     open_exporter,
 )
 from isochrone.service.tracing.spans import Span, SpanKind
-from isochrone.wire.trace_context import TraceContext
+from isochrone.wire.http.trace_context import TraceContext
 from tests.otlp_collector import a_collector, a_real_collector
 from tests.ports import free_port
 from tests.system.harness import until

@@ -13,18 +13,18 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from isochrone.service import identity as papers
-from isochrone.service import tls
-from isochrone.service.control_link import ControlLink, Progress
 from isochrone.service.files import write_atomic
-from isochrone.service.http_server import serve_http
-from isochrone.service.identity import Authority, Identity, IdentityError
-from isochrone.service.joining import join
-from isochrone.service.revocation import refuse_revoked
-from isochrone.wire import headers
-from isochrone.wire.assignment import RevokedCertificate
-from isochrone.wire.control import PeerRole, ToAgent, Welcome
+from isochrone.service.network.control_link import ControlLink, Progress
+from isochrone.service.network.http_server import serve_http
+from isochrone.service.trust import identity as papers
+from isochrone.service.trust import tls
+from isochrone.service.trust.identity import Authority, Identity, IdentityError
+from isochrone.service.trust.joining import join
+from isochrone.service.trust.revocation import refuse_revoked
+from isochrone.wire.http import headers
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, PopId
+from isochrone.wire.peers.assignment import RevokedCertificate
+from isochrone.wire.peers.control import PeerRole, ToAgent, Welcome
 from scheduler.app import serve
 from scheduler.config import SchedulerConfig
 from tests.integration.admin.conftest import TOKEN

@@ -15,7 +15,7 @@ from isochrone.wire.errors import ApiError
 from nodeagent.engine.core.kv_transfers import KvTransfers
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.kvcache.transfer_frames import TransferHead, encode_block, encode_head
-from nodeagent.engine.server.kv_receiving import KvReceiver
+from nodeagent.engine.server.kv.kv_receiving import KvReceiver
 from tests.unit.engine.test_kv_receiving import a_stream, turns
 from tests.unit.engine.test_kv_transfers import Memory
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isochrone.wire.kv_sharing import (
+from isochrone.wire.kv.kv_sharing import (
     BlockQuery,
     FoundTokens,
     LocatedBlocks,
@@ -35,8 +35,8 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_end,
     encode_head,
 )
-from nodeagent.engine.server.kv_sharing import KvSharing
-from nodeagent.engine.server.kv_windows import KvWindows
+from nodeagent.engine.server.kv.kv_sharing import KvSharing
+from nodeagent.engine.server.kv.kv_windows import KvWindows
 from tests.unit.engine.test_kv_receiving import turns
 from tests.unit.engine.test_kv_transfers import Memory, digest
 

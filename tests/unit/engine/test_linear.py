@@ -12,7 +12,7 @@ from gguf.quants import quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isochrone.wire.engine import Quantisation
+from isochrone.wire.engines.engine import Quantisation
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.kernels import selection
 from nodeagent.engine.kernels.cpu.library import CpuKernels, cpu_kernels

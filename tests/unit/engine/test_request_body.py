@@ -9,7 +9,7 @@ from openai.types import chat as chat_types
 from openai.types.shared_params import FunctionDefinition
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.headers import SESSION_AFFINITY
+from isochrone.wire.http.headers import SESSION_AFFINITY
 from nodeagent.engine.server.openai.generation_options import generation_options
 from nodeagent.engine.server.openai.request_body import (
     MessageSpec,

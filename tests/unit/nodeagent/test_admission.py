@@ -2,8 +2,8 @@
 
 import pytest
 
-from isochrone.wire.model import EngineSettings
-from nodeagent.decide.admission import ReplicaAdmission, TokenReservation
+from isochrone.wire.models.model import EngineSettings
+from nodeagent.decide.requests.admission import ReplicaAdmission, TokenReservation
 from nodeagent.drivers import sequences_max
 from tests.builders import a_spec
 

@@ -1,6 +1,6 @@
 """Which requests a node blames when an engine fails."""
 
-from nodeagent.decide.blame import EXIT_DELAY_S, BlameLedger
+from nodeagent.decide.requests.blame import EXIT_DELAY_S, BlameLedger
 
 ENGINE = 7
 

@@ -10,10 +10,10 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from isochrone.service.identity import Authority
-from isochrone.wire.control import CacheSaltSecret, Welcome
+from isochrone.service.trust.identity import Authority
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import ClusterId, Epoch
+from isochrone.wire.peers.control import CacheSaltSecret, Welcome
 from nodeagent.drivers.driver import with_fields
 from nodeagent.host.cache_salts import load_cache_salts
 

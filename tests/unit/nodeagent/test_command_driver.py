@@ -11,15 +11,15 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isochrone.wire.assignment import Assignment
-from isochrone.wire.command_engine import command_problem, lacking_features_of
-from isochrone.wire.engine_capabilities import FEATURES
+from isochrone.wire.engines.command_engine import command_problem, lacking_features_of
+from isochrone.wire.engines.engine_capabilities import FEATURES
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import ClusterId, DeviceId, Epoch, Generation, NodeId
-from isochrone.wire.model import EngineSettings
-from nodeagent.api.model_name import with_deployment_name, with_model_name
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.assignment import Assignment
+from nodeagent.api.request.model_name import with_deployment_name, with_model_name
 from nodeagent.config import NodeConfig
-from nodeagent.decide.reconcile import command_key, reconcile
+from nodeagent.decide.replicas.reconcile import command_key, reconcile
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.drivers.driver import EngineLaunch, UnknownOption

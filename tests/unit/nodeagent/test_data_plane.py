@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from nodeagent import metrics
-from nodeagent.api.answer_relay import relay_body
+from nodeagent.api.request.answer_relay import relay_body
 
 
 class FakeExchange:

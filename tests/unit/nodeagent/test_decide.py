@@ -8,22 +8,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from isochrone.wire.assignment import Assignment, ReplicaGroup, Tombstone
-from isochrone.wire.headers import ReportedLoad
+from isochrone.wire.http.headers import ReportedLoad
 from isochrone.wire.ids import ClusterId, DeviceId, Epoch, Generation, NodeId, ReplicaId
-from isochrone.wire.model import EngineSettings
-from isochrone.wire.report import ReplicaState
-from nodeagent.decide import health
-from nodeagent.decide.admission import ReplicaAdmission, TokenReservation
-from nodeagent.decide.backoff import DELAY_MAX_S, FAILURES_MAX, retry_delay_s
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.assignment import Assignment, ReplicaGroup, Tombstone
+from isochrone.wire.peers.report import ReplicaState
 from nodeagent.decide.eviction import CachedArtifact, evict
-from nodeagent.decide.reconcile import (
+from nodeagent.decide.replicas import health
+from nodeagent.decide.replicas.backoff import DELAY_MAX_S, FAILURES_MAX, retry_delay_s
+from nodeagent.decide.replicas.reconcile import (
     ReconcileSteps,
     assignment_problem,
     is_same_spec,
     reconcile,
 )
-from nodeagent.decide.replica import TRANSITIONS, ImpossibleReplicaEvent, ReplicaEvent, next_state
+from nodeagent.decide.replicas.replica import (
+    TRANSITIONS,
+    ImpossibleReplicaEvent,
+    ReplicaEvent,
+    next_state,
+)
+from nodeagent.decide.requests.admission import ReplicaAdmission, TokenReservation
 from tests.builders import a_spec
 
 S = ReplicaState

@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from isochrone.wire.assignment import ReplicaGroup
-from isochrone.wire.engine import EngineConfig
-from isochrone.wire.engine_options import ENGINE_OPTIONS
+from isochrone.wire.engines.engine import EngineConfig
+from isochrone.wire.engines.engine_options import ENGINE_OPTIONS
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import DeviceId
-from isochrone.wire.model import EngineSettings
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.assignment import ReplicaGroup
 from nodeagent.drivers import DRIVERS, installed_version
 from nodeagent.drivers import driver as driver_module
 from nodeagent.drivers.driver import DeviceMemory, EngineLaunch, UnknownOption, with_fields

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nodeagent.host.engine_folder import (
+from nodeagent.host.engines.engine_folder import (
     SOCKET_NAME_BYTES,
     SOCKET_PATH_BYTES_MAX,
     make_folders,

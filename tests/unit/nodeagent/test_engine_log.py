@@ -5,7 +5,7 @@ from typing import Final
 
 import pytest
 
-from nodeagent.host.engine_log import last_error
+from nodeagent.host.engines.engine_log import last_error
 
 ULIMIT: Final = (
     "(APIServer pid=2) WARNING 11-23 16:54:03 [system_utils.py:255] Found ulimit of 20000 and"

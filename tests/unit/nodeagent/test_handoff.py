@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isochrone.wire.headers import PeerReplica
+from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
-from nodeagent.decide.handoff import (
+from nodeagent.decide.requests.handoff import (
     MARGIN_MS,
     Handoff,
     choose_handoff,

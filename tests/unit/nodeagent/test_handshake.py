@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from isochrone.wire.assignment import Role
-from isochrone.wire.engine_capabilities import ENGINE_CAPABILITIES
-from isochrone.wire.headers import PeerReplica
+from isochrone.wire.engines.engine_capabilities import ENGINE_CAPABILITIES
+from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import DeviceId, NodeId, ReplicaId
-from isochrone.wire.kv_transfer import ENGINE_FIELDS, KvAddress
-from isochrone.wire.model import EngineSettings
-from nodeagent.decide.prefill_leg import (
+from isochrone.wire.kv.kv_transfer import ENGINE_FIELDS, KvAddress
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.assignment import Role
+from nodeagent.decide.requests.prefill_leg import (
     ONLY_READER_TIMEOUT_S,
     LegChoice,
     WaitingPromptSize,

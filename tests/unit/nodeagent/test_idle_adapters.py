@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from isochrone.wire.adapter import ADAPTER_FILES, RequestAdapter
-from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.ids import ModelId
-from isochrone.wire.model import Artifact, ArtifactFile
-from nodeagent.host.artifacts import ArtifactStore
-from nodeagent.host.engine_adapters import EngineAdapters
-from nodeagent.host.link import TransferLink
-from nodeagent.host.sources import ArtifactSources
+from isochrone.wire.models.artifact import manifest_digest
+from isochrone.wire.models.model import Artifact, ArtifactFile
+from isochrone.wire.peers.adapter import ADAPTER_FILES, RequestAdapter
+from nodeagent.host.artifacts.artifact_store import ArtifactStore
+from nodeagent.host.artifacts.link import TransferLink
+from nodeagent.host.artifacts.sources import ArtifactSources
+from nodeagent.host.engines.engine_adapters import EngineAdapters
 from nodeagent.loops.delete_idle_adapters import DeleteIdleAdapters
 
 LAST_USE = 1_000_000.0

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isochrone.wire.headers import PeerReplica
+from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
-from nodeagent.decide.kv_fetch import (
+from nodeagent.decide.requests.kv_fetch import (
     AGING_S,
     BACKOFF_MAX_S,
     BACKOFF_S,

@@ -6,7 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isochrone.wire.ids import DeploymentId
-from nodeagent.decide.kv_quota import HOLDERS_MAX, NO_KV_LIMITS, KvQuota, KvRateLimits, KvUser
+from nodeagent.decide.requests.kv_quota import (
+    HOLDERS_MAX,
+    NO_KV_LIMITS,
+    KvQuota,
+    KvRateLimits,
+    KvUser,
+)
 
 USERS = [KvUser(DeploymentId(name), tenant) for name in "ab" for tenant in ("", "t", "u")]
 

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from isochrone.wire.assignment import ReplicaGroup, ReplicaSpec
 from isochrone.wire.ids import ReplicaId
-from isochrone.wire.model import EngineSettings
-from nodeagent.host import leader_watch
-from nodeagent.host.leader_watch import FAILURES_MAX, LeaderWatch
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.assignment import ReplicaGroup, ReplicaSpec
+from nodeagent.host.engines import leader_watch
+from nodeagent.host.engines.leader_watch import FAILURES_MAX, LeaderWatch
 from tests.builders import a_spec
 
 THIS = os.getpgid(0)

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isochrone.service.gguf_metadata import GgufError, attention_size, read_metadata
-from isochrone.wire import headers
 from isochrone.wire.errors import ApiError
+from isochrone.wire.http import headers
 from isochrone.wire.ids import DeviceId
-from isochrone.wire.model import EngineSettings
+from isochrone.wire.models.model import EngineSettings
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import CHAT_PATH, EngineLaunch, UnknownOption, with_fields
 from nodeagent.drivers.llama_cpp import ARGUMENTS, NO_CACHE, gguf_file

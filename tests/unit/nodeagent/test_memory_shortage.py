@@ -3,7 +3,7 @@
 import pytest
 
 from isochrone.wire.ids import ReplicaId
-from nodeagent.decide.memory_shortage import ReplicaMemory, is_short, replica_to_end
+from nodeagent.decide.replicas.memory_shortage import ReplicaMemory, is_short, replica_to_end
 
 MIB = 1 << 20
 PLAN = 4096

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from isochrone.wire.engine import EngineConfig
+from isochrone.wire.engines.engine import EngineConfig
 from isochrone.wire.errors import ApiError
 from nodeagent.mock import openai
 from nodeagent.mock.answers import MockAnswerEncoder

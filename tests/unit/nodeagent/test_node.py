@@ -5,8 +5,8 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from isochrone.wire.assignment import Assignment
 from isochrone.wire.ids import BootId
+from isochrone.wire.peers.assignment import Assignment
 from nodeagent.host.cache_salts import CacheSalts
 from nodeagent.node import NodeState
 from tests.unit.nodeagent.test_decide import an_assignment

@@ -3,7 +3,7 @@
 import aiohttp
 import pytest
 
-from nodeagent.host.open_session import open_session
+from nodeagent.host.engines.open_session import open_session
 
 
 async def test_a_closed_session_is_a_lost_connection() -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from isochrone.wire.engine_options import ENGINE_OPTIONS
+from isochrone.wire.engines.engine_options import ENGINE_OPTIONS
 from isochrone.wire.ids import DeviceId
-from isochrone.wire.model import EngineSettings
+from isochrone.wire.models.model import EngineSettings
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import EngineLaunch
 from nodeagent.drivers.output_parsers import FORMATS, output_parsers, with_parsers

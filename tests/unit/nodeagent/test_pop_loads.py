@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from isochrone.wire.ids import NodeId
-from isochrone.wire.pop_loads import LoadsQuery, ProbedNode
+from isochrone.wire.peers.pop_loads import LoadsQuery, ProbedNode
 from nodeagent.api import pop_loads
 from nodeagent.api.pop_loads import REUSED_S, SILENT_FOR_S, PopLoadReader
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isochrone.ttft_order import TtftObjective
-from nodeagent.decide.admission import ReplicaAdmission, TokenReservation
-from nodeagent.decide.preemption import PREEMPTIONS_MAX, BatchItem, in_order_of_preemption
-from nodeagent.decide.seats import SeatRequest, Seats
+from nodeagent.decide.requests.admission import ReplicaAdmission, TokenReservation
+from nodeagent.decide.requests.preemption import PREEMPTIONS_MAX, BatchItem, in_order_of_preemption
+from nodeagent.decide.requests.seats import SeatRequest, Seats
 
 TOKENS_MAX = 1_000
 

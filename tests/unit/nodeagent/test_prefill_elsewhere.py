@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from nodeagent.decide.admission import ReplicaAdmission, TokenReservation
+from nodeagent.decide.requests.admission import ReplicaAdmission, TokenReservation
 
 
 class LegsMachine(RuleBasedStateMachine):

@@ -5,9 +5,9 @@ from typing import Any, cast
 
 import aiohttp
 
-from isochrone.wire.headers import PeerReplica
+from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
-from nodeagent.decide.prefill_leg import TransferRate
+from nodeagent.decide.requests.prefill_leg import TransferRate
 from nodeagent.disaggregation.kv_fetch import PrefixFetcher
 from nodeagent.disaggregation.two_legs import LegRequest, PrefillLeg, PrefillPeers
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isochrone.ttft_order import ttft_objective
-from isochrone.wire.model import EngineSettings
-from nodeagent.decide.seats import ACTIVE_S, SeatRequest, Seats, spare_seats
+from isochrone.wire.models.model import EngineSettings
+from nodeagent.decide.requests.seats import ACTIVE_S, SeatRequest, Seats, spare_seats
 from nodeagent.drivers import DRIVERS, sequences_max, spare_seats_of
 from nodeagent.drivers.driver import EngineLaunch
 from nodeagent.host.engine_seats import EngineSeats

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isochrone.wire.ids import DeviceId, ReplicaId
-from nodeagent.decide.sleep import (
+from nodeagent.decide.replicas.sleep import (
     AWAKE_MIN_S,
     DEMAND_HALF_LIFE_S,
     YIELD_AFTER_S,

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from isochrone.wire.ids import DeviceId
-from isochrone.wire.model import EngineSettings
+from isochrone.wire.models.model import EngineSettings
 from nodeagent.config import NodeConfig
-from nodeagent.decide.reconcile import STORE_KEY, reconcile
+from nodeagent.decide.replicas.reconcile import STORE_KEY, reconcile
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import EngineCommand, EngineLaunch, StorePorts, UnknownOption
 from nodeagent.drivers.vllm import STORE_CONFIG

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from isochrone.wire.assignment import Tombstone
-from isochrone.wire.engine import EngineStats
+from isochrone.wire.engines.engine import EngineStats
 from isochrone.wire.ids import Generation, ReplicaId
-from isochrone.wire.report import ReplicaState
+from isochrone.wire.peers.assignment import Tombstone
+from isochrone.wire.peers.report import ReplicaState
 from nodeagent import supervisor as module
 from nodeagent.config import NodeConfig
-from nodeagent.decide import backoff
+from nodeagent.decide.replicas import backoff
 from nodeagent.drivers.driver import UnknownOption
-from nodeagent.host.download import ArtifactError
+from nodeagent.host.artifacts.download import ArtifactError
 from nodeagent.supervisor import ManagedReplica, Supervisor
 from tests.builders import a_spec
 

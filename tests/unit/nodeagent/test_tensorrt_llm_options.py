@@ -12,9 +12,9 @@ from typing import Any, Final, NoReturn
 
 import pytest
 
-from isochrone.wire.engine_options import ENGINE_OPTIONS
+from isochrone.wire.engines.engine_options import ENGINE_OPTIONS
 from isochrone.wire.ids import DeviceId
-from isochrone.wire.model import EngineSettings
+from isochrone.wire.models.model import EngineSettings
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import EngineLaunch
 from tests.builders import GIB, a_spec

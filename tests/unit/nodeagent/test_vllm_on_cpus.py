@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from isochrone.wire.assignment import ReplicaGroup
 from isochrone.wire.ids import DeviceId
-from isochrone.wire.model import EngineSettings
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.assignment import ReplicaGroup
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import EngineLaunch, UnknownOption
 from tests.builders import a_spec

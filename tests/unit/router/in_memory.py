@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from isochrone.wire.ids import BootId, PopId
-from isochrone.wire.routes import RouteTable
+from isochrone.wire.peers.routes import RouteTable
 from router.apis.dispatch import ApiDispatcher
 from router.apis.media.routes import MediaRoutes
 from router.apis.openai.surface import OpenAiSurface
@@ -18,15 +18,15 @@ from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.server import PublicServer
 from router.dataplane.upstream import Upstream
-from router.decide.limits import KeyLimiter
-from router.decide.suspicion import SuspectTable
+from router.decide.admission.limits import KeyLimiter
+from router.decide.admission.suspicion import SuspectTable
 from router.fleet_state import FleetState
-from router.metrics import Metrics
 from router.pipeline import RequestPipeline
 from router.poison_guard import PoisonGuard
-from router.record import Recorder
+from router.recording.metrics import Metrics
+from router.recording.record import Recorder
+from router.recording.usage_journal import UsageJournal
 from router.stored_answers import compose_stored_answers
-from router.usage_journal import UsageJournal
 
 BUFFER_BYTES = 2_000
 

@@ -5,16 +5,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from isochrone.wire.adapter import (
-    AdapterEntry,
-    LoadedAdapters,
-    MalformedAdapter,
-    RequestAdapter,
-    format_loaded_adapters,
-    format_request_adapter,
-    parse_loaded_adapters,
-    parse_request_adapter,
-)
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import (
     ClusterId,
@@ -25,10 +15,20 @@ from isochrone.wire.ids import (
     ReplicaId,
     TenantId,
 )
-from isochrone.wire.model import Artifact, ArtifactFile
-from isochrone.wire.routes import DeploymentEntry, KeyTable, RouteTable
-from router.decide.adapters import LOAD_BASE_MS, AdapterDirectory, AdapterPlaces
-from router.decide.route_directory import RouteDirectory
+from isochrone.wire.models.model import Artifact, ArtifactFile
+from isochrone.wire.peers.adapter import (
+    AdapterEntry,
+    LoadedAdapters,
+    MalformedAdapter,
+    RequestAdapter,
+    format_loaded_adapters,
+    format_request_adapter,
+    parse_loaded_adapters,
+    parse_request_adapter,
+)
+from isochrone.wire.peers.routes import DeploymentEntry, KeyTable, RouteTable
+from router.decide.routes.adapters import LOAD_BASE_MS, AdapterDirectory, AdapterPlaces
+from router.decide.routes.route_directory import RouteDirectory
 
 ARTIFACT = Artifact(
     source="cluster:adapters/ft-1",

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isochrone.wire.client_keys.keys import format_key, parse_key
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import (
     ClusterId,
@@ -19,11 +20,10 @@ from isochrone.wire.ids import (
     ReplicaId,
     TenantId,
 )
-from isochrone.wire.keys import format_key, parse_key
-from isochrone.wire.routes import DeploymentEntry, KeyEntry, KeyTable, Route, RouteTable
+from isochrone.wire.peers.routes import DeploymentEntry, KeyEntry, KeyTable, Route, RouteTable
 from router.apis.openai.decode import CHAT, decode, wants_usage, with_usage_requested
-from router.decide.authentication import AuthenticationCache, authenticate, may_use
-from router.decide.table_acceptance import (
+from router.decide.admission.authentication import AuthenticationCache, authenticate, may_use
+from router.decide.routes.table_acceptance import (
     EMPTY_TABLE_HELD_S,
     SILENCE_COUNTS_AFTER_S,
     check_table,

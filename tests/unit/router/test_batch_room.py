@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.decide.batch_room import ReplicaRoom, requests_max
+from router.decide.admission.batch_room import ReplicaRoom, requests_max
 
 
 @pytest.mark.parametrize(

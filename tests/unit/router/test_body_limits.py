@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import KeyId, TenantId
-from isochrone.wire.routes import KeyEntry, KeyLimits, KeyTable
+from isochrone.wire.peers.routes import KeyEntry, KeyLimits, KeyTable
 from ops.bench.bench_router import KEY, route_table
 from router.config import RouterConfig
 from router.dataplane.body_inflater import OUTPUT_SLICE_BYTES, BodyInflater
@@ -20,7 +20,7 @@ from router.dataplane.deadlines import Deadlines
 from router.dataplane.http1 import HeaderFields
 from router.dataplane.http_messages import HttpRequest, HttpResponse
 from router.dataplane.server import ClientConnection, PublicServer
-from router.decide.body_limits import (
+from router.decide.admission.body_limits import (
     BOMB_RATIO,
     BOMB_WEIGHT,
     INFLATED_WEIGHT,
@@ -31,7 +31,7 @@ from router.decide.body_limits import (
     inflated_bytes_max,
     inflated_charge,
 )
-from router.decide.limits import LimitExceeded
+from router.decide.admission.limits import LimitExceeded
 from scheduler.decide.adapter_limits import AdapterLimits
 from scheduler.decide.batch_limits import BatchLimits
 from tests.unit.router.in_memory import FakeTransport, ManualLoop, RequestPath

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.decide import cached_blocks
-from router.decide.cached_blocks import BlocksInPython, CachedBlocks, PromptUse
+from router.decide.caches import cached_blocks
+from router.decide.caches.cached_blocks import BlocksInPython, CachedBlocks, PromptUse
 from tests.c_module import compile_now
 
-SOURCE = Path(__file__).parents[3] / "router" / "decide" / "block_table.c"
+SOURCE = Path(__file__).parents[3] / "router/decide/caches/block_table.c"
 KEYS = st.sampled_from([0, 1, 2, 3, 5, 2**63, 2**64 - 1, *range(1 << 20, 101 << 20, 1 << 20)])
 PROMPTS = st.lists(KEYS, max_size=80)
 OPERATIONS = st.lists(
@@ -154,4 +154,4 @@ def test_c_refuses_what_it_cannot_read(in_c: ModuleType) -> None:
 
 def test_the_compiled_path_uses_the_blocks_in_c() -> None:
     is_in_c = cached_blocks.new_cached_blocks is not BlocksInPython
-    assert is_in_c == (importlib.util.find_spec("router.decide.block_table") is not None)
+    assert is_in_c == (importlib.util.find_spec("router.decide.caches.block_table") is not None)

@@ -7,12 +7,12 @@ import msgspec
 import pytest
 
 from isochrone.wire.ids import BootId, DeploymentId, PopId, RouterId
-from isochrone.wire.usage import Demand, DemandRow
+from isochrone.wire.peers.usage import Demand, DemandRow
 from router.fleet_state import FleetState
 from router.loops import ship_reports
 from router.loops.ship_reports import ReportShipper
 from router.loops.usage_spool import UsageSpool
-from router.metrics import Metrics
+from router.recording.metrics import Metrics
 from scheduler.decide.demand.intake import DEMAND_ROWS_MAX
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import DeploymentId, ModelId
-from isochrone.wire.routes import DeploymentEntry
+from isochrone.wire.peers.routes import DeploymentEntry
 from router.apis.openai.engine_features import refuse_lacking
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from isochrone.wire.ids import DeploymentId, TenantId
-from router.decide.fair_queue import (
+from router.decide.admission.fair_queue import (
     BytesFull,
     FairQueue,
     QueueFull,
     Ticket,
 )
-from router.decide.retry_after import (
+from router.decide.admission.retry_after import (
     RETRY_AFTER_MAX_S,
     RETRY_AFTER_MIN_S,
     RETRY_AFTER_UNKNOWN_S,

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isochrone.wire.client_keys.key_use import KEY_USE_ROWS_MAX, KeyUse
 from isochrone.wire.ids import KeyId
-from isochrone.wire.key_use import KEY_USE_ROWS_MAX, KeyUse
-from router.decide.limits import KeyLimiter, LimitExceeded
-from router.key_use_sharing import KeyUseOutbox
+from router.decide.admission.limits import KeyLimiter, LimitExceeded
+from router.sharing.key_use_sharing import KeyUseOutbox
 from scheduler.state.key_use_exchange import KeyUseExchange
 from tests.unit.router.test_limits import NOON, a_key
 

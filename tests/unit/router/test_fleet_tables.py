@@ -14,10 +14,10 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.routes import DeploymentEntry, Route, RouteTable, apply_delta, diff
+from isochrone.wire.peers.routes import DeploymentEntry, Route, RouteTable, apply_delta, diff
 from router import fleet_state
-from router.decide.deployment_routing import DeploymentRouting
-from router.decide.route_directory import TableIndexes
+from router.decide.choice.deployment_routing import DeploymentRouting
+from router.decide.routes.route_directory import TableIndexes
 from router.fleet_state import FleetState
 
 # Replica -> (deployment, node).

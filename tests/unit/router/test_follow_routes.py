@@ -8,6 +8,7 @@ import pytest
 
 from isochrone.service import files
 from isochrone.wire import codec
+from isochrone.wire.client_keys.key_sums import kept_buckets
 from isochrone.wire.ids import (
     ClusterId,
     DeploymentId,
@@ -19,15 +20,14 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.key_sums import kept_buckets
-from isochrone.wire.routes import DeploymentEntry, Route, RouteTable, SnapshotWanted, diff
-from isochrone.wire.table_parts import read_table, split_table
-from router.decide.limits import KeyLimiter
-from router.decide.table_acceptance import EMPTY_TABLE_HELD_S, SILENCE_COUNTS_AFTER_S
-from router.decide.withdrawn_routes import WITHDRAWN_MAX, WITHDRAWN_S, WithdrawnRoutes
+from isochrone.wire.peers.routes import DeploymentEntry, Route, RouteTable, SnapshotWanted, diff
+from isochrone.wire.peers.table_parts import read_table, split_table
+from router.decide.admission.limits import KeyLimiter
+from router.decide.routes.table_acceptance import EMPTY_TABLE_HELD_S, SILENCE_COUNTS_AFTER_S
+from router.decide.routes.withdrawn_routes import WITHDRAWN_MAX, WITHDRAWN_S, WithdrawnRoutes
 from router.fleet_state import FleetState
 from router.loops.follow_routes import PERSIST_SHARE, TableFollower
-from router.metrics import Metrics
+from router.recording.metrics import Metrics
 from tests.unit.wire.test_table_parts import PART
 from tests.unit.wire.test_table_parts import a_table as keys_table
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from isochrone.wire.ids import NodeId, ReplicaId
-from router.decide.health import (
+from router.decide.admission.retry_budget import RetryBudget
+from router.decide.liveness.outlier_ejection import (
     EJECTED_MAX_S,
     EJECTED_MIN_S,
     FAILURES_MAX,
@@ -18,7 +19,6 @@ from router.decide.health import (
     lost_nodes,
     split_ejected,
 )
-from router.decide.retry_budget import RetryBudget
 
 A, B, C = ReplicaId("a"), ReplicaId("b"), ReplicaId("c")
 PEERS = [A, B, C, ReplicaId("d")]

@@ -20,7 +20,7 @@ from isochrone.wire.ids import (
     PopId,
     TenantId,
 )
-from isochrone.wire.routes import DeploymentEntry, KeyEntry, KeyTable, RouteTable
+from isochrone.wire.peers.routes import DeploymentEntry, KeyEntry, KeyTable, RouteTable
 from router.apis.openai.decode import CHAT, decode
 from router.apis.openai.images import HEAD_CHARS, IMAGES_MAX, ImageSize, check_images, image_size
 from router.apis.openai.schema import CHAT_PATH

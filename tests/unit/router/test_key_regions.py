@@ -8,8 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from isochrone.wire.adapter import AdapterEntry
-from isochrone.wire.assignment import Role
 from isochrone.wire.ids import (
     ClusterId,
     DeploymentId,
@@ -23,8 +21,10 @@ from isochrone.wire.ids import (
     RequestId,
     TenantId,
 )
-from isochrone.wire.model import Artifact
-from isochrone.wire.routes import (
+from isochrone.wire.models.model import Artifact
+from isochrone.wire.peers.adapter import AdapterEntry
+from isochrone.wire.peers.assignment import Role
+from isochrone.wire.peers.routes import (
     DeploymentEntry,
     KeyEntry,
     KeyTable,
@@ -37,14 +37,14 @@ from router.attempt_runner import AttemptRunner
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.upstream import Upstream
-from router.decide.handoff import handoff_peers
-from router.decide.prefix_index import prefix_keys
+from router.decide.caches.prefix_index import prefix_keys
+from router.decide.choice.handoff import handoff_peers
 from router.fleet_state import FleetState
 from router.inference_request import InferenceRequest
-from router.metrics import Metrics
-from router.record import Recorder
+from router.recording.metrics import Metrics
+from router.recording.record import Recorder
+from router.recording.usage_journal import UsageJournal
 from router.request_context import ReplicaAttempt, RequestContext
-from router.usage_journal import UsageJournal
 
 NOW_S = 1000.0
 COUNTRIES = {"ams": "NL", "fra": "DE", "sin": "SG"}

@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.decide.latency import (
+from router.decide.replicas.latency import (
     CORRECTION_HALF_LIFE_S,
     GAIN_MAX,
     GAIN_MIN,

@@ -8,16 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from isochrone.wire.client_keys.key_table import budget_id
+from isochrone.wire.client_keys.key_use import KeyUse
+from isochrone.wire.client_keys.keys import format_key
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import ClusterId, Epoch, Generation, KeyId, TenantId
-from isochrone.wire.key_table import budget_id
-from isochrone.wire.key_use import KeyUse
-from isochrone.wire.keys import format_key
-from isochrone.wire.model import Price
-from isochrone.wire.routes import KeyEntry, KeyLimits, KeyTable, RouteTable
-from router.decide.authentication import authenticate
-from router.decide.limits import DAY_S, AdmittedRequest, KeyLimiter, LimitExceeded, format_duration
-from router.decide.route_directory import RouteDirectory
+from isochrone.wire.models.model import Price
+from isochrone.wire.peers.routes import KeyEntry, KeyLimits, KeyTable, RouteTable
+from router.decide.admission.authentication import authenticate
+from router.decide.admission.limits import (
+    DAY_S,
+    AdmittedRequest,
+    KeyLimiter,
+    LimitExceeded,
+    format_duration,
+)
+from router.decide.routes.route_directory import RouteDirectory
 
 NOON = 10 * DAY_S + DAY_S / 2
 

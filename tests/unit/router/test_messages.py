@@ -21,8 +21,8 @@ from anthropic.types.user_message_param import UserMessageParam
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId
-from isochrone.wire.model import Deprecation
-from isochrone.wire.routes import DeploymentEntry
+from isochrone.wire.models.model import Deprecation
+from isochrone.wire.peers.routes import DeploymentEntry
 from router.apis.messages import schema
 from router.apis.messages.errors import error_body, error_status
 from router.apis.messages.events import MessageEvents, signature_of

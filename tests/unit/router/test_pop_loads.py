@@ -9,14 +9,14 @@ import msgspec
 
 from isochrone.wire import codec
 from isochrone.wire.ids import NodeId, PopId
-from isochrone.wire.pop_loads import LoadsQuery, NodeLoads, PopLoads
-from isochrone.wire.routes import RouteTable
+from isochrone.wire.peers.pop_loads import LoadsQuery, NodeLoads, PopLoads
+from isochrone.wire.peers.routes import RouteTable
 from router.dataplane.exchange import AttemptFailed, NodeRequest
 from router.decide.attempt import FailureCause
-from router.decide.probe_plan import PING_ALL_NODES_MAX
+from router.decide.liveness.probe_plan import PING_ALL_NODES_MAX
 from router.fleet_state import FleetState
 from router.loops.pop_loads import PopLoadPoller
-from router.metrics import Metrics
+from router.recording.metrics import Metrics
 from tests.unit.router.test_follow_routes import a_table
 from tests.unit.router.test_probe_nodes import NextTurn
 

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from isochrone.wire.assignment import Role
-from isochrone.wire.headers import ReportedLoad
+from isochrone.wire.http.headers import ReportedLoad
 from isochrone.wire.ids import (
     ClusterId,
     DeploymentId,
@@ -16,13 +15,14 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.routes import DeploymentEntry, Route, RouteTable
-from router.decide.deployment_routing import DeploymentRouting
-from router.decide.prefill_replicas import PrefillReplicas, has_lost_all, without_slots
-from router.decide.prefix_index import prefix_keys
-from router.decide.ranked_route import RankedRoute
-from router.decide.ranking import RouteQuery, rank
-from router.decide.tokens_in_flight import InFlightLedger
+from isochrone.wire.peers.assignment import Role
+from isochrone.wire.peers.routes import DeploymentEntry, Route, RouteTable
+from router.decide.caches.prefix_index import prefix_keys
+from router.decide.choice.deployment_routing import DeploymentRouting
+from router.decide.choice.prefill_replicas import PrefillReplicas, has_lost_all, without_slots
+from router.decide.choice.ranking import RouteQuery, rank
+from router.decide.replicas.ranked_route import RankedRoute
+from router.decide.replicas.tokens_in_flight import InFlightLedger
 from router.feedback import AttemptFeedback
 from router.fleet_state import FleetState
 

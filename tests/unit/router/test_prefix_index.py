@@ -16,8 +16,8 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.routes import DeploymentEntry, Route, RouteTable
-from router.decide.prefix_index import (
+from isochrone.wire.peers.routes import DeploymentEntry, Route, RouteTable
+from router.decide.caches.prefix_index import (
     BLOCK_BYTES,
     CAPACITY_MIN,
     KEYS_MAX,
@@ -28,10 +28,10 @@ from router.decide.prefix_index import (
     prefix_keys,
     slots_of,
 )
-from router.decide.ranking import RouteQuery, rank
+from router.decide.choice.ranking import RouteQuery, rank
 from router.feedback import AttemptFeedback
 from router.fleet_state import FleetState
-from router.prompt_sharing import OUTBOX_PROMPTS_MAX, SharedPrompts
+from router.sharing.prompt_sharing import OUTBOX_PROMPTS_MAX, SharedPrompts
 
 SIZES = st.integers(0, 400_000)
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Generator
 from types import SimpleNamespace
 from typing import Any, cast
 
-from isochrone.wire import headers
+from isochrone.wire.http import headers
 from isochrone.wire.ids import NodeId, PopId
-from isochrone.wire.routes import Route
+from isochrone.wire.peers.routes import Route
 from router.dataplane.exchange import AttemptFailed, ResponseHead
 from router.decide.attempt import FailureCause
 from router.fleet_state import FleetState
 from router.loops.probe_nodes import CONCURRENT_MAX, NodeProber, ProbeCounts
-from router.metrics import Metrics
+from router.recording.metrics import Metrics
 from tests.unit.router.test_follow_routes import a_route, a_table
 
 NODES = "".join(chr(0x4E00 + number) for number in range(1000))

@@ -6,7 +6,7 @@ from collections.abc import Set
 import pytest
 
 from isochrone.wire.ids import NodeId, PopId
-from router.decide.probe_plan import (
+from router.decide.liveness.probe_plan import (
     FAILED_FOR_S,
     GROUP_NODES_MAX,
     LOAD_AGE_MAX_MS,

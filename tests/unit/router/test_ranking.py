@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.ids import DeploymentId, NodeId, PopId, ReplicaId
-from isochrone.wire.routes import Route
-from router.decide.affinity import (
+from isochrone.wire.peers.routes import Route
+from router.decide.caches.affinity import (
     SessionBinding,
     SessionTable,
     hash64,
@@ -17,18 +17,18 @@ from router.decide.affinity import (
     rendezvous_winner,
     within_load_bound,
 )
-from router.decide.handoff import handoff_peers
-from router.decide.latency import UNUSED_REPLICA_MS
-from router.decide.prefix_index import PrefixMatch, PrefixMatches
-from router.decide.ranking import REFUSAL_FACTOR, UNEXPECTED_QUEUE_MS, RouteQuery, rank
-from router.decide.replica_table import (
+from router.decide.caches.prefix_index import PrefixMatch, PrefixMatches
+from router.decide.choice.handoff import handoff_peers
+from router.decide.choice.ranking import REFUSAL_FACTOR, UNEXPECTED_QUEUE_MS, RouteQuery, rank
+from router.decide.replicas.latency import UNUSED_REPLICA_MS
+from router.decide.replicas.replica_table import (
     DECODE_SLOWDOWN,
     DECODE_SLOWDOWN_MAX,
     SPILLOVER_LASTS_MS,
     ReplicaTable,
     RoutingSnapshot,
 )
-from router.decide.tokens_in_flight import InFlightLedger
+from router.decide.replicas.tokens_in_flight import InFlightLedger
 
 NOW_S = 1000.0
 

@@ -1,10 +1,10 @@
 """What the load reports of replicas teach a router."""
 
-from isochrone.wire.headers import ReportedLoad
+from isochrone.wire.http.headers import ReportedLoad
 from isochrone.wire.ids import NodeId, PopId, ReplicaId
-from router.decide.health import FAILURES_MAX
-from router.decide.prefix_index import PrefixKeys, prefix_keys
-from router.decide.ranking import RouteQuery, rank
+from router.decide.caches.prefix_index import PrefixKeys, prefix_keys
+from router.decide.choice.ranking import RouteQuery, rank
+from router.decide.liveness.outlier_ejection import FAILURES_MAX
 from router.feedback import AttemptFeedback, ProbeFeedback
 from router.fleet_state import FleetState
 from tests.unit.router.test_slow_start import NEW, OLD, D, a_route, a_table

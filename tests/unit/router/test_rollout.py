@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from isochrone.wire.ids import DeploymentId, ModelId, NodeId, PopId, ReplicaId
-from isochrone.wire.routes import DeploymentEntry, RolloutEntry, Route
-from router.decide.rollout import ROWS_MAX, TrialCounter, VersionDraw, draw_version
+from isochrone.wire.peers.routes import DeploymentEntry, RolloutEntry, Route
+from router.decide.routes.rollout import ROWS_MAX, TrialCounter, VersionDraw, draw_version
 
 AMS, SIN = PopId("ams"), PopId("sin")
 

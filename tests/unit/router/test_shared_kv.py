@@ -3,12 +3,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isochrone.wire.assignment import Role
 from isochrone.wire.ids import PopId, ReplicaId
-from router.decide.prefix_index import NO_KEYS, NO_MATCHES, PrefixMatch, PrefixMatches, prefix_keys
-from router.decide.ranked_route import RankedRoute
-from router.decide.replica_table import ReplicaTable
-from router.decide.shared_kv import (
+from isochrone.wire.peers.assignment import Role
+from router.decide.caches.prefix_index import (
+    NO_KEYS,
+    NO_MATCHES,
+    PrefixMatch,
+    PrefixMatches,
+    prefix_keys,
+)
+from router.decide.choice.shared_kv import (
     FETCH_VALUE_MAX,
     FETCH_VALUE_UNKNOWN,
     HOLDERS_MAX,
@@ -18,6 +22,8 @@ from router.decide.shared_kv import (
     pool_matches,
     shared_kv_peers,
 )
+from router.decide.replicas.ranked_route import RankedRoute
+from router.decide.replicas.replica_table import ReplicaTable
 from tests.unit.router.test_prefill_replicas import a_route, ranked
 
 KEYS = prefix_keys(b"x" * 4000, 7)

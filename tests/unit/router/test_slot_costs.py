@@ -13,21 +13,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.ids import DeploymentId, NodeId, PopId, ReplicaId
-from isochrone.wire.routes import Route
-from router.decide.affinity import SessionBinding
-from router.decide.columns_in_numpy import ColumnsInNumpy, ValuesInNumpy
-from router.decide.health import split_ejected
-from router.decide.latency import prefill_work
-from router.decide.prefix_index import NO_MATCHES, PrefixMatch, PrefixMatches
-from router.decide.ranking import RouteQuery, rank
-from router.decide.replica_table import ReplicaTable, RoutingSnapshot
-from router.decide.slot_columns import SlotColumns, SlotValues, new_slot_columns
-from router.decide.slot_costs import slot_costs
-from router.decide.slow_start import is_held_back
-from router.decide.tokens_in_flight import InFlightLedger
+from isochrone.wire.peers.routes import Route
+from router.decide.caches.affinity import SessionBinding
+from router.decide.caches.prefix_index import NO_MATCHES, PrefixMatch, PrefixMatches
+from router.decide.choice.ranking import RouteQuery, rank
+from router.decide.choice.slot_costs import slot_costs
+from router.decide.liveness.outlier_ejection import split_ejected
+from router.decide.liveness.slow_start import is_held_back
+from router.decide.replicas.columns_in_numpy import ColumnsInNumpy, ValuesInNumpy
+from router.decide.replicas.latency import prefill_work
+from router.decide.replicas.replica_table import ReplicaTable, RoutingSnapshot
+from router.decide.replicas.slot_columns import SlotColumns, SlotValues, new_slot_columns
+from router.decide.replicas.tokens_in_flight import InFlightLedger
 from tests.c_module import compile_now
 
-SOURCE = Path(__file__).parents[3] / "router" / "decide" / "column_scan.c"
+SOURCE = Path(__file__).parents[3] / "router/decide/replicas/column_scan.c"
 NOW_S = 1000.0
 POPS = 12
 
@@ -273,4 +273,4 @@ def test_columns_in_c_refuse_what_they_cannot_use(in_c: ModuleType) -> None:
 
 def test_the_compiled_path_uses_the_columns_in_c() -> None:
     is_in_c = new_slot_columns is not ColumnsInNumpy
-    assert is_in_c == (importlib.util.find_spec("router.decide.column_scan") is not None)
+    assert is_in_c == (importlib.util.find_spec("router.decide.replicas.column_scan") is not None)

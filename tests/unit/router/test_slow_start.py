@@ -10,10 +10,10 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.routes import DeploymentEntry, Route, RouteTable
-from router.decide.health import FAILURES_MAX
-from router.decide.ranking import RouteQuery, rank
-from router.decide.slow_start import SHARE_FIRST, SLOW_START_S, SlowStart, is_held_back
+from isochrone.wire.peers.routes import DeploymentEntry, Route, RouteTable
+from router.decide.choice.ranking import RouteQuery, rank
+from router.decide.liveness.outlier_ejection import FAILURES_MAX
+from router.decide.liveness.slow_start import SHARE_FIRST, SLOW_START_S, SlowStart, is_held_back
 from router.feedback import AttemptFeedback, ProbeFeedback
 from router.fleet_state import FleetState
 

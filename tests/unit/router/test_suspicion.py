@@ -2,20 +2,20 @@
 
 import msgspec
 
-from isochrone.wire.suspicions import SUSPICION_ROWS_MAX, FleetSuspicions
-from router.decide.suspicion import (
+from isochrone.wire.peers.suspicions import SUSPICION_ROWS_MAX, FleetSuspicions
+from router.decide.admission.suspicion import (
     FINGERPRINTS_MAX,
     PROGRESS_TOKENS_MIN,
     EngineLoss,
     SuspectTable,
 )
-from router.key_use_sharing import KeyUseOutbox
 from router.loops.share_prompts import PromptSharer
-from router.metrics import Metrics
 from router.poison_guard import PoisonGuard
 from router.processes import WorkerPool
-from router.prompt_sharing import PromptOutbox
-from router.suspicion_sharing import (
+from router.recording.metrics import Metrics
+from router.sharing.key_use_sharing import KeyUseOutbox
+from router.sharing.prompt_sharing import PromptOutbox
+from router.sharing.suspicion_sharing import (
     OUTBOX_ROWS_MAX,
     FleetSuspicionOutbox,
     SharedLoss,

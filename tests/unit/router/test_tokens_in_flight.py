@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from isochrone.wire.ids import ReplicaId
-from router.decide.other_routers_load import LOAD_FRESH_S
-from router.decide.tokens_in_flight import InFlightLedger, Reservation
+from router.decide.replicas.other_routers_load import LOAD_FRESH_S
+from router.decide.replicas.tokens_in_flight import InFlightLedger, Reservation
 
 REPLICAS = [ReplicaId(name) for name in "abc"]
 TOKENS = st.integers(0, 5000)

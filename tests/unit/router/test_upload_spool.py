@@ -6,7 +6,7 @@ import pytest
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import KeyId, TenantId
-from isochrone.wire.routes import KeyEntry
+from isochrone.wire.peers.routes import KeyEntry
 from router.config import RouterConfig
 from router.dataplane.http_messages import HttpRequest
 from router.dataplane.upload_spool import SpooledBody, UploadSpool

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from router.usage_journal import REST_S, SLOW_S, UsageJournal
+from router.recording.usage_journal import REST_S, SLOW_S, UsageJournal
 from tests.chaos.test_torn_files import a_row
 
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from isochrone.wire.adapter_files import (
+from isochrone.wire.models.adapter_files import (
     BadAdapter,
     read_adapter_config,
     read_tensor_shapes,
 )
-from isochrone.wire.model import ModelDimensions
+from isochrone.wire.models.model import ModelDimensions
 from scheduler.decide.adapter_fit import check_adapter
 from tests.lora_files import DIMENSIONS, adapter_shapes, config_file, weights_file
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from isochrone.wire.batches import ITEM_BYTES_MAX
+from isochrone.wire.peers.batches import ITEM_BYTES_MAX
 from scheduler.decide.batch_lines import (
     ParsedLine,
     error_line,
@@ -17,7 +17,7 @@ from scheduler.decide.batch_lines import (
     run_response,
 )
 from scheduler.decide.batch_shares import WaitingBatch, share_items
-from scheduler.state.batch_input import BatchInput, has_more_lines
+from scheduler.state.files.batch_input import BatchInput, has_more_lines
 
 CHAT = "/v1/chat/completions"
 KNOWN = {"m", "other"}

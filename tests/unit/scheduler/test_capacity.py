@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isochrone.wire.model import CatalogModel, EngineSettings
-from isochrone.wire.model_shape import BadConfig, shape_of
-from isochrone.wire.report import ReplicaProfile
+from isochrone.wire.models.model import CatalogModel, EngineSettings
+from isochrone.wire.models.model_shape import BadConfig, shape_of
+from isochrone.wire.peers.report import ReplicaProfile
 from scheduler.decide.capacity.device_classes import CLASSES, GIB, DeviceClass, class_of
 from scheduler.decide.capacity.replica_capacity import (
     CannotFit,

@@ -7,7 +7,7 @@ from weakref import ref
 import pytest
 
 from scheduler.loops.collect_garbage import CLOSED_MIN, CollectGarbage
-from scheduler.state.peer_registry import PeerRegistry
+from scheduler.state.peers.peer_registry import PeerRegistry
 
 
 class Cycle:

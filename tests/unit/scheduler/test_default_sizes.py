@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from isochrone.wire.ids import DeviceId
-from isochrone.wire.model import CatalogModel, EngineSettings
-from isochrone.wire.model_shape import shape_of
-from isochrone.wire.report import NodeDevice
+from isochrone.wire.models.model import CatalogModel, EngineSettings
+from isochrone.wire.models.model_shape import shape_of
+from isochrone.wire.peers.report import NodeDevice
 from ops.bench.planner_rates import GOAL, LLAMA_8B, PUBLISHED, estimated_tokens_per_s
 from scheduler.decide.capacity.default_sizes import in_words, replica_sizes, with_sizes
 from scheduler.decide.capacity.device_classes import CLASSES, GIB

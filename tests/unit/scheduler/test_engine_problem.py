@@ -3,8 +3,8 @@
 import pytest
 
 from isochrone.wire.ids import PopId
-from isochrone.wire.model import EngineSettings, PlacementPolicy
-from scheduler.api.deployments import device_problem, engine_problem
+from isochrone.wire.models.model import EngineSettings, PlacementPolicy
+from scheduler.api.admin.deployments import device_problem, engine_problem
 from tests.builders import a_pop
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isochrone.wire.ids import DeploymentId
-from isochrone.wire.routes import Route
+from isochrone.wire.peers.routes import Route
 from scheduler.decide.routing.flap_damping import (
     HOLD_MAX_S,
     HOLD_S,

@@ -18,7 +18,7 @@ from isochrone.wire.ids import (
     RouterId,
     TenantId,
 )
-from isochrone.wire.usage import Demand, DemandRow, RequestOutcome, RoundTrip, Usage, UsageRow
+from isochrone.wire.peers.usage import Demand, DemandRow, RequestOutcome, RoundTrip, Usage, UsageRow
 from scheduler.decide.demand.intake import (
     COUNT_MAX,
     DEMAND_ROWS_MAX,

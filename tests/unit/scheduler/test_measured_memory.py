@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from isochrone.wire.ids import DeviceId
-from isochrone.wire.model import EngineSettings
-from isochrone.wire.report import NodeDevice, ReplicaProfile
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.report import NodeDevice, ReplicaProfile
 from scheduler.decide.capacity.device_classes import GIB
 from scheduler.decide.capacity.measured_memory import measured_excess
 from scheduler.decide.capacity.replica_capacity import overhead_bytes

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
-from isochrone.wire.model import EngineSettings
-from isochrone.wire.report import NodeDevice, ReplicaState
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.report import NodeDevice, ReplicaState
 from scheduler.decide.cluster import ClusterState, FleetNode, PlacementPlan
 from scheduler.decide.membership import judge_liveness
 from scheduler.decide.placement.fleet.slots import free_memory

@@ -3,8 +3,8 @@
 from typing import Any
 
 from isochrone.wire.ids import DeviceId
-from isochrone.wire.model import EngineSettings
-from isochrone.wire.report import NodeDevice
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.report import NodeDevice
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
 from tests.builders import GIB, a_cluster, a_deployment, a_node
 

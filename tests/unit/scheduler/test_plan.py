@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.ids import DeploymentId, DeviceId, Generation, NodeId, PopId
-from isochrone.wire.model import EngineSettings
-from isochrone.wire.report import ReplicaState
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.report import ReplicaState
 from scheduler.decide.cluster import (
     ClusterState,
     DemandRate,

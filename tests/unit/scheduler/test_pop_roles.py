@@ -5,12 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, PopId
-from isochrone.wire.model import EngineSettings, PlacementPolicy
-from isochrone.wire.report import ReplicaProfile, ReplicaState
-from isochrone.wire.routes import Pop
-from scheduler.api.deployments import pair_problem
+from isochrone.wire.models.model import EngineSettings, PlacementPolicy
+from isochrone.wire.peers.assignment import Role
+from isochrone.wire.peers.report import ReplicaProfile, ReplicaState
+from isochrone.wire.peers.routes import Pop
+from scheduler.api.admin.deployments import pair_problem
 from scheduler.decide.cluster import ClusterState, DemandRate, MeasuredProfile
 from scheduler.decide.demand.demand_rates import demand_by_deployment, demand_load
 from scheduler.decide.placement.planner import plan_deployments

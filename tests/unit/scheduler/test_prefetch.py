@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isochrone.wire.artifact import manifest_digest
 from isochrone.wire.ids import DeploymentId, NodeId, PopId
-from isochrone.wire.model import Artifact, ArtifactFile, CatalogModel
+from isochrone.wire.models.artifact import manifest_digest
+from isochrone.wire.models.model import Artifact, ArtifactFile, CatalogModel
 from scheduler.decide.cluster import ClusterState, DemandRate, PrefetchTarget
 from scheduler.decide.placement.planner import plan_deployments
 from scheduler.decide.placement.prefetch import (

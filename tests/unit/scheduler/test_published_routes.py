@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from isochrone.wire import codec
-from isochrone.wire.control import TABLE_PARTS
 from isochrone.wire.ids import Generation
+from isochrone.wire.peers.control import TABLE_PARTS
 from scheduler.state import published_routes
 from scheduler.state.published_routes import PublishedRoutes, TableParts
 from tests.unit.wire.test_table_parts import a_table

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from isochrone.wire.ids import BootId, Generation, ReplicaId
-from isochrone.wire.report import Refusal, ReplicaProfile, ReplicaReport, ReplicaState
+from isochrone.wire.peers.report import Refusal, ReplicaProfile, ReplicaReport, ReplicaState
 from scheduler.decide.membership import has_changed
 from tests.builders import GIB, a_device, a_replica_report, a_report, a_spec
 

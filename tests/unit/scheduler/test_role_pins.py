@@ -9,9 +9,9 @@ from click.testing import CliRunner
 from isochrone.cli import serving
 from isochrone.cli.context import CliContext
 from isochrone.wire.ids import DeploymentId, DeviceId
-from isochrone.wire.model import EngineSettings, ModelDimensions, PlacementPolicy
-from isochrone.wire.report import NodeDevice, ReplicaProfile
-from scheduler.api.deployments import roles_problem
+from isochrone.wire.models.model import EngineSettings, ModelDimensions, PlacementPolicy
+from isochrone.wire.peers.report import NodeDevice, ReplicaProfile
+from scheduler.api.admin.deployments import roles_problem
 from scheduler.decide.capacity.device_classes import is_named_by
 from scheduler.decide.cluster import ClusterState, DemandRate, FleetNode, MeasuredProfile
 from scheduler.decide.placement.planner import plan_deployments

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isochrone.wire.assignment import Role
-from isochrone.wire.engine_capabilities import capabilities_of, with_transfer
-from isochrone.wire.engine_options import ENGINE_OPTIONS
+from isochrone.wire.engines.engine_capabilities import capabilities_of, with_transfer
+from isochrone.wire.engines.engine_options import ENGINE_OPTIONS
 from isochrone.wire.ids import ReplicaId
-from isochrone.wire.model import EngineSettings, PlacementPolicy
+from isochrone.wire.models.model import EngineSettings, PlacementPolicy
+from isochrone.wire.peers.assignment import Role
 from nodeagent.drivers import DRIVERS
-from scheduler.api.deployments import roles_problem
+from scheduler.api.admin.deployments import roles_problem
 from scheduler.decide.placement.roles import (
     AUTO_ROUNDING,
     CHANGE_MARGIN,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from isochrone.wire.ids import DeploymentId, ModelId, PopId
-from isochrone.wire.model import EngineSettings
-from isochrone.wire.rollout import (
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.rollout import (
     STEPS,
     RolloutBody,
     RolloutBounds,
@@ -20,7 +20,7 @@ from isochrone.wire.rollout import (
     RolloutState,
     RolloutStep,
 )
-from isochrone.wire.usage import Moments
+from isochrone.wire.peers.usage import Moments
 from scheduler.decide.rollout import Arm, Stratum, compare_arms
 from scheduler.decide.rollout.lifecycle import (
     IN_PROGRESS,

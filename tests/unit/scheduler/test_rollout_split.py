@@ -5,12 +5,12 @@ from typing import Any
 
 import msgspec
 
-from isochrone.wire.assignment import Role
+from isochrone.wire.client_keys.key_table import KeyTable
 from isochrone.wire.ids import DeploymentId, Epoch, Generation, ModelId, NodeId, PopId
-from isochrone.wire.key_table import KeyTable
-from isochrone.wire.model import EngineSettings
-from isochrone.wire.rollout import RolloutSpec, RolloutState, RolloutStep
-from isochrone.wire.routes import RolloutEntry
+from isochrone.wire.models.model import EngineSettings
+from isochrone.wire.peers.assignment import Role
+from isochrone.wire.peers.rollout import RolloutSpec, RolloutState, RolloutStep
+from isochrone.wire.peers.routes import RolloutEntry
 from scheduler.decide.cluster import ClusterState, DemandRate, StartFailures
 from scheduler.decide.membership import judge_liveness
 from scheduler.decide.placement.rollout_split import plan_fleet, split_rollouts

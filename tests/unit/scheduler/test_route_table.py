@@ -4,10 +4,10 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isochrone.wire.client_keys.key_table import KeyTable
 from isochrone.wire.ids import Epoch, Generation, NodeId
-from isochrone.wire.key_table import KeyTable
-from isochrone.wire.report import ReplicaState
-from isochrone.wire.routes import RouteTable
+from isochrone.wire.peers.report import ReplicaState
+from isochrone.wire.peers.routes import RouteTable
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.membership import judge_liveness
 from scheduler.decide.routing import build_route_table, multi_node_hosts, replace_node_routes

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, Generation, PopId
-from isochrone.wire.model import EngineSettings, PlacementPolicy
+from isochrone.wire.models.model import EngineSettings, PlacementPolicy
+from isochrone.wire.peers.assignment import Role
 from ops.sim import small_worlds
 from ops.sim.optimality_gap import TABLE, run_search, total_cost
 from ops.sim.recost import empty_draft

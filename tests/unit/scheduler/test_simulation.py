@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.ids import DeploymentId, NodeId, PopId
-from isochrone.wire.report import ReplicaProfile
+from isochrone.wire.peers.report import ReplicaProfile
 from scheduler.decide.cluster import ClusterState, DemandRate, MeasuredProfile
 from scheduler.decide.membership import LivenessLimits
 from scheduler.decide.placement import plan_fleet

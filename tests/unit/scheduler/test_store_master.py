@@ -3,8 +3,8 @@
 import pytest
 
 from isochrone.wire.ids import NodeId, PopId, ReplicaId
-from isochrone.wire.model import EngineSettings, PlacementPolicy
-from scheduler.api.deployments import roles_problem
+from isochrone.wire.models.model import EngineSettings, PlacementPolicy
+from scheduler.api.admin.deployments import roles_problem
 from scheduler.decide.capacity.replica_capacity import overhead_bytes
 from scheduler.decide.membership import StoreMember, store_masters
 from tests.builders import GIB, a_model

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.ids import ClusterId, DeploymentId, Epoch, Generation, NodeId, PopId, ReplicaId
-from isochrone.wire.routes import Route, RouteTable, apply_delta, diff
+from isochrone.wire.peers.routes import Route, RouteTable, apply_delta, diff
 from scheduler.decide.routing import keep_unchanged_rates
 
 

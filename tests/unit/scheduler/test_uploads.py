@@ -8,9 +8,9 @@ from typing import BinaryIO
 import pytest
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from scheduler.api import uploads
-from scheduler.api.uploads import write_upload
-from scheduler.state.batch_folder import BatchFolder
+from scheduler.api.client_objects import uploads
+from scheduler.api.client_objects.uploads import write_upload
+from scheduler.state.files.batch_folder import BatchFolder
 
 BYTES_MAX = 1 << 20
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from isochrone.service.allowed_hosts import HostAllowList
+from isochrone.service.trust.allowed_hosts import HostAllowList
 
 
 @pytest.mark.parametrize(

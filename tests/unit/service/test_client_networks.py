@@ -2,7 +2,7 @@
 
 import pytest
 
-from isochrone.service.connection_count import ConnectionCount, network_of
+from isochrone.service.network.connection_count import ConnectionCount, network_of
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from isochrone.cli.manifest import ManifestError, artifact_of, signed
 from isochrone.service.config import ConfigError
-from isochrone.service.model_signature import (
+from isochrone.service.trust.model_signature import (
     BUNDLE_TYPE,
     NO_SIGNERS,
     PAYLOAD_TYPE,
@@ -25,8 +25,8 @@ from isochrone.service.model_signature import (
     SignatureError,
     load_signers,
 )
-from isochrone.wire.artifact import manifest_digest
-from isochrone.wire.model import SIGNATURE_CHARS_MAX, Artifact, ArtifactFile
+from isochrone.wire.models.artifact import manifest_digest
+from isochrone.wire.models.model import SIGNATURE_CHARS_MAX, Artifact, ArtifactFile
 
 FILES: Final = {"vocab.txt": b"{}", "sub/w.safetensors": b"weights"}
 

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from isochrone.service.name_cache import FRESH_S, NAMES_MAX, WAIT_S, CachedResolver, NameCache
+from isochrone.service.network.name_cache import (
+    FRESH_S,
+    NAMES_MAX,
+    WAIT_S,
+    CachedResolver,
+    NameCache,
+)
 
 
 class Dns:

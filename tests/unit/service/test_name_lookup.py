@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from isochrone.service.name_lookup import LOOKUPS_MAX, ServiceLoop, is_numeric
+from isochrone.service.network.name_lookup import LOOKUPS_MAX, ServiceLoop, is_numeric
 
 ADDRESS = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 9000))
 GENEROUS_S = 60.0

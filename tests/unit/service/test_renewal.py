@@ -5,10 +5,10 @@ from datetime import timedelta
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isochrone.service.certificate_renewal import renewal_due_at
-from isochrone.service.identity import Certificate, CertificateSubject
-from isochrone.wire.control import PeerRole
+from isochrone.service.trust.certificate_renewal import renewal_due_at
+from isochrone.service.trust.identity import Certificate, CertificateSubject
 from isochrone.wire.ids import PopId
+from isochrone.wire.peers.control import PeerRole
 from tests.builders import NOW
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from isochrone.service import files, identity
+from isochrone.service import files
 from isochrone.service.config import ConfigError, load_config
 from isochrone.service.files import write_atomic
-from isochrone.service.identity import Authority, IdentityError
-from isochrone.wire.control import PeerRole
+from isochrone.service.trust import identity
+from isochrone.service.trust.identity import Authority, IdentityError
 from isochrone.wire.ids import PopId
+from isochrone.wire.peers.control import PeerRole
 from nodeagent.config import NodeConfig
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from isochrone.service.config import ConfigError
-from isochrone.service.identity import SCHEDULER_NAME, Authority
-from isochrone.service.tls import load_tls_certificate, verifying_context
+from isochrone.service.trust.identity import SCHEDULER_NAME, Authority
+from isochrone.service.trust.tls import load_tls_certificate, verifying_context
 from tests.builders import NOW
 
 

@@ -15,8 +15,8 @@ from isochrone.service.tracing.recorder import (
     current_span,
 )
 from isochrone.service.tracing.spans import Sampling, Span, SpanKind
-from isochrone.wire import headers
-from isochrone.wire.trace_context import TraceContext
+from isochrone.wire.http import headers
+from isochrone.wire.http.trace_context import TraceContext
 from tests.otlp_collector import plain
 
 CLIENT = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from isochrone.wire.headers import ReportedLoad
+from isochrone.wire.http.headers import ReportedLoad
 from ops.sim.replica import SimulatedReplica
 from ops.sim.replica_job import ReplicaJob
 from ops.sim.traces import TraceRequest

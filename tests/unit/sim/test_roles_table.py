@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from isochrone.wire.assignment import Role
-from isochrone.wire.model import AUTO_ROLES, UNIFIED_ROLES, PlacementPolicy
+from isochrone.wire.models.model import AUTO_ROLES, UNIFIED_ROLES, PlacementPolicy
+from isochrone.wire.peers.assignment import Role
 from ops.sim.data import EXTRACT
 from ops.sim.replica_job import ReplicaJob
 from ops.sim.role_replica import RoleReplica, TransferredKv

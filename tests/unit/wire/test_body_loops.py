@@ -9,8 +9,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isochrone.wire import body_loops
-from isochrone.wire.body_loops import (
+from isochrone.wire.http import body_loops
+from isochrone.wire.http.body_loops import (
     BRACKETS_FEW,
     MANY_BRACKETS,
     NOT_ASCII,
@@ -18,7 +18,7 @@ from isochrone.wire.body_loops import (
     hash_in_python,
     scan_in_python,
 )
-from router.decide.prefix_index import block_ends
+from router.decide.caches.prefix_index import block_ends
 from tests.c_module import compile_now
 
 SOURCE = Path(body_loops.__file__).with_name("body_bytes.c")

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from isochrone.wire import codec, headers, keys
+from isochrone.wire import codec
 from isochrone.wire.admin import PopBody
-from isochrone.wire.control import FromAgent, FromRouter
+from isochrone.wire.client_keys import keys
+from isochrone.wire.http import headers
 from isochrone.wire.ids import (
     BootId,
     Generation,
@@ -21,7 +22,8 @@ from isochrone.wire.ids import (
     NodeId,
     ReplicaId,
 )
-from isochrone.wire.report import Pulse, ReplicaProfile, ReplicaReport
+from isochrone.wire.peers.control import FromAgent, FromRouter
+from isochrone.wire.peers.report import Pulse, ReplicaProfile, ReplicaReport
 from tests.builders import a_replica_report, a_report, a_spec
 
 READER = codec.decoder(FromAgent)

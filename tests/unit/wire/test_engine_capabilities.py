@@ -2,7 +2,7 @@
 
 import pytest
 
-from isochrone.wire.engine_capabilities import (
+from isochrone.wire.engines.engine_capabilities import (
     ENGINE_CAPABILITIES,
     FEATURES,
     capabilities_of,
@@ -10,8 +10,8 @@ from isochrone.wire.engine_capabilities import (
     sleep_problem,
     weights_problem,
 )
-from isochrone.wire.engine_options import ENGINE_OPTIONS
-from isochrone.wire.model import EngineSettings
+from isochrone.wire.engines.engine_options import ENGINE_OPTIONS
+from isochrone.wire.models.model import EngineSettings
 from nodeagent.drivers import DRIVERS, sglang, tensorrt_llm, vllm
 from nodeagent.drivers.installed_version import VersionRange
 from ops.engines.capability_table import DOCUMENT, with_table

@@ -2,7 +2,7 @@
 
 import pytest
 
-from isochrone.wire.engine_options import ENGINE_OPTIONS
+from isochrone.wire.engines.engine_options import ENGINE_OPTIONS
 
 
 @pytest.mark.parametrize(

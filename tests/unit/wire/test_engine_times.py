@@ -2,7 +2,7 @@
 
 import pytest
 
-from isochrone.wire.engine_times import EngineTimes, format_times, parse_times
+from isochrone.wire.engines.engine_times import EngineTimes, format_times, parse_times
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ import msgspec
 import pytest
 
 from isochrone.service import files
-from isochrone.wire.control import register_payload
+from isochrone.wire.client_keys.key_table import decode_hook, encode_hook
 from isochrone.wire.ids import BootId, ClusterId
-from isochrone.wire.key_table import decode_hook, encode_hook
+from isochrone.wire.peers.control import register_payload
 from ops.golden.make_formats import FILE, TO_ALL, TO_SCHEDULERS, fields_of, formats
-from router.usage_journal import UsageJournal
+from router.recording.usage_journal import UsageJournal
 from scheduler.store.migrate import read_migrations
 
 BEFORE = json.loads(FILE.read_text())

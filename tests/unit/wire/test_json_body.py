@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isochrone.wire import json_body
-from isochrone.wire.json_body import (
+from isochrone.wire.http import json_body
+from isochrone.wire.http.json_body import (
     JSON_CONTAINERS_MAX,
     JSON_DEPTH_MAX,
     UnsafeJson,

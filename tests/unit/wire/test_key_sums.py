@@ -8,12 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire import codec
-from isochrone.wire.control import Register
+from isochrone.wire.client_keys.key_sums import (
+    KEPT_SHARE_MIN,
+    KEY_BUCKETS,
+    KeptBuckets,
+    kept_buckets,
+)
+from isochrone.wire.client_keys.key_table import KeyTableBuilder
 from isochrone.wire.ids import Generation, KeyId
-from isochrone.wire.key_sums import KEPT_SHARE_MIN, KEY_BUCKETS, KeptBuckets, kept_buckets
-from isochrone.wire.key_table import KeyTableBuilder
-from isochrone.wire.routes import KeyEntry, KeyLimits, KeyTable, RouteTable, RouteTablePart
-from isochrone.wire.table_parts import BadParts, TableAssembler, read_table, split_table
+from isochrone.wire.peers.control import Register
+from isochrone.wire.peers.routes import KeyEntry, KeyLimits, KeyTable, RouteTable, RouteTablePart
+from isochrone.wire.peers.table_parts import BadParts, TableAssembler, read_table, split_table
 from tests.unit.wire.test_table_parts import PART, a_key, a_table
 
 CHANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), max_size=30)
@@ -138,7 +143,7 @@ def test_a_stored_table_has_its_sums_before_the_event_loop_needs_them(
     def fail(*arguments: Any) -> None:
         raise AssertionError("computed on the event loop")
 
-    monkeypatch.setattr("isochrone.wire.key_sums._digest", fail)
+    monkeypatch.setattr("isochrone.wire.client_keys.key_sums._digest", fail)
     assert len(table.keys.sums.encode()) == 8 * KEY_BUCKETS
 
 

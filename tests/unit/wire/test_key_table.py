@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isochrone.wire import key_table
+from isochrone.wire.client_keys import key_table
+from isochrone.wire.client_keys.key_table import KeyEntry, KeyTable, KeyTableBuilder
 from isochrone.wire.ids import KeyId, TenantId
-from isochrone.wire.key_table import KeyEntry, KeyTable, KeyTableBuilder
 
 IDS = st.integers(0, 60)
 SPENT = st.integers(0, 2)

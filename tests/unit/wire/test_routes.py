@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire import codec
-from isochrone.wire.control import ToRouter
 from isochrone.wire.ids import (
     ClusterId,
     DeploymentId,
@@ -20,7 +19,8 @@ from isochrone.wire.ids import (
     ReplicaId,
     TenantId,
 )
-from isochrone.wire.routes import (
+from isochrone.wire.peers.control import ToRouter
+from isochrone.wire.peers.routes import (
     DeploymentEntry,
     KeyEntry,
     KeyTable,

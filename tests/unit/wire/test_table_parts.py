@@ -7,7 +7,7 @@ import pytest
 
 from isochrone.wire import codec
 from isochrone.wire.ids import ClusterId, Epoch, Generation, KeyId, TenantId
-from isochrone.wire.routes import (
+from isochrone.wire.peers.routes import (
     KeyEntry,
     KeyLimits,
     KeyTable,
@@ -17,7 +17,7 @@ from isochrone.wire.routes import (
     apply_delta,
     diff,
 )
-from isochrone.wire.table_parts import (
+from isochrone.wire.peers.table_parts import (
     BadParts,
     TableAssembler,
     encode_table,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from isochrone.wire.trace_context import TraceContext, parse_traceparent
+from isochrone.wire.http.trace_context import TraceContext, parse_traceparent
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"

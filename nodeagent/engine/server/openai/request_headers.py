@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from isochrone.ttft_order import TTFT_MS_MAX, ttft_objective
-from isochrone.wire.headers import (
+from isochrone.wire.http.headers import (
     DEADLINE_MS,
     GENERATED_TOKENS,
     PREFILL_MS,

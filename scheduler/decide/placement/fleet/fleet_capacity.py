@@ -9,8 +9,8 @@ from math import inf
 import numpy as np
 
 from isochrone.wire.ids import DeploymentId, NodeId, PopId
-from isochrone.wire.model import CatalogModel, Deployment, PlacementPolicy
-from isochrone.wire.routes import Pop
+from isochrone.wire.models.model import CatalogModel, Deployment, PlacementPolicy
+from isochrone.wire.peers.routes import Pop
 from scheduler.decide.arrays import Floats
 from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.capacity.start_times import StartTimes

@@ -7,10 +7,10 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire.engine_capabilities import sleep_problem_on
+from isochrone.wire.engines.engine_capabilities import sleep_problem_on
 from isochrone.wire.ids import DeviceId, NodeId, PopId
-from isochrone.wire.model import CatalogModel, Deployment, EngineSettings, PlacementPolicy
-from isochrone.wire.routes import Pop
+from isochrone.wire.models.model import CatalogModel, Deployment, EngineSettings, PlacementPolicy
+from isochrone.wire.peers.routes import Pop
 from scheduler.decide.capacity.default_sizes import derives_kv
 from scheduler.decide.capacity.replica_capacity import (
     gib,

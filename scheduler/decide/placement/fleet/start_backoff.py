@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from isochrone.wire.ids import DeploymentId, NodeId
-from isochrone.wire.report import ReplicaState
+from isochrone.wire.peers.report import ReplicaState
 from scheduler.decide.cluster import ClusterState, Placement, StartFailures
 
 BACKOFF_FIRST_S: Final = 2.0

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from isochrone.wire.ids import NodeId
-from isochrone.wire.model import CatalogModel
+from isochrone.wire.models.model import CatalogModel
 from scheduler.decide.arrays import Floats, Ints
 from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.capacity.start_times import (

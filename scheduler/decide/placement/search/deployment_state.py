@@ -10,10 +10,10 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from isochrone.wire.assignment import Role
 from isochrone.wire.ids import DeploymentId, PopId
-from isochrone.wire.model import UNIFIED_ROLES, CatalogModel, Deployment
-from isochrone.wire.report import ReplicaState
+from isochrone.wire.models.model import UNIFIED_ROLES, CatalogModel, Deployment
+from isochrone.wire.peers.assignment import Role
+from isochrone.wire.peers.report import ReplicaState
 from scheduler.decide.arrays import NO_FLOATS, Floats, Ints
 from scheduler.decide.capacity.replica_capacity import UNMEASURED, Profiles, replica_rates
 from scheduler.decide.capacity.start_times import COMING

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from isochrone.wire.ids import DeviceId, NodeId, PopId
-from isochrone.wire.report import ReplicaState
+from isochrone.wire.peers.report import ReplicaState
 from scheduler.decide.placement.search.blocked_gains import BlockedGain
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.draft import PlacementDraft

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from isochrone.wire.report import ReplicaState
+from isochrone.wire.peers.report import ReplicaState
 from scheduler.decide.placement.score import START
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.draft import Gain, PlacementDraft

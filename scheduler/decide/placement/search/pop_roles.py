@@ -11,11 +11,11 @@ from functools import partial
 
 import msgspec
 
-from isochrone.wire.assignment import Role
-from isochrone.wire.engine_capabilities import capabilities_of
+from isochrone.wire.engines.engine_capabilities import capabilities_of
 from isochrone.wire.ids import PopId, ReplicaId
-from isochrone.wire.model import UNIFIED_ROLES
-from isochrone.wire.report import ReplicaState
+from isochrone.wire.models.model import UNIFIED_ROLES
+from isochrone.wire.peers.assignment import Role
+from isochrone.wire.peers.report import ReplicaState
 from scheduler.decide.placement.roles import (
     ReplicaRole,
     RoleChange,

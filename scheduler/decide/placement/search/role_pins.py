@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from isochrone.wire.assignment import Role
 from isochrone.wire.ids import PopId
-from isochrone.wire.model import PlacementPolicy
-from isochrone.wire.report import ReplicaProfile
+from isochrone.wire.models.model import PlacementPolicy
+from isochrone.wire.peers.assignment import Role
+from isochrone.wire.peers.report import ReplicaProfile
 from scheduler.decide.capacity.device_classes import is_named_by
 from scheduler.decide.cluster import FleetNode
 from scheduler.decide.demand.demand_rates import DemandLoad, DeploymentDemand, demand_load

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from isochrone.wire.ids import DeploymentId, DeviceId, NodeId, PopId
-from isochrone.wire.model import CatalogModel, Deployment
+from isochrone.wire.models.model import CatalogModel, Deployment
 from scheduler.decide.arrays import Floats
 from scheduler.decide.capacity.start_times import queued_bytes
 from scheduler.decide.cluster import ClusterState, FleetNode, Placement

@@ -1,0 +1,1 @@
+"""Servers and connections: HTTP, the control connection, name lookups."""

@@ -1,0 +1,353 @@
+"""An aiohttp server with a deadline and a size limit on everything that clients send.
+
+aiohttp itself waits for ever for a slow request head and does not limit connections. Whatever is
+refused here, malformed HTTP included, gets an error in the server's own JSON form.
+"""
+
+import asyncio
+import logging
+import math
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from ssl import SSLContext
+from typing import Any, Final
+
+import msgspec
+from aiohttp import ClientConnectionResetError, web
+from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError
+
+from isochrone.service.config import ConfigError
+from isochrone.service.network.connection_count import (
+    ConnectionCount,
+    ProtocolFactory,
+    client_network,
+    tls_protocol_factory,
+)
+from isochrone.wire.errors import ApiError, ErrorCode
+
+log = logging.getLogger(__name__)
+
+EncodeError = Callable[[ApiError], web.Response]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_BACKLOG: Final = 1024
+"""Connections not yet accepted. A full backlog refuses more on a Unix socket, and delays TCP."""
+
+_STATUS_CODES: Final = {
+    400: ErrorCode.INVALID_REQUEST,
+    401: ErrorCode.INVALID_KEY,
+    403: ErrorCode.FORBIDDEN,
+    404: ErrorCode.NOT_FOUND,
+    405: ErrorCode.METHOD_NOT_ALLOWED,
+    408: ErrorCode.REQUEST_TIMEOUT,
+    413: ErrorCode.TOO_LARGE,
+    417: ErrorCode.INVALID_REQUEST,
+}
+
+
+class HttpServerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of one listener. A connection over a limit is closed, a request is refused."""
+
+    head_timeout_s: float = 10.0
+    keepalive_s: float = 75.0
+    body_timeout_s: float = 30.0
+    body_bytes_max: int = 8 * 1024 * 1024
+    connections_max: int = 20_000
+    connections_per_address_max: int = 5_000
+    shutdown_timeout_s: float = 5.0
+
+
+def json_error(error: ApiError) -> web.Response:
+    """Encode an error in this project's JSON form, which the admin and control APIs use."""
+    body = {"error": {"code": error.code.value, "message": error.message, "param": error.param}}
+    return error_response(error, msgspec.json.encode(body))
+
+
+def error_response(error: ApiError, body: bytes) -> web.Response:
+    """Return a response with the error's status and headers, and `Retry-After` in whole seconds."""
+    response = web.Response(
+        status=error.meaning.status,
+        body=body,
+        headers=error.headers,
+        content_type="application/json",
+    )
+    if error.retry_after_s is not None:
+        # Rounded up: a client that retries a moment early is refused again.
+        response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    return response
+
+
+def error_middleware(encode_error: EncodeError) -> Callable[..., Awaitable[web.StreamResponse]]:
+    """Return a middleware that answers every exception in the form of `encode_error`.
+
+    It catches `Exception`: internal details go to the log and not to the client.
+    """
+
+    @web.middleware
+    async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            return encode_error(error)
+        except web.HTTPException as error:
+            refused = _error_of_status(error.status, error.reason, request)
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                refused.headers = {"allow": ", ".join(sorted(error.allowed_methods))}
+            return encode_error(refused)
+        except ClientConnectionResetError:
+            # The client has left; no response reaches it.
+            return web.Response(status=499)
+        except ConnectionError:
+            # The client does not read: aiohttp closes the connection.
+            raise
+        except Exception:
+            log.exception("request failed", extra={"fields": {"path": request.path[:200]}})
+            return encode_error(
+                ApiError(ErrorCode.INTERNAL, "cannot answer: an internal error was logged")
+            )
+
+    return errors
+
+
+FORM_ERRORS: Final = (ValueError, RuntimeError, BadHttpMessage)
+"""The errors that aiohttp raises for a malformed form; the last is for the headers of a part."""
+
+
+async def read_body(
+    request: web.Request,
+    *,
+    bytes_max: int,
+    timeout_s: float,
+    check: Callable[[], None] | None = None,
+) -> bytes:
+    """Read a whole body. Limits apply to the bytes after decompression.
+
+    Raises ApiError: 413 over `bytes_max`, 408 after `timeout_s`, 400 for a broken encoding.
+    `check`, if given, is called before the first byte and before each further part is kept; it may
+    raise to stop reading.
+    """
+    if check is not None:
+        check()
+    if (request.content_length or 0) > bytes_max:
+        raise _too_large(bytes_max)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.content.iter_any():
+                if check is not None:
+                    check()
+                body += chunk
+                if len(body) > bytes_max:
+                    raise _too_large(bytes_max)
+    except TimeoutError:
+        raise ApiError(
+            ErrorCode.REQUEST_TIMEOUT, f"cannot read the body: incomplete after {timeout_s:g} s"
+        ) from None
+    except (ContentEncodingError, web.RequestPayloadError):
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST, "cannot read the body: broken encoding or truncated"
+        ) from None
+    return bytes(body)
+
+
+def listen_error(host: str, port: int, error: OSError) -> ConfigError:
+    """Return the error for an address that cannot be listened on."""
+    # A name that cannot be resolved has a negative errno and its own strerror.
+    reason = (
+        os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
+    )
+    return ConfigError(f"cannot listen on {host}:{port}: {reason}")
+
+
+@asynccontextmanager
+async def serve_http(
+    app: web.Application,
+    host: str,
+    port: int,
+    *,
+    limits: HttpServerLimits | None = None,
+    encode_error: EncodeError = json_error,
+    ssl_context: SSLContext | None = None,
+    reuse_port: bool = False,
+) -> AsyncIterator[int]:
+    """Serve `app` on `host:port` and yield the bound port; raises ConfigError.
+
+    On exit: stop accepting, wait `shutdown_timeout_s` for open requests, then cancel them.
+    """
+    loop = asyncio.get_running_loop()
+    async with _protocol_factory(
+        app, limits or HttpServerLimits(), encode_error, ssl_context
+    ) as factory:
+        try:
+            listener = await loop.create_server(
+                factory, host, port, backlog=_BACKLOG, reuse_port=reuse_port or None
+            )
+        except OSError as error:
+            raise listen_error(host, port, error) from error
+        try:
+            yield listener.sockets[0].getsockname()[1]
+        finally:
+            listener.close()
+
+
+@asynccontextmanager
+async def serve_http_unix(
+    app: web.Application,
+    path: Path,
+    *,
+    limits: HttpServerLimits | None = None,
+    encode_error: EncodeError = json_error,
+) -> AsyncIterator[None]:
+    """Serve `app` on a Unix socket that only this process's user may open; see `serve_http`."""
+    loop = asyncio.get_running_loop()
+    async with _protocol_factory(app, limits or HttpServerLimits(), encode_error, None) as factory:
+        # Created with mode 0600: a chmod after bind would leave it open to others for a moment.
+        mask = os.umask(0o177)
+        try:
+            listener = await loop.create_unix_server(factory, str(path), backlog=_BACKLOG)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
+        finally:
+            os.umask(mask)
+        try:
+            yield
+        finally:
+            listener.close()
+
+
+@asynccontextmanager
+async def _protocol_factory(
+    app: web.Application,
+    limits: HttpServerLimits,
+    encode_error: EncodeError,
+    ssl_context: SSLContext | None,
+) -> AsyncIterator[ProtocolFactory]:
+    """Yield a listener's protocol factory; on exit, close its open connections."""
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=limits.shutdown_timeout_s,
+    )
+    await runner.setup()
+    server = runner.server
+    assert server is not None
+    connections = ConnectionCount(limits.connections_max, limits.connections_per_address_max)
+    loop = asyncio.get_running_loop()
+
+    def request_handler() -> web.RequestHandler:
+        return _LimitedRequestHandler(server, loop, limits, connections, encode_error)
+
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(runner.cleanup)
+        factory = tls_protocol_factory(
+            request_handler, ssl_context, connections, limits.head_timeout_s
+        )
+        yield await stack.enter_async_context(factory)
+
+
+class _LimitedRequestHandler(web.RequestHandler):
+    """One connection: counted, closed unless each head is complete within `head_timeout_s`.
+
+    The time of the first head counts from the connection, that of others from their first bytes.
+    """
+
+    __slots__ = ("_connections", "_encode_error", "_head_timer", "_limits", "_network")
+
+    def __init__(
+        self,
+        server: web.Server,
+        loop: asyncio.AbstractEventLoop,
+        limits: HttpServerLimits,
+        connections: ConnectionCount,
+        encode_error: EncodeError,
+    ) -> None:
+        super().__init__(
+            server,
+            loop=loop,
+            access_log=None,  # type: ignore[arg-type]
+            keepalive_timeout=limits.keepalive_s,
+            lingering_time=1.0,
+        )
+        self._limits = limits
+        self._connections = connections
+        self._encode_error = encode_error
+        self._network: str | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._network = client_network(transport)
+        if not self._connections.add(self._network):
+            self.force_close()
+            return
+        self._start_head_timer()
+
+    def data_received(self, data: bytes) -> None:
+        heads = self._request_count
+        super().data_received(data)
+        if self._request_count != heads:
+            self._cancel_head_timer()
+        elif self._waiter is not None and self._head_timer is None:
+            # No request is being answered, and these bytes completed no head: aiohttp would wait
+            # for the rest of it until `keepalive_s`.
+            self._start_head_timer()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._cancel_head_timer()
+        if self._network is not None:
+            self._connections.remove(self._network)
+            self._network = None
+        super().connection_lost(exc)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer malformed HTTP, which never became a request, in the server's own form."""
+        if status >= 500:
+            log.error("connection failed", exc_info=exc)
+        text = "malformed HTTP" if status == 400 else (message or "refused")
+        response = self._encode_error(_error_of_status(status, text, None))
+        response.force_close()
+        return response
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Answer in the server's own form what aiohttp refuses before the app's middlewares."""
+        if isinstance(resp, web.HTTPExpectationFailed):
+            resp = self._encode_error(_error_of_status(resp.status, resp.reason, None))
+        return await super().finish_response(request, resp, start_time)
+
+    def log_exception(self, *args: Any, **named: Any) -> None:
+        """Log an exception, except for a body that could not be read: its sender got an error."""
+        if not isinstance(named.get("exc_info"), web.RequestPayloadError):
+            super().log_exception(*args, **named)
+
+    def _start_head_timer(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._head_timer = loop.call_later(self._limits.head_timeout_s, self.force_close)
+
+    def _cancel_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+def _error_of_status(status: int, text: str, request: web.Request | None) -> ApiError:
+    code = _STATUS_CODES.get(status, ErrorCode.INTERNAL if status >= 500 else None)
+    if code is ErrorCode.NOT_FOUND and request is not None:
+        text = f"no such path: {request.method} {request.path[:200]}"
+    elif code is ErrorCode.METHOD_NOT_ALLOWED and request is not None:
+        text = f"{request.path[:200]} does not take {request.method}"
+    return ApiError(code or ErrorCode.INVALID_REQUEST, f"cannot serve: {text}")
+
+
+def _too_large(bytes_max: int) -> ApiError:
+    return ApiError(ErrorCode.TOO_LARGE, f"cannot read the body: more than {bytes_max} bytes")

@@ -1,0 +1,1 @@
+"""Identity and confinement: certificates, TLS, signatures, Landlock."""

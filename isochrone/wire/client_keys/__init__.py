@@ -1,0 +1,1 @@
+"""Clients' API keys: their form, their tables and their use."""

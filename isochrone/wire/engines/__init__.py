@@ -1,0 +1,1 @@
+"""Engines: their configuration, options and capabilities."""

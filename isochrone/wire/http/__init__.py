@@ -1,0 +1,1 @@
+"""Requests over HTTP: headers, and checks of bodies."""

@@ -1,0 +1,71 @@
+"""The loops over every byte of a request: a scan of its JSON, its prompt's hashes, its images.
+
+The compiled request path has these loops in C (`body_bytes.c`), with the same results, because they
+would be most of the cost of a large body. Without it the loops of `re` and `xxhash` are used.
+"""
+
+import importlib
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final
+
+import xxhash
+
+NOT_ASCII: Final = 1
+SURROGATE_ESCAPE: Final = 2
+MANY_BRACKETS: Final = 4
+BRACKETS_FEW: Final = 96
+r"""The findings of a scan: bytes above 127; `\uD800` to `\uDFFF` anywhere; and more than
+BRACKETS_FEW opening brackets, within strings or not."""
+
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def scan_in_python(body: bytes) -> int:
+    """Return what a body has, as the sum of the constants above."""
+    found = 0 if body.isascii() else NOT_ASCII
+    first = body.find(b"\\")
+    if first >= 0 and _SURROGATE.search(body, first) is not None:
+        found |= SURROGATE_ESCAPE
+    opened = 0
+    for bracket in (b"[", b"{"):
+        # A search for one byte is a hundred times as fast as a count, and most bodies have few.
+        position = body.find(bracket)
+        while position >= 0:
+            opened += 1
+            if opened > BRACKETS_FEW:
+                return found | MANY_BRACKETS
+            position = body.find(bracket, position + 1)
+    return found
+
+
+def hash_in_python(prompt: bytes, ends: Sequence[int], seed: int) -> list[int]:
+    """Return the XXH3 of each block of a prompt, with the hash before it as its seed.
+
+    A block has 128 bytes, or more than 240.
+    """
+    hashes: list[int] = []
+    view = memoryview(prompt)
+    key, begin = seed, 0
+    for end in ends:
+        key = xxhash.xxh3_64_intdigest(view[begin:end], key)
+        hashes.append(key)
+        begin = end
+    return hashes
+
+
+def know_no_base64(text: str, begin: int) -> bool:
+    """Return False: without the loop in C, decoding is the fastest check."""
+    return False
+
+
+scan_body: Callable[[bytes], int] = scan_in_python
+chained_hashes: Callable[[bytes, Sequence[int], int], list[int]] = hash_in_python
+is_surely_base64: Callable[[str, int], bool] = know_no_base64
+"""Whether a text is from `begin` on base64 that `validate=True` accepts; False if not known."""
+
+with suppress(ImportError):
+    _IN_C = importlib.import_module("isochrone.wire.http.body_bytes")
+    scan_body, chained_hashes = _IN_C.scan_body, _IN_C.chained_hashes
+    is_surely_base64 = _IN_C.is_surely_base64

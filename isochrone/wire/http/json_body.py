@@ -1,0 +1,72 @@
+"""Checks a client's JSON body so that every later parser reads the same text from it.
+
+A body passes through several parsers: the router's, the node's and the engine's. Where one of them
+reads what another refuses, a check can be bypassed: a node that could not decode a body once sent
+it to an engine that could. So the router and the node accept only text that all of them read.
+"""
+
+import re
+from itertools import accumulate
+from typing import Final
+
+from isochrone.wire.http.body_loops import (
+    BRACKETS_FEW,
+    MANY_BRACKETS,
+    NOT_ASCII,
+    SURROGATE_ESCAPE,
+    scan_body,
+)
+
+JSON_DEPTH_MAX: Final = BRACKETS_FEW
+"""Levels of nested arrays and objects in a body. The strictest parser behind the router, serde in
+Rust, accepts 127; pydantic accepts 200, msgspec and Python's json somewhat less than 1000. Below 96
+fit a JSON schema of 64 levels, the engine's own limit, and the request around it."""
+
+JSON_CONTAINERS_MAX: Final = 400_000
+"""Arrays and objects in a body. More than any real request has; it bounds the work of parsing."""
+
+_NOT_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_STEP: Final = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATE_PAIR: Final = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+
+
+class UnsafeJson(ValueError):
+    """Parsers may disagree about this body; the error text says what is wrong with it."""
+
+
+def check_json_body(body: bytes) -> None:
+    """Raise UnsafeJson for invalid UTF-8, a lone surrogate, or too much nesting.
+
+    The syntax is left to the decoder that follows.
+    """
+    found = scan_body(body)
+    if found & NOT_ASCII:
+        try:
+            body.decode()
+        except UnicodeDecodeError as error:
+            raise UnsafeJson("not valid UTF-8") from error
+    if found & SURROGATE_ESCAPE:
+        _check_surrogates(body)
+    if found & MANY_BRACKETS:
+        _check_nesting(body)
+
+
+def _check_surrogates(body: bytes) -> None:
+    # A placeholder for escaped backslashes: `\\ud800` is no escape, and what stands around one
+    # must not become adjacent.
+    escapes = _SURROGATE_PAIR.sub(b"", body.replace(b"\\\\", b"_"))
+    if _SURROGATE.search(escapes) is not None:
+        raise UnsafeJson("it has a lone surrogate (\\ud800 to \\udfff without its other half)")
+
+
+def _check_nesting(body: bytes) -> None:
+    """Raise UnsafeJson if arrays and objects outside strings are too deep or too many."""
+    # Without escaped quotes every other part between quotes is outside strings.
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    brackets = b"".join(unescaped.split(b'"')[::2]).translate(None, _NOT_BRACKETS)
+    if len(brackets) > 2 * JSON_CONTAINERS_MAX:
+        raise UnsafeJson(f"more than {JSON_CONTAINERS_MAX} arrays and objects")
+    depth = max(accumulate(map(_STEP.__getitem__, brackets)), default=0)
+    if depth > JSON_DEPTH_MAX:
+        raise UnsafeJson(f"nested {depth} levels deep, the limit is {JSON_DEPTH_MAX}")

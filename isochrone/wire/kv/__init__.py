@@ -1,0 +1,1 @@
+"""KV blocks between replicas: transferred, shared, stored."""

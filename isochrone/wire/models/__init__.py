@@ -1,0 +1,1 @@
+"""Models and their files: artifacts, shapes, adapters."""

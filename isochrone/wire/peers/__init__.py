@@ -1,0 +1,1 @@
+"""Messages between the scheduler, agents and routers."""

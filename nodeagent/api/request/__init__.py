@@ -1,0 +1,1 @@
+"""The steps of one request on its way to the engine and back."""

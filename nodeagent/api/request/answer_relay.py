@@ -1,0 +1,105 @@
+"""Relays an engine's or a peer node's answer to the router, and refuses requests."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from io import BytesIO
+from typing import Final
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from isochrone.wire.http import headers
+from nodeagent import metrics
+from nodeagent.api.request.engine_trials import EngineRequest
+from nodeagent.supervisor import ManagedReplica
+
+WHOLE_BODY_BYTES_MAX: Final = 512 * 1024
+EVENT_STREAM: Final = "text/event-stream"
+ENGINE_LOST_EVENT: Final = b"data: " + msgspec.json.encode(
+    {"error": {"code": headers.ENGINE_LOST_CODE, "message": "the engine failed"}}
+) + b"\n\n"  # fmt: skip
+"""Ends a stream, between two frames, whose request may have made the engine fail."""
+
+
+def request_data(body: bytes) -> bytes | BytesIO:
+    """Return a body to send; a large one in pieces, so that other requests go on between them."""
+    return body if len(body) < WHOLE_BODY_BYTES_MAX else BytesIO(body)
+
+
+def response_head(answer: aiohttp.ClientResponse, names: Sequence[str]) -> web.StreamResponse:
+    """Return a response with the status, length and named headers of `answer`."""
+    response = web.StreamResponse(status=answer.status)
+    for name in names:
+        if name in answer.headers:
+            response.headers[name] = answer.headers[name]
+    if answer.content_length is not None:
+        response.content_length = answer.content_length
+    return response
+
+
+async def count_bytes(
+    first_chunk: bytes, chunks: AsyncIterator[bytes], replica: ManagedReplica
+) -> AsyncIterator[bytes]:
+    """Yield the first chunk and the rest, adding their size to the replica's `bytes_out`."""
+    if first_chunk:
+        replica.bytes_out += len(first_chunk)
+        yield first_chunk
+    async for chunk in chunks:
+        replica.bytes_out += len(chunk)
+        yield chunk
+
+
+async def relay_body(
+    request: web.Request,
+    response: web.StreamResponse,
+    chunks: AsyncIterator[bytes],
+    outcome: str,
+    running: EngineRequest | None = None,
+) -> None:
+    """Relay an answer's body and count its outcome; abort the connection if the source breaks.
+
+    If the source is an engine and `running` is blamed for its failure, end a stream with
+    ENGINE_LOST_EVENT instead.
+    """
+    chunk = b""
+    try:
+        async for chunk in chunks:
+            await response.write(chunk)
+    except aiohttp.ClientConnectionResetError:
+        metrics.REQUESTS.labels("client_disconnected").inc()
+        return
+    except aiohttp.ClientError:
+        # The router must see an abort, not a regular end: the answer is incomplete.
+        metrics.REQUESTS.labels("engine_failed").inc()
+        is_blamed = running is not None and await running.is_blamed()
+        if is_blamed and response.content_type == EVENT_STREAM and chunk.endswith(b"\n\n"):
+            with suppress(ConnectionError, aiohttp.ClientConnectionResetError):
+                await response.write(ENGINE_LOST_EVENT)
+                await response.write_eof()
+            return
+        if request.transport is not None:
+            request.transport.abort()
+        return
+    await response.write_eof()
+    metrics.REQUESTS.labels(outcome).inc()
+
+
+async def loss_headers(running: EngineRequest, error: Exception) -> dict[str, str]:
+    """Return the headers of the answer to a request whose engine failed before its first byte."""
+    was_sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+    return {headers.ENGINE_LOST: "1"} if was_sent and await running.is_blamed() else {}
+
+
+def refusal(word: str, status: int, load: str = "") -> web.Response:
+    """Return a refusal with its word as a header and a retry delay of one second."""
+    error = {"error": {"code": "refused", "message": f"cannot serve the request: {word}"}}
+    response = web.Response(
+        status=status,
+        body=msgspec.json.encode(error),
+        content_type="application/json",
+        headers={headers.REFUSED: word, "retry-after": "1"},
+    )
+    if load:
+        response.headers[headers.LOAD] = load
+    return response

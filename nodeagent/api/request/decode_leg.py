@@ -1,0 +1,225 @@
+"""The decode replica's side of a request with two legs: when to open one, and its effect."""
+
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from math import inf
+from time import monotonic
+from typing import Final
+
+from aiohttp import web
+
+from isochrone.service.tracing import names
+from isochrone.service.tracing.recorder import current_span
+from isochrone.wire.http import headers
+from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.ids import NodeId, ReplicaId
+from isochrone.wire.kv import kv_sharing, kv_transfer
+from nodeagent import metrics
+from nodeagent.api.inference_paths import GENERATION_PATHS
+from nodeagent.api.kv_sharing import PrefixCopy
+from nodeagent.api.request.answer_relay import EVENT_STREAM
+from nodeagent.api.request.handoff_notice import announce_prefill
+from nodeagent.decide.requests.admission import TokenReservation
+from nodeagent.decide.requests.kv_quota import KvQuota, KvUser
+from nodeagent.decide.requests.prefill_leg import (
+    DecodeLoad,
+    ExpectedDecoding,
+    LegChoice,
+    TransferRate,
+    is_too_short,
+)
+from nodeagent.disaggregation.handshake_leg import AnswerContext, HandshakeLeg
+from nodeagent.disaggregation.kv_fetch import FetchRates, PrefixFetcher, parse_holders
+from nodeagent.disaggregation.kv_windows import WindowLeases
+from nodeagent.disaggregation.two_legs import LegRequest, PrefillLeg, PrefillPeers
+from nodeagent.disaggregation.usage_rewriter import UsageRewriter, rewrite_json
+from nodeagent.host.engines.engine_process import EngineProcess
+from nodeagent.supervisor import ManagedReplica
+
+DecodeLeg = PrefillLeg | HandshakeLeg
+
+ONE_ENGINE_ONLY: Final = (headers.GENERATED_TOKENS, headers.SUSPECT)
+"""Headers of requests without a prefill leg: the rest of an answer, whose prompt is mostly cached,
+and a request that may make engines fail."""
+
+
+class DecodeLegs:
+    """Opens the prefill legs of the requests at this node's decode replicas."""
+
+    def __init__(self, peers: PrefillPeers, quota: KvQuota, windows: WindowLeases) -> None:
+        """`quota` is the node's for KV of other replicas, `windows` for KV of its own."""
+        self._windows = windows
+        self._peers = peers
+        self._quota = quota
+        self._fetch_rates = FetchRates()
+        self._rates: dict[ReplicaId, TransferRate] = {}
+        self._decoding: dict[ReplicaId, ExpectedDecoding] = {}
+
+    def open(
+        self,
+        request: web.Request,
+        replica: ManagedReplica,
+        engine: EngineProcess,
+        body: bytes,
+        reservation: TokenReservation,
+        sent_on: Sequence[str],
+    ) -> DecodeLeg | None:
+        """Open a leg if the router names prefill replicas, or others that may have the prefix.
+
+        Return None if the prompt is read here. `sent_on` are the request's headers that go to a
+        prefill replica.
+        """
+        replicas = headers.parse_peer_replicas(request.headers.get(headers.PREFILL_REPLICAS, ""))
+        handshake = engine.handshake
+        needs_prefill = handshake is not None and handshake.needs_prefill
+        holders = parse_holders(
+            request.headers.get(kv_sharing.KV_HOLDERS, ""),
+            request.headers.get(kv_sharing.KV_STORE, ""),
+        )
+        is_alone = any(name in request.headers for name in ONE_ENGINE_ONLY) and not needs_prefill
+        if is_alone or not (engine.sends_kv or handshake is not None):
+            return None
+        if kv_transfer.LEG in request.headers or request.path not in GENERATION_PATHS:
+            return None
+        if handshake is not None:
+            holders = None
+        if len(replicas) > 1 and is_too_short(replicas[0]) and not needs_prefill:
+            metrics.PREFILL_LEGS.labels(LegChoice.SHORT).inc()
+            current_span().set(names.PREFILL_OUTCOME, LegChoice.SHORT.value)
+            replicas = []
+        if len(replicas) < 2 and holders is None and not needs_prefill:
+            return None
+        own, admission = replica.spec.replica_id, replica.admission
+
+        def load() -> DecodeLoad:
+            queued = admission.pending_prefill_tokens(monotonic())
+            before = max(0, queued - reservation.pending_prefill_tokens)
+            return DecodeLoad(before, expected.record(admission.decoding))
+
+        async def announce(replica_id: ReplicaId) -> None:
+            reservation.set_prefill_elsewhere(replica_id != own)
+            await announce_prefill(request, replica_id)
+
+        if len(self._rates) > 2 * len(replicas) + 64:
+            # Replicas come and go.
+            self._rates.clear()
+            self._decoding.clear()
+        expected = self._decoding.setdefault(own, ExpectedDecoding())
+        leg_request = LegRequest(
+            transfer=secrets.token_hex(16),
+            path=request.path,
+            body=body,
+            sent={name: request.headers[name] for name in sent_on if name in request.headers},
+            replicas=replicas or [PeerReplica(own, NodeId(""), "", 0, 0, 0)],
+            load=load,
+            announce=announce,
+            holders=holders,
+            deadline_s=_deadline_s(request),
+            lease_window=lambda source: self._windows.lease(source, replica),
+            set_waiting=reservation.set_prefill_elsewhere,
+        )
+        rate = self._rates.setdefault(own, TransferRate())
+        if handshake is not None:
+            return HandshakeLeg(handshake, self._peers, rate, leg_request, monotonic)
+        fetcher = self._fetcher(request, replica, engine)
+        return PrefillLeg(engine.http, self._peers, rate, leg_request, monotonic, fetcher)
+
+    def _fetcher(
+        self, request: web.Request, replica: ManagedReplica, engine: EngineProcess
+    ) -> PrefixFetcher:
+        user = KvUser(replica.spec.deployment_id, request.headers.get(headers.CACHE_SALT, ""))
+        return PrefixFetcher(
+            engine.http,
+            self._peers,
+            self._fetch_rates,
+            self._quota,
+            user,
+            monotonic,
+            lambda source: self._windows.lease(source, replica),
+        )
+
+
+def answer_context(
+    leg: DecodeLeg | None,
+    post: Callable[[bytes, Mapping[str, str]], AnswerContext],
+    body: bytes,
+    sent: Mapping[str, str],
+) -> AnswerContext:
+    """Return the context of the engine's answer, with the leg's part of the request.
+
+    `post` sends a body without the tenant's salt to the engine.
+    """
+    if isinstance(leg, HandshakeLeg):
+        return leg.answer(lambda changed: post(changed, sent))
+    if leg is not None:
+        sent = {**sent, kv_transfer.TRANSFER: leg.transfer}
+    return post(body, sent)
+
+
+def report_found(leg: DecodeLeg | None, response: web.StreamResponse) -> None:
+    """Say in the answer's head where the prompt's cached tokens were found, and count them."""
+    found = kv_sharing.parse_found(response.headers.pop(kv_sharing.KV_FOUND, ""))
+    if leg is not None and leg.fetched is not None:
+        response.headers[kv_sharing.FETCH_MS] = str(round(1000 * leg.fetched.waited_s))
+    if leg is not None and leg.expected is not None:
+        if leg.received is not None:
+            # All of it came from the prefill replica; this is what that one had.
+            found = kv_sharing.FoundTokens(device=leg.received.cached_tokens)
+        elif leg.fetched is not None and leg.fetched.blocks:
+            tokens = leg.fetched.blocks * leg.expected.block_tokens
+            found = found.moved(leg.fetched.place, tokens)
+    formatted = kv_sharing.format_found(found)
+    if not formatted:
+        return
+    response.headers[kv_sharing.KV_FOUND] = formatted
+    for place, tokens in kv_sharing.found_places(found):
+        metrics.KV_FOUND_TOKENS.labels(place).inc(tokens)
+
+
+def _deadline_s(request: web.Request) -> float:
+    """Return the monotonic time by which the request must have begun to answer."""
+    wanted = request.headers.get(headers.DEADLINE_MS, "")
+    if not (wanted.isascii() and wanted.isdigit() and len(wanted) <= 9):
+        return inf
+    return monotonic() + int(wanted) / 1000
+
+
+def prefix_copy(leg: DecodeLeg | None) -> PrefixCopy | None:
+    """Return the copy that another replica should keep of an answered prompt, if any."""
+    holders = leg.holders if leg is not None else None
+    if leg is None or leg.expected is None or holders is None:
+        return None
+    for peer in holders.others:
+        if peer.replica_id == holders.store:
+            return PrefixCopy(holders.here, peer, leg.expected.digests)
+    return None
+
+
+def apply_leg(
+    leg: DecodeLeg | None, response: web.StreamResponse, chunks: AsyncIterator[bytes]
+) -> AsyncIterator[bytes]:
+    """Return the answer's body with the usage of its prefill leg, if there was one."""
+    if leg is None or leg.received is None:
+        return chunks
+    wait_s = monotonic() - leg.received_s
+    metrics.DECODE_WAIT_SECONDS.observe(wait_s)
+    current_span().set(names.DECODE_WAIT_S, wait_s)
+    cached_tokens = leg.received.cached_tokens
+    # Its length changes with the number.
+    response.headers.pop("content-length", None)
+    if response.headers.get("content-type", "").startswith(EVENT_STREAM):
+        if isinstance(leg, HandshakeLeg):
+            leg.record_wait(wait_s)
+        return _rewrite_stream(chunks, cached_tokens)
+    return _rewrite_whole(chunks, cached_tokens)
+
+
+async def _rewrite_stream(chunks: AsyncIterator[bytes], cached_tokens: int) -> AsyncIterator[bytes]:
+    rewriter = UsageRewriter(cached_tokens)
+    async for chunk in chunks:
+        yield rewriter.feed(chunk)
+    yield rewriter.flush()
+
+
+async def _rewrite_whole(chunks: AsyncIterator[bytes], cached_tokens: int) -> AsyncIterator[bytes]:
+    yield rewrite_json(b"".join([chunk async for chunk in chunks]), cached_tokens)

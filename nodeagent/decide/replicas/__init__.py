@@ -1,0 +1,1 @@
+"""Decisions about replicas: reconcile, restart, sleep, end."""

@@ -1,0 +1,1 @@
+"""Decisions about requests: admission, seats, handoff, prefill legs, KV."""

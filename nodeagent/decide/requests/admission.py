@@ -1,0 +1,328 @@
+"""Admits requests to one replica by tokens in flight, counted apart for prefill and decode.
+
+Generations are also admitted by number, where the engine's limit of concurrent sequences is known.
+Requests beyond the limits wait in the routers' queues, which are fair between tenants. The surplus
+that is admitted waits on the node if the engine's own queue is first come, first served
+(`seats.py`). A tenant without a request here may enter beside a tenant that fills the replica. If
+items of batches hold what a client's request needs, they are preempted (`preemption.py`).
+
+Each reservation is released exactly once. A router knows its own requests better than the node
+does, so the load reported to a router also gives the tokens of all other routers. Prompts are
+assumed to be prefilled in arrival order: of the first one, the part already prefilled is estimated
+from the elapsed time (`prompt_progress.py`).
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from isochrone.wire.http.headers import ReportedLoad
+from nodeagent.decide.requests.preemption import BatchItem, in_order_of_preemption
+from nodeagent.decide.requests.prompt_progress import tokens_read
+
+SURPLUS_SHARE: Final = 0.25
+"""The generations admitted beyond the engine's sequences, as a share of them: the next one is there
+when a sequence ends, without a round trip to a router."""
+
+FAIR_SURPLUS_SHARE: Final = 3.0
+"""The same for an engine whose own queue is fair between tenants. The surplus is less than the
+engine can queue by default (64 for 16 sequences), so that another tenant's first request still
+fits."""
+
+SURPLUS_MIN: Final = 2
+
+
+class ReplicaAdmission:
+    """Counts the tokens in flight on one replica against a limit."""
+
+    def __init__(
+        self, tokens_max: int, sequences_max: int = 0, *, is_engine_fair: bool = False
+    ) -> None:
+        """Admit for an engine that runs `sequences_max` sequences at once; 0 if that is unknown.
+
+        `is_engine_fair` says that its own queue is fair between tenants.
+        """
+        self.tokens_max = tokens_max
+        self.sequences_max = sequences_max
+        self.generations_max = 0
+        """The limit of generations in flight; 0 for none."""
+        share = FAIR_SURPLUS_SHARE if is_engine_fair else SURPLUS_SHARE
+        if sequences_max:
+            surplus = max(SURPLUS_MIN, int(share * sequences_max))
+            self.generations_max = sequences_max + surplus
+        self.is_closed = False
+        """True while the engine refuses new requests for lack of memory, whatever the tokens."""
+        self.wake_ms: Callable[[], int] = lambda: 0
+        """How long a request would wait for the replica to wake; 0 while it is awake."""
+        self.cache_since_s: float | None = None
+        """The engine's prefix cache has lost the blocks last used before this monotonic time, and
+        has the others; None if the engine does not say."""
+        self.running = 0
+        """Number of requests in flight."""
+        self._read_elsewhere = 0
+        """Number of requests whose prompt another replica reads: the engine waits with them."""
+        self._generations: Counter[str] = Counter()
+        """Number of generations in flight, by tenant."""
+        self._prefill_tokens = 0
+        self._pending_prefill_tokens = 0
+        self._decode_tokens = 0
+        self._decode_tokens_by_router: dict[str, int] = {}
+        # Reservations without a first token, in arrival order (a dict used as an ordered set).
+        self._in_prefill: dict[TokenReservation, None] = {}
+        self._items: dict[BatchItem, TokenReservation] = {}
+        """The reservations of items of batches."""
+        self._last_prefill_end_s = 0.0
+
+    def __repr__(self) -> str:
+        return (
+            f"<ReplicaAdmission {self._prefill_tokens}+{self._decode_tokens}/{self.tokens_max}, "
+            f"{self.running} running>"
+        )
+
+    def sleep_reason(self) -> str:
+        """Return what operators see of a replica that sleeps; "" while it is awake."""
+        return "asleep: the next request wakes it" if self.wake_ms() else ""
+
+    def admit(
+        self,
+        prompt_tokens: int,
+        output_tokens: int,
+        pending_prefill_tokens: int | None = None,
+        *,
+        router: str = "",
+        generates_for: str | None = None,
+        prefill_ms: float = 0.0,
+        now_s: float = 0.0,
+        item: BatchItem | None = None,
+    ) -> "TokenReservation | None":
+        """Reserve the tokens of a request, or return None if they do not fit.
+
+        `item` is set for an item of a batch. For other requests items are preempted.
+
+        An idle replica admits a request of any size, unless its engine refuses new requests.
+        `pending_prefill_tokens` is the router's estimate of the prefill work that the prefix cache
+        does not save (default: the whole prompt), and `prefill_ms` of the time that it takes.
+        `generates_for` is the tenant of a generation, None for a request without one.
+        """
+        preempted = self._make_room(prompt_tokens + output_tokens, generates_for, item)
+        if preempted is None:
+            return None
+        for other in preempted:
+            other.preempt()
+        if pending_prefill_tokens is None:
+            pending_prefill_tokens = prompt_tokens
+        self._prefill_tokens += prompt_tokens
+        self._pending_prefill_tokens += pending_prefill_tokens
+        self._decode_tokens += output_tokens
+        self._decode_tokens_by_router[router] = (
+            self._decode_tokens_by_router.get(router, 0) + output_tokens
+        )
+        self.running += 1
+        if generates_for is not None:
+            self._generations[generates_for] += 1
+        reservation = TokenReservation(
+            self,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            pending_prefill_tokens=pending_prefill_tokens,
+            router=router,
+            generates_for=generates_for,
+            prefill_ms=prefill_ms,
+            admitted_s=now_s,
+            item=item,
+        )
+        self._in_prefill[reservation] = None
+        if item is not None:
+            self._items[item] = reservation
+            item.on_preempt(reservation.release)
+        return reservation
+
+    def _make_room(
+        self, needed_tokens: int, tenant: str | None, item: BatchItem | None
+    ) -> list[BatchItem] | None:
+        """Return the items to preempt so that a request fits; None if it does not even then."""
+        if self.is_closed:
+            return None
+        endable = in_order_of_preemption(self._items) if item is None else []
+        in_flight = self._prefill_tokens + self._decode_tokens
+        generations, running = self._generations.total(), self.running
+        is_first = tenant is not None and not self._generations[tenant]
+        for ended in range(len(endable) + 1):
+            fits = running == 0 or in_flight + needed_tokens <= self.tokens_max
+            if fits and self._has_place(tenant, generations, is_first=is_first):
+                return endable[:ended]
+            if ended < len(endable):
+                reservation = self._items[endable[ended]]
+                in_flight -= reservation.held_tokens
+                running -= 1
+                generations -= reservation.generates_for is not None
+        return None
+
+    def load(self, router: str = "", now_s: float = 0.0, *, is_ping: bool = False) -> ReportedLoad:
+        """Return the load that answers carry; with `router`, also the load of all other routers.
+
+        Answers to pings also say how many requests the engine runs at once.
+        A closed replica reports its whole token limit as taken, so that no router sees capacity.
+        """
+        decode_tokens = self._decode_tokens + (self.tokens_max if self.is_closed else 0)
+        others_pending, others_decode = -1, -1
+        if router:
+            others_pending = self.pending_prefill_tokens(now_s, excluding_router=router)
+            others_decode = decode_tokens - self._decode_tokens_by_router.get(router, 0)
+        return ReportedLoad(
+            prefill_tokens=self._prefill_tokens,
+            decode_tokens=decode_tokens,
+            running=self.running,
+            waiting=0,
+            pending_prefill_tokens=self._pending_prefill_tokens,
+            others_pending_prefill_tokens=others_pending,
+            others_decode_tokens=others_decode,
+            wake_ms=self.wake_ms(),
+            cache_age_ms=self._cache_age_ms(now_s),
+            sequences_max=self.sequences_max if is_ping else 0,
+        )
+
+    def _cache_age_ms(self, now_s: float) -> int:
+        if self.cache_since_s is None or not now_s:
+            return -1
+        return max(0, round(1000 * (now_s - self.cache_since_s)))
+
+    def pending_prefill_tokens(self, now_s: float, excluding_router: str | None = None) -> int:
+        """Return the tokens still to be prefilled, less the estimated progress on the first prompt.
+
+        Requests that `excluding_router` sent are not counted.
+        """
+        pending = sum(
+            r.pending_prefill_tokens for r in self._in_prefill if r.router != excluding_router
+        )
+        first = next(iter(self._in_prefill), None)
+        if first is None or first.router == excluding_router:
+            return pending
+        return pending - tokens_read(first, self._last_prefill_end_s, now_s)
+
+    @property
+    def in_engine(self) -> int:
+        """Number of requests in flight that the engine works on or could begin."""
+        return self.running - self._read_elsewhere
+
+    @property
+    def decoding(self) -> int:
+        """Number of requests in flight whose prompt does not queue here."""
+        return self.running - len(self._in_prefill)
+
+    def _has_place(self, tenant: str | None, generations: int, *, is_first: bool) -> bool:
+        """Return True if one more generation beside `generations` is within their limit.
+
+        The first one of a tenant may exceed the limit, up to twice the limit.
+        """
+        if tenant is None or not self.generations_max:
+            return True
+        return generations < (2 if is_first else 1) * self.generations_max
+
+    def _end_prefill(self, reservation: "TokenReservation", now_s: float) -> None:
+        """Release the prefill tokens of a reservation. Called by TokenReservation only."""
+        del self._in_prefill[reservation]
+        self._last_prefill_end_s = max(self._last_prefill_end_s, now_s)
+        self._prefill_tokens -= reservation.prompt_tokens
+        self._pending_prefill_tokens -= reservation.pending_prefill_tokens
+
+    def _move_prefill(self, reservation: "TokenReservation", *, away: bool) -> None:
+        """Take a prompt out of the queue, or back into it. Called by TokenReservation only."""
+        self._read_elsewhere += 1 if away else -1
+        if away:
+            del self._in_prefill[reservation]
+            self._pending_prefill_tokens -= reservation.pending_prefill_tokens
+        else:
+            self._in_prefill[reservation] = None
+            self._pending_prefill_tokens += reservation.pending_prefill_tokens
+
+    def _end_request(self, reservation: "TokenReservation") -> None:
+        """Release the decode tokens of a reservation. Called by TokenReservation only."""
+        self.running -= 1
+        if reservation.item is not None:
+            del self._items[reservation.item]
+        self._decode_tokens -= reservation.output_tokens
+        tenant = reservation.generates_for
+        if tenant is not None:
+            self._generations[tenant] -= 1
+            if not self._generations[tenant]:
+                del self._generations[tenant]
+        router = reservation.router
+        left = self._decode_tokens_by_router.get(router, 0) - reservation.output_tokens
+        if left:
+            self._decode_tokens_by_router[router] = left
+        else:
+            self._decode_tokens_by_router.pop(router, None)
+
+
+class TokenReservation:
+    """The tokens that one request holds. Releasing it twice has no effect."""
+
+    __slots__ = (
+        "_admission",
+        "_is_elsewhere",
+        "_is_prefilled",
+        "admitted_s",
+        "generates_for",
+        "item",
+        "on_first_token",
+        "output_tokens",
+        "pending_prefill_tokens",
+        "prefill_ms",
+        "prompt_tokens",
+        "router",
+    )
+
+    def __init__(
+        self,
+        admission: ReplicaAdmission,
+        *,
+        prompt_tokens: int,
+        output_tokens: int,
+        pending_prefill_tokens: int,
+        router: str,
+        generates_for: str | None,
+        prefill_ms: float,
+        admitted_s: float,
+        item: BatchItem | None,
+    ) -> None:
+        self._admission: ReplicaAdmission | None = admission
+        self._is_prefilled = self._is_elsewhere = False
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.pending_prefill_tokens = pending_prefill_tokens
+        self.router = router
+        self.generates_for = generates_for
+        self.prefill_ms = prefill_ms
+        self.admitted_s = admitted_s
+        self.item = item
+        self.on_first_token: Callable[[], None] = lambda: None
+
+    @property
+    def held_tokens(self) -> int:
+        """The tokens that it holds now."""
+        if self._admission is None:
+            return 0
+        return self.output_tokens + (0 if self._is_prefilled else self.prompt_tokens)
+
+    def set_prefill_elsewhere(self, is_elsewhere: bool) -> None:
+        """Note whether another replica prefills the prompt: then it does not queue here."""
+        if self._admission is None or self._is_prefilled or self._is_elsewhere == is_elsewhere:
+            return
+        self._is_elsewhere = is_elsewhere
+        self._admission._move_prefill(self, away=is_elsewhere)
+
+    def first_token(self, now_s: float = 0.0) -> None:
+        """Release the prompt's tokens: the engine has prefilled it."""
+        if not self._is_prefilled and self._admission is not None:
+            self.set_prefill_elsewhere(False)
+            self._is_prefilled = True
+            self._admission._end_prefill(self, now_s)
+            self.on_first_token()
+
+    def release(self, now_s: float = 0.0) -> None:
+        """Release all tokens, whether the request finished, was cancelled or failed."""
+        self.first_token(now_s)
+        admission, self._admission = self._admission, None
+        if admission is not None:
+            admission._end_request(self)

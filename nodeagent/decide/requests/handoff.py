@@ -1,0 +1,74 @@
+"""Decides whether a request is handed off to a peer replica of the PoP that can start it sooner.
+
+A router knows the requests it sent itself, but learns late of those that other routers sent at the
+same time. The node that receives a request is one LAN round trip from all replicas of the PoP and
+can read their current queues, so it takes the last step of the routing decision. A replica that
+sleeps counts with the time that it needs to wake, because a router learns of a sleep late, too.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.ids import ReplicaId
+
+MARGIN_MS: Final = 5.0
+"""Time that a handoff must save: it costs a probe, a LAN round trip and one more relay."""
+
+
+class PeerReplicaLost(Exception):
+    """The peer replica refused the request, or its node does not answer."""
+
+
+class Handoff(NamedTuple):
+    """The replica that takes over a request, and the longest queue with which it is worth it."""
+
+    target: PeerReplica
+    queue_tokens_max: int
+
+
+def estimated_ttft_ms(replica: PeerReplica, queued_tokens: int) -> float:
+    """Return the expected time to first token with `queued_tokens` to be prefilled before it."""
+    return replica.prefill_ms + queued_tokens * replica.token_us / 1000
+
+
+def queued_before(replica: PeerReplica, queued_tokens: int, wake_ms: int) -> int:
+    """Return the tokens that are queued before a request, and the time of a wake as tokens."""
+    return queued_tokens + 1000 * wake_ms // max(1, replica.token_us)
+
+
+def is_worth_probing(local: PeerReplica, queued_tokens: int) -> bool:
+    """Return True if the local queue is long enough that a peer replica might start sooner.
+
+    Here and below queued tokens are those of `queued_before`.
+    """
+    return queued_tokens * local.token_us / 1000 > MARGIN_MS
+
+
+def choose_handoff(
+    replicas: Sequence[PeerReplica],
+    queued_tokens: Mapping[ReplicaId, int],
+    queue_tokens_max: int | None,
+) -> Handoff | None:
+    """Return the handoff to the replica with the lowest expected TTFT, or None to keep the request.
+
+    `replicas` begins with the local one. `queued_tokens` has it and each peer that answered a
+    probe. `queue_tokens_max` is the longest queue that the router accepts at the local replica
+    (None: any); a handoff must not take longer than that queue would.
+    """
+    local = replicas[0]
+    limit_ms = estimated_ttft_ms(local, queued_tokens[local.replica_id]) - MARGIN_MS
+    if queue_tokens_max is not None:
+        limit_ms = min(limit_ms, estimated_ttft_ms(local, queue_tokens_max))
+    known = [replica for replica in replicas[1:] if replica.replica_id in queued_tokens]
+    if not known:
+        return None
+    best = min(known, key=lambda r: estimated_ttft_ms(r, queued_tokens[r.replica_id]))
+    if estimated_ttft_ms(best, queued_tokens[best.replica_id]) > limit_ms:
+        return None
+    return Handoff(best, _queue_tokens_within(best, limit_ms))
+
+
+def _queue_tokens_within(replica: PeerReplica, ttft_ms: float) -> int:
+    """Return the longest queue with which the replica starts within `ttft_ms`."""
+    return max(1, int(1000 * (ttft_ms - replica.prefill_ms) / max(1, replica.token_us)))

@@ -1,0 +1,195 @@
+"""Decides whether a prompt is read on a prefill replica of the PoP, and on which.
+
+Reading it here delays the sequences that decode here. Reading it there costs a transfer of its KV.
+Delay and transfer are predicted from measured rates: there is no fixed threshold of tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.ids import ReplicaId
+
+MARGIN_MS: Final = 5.0
+"""Time that a prefill leg must save: it costs a probe, a LAN round trip and two relays."""
+
+DELAY_WEIGHT: Final = 0.25
+"""The delay of one decoding sequence counts as this share of an equal wait for the first token.
+With DELAYED_SEQUENCES_MAX a prompt waits elsewhere for at most twice the time that reading it here
+takes: longer queues at prefill replicas cost more time to first token than they save between tokens
+(`ops.sim.roles_table`)."""
+
+DELAYED_SEQUENCES_MAX: Final = 8
+"""The delay of more decoding sequences than this counts no more."""
+
+PROBE_SHARE_MAX: Final = 0.1
+PROBE_S_MAX: Final = 0.5
+"""A probe of prefill replicas may take this share of the time that reading the prompt here takes,
+and at most this long: on a busy machine their nodes answer late, and are still worth asking."""
+
+TIMEOUT_FACTOR: Final = 4.0
+TIMEOUT_MIN_S: Final = 2.0
+"""A leg may take this many times its predicted time, and at least this long."""
+
+ONLY_READER_TIMEOUT_S: Final = 20.0
+"""The least time for a leg without which the request cannot be answered here."""
+
+_SMOOTHING: Final = 0.3
+
+
+class LegChoice(StrEnum):
+    """The reason why a prompt is read on a prefill replica, or here."""
+
+    PREFILL = "prefill"
+    NO_CANDIDATE = "no_candidate"
+    """No prefill replica answered in time."""
+    SHORT = "short"
+    """Too little would be gained, even if a prefill replica were idle."""
+    CACHED = "cached"
+    """Most of the prompt is cached here."""
+    BUSY = "busy"
+    """The prefill replicas have longer queues than this one."""
+
+
+class WaitingPromptSize(NamedTuple):
+    """A prompt at the decode replica: its full blocks that are cached, and those that are not."""
+
+    cached_tokens: int
+    uncached_tokens: int
+
+
+class DecodeLoad(NamedTuple):
+    """The load of the decode replica: prompt tokens before this prompt, and its sequences.
+
+    `decoding` is how many sequences are expected to decode while the prompt is read.
+    """
+
+    queued_tokens: int
+    decoding: float
+
+
+class ExpectedDecoding:
+    """How many sequences decode while a prompt is read: now, or usually, whichever is more.
+
+    An idle replica in a busy time is idle for a moment only: those that arrive while it reads a
+    prompt would wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._average = 0.0
+
+    def record(self, decoding: int) -> float:
+        """Learn from what an arriving request finds decoding; return what it may expect."""
+        self._average += _SMOOTHING * (decoding - self._average)
+        return max(float(decoding), self._average)
+
+
+class PrefillPlan(NamedTuple):
+    """The prefill replicas to try, in order, and the time that each may take; none to try."""
+
+    choice: LegChoice
+    candidates: Sequence[PeerReplica] = ()
+    timeout_s: float = 0.0
+
+
+class TransferRate:
+    """The measured size of a token's KV, and the rate at which transfers end after the prompt."""
+
+    def __init__(self) -> None:
+        self._token_bytes = 0.0
+        self._after_ms_per_mb = 0.0
+
+    def record(self, tokens: int, transfer_bytes: int, after_prefill_s: float) -> None:
+        """Learn from a transfer that took `after_prefill_s` longer than the prompt."""
+        if tokens <= 0 or transfer_bytes <= 0:
+            return
+        self._token_bytes = transfer_bytes / tokens
+        sample = 1000 * max(0.0, after_prefill_s) / (transfer_bytes / 1e6)
+        known = self._after_ms_per_mb
+        self._after_ms_per_mb = known + _SMOOTHING * (sample - known) if known else sample
+
+    def after_ms(self, tokens: int) -> float:
+        """Return how much longer than its prompt the transfer of `tokens` takes; 0 if unknown."""
+        return tokens * self._token_bytes / 1e6 * self._after_ms_per_mb
+
+
+def is_too_short(here: PeerReplica) -> bool:
+    """Return True if reading the prompt here takes so little time that no leg can save any."""
+    return here.prefill_ms * (1 + DELAY_WEIGHT * DELAYED_SEQUENCES_MAX) <= MARGIN_MS
+
+
+def probe_timeout_s(here: PeerReplica, size: WaitingPromptSize) -> float:
+    """Return how long the prefill replicas' nodes may take to say how long their queues are."""
+    here_s = size.uncached_tokens * here.token_us / 1e6
+    return min(PROBE_S_MAX, PROBE_SHARE_MAX * here_s)
+
+
+def plan_prefill(
+    replicas: Sequence[PeerReplica],
+    queued_tokens: Mapping[ReplicaId, int],
+    size: WaitingPromptSize,
+    local: DecodeLoad,
+    rate: TransferRate,
+) -> PrefillPlan:
+    """Return where to read a prompt.
+
+    `replicas` begins with the decode replica itself; the others are prefill replicas.
+    `queued_tokens` has those of them that answered a probe.
+    """
+    here, others = replicas[0], replicas[1:]
+    here_ms = size.uncached_tokens * here.token_us / 1000
+    delayed = min(local.decoding, DELAYED_SEQUENCES_MAX)
+    # Each decoding sequence waits while the prompt is read, in chunks of its steps.
+    cost_here_ms = here_ms * (1 + DELAY_WEIGHT * delayed)
+    cost_here_ms += local.queued_tokens * here.token_us / 1000
+    transfer_ms = rate.after_ms(size.uncached_tokens) + MARGIN_MS
+    idle_ms = [_read_ms(peer, size) + transfer_ms for peer in others]
+    if not idle_ms:
+        return PrefillPlan(LegChoice.NO_CANDIDATE)
+    if min(idle_ms) >= cost_here_ms:
+        is_cached = size.cached_tokens > size.uncached_tokens
+        return PrefillPlan(LegChoice.CACHED if is_cached else LegChoice.SHORT)
+    known = [peer for peer in others if peer.replica_id in queued_tokens]
+    if not known:
+        return PrefillPlan(LegChoice.NO_CANDIDATE)
+    times_ms = {
+        peer.replica_id: _read_ms(peer, size)
+        + queued_tokens[peer.replica_id] * peer.token_us / 1000
+        + transfer_ms
+        for peer in known
+    }
+    chosen = [peer for peer in known if times_ms[peer.replica_id] < cost_here_ms]
+    if not chosen:
+        return PrefillPlan(LegChoice.BUSY)
+    chosen.sort(key=lambda peer: times_ms[peer.replica_id])
+    timeout_s = TIMEOUT_FACTOR * max(times_ms[peer.replica_id] for peer in chosen) / 1000
+    return PrefillPlan(LegChoice.PREFILL, chosen, max(TIMEOUT_MIN_S, timeout_s))
+
+
+def order_all(
+    replicas: Sequence[PeerReplica], queued_tokens: Mapping[ReplicaId, int], size: WaitingPromptSize
+) -> PrefillPlan:
+    """Return all prefill replicas, for a decode replica that cannot read prompts.
+
+    Those that answered a probe come first, the soonest of them before the others.
+    """
+    times_ms = {
+        peer.replica_id: _read_ms(peer, size)
+        + queued_tokens.get(peer.replica_id, 0) * peer.token_us / 1000
+        for peer in replicas[1:]
+    }
+    if not times_ms:
+        return PrefillPlan(LegChoice.NO_CANDIDATE)
+    chosen = sorted(
+        replicas[1:],
+        key=lambda peer: (peer.replica_id not in queued_tokens, times_ms[peer.replica_id]),
+    )
+    timeout_s = TIMEOUT_FACTOR * max(times_ms.values()) / 1000
+    return PrefillPlan(LegChoice.PREFILL, chosen, max(ONLY_READER_TIMEOUT_S, timeout_s))
+
+
+def _read_ms(peer: PeerReplica, size: WaitingPromptSize) -> float:
+    """Return how long an idle prefill replica takes; it may have a prefix cached."""
+    tokens = min(size.cached_tokens + size.uncached_tokens, peer.pending_prefill_tokens)
+    return tokens * peer.token_us / 1000

@@ -1,0 +1,427 @@
+"""The decode leg: a request waits until the KV of its prompt has arrived from another engine.
+
+Rule 1: the request knows its own tokens before anything is accepted, and takes no other blocks.
+Rule 2: the request begins after any failure: blocks that did not arrive are computed here. After
+wrong blocks, all blocks of that transfer are computed here.
+Rule 3: blocks that the PoP shares come first, as a part of the prompt: the request goes on waiting.
+Rule 4: blocks are copied to the device while later ones arrive. Those in memory and not yet there
+are bounded by twice STORE_BYTES_MAX per transfer, or SHARED_BYTES_MAX. In a window they are the
+sender's, and half of it at most is copied at once.
+Rule 5: between two steps there is one such copy, whatever the number of transfers.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Final
+
+import aiohttp
+import torch
+from aiohttp import web
+
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.kv import kv_transfer
+from nodeagent.engine.core.generation_thread import GenerationThread, settled
+from nodeagent.engine.core.kv_transfers import HeldPrefix, KvTransfers
+from nodeagent.engine.core.step import EngineCore
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
+from nodeagent.engine.kvcache.tier_setup import KvBlockForm
+from nodeagent.engine.kvcache.transfer_frames import (
+    ReceivedBlock,
+    TransferEnd,
+    TransferReader,
+    WrongTransfer,
+)
+from nodeagent.engine.scheduler.sequence import Sequence as TokenSequence
+from nodeagent.engine.scheduler.sequence import StopConditions
+from nodeagent.engine.server.http_routes import json_response
+from nodeagent.engine.server.kv.kv_windows import ReceivedWindow, WindowLost, received_window
+from nodeagent.engine.server.openai.request_errors import invalid_request
+from nodeagent.engine.server.prepared_request import PreparedRequest
+from nodeagent.engine.weights.lora_adapter import prefix_cache_salt
+
+STORE_BYTES_MAX: Final = 4 * 1024 * 1024
+"""How much is copied to the device at once: the step thread decodes nothing meanwhile."""
+
+SHARED_BYTES_MAX: Final = 16 * 1024 * 1024
+"""The same for blocks that the PoP shares. Each part waits for a step on both sides, and computing
+them instead would take a hundred times as long as copying them."""
+
+EXPECT_TIMEOUT_S: Final = 30.0
+"""How long a description waits for the request that it describes."""
+
+
+class WaitingPrompt:
+    """A request whose KV is being transferred.
+
+    `digests` name its blocks in the prefix cache, `wire_digests` in the transfer.
+    """
+
+    def __init__(
+        self, tokens: int, digests: Sequence[bytes], wire_digests: Sequence[bytes]
+    ) -> None:
+        self.tokens = tokens
+        self.digests = digests
+        self.wire_digests = wire_digests
+        self.held = HeldPrefix(0, 0)
+        self.shared: list[bytes] = []
+        """The digests of the blocks that another replica of the PoP had."""
+        self.receiving = asyncio.Lock()
+        self.may_begin = asyncio.Event()
+
+
+class KvReceiver:
+    """The requests that wait for KV, by the id of their transfer."""
+
+    def __init__(
+        self,
+        form: KvBlockForm,
+        worker: GenerationThread,
+        transfers: KvTransfers | None,
+        waiting_max: int,
+        *,
+        has_host_tier: bool = False,
+    ) -> None:
+        """With `has_host_tier`, blocks that the PoP shares are stored there."""
+        self._form = form
+        self._transfers = transfers
+        self._has_host_tier = has_host_tier
+        self._worker = worker
+        self._waiting_max = waiting_max
+        self._waiting: dict[str, WaitingPrompt] = {}
+        self._changed = asyncio.Condition()
+        self._store_blocks_max = max(1, STORE_BYTES_MAX // form.block_bytes)
+        self._shared_blocks_max = max(1, SHARED_BYTES_MAX // form.block_bytes)
+        self._storing = asyncio.Lock()
+        self.complete_total = 0
+        self.wrong_total = 0
+
+    def attach(self, app: web.Application) -> None:
+        """Add the routes of transfers."""
+        path = kv_transfer.TRANSFERS_PATH + "{transfer}"
+        app.router.add_get(path, self._describe, allow_head=False)
+        app.router.add_post(path, self._receive)
+        app.router.add_delete(path, self._give_up)
+
+    @asynccontextmanager
+    async def hold(self, transfer: str, prepared: PreparedRequest) -> AsyncIterator[WaitingPrompt]:
+        """Wait for the KV of a request, and hold it on the device while the context is open.
+
+        Raises ApiError if the request cannot wait.
+        """
+        if not kv_transfer.is_transfer_id(transfer) or transfer in self._waiting:
+            raise invalid_request(kv_transfer.TRANSFER, f"cannot use transfer id {transfer[:40]!r}")
+        if len(self._waiting) >= self._waiting_max:
+            raise ApiError(
+                ErrorCode.OUT_OF_CAPACITY,
+                f"cannot wait for KV: {len(self._waiting)} requests do, the limit is"
+                f" {self._waiting_max}",
+                retry_after_s=1.0,
+            )
+        waiting = _waiting_prompt(transfer, prepared)
+        try:
+            # The step thread opens it before anything is stored: calls keep their order. The
+            # description need not wait for the step in progress.
+            self._worker.call(lambda core: _open(core, transfer, waiting.digests))
+            waiting.held = self._held(waiting.digests)
+            async with self._changed:
+                self._waiting[transfer] = waiting
+                self._changed.notify_all()
+            await waiting.may_begin.wait()
+            yield waiting
+        finally:
+            self._waiting.pop(transfer, None)
+            waiting.may_begin.set()
+            self.release(transfer)
+
+    def release(self, transfer: str) -> None:
+        """Let go of the blocks: the sequence has been admitted, or is gone."""
+        self._worker.call(lambda core: _close(core, transfer, is_wrong=False))
+
+    def counts(self) -> dict[str, float]:
+        """Return the metrics, by name."""
+        return {
+            "kv_transfers_waiting": len(self._waiting),
+            "kv_transfers_complete_total": self.complete_total,
+            "kv_transfers_wrong_total": self.wrong_total,
+        }
+
+    async def _describe(self, request: web.Request) -> web.Response:
+        """Describe the prompt of a request, as soon as it has been tokenised."""
+        transfer = request.match_info["transfer"]
+        try:
+            async with asyncio.timeout(EXPECT_TIMEOUT_S), self._changed:
+                await self._changed.wait_for(lambda: transfer in self._waiting)
+        except TimeoutError:
+            raise _unknown_transfer() from None
+        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        waiting = self._get(transfer)
+        return json_response(
+            kv_transfer.ExpectedPrompt(
+                prompt_tokens=waiting.tokens,
+                blocks=len(waiting.digests),
+                cached_blocks=waiting.held.on_device,
+                held_blocks=waiting.held.in_all_tiers,
+                block_tokens=BLOCK_TOKENS,
+                block_bytes=self._form.block_bytes,
+                digests=tuple(waiting.digests) if "digests" in request.query else (),
+                kv_format=fingerprint.hex(),
+            )
+        )
+
+    async def _give_up(self, request: web.Request) -> web.Response:
+        """Let a request begin with what has arrived."""
+        self._get(request.match_info["transfer"]).may_begin.set()
+        return web.Response(status=204)
+
+    async def _receive(self, request: web.Request) -> web.Response:
+        """Store the blocks in the body; the request begins once the transfer is complete."""
+        transfer = request.match_info["transfer"]
+        waiting = self._get(transfer)
+        is_shared = "shared" in request.query
+        # The end of a broken transfer may be noticed after the next one begins.
+        async with waiting.receiving:
+            if waiting.may_begin.is_set():
+                raise _unknown_transfer()
+            try:
+                read = self._read_shared if is_shared else self._read
+                async with _window_of(request) as window:
+                    received = await read(transfer, waiting, request, window)
+            except WindowLost as error:
+                raise ApiError(ErrorCode.UPSTREAM, str(error)) from error
+            except WrongTransfer as error:
+                self.wrong_total += 1
+                shared = waiting.shared
+                self._worker.call(lambda core: _close(core, transfer, is_wrong=True, shared=shared))
+                waiting.may_begin.set()
+                raise ApiError(
+                    ErrorCode.INVALID_REQUEST, f"cannot use these KV blocks: {error}"
+                ) from error
+        if not is_shared:
+            self.complete_total += 1
+            waiting.may_begin.set()
+        return json_response(received)
+
+    async def _read(
+        self,
+        transfer: str,
+        waiting: WaitingPrompt,
+        request: web.Request,
+        window: ReceivedWindow | None,
+    ) -> kv_transfer.ReceivedBlocks:
+        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        first = waiting.held.on_device
+        reader = TransferReader(
+            fingerprint,
+            self._form.block_bytes,
+            waiting.wire_digests,
+            first,
+            part_blocks=self._store_blocks_max,
+            window=window.memory if window is not None else None,
+        )
+
+        async def store(blocks: Sequence[ReceivedBlock]) -> None:
+            await self._store(transfer, waiting, blocks)
+            await _release(window, blocks)
+
+        part_blocks = self._part_blocks(self._store_blocks_max, window)
+        end = await read_blocks(request.content, reader, part_blocks, store)
+        blocks = len(waiting.digests) - first
+        return kv_transfer.ReceivedBlocks(
+            blocks=blocks,
+            transfer_bytes=blocks * self._form.block_bytes,
+            cached_tokens=end.cached_tokens,
+            after_prefill_ms=end.after_prefill_ms,
+        )
+
+    async def _read_shared(
+        self,
+        transfer: str,
+        waiting: WaitingPrompt,
+        request: web.Request,
+        window: ReceivedWindow | None,
+    ) -> kv_transfer.ReceivedBlocks:
+        """Store the blocks that another replica has after those that this engine has."""
+        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        digests, first = waiting.digests, waiting.held.in_all_tiers
+        if first >= len(digests):
+            raise ApiError(ErrorCode.INVALID_REQUEST, "cannot use KV blocks: none is missing")
+        reader = TransferReader(
+            fingerprint,
+            self._form.block_bytes,
+            digests,
+            first,
+            may_be_shorter=True,
+            part_blocks=self._shared_blocks_max,
+            window=window.memory if window is not None else None,
+        )
+
+        async def store(blocks: Sequence[ReceivedBlock]) -> None:
+            await self._store(transfer, waiting, blocks, is_shared=True)
+            await _release(window, blocks)
+
+        part_blocks = self._part_blocks(self._shared_blocks_max, window)
+        await read_blocks(request.content, reader, part_blocks, store)
+        blocks = reader.next_block - first
+        return kv_transfer.ReceivedBlocks(
+            blocks=blocks, transfer_bytes=blocks * self._form.block_bytes, cached_tokens=0
+        )
+
+    async def _store(
+        self,
+        transfer: str,
+        waiting: WaitingPrompt,
+        blocks: Sequence[ReceivedBlock],
+        *,
+        is_shared: bool = False,
+    ) -> None:
+        contents = contents_of(blocks, self._form)
+        digests = [waiting.digests[block.number] for block in blocks]
+        async with self._storing:
+            call = self._worker.call(
+                lambda core: _store(core, transfer, digests, contents, is_shared=is_shared)
+            )
+            is_stored = await settled(call)
+        if not is_stored:
+            raise ApiError(
+                ErrorCode.OUT_OF_CAPACITY, "cannot take KV blocks: none is free", retry_after_s=1.0
+            )
+        if is_shared:
+            waiting.shared += digests
+            on_device, held = waiting.held
+            # Stored on the device, they follow what is cached there.
+            stored_on_device = 0 if self._has_host_tier else len(digests)
+            waiting.held = HeldPrefix(on_device + stored_on_device, held + len(digests))
+
+    def _part_blocks(self, blocks_max: int, window: ReceivedWindow | None) -> int:
+        """Return how many blocks are copied at once: the sender fills the rest of the window."""
+        if window is None:
+            return blocks_max
+        slots = len(window.memory) // self._form.block_bytes
+        return max(1, min(self._store_blocks_max, slots // 2))
+
+    def _held(self, digests: Sequence[bytes]) -> HeldPrefix:
+        transfers = self._transfers
+        if transfers is None:
+            return HeldPrefix(0, 0)
+        return HeldPrefix(transfers.count_on_device(digests), transfers.count_prefix(digests))
+
+    def _get(self, transfer: str) -> WaitingPrompt:
+        waiting = self._waiting.get(transfer)
+        if waiting is None:
+            raise _unknown_transfer()
+        return waiting
+
+
+async def read_blocks(
+    content: aiohttp.StreamReader,
+    reader: TransferReader,
+    store_blocks_max: int,
+    store: Callable[[Sequence[ReceivedBlock]], Awaitable[None]],
+) -> TransferEnd:
+    """Store the blocks of a stream as they come, one part while the next arrives; return its end.
+
+    Raises WrongTransfer at the first wrong byte, and ApiError if the stream has no end. Storing has
+    stopped when it returns or raises.
+    """
+    arrived: list[ReceivedBlock] = []
+    storing: asyncio.Future[None] | None = None
+    try:
+        async for data in content.iter_any():
+            arrived += reader.feed(data)
+            while len(arrived) >= store_blocks_max:
+                if storing is not None:
+                    await storing
+                storing = asyncio.ensure_future(store(arrived[:store_blocks_max]))
+                del arrived[:store_blocks_max]
+        if storing is not None:
+            await storing
+        if arrived:
+            await store(arrived)
+    finally:
+        if storing is not None:
+            await asyncio.wait({storing})
+            if not storing.cancelled():
+                storing.exception()
+    if reader.end is None:
+        raise ApiError(ErrorCode.INVALID_REQUEST, "cannot use these KV blocks: no end")
+    return reader.end
+
+
+def contents_of(blocks: Sequence[ReceivedBlock], form: KvBlockForm) -> torch.Tensor:
+    """Return the contents of blocks [blocks, ...]; not copied if they lie in one part."""
+    first = blocks[0].content
+    part = first.obj
+    flat = torch.frombuffer(part, dtype=torch.uint8)
+    offset = torch.frombuffer(first, dtype=torch.uint8).data_ptr() - flat.data_ptr()
+    size = form.block_bytes * len(blocks)
+    last = torch.frombuffer(blocks[-1].content, dtype=torch.uint8).data_ptr() - flat.data_ptr()
+    is_whole = all(block.content.obj is part for block in blocks)
+    if not is_whole or last + form.block_bytes != offset + size:
+        part, offset = bytearray().join(block.content for block in blocks), 0
+        flat = torch.frombuffer(part, dtype=torch.uint8)
+    return flat[offset : offset + size].view(form.dtype).view(-1, *form.shape)
+
+
+@asynccontextmanager
+async def _window_of(request: web.Request) -> AsyncIterator[ReceivedWindow | None]:
+    """Yield the window that the agent names, None if it names none. Raises WindowLost."""
+    lease = request.headers.get(kv_transfer.WINDOW, "")
+    if not lease:
+        yield None
+        return
+    path = request.headers.get(kv_transfer.WINDOW_SOCKET, "")
+    async with received_window(path, lease) as window:
+        yield window
+
+
+async def _release(window: ReceivedWindow | None, blocks: Sequence[ReceivedBlock]) -> None:
+    """Release the slots of blocks that are on the device."""
+    if window is not None:
+        await window.release(len(blocks))
+
+
+def _waiting_prompt(transfer: str, prepared: PreparedRequest) -> WaitingPrompt:
+    """Return what is to arrive for a request: of one prompt, all full blocks before its last
+    token; of several, nothing.
+    """
+    tokens = prepared.prompts[0].tokens
+    blocks = (len(tokens) - 1) // BLOCK_TOKENS if len(prepared.prompts) == 1 else 0
+    own, wire = (
+        TokenSequence(
+            0, tokens, StopConditions(1, frozenset()), prefix_cache_salt(salt, prepared.adapter)
+        ).block_digests(blocks)
+        for salt in (prepared.salt, transfer.encode())
+    )
+    return WaitingPrompt(len(tokens), own, wire)
+
+
+def _open(core: EngineCore, transfer: str, digests: Sequence[bytes]) -> None:
+    if core.kv_transfers is not None:
+        core.kv_transfers.open_incoming(transfer, digests)
+
+
+def _store(
+    core: EngineCore,
+    transfer: str,
+    digests: Sequence[bytes],
+    contents: torch.Tensor,
+    *,
+    is_shared: bool,
+) -> bool:
+    transfers = core.kv_transfers
+    if transfers is None:
+        return False
+    store = transfers.store_shared if is_shared else transfers.store_incoming
+    return store(transfer, digests, contents)
+
+
+def _close(
+    core: EngineCore, transfer: str, *, is_wrong: bool, shared: Sequence[bytes] = ()
+) -> None:
+    if core.kv_transfers is not None:
+        core.kv_transfers.close_incoming(transfer, is_wrong=is_wrong, shared=shared)
+
+
+def _unknown_transfer() -> ApiError:
+    return ApiError(ErrorCode.NOT_FOUND, "cannot find this transfer: no request waits for it")

@@ -1,0 +1,278 @@
+"""Shares this engine's KV blocks with other replicas of the PoP, and keeps copies of theirs.
+
+Rule 1: a block is named by its digest alone, which cannot be guessed without the tenant's salt and
+the tokens. The size of a request is bounded, and so is the number of streams at a time.
+Rule 2: no answer waits for the receiver with blocks held: they are held while they are copied to
+the host, one part at a time. A block that is evicted between two parts ends the stream.
+Rule 3: the number of blocks held here is answered without waiting for a step. A part waits for one
+step, and is copied while the next steps run, where the device allows that.
+Rule 4: blocks to be kept are checked like those of a transfer, and stored below the device where
+there are such tiers. They evict nothing that this engine computed.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import torch
+from aiohttp import web
+from torch import Tensor
+
+from isochrone.service.threads import run_to_completion
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.kv import kv_sharing, kv_transfer
+from nodeagent.engine.core.generation_thread import GenerationThread
+from nodeagent.engine.core.kv_transfers import KvTransfers
+from nodeagent.engine.core.step import EngineCore
+from nodeagent.engine.kvcache.file_tier import FileTier
+from nodeagent.engine.kvcache.tier_setup import KvBlockForm
+from nodeagent.engine.kvcache.transfer_frames import (
+    ReceivedBlock,
+    TransferEnd,
+    TransferHead,
+    TransferReader,
+    WrongTransfer,
+)
+from nodeagent.engine.server.http_routes import json_response
+from nodeagent.engine.server.kv.kv_receiving import SHARED_BYTES_MAX, contents_of, read_blocks
+from nodeagent.engine.server.kv.kv_sending import check_format
+from nodeagent.engine.server.kv.kv_windows import KvWindows
+from nodeagent.engine.server.kv.kv_writing import BlockWriter, ReadPart
+
+STREAMS_MAX: Final = 8
+"""Streams of shared blocks at a time, in both directions together."""
+
+_QUERY: Final = msgspec.msgpack.Decoder(kv_sharing.BlockQuery)
+
+
+class KvSharing:
+    """The routes with which the node's agent shares this engine's KV."""
+
+    def __init__(
+        self,
+        form: KvBlockForm,
+        worker: GenerationThread,
+        transfers: KvTransfers | None,
+        files: FileTier | None,
+        windows: KvWindows,
+        stall_s: float,
+    ) -> None:
+        self._form = form
+        self._windows = windows
+        self._worker = worker
+        self._transfers = transfers
+        self._part_blocks = max(1, SHARED_BYTES_MAX // form.block_bytes)
+        self._readers = itertools.count()
+        self._files = files
+        self._stall_s = stall_s
+        self._streams = 0
+        self.shared_blocks_total = 0
+        self.kept_blocks_total = 0
+
+    def attach(self, app: web.Application) -> None:
+        """Add the routes."""
+        app.router.add_post(kv_sharing.LOCATE_PATH, self._locate)
+        app.router.add_post(kv_sharing.BLOCKS_PATH, self._send)
+        app.router.add_post(kv_sharing.KEEP_PATH, self._keep)
+
+    def counts(self) -> dict[str, float]:
+        """Return the metrics, by name."""
+        return {
+            "kv_shared_blocks_total": self.shared_blocks_total,
+            "kv_kept_blocks_total": self.kept_blocks_total,
+        }
+
+    async def _locate(self, request: web.Request) -> web.Response:
+        """Say how much of a chain's prefix this engine has."""
+        digests = await _digests(request)
+        transfers = self._transfers
+        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        located = kv_sharing.LocatedBlocks(
+            blocks=self._count(digests),
+            block_bytes=self._form.block_bytes,
+            keep_blocks_max=transfers.keep_blocks_max if transfers is not None else 0,
+            kv_format=fingerprint.hex(),
+        )
+        return json_response(located)
+
+    async def _send(self, request: web.Request) -> web.StreamResponse:
+        """Stream the blocks of a chain's prefix, from the first that the receiver lacks."""
+        digests = await _digests(request)
+        first = request.headers.get(kv_transfer.FIRST_BLOCK, "0")
+        if not (first.isascii() and first.isdigit() and len(first) <= 9):
+            raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use first block {first[:40]!r}")
+        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        check_format(request.headers, fingerprint)
+        blocks = self._count(digests)
+        if not blocks:
+            raise ApiError(ErrorCode.NOT_FOUND, "cannot share these KV blocks: none is here")
+        self._take_stream()
+        try:
+            head = TransferHead(
+                fingerprint=fingerprint,
+                block_bytes=self._form.block_bytes,
+                first_block=int(first),
+                blocks=blocks,
+            )
+            async with self._windows.lease(request.headers.get(kv_transfer.WINDOW, "")) as lease:
+                part = self._windows.part_blocks if lease is not None else self._part_blocks
+                writer = BlockWriter(request, lease, self._stall_s, part)
+                await writer.begin(head)
+                await self._send_blocks(writer, digests[:blocks])
+                await writer.end(TransferEnd(cached_tokens=0))
+            if kv_sharing.COPY not in request.headers:
+                self._worker.call(lambda core: _demote(core, digests[:blocks]))
+            return writer.response
+        finally:
+            self._streams -= 1
+
+    async def _send_blocks(self, writer: BlockWriter, digests: Sequence[bytes]) -> None:
+        """Write all blocks, each part while the next one is read."""
+
+        async def read_from(first: int) -> ReadPart:
+            room = await writer.room(len(digests) - first)
+            contents = await self._read(digests[first : first + room.blocks], room.out)
+            return ReadPart(contents, writer.fit(room, len(contents)))
+
+        sent = 0
+        reading = asyncio.create_task(read_from(sent))
+        try:
+            while True:
+                part = await reading
+                wanted = digests[sent : sent + len(part.contents)]
+                sent += len(wanted)
+                if sent < len(digests):
+                    reading = asyncio.create_task(read_from(sent))
+                await writer.write(wanted, part.contents, part.room)
+                self.shared_blocks_total += len(wanted)
+                if sent == len(digests):
+                    return
+        finally:
+            reading.cancel()
+            await asyncio.wait({reading})
+
+    async def _read(self, digests: Sequence[bytes], out: Tensor | None) -> Tensor:
+        """Return the first of these blocks [blocks, ...], at least one."""
+        contents = await self._read_beside_steps(digests, out)
+        if contents is None:
+            call = self._worker.call(lambda core: _read_prefix(core, digests))
+            contents = await asyncio.wrap_future(call)
+        if contents is not None:
+            return contents
+        content = None
+        if self._files is not None:
+            content = await asyncio.to_thread(self._files.read, digests[0])
+        if content is None:
+            raise ConnectionResetError("a shared KV block was evicted")
+        return torch.frombuffer(content, dtype=self._form.dtype).view(1, *self._form.shape)
+
+    async def _read_beside_steps(
+        self, digests: Sequence[bytes], out: Tensor | None
+    ) -> Tensor | None:
+        """Return those on the device, copied while steps run; None if the step thread must."""
+        transfers = self._transfers
+        if transfers is None or not transfers.count_on_device(digests[:1]):
+            return None
+        reader = next(self._readers)
+        opening = self._worker.call(lambda core: _open_reading(core, reader, digests))
+        try:
+            held = await asyncio.wrap_future(opening)
+            if not held:
+                return None
+            place = out[: len(held)] if out is not None else None
+            return await run_to_completion(transfers.read_held, held, place)
+        finally:
+            self._worker.call(lambda core: _close_reading(core, reader))
+
+    async def _keep(self, request: web.Request) -> web.Response:
+        """Store the blocks in the body, which begins with their digests."""
+        count = request.headers.get(kv_sharing.DIGEST_COUNT, "")
+        if not (count.isascii() and count.isdigit() and len(count) <= 5):
+            raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot keep {count[:40]!r} KV blocks")
+        blocks = int(count)
+        if not 0 < blocks <= kv_sharing.CHAIN_BLOCKS_MAX:
+            raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot keep {blocks} KV blocks")
+        self._take_stream()
+        try:
+            kept = await self._store(request, blocks)
+        except (WrongTransfer, asyncio.IncompleteReadError) as error:
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST, f"cannot use these KV blocks: {error}"
+            ) from error
+        finally:
+            self._streams -= 1
+        return json_response(
+            kv_sharing.LocatedBlocks(blocks=kept, block_bytes=self._form.block_bytes)
+        )
+
+    async def _store(self, request: web.Request, blocks: int) -> int:
+        """Store the blocks of a stream; return how many came."""
+        size = kv_sharing.DIGEST_BYTES
+        names = await request.content.readexactly(blocks * size)
+        digests = [names[start : start + size] for start in range(0, len(names), size)]
+        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        reader = TransferReader(
+            fingerprint,
+            self._form.block_bytes,
+            digests,
+            0,
+            may_be_shorter=True,
+            part_blocks=self._part_blocks,
+        )
+
+        async def store(arrived: Sequence[ReceivedBlock]) -> None:
+            contents = contents_of(arrived, self._form)
+            named = [digests[block.number] for block in arrived]
+            await asyncio.wrap_future(self._worker.call(lambda core: _keep(core, named, contents)))
+            self.kept_blocks_total += len(named)
+
+        await read_blocks(request.content, reader, self._part_blocks, store)
+        return reader.next_block
+
+    def _count(self, digests: Sequence[bytes]) -> int:
+        return self._transfers.count_prefix(digests) if self._transfers is not None else 0
+
+    def _take_stream(self) -> None:
+        """Count a stream. Raises ApiError 429 if there are too many."""
+        if self._streams >= STREAMS_MAX:
+            raise ApiError(
+                ErrorCode.OUT_OF_CAPACITY,
+                f"cannot share KV: {STREAMS_MAX} streams are open",
+                retry_after_s=1.0,
+            )
+        self._streams += 1
+
+
+async def _digests(request: web.Request) -> tuple[bytes, ...]:
+    """Read a query. Raises ApiError 400."""
+    if (request.content_length or 0) > kv_sharing.QUERY_BYTES_MAX:
+        raise ApiError(ErrorCode.INVALID_REQUEST, "cannot use this query: it is too long")
+    try:
+        return _QUERY.decode(await request.read()).digests
+    except msgspec.DecodeError as error:
+        raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use this query: {error}") from error
+
+
+def _open_reading(core: EngineCore, reader: int, digests: Sequence[bytes]) -> list[int]:
+    return core.kv_transfers.open_reading(reader, digests) if core.kv_transfers is not None else []
+
+
+def _close_reading(core: EngineCore, reader: int) -> None:
+    if core.kv_transfers is not None:
+        core.kv_transfers.close_reading(reader)
+
+
+def _demote(core: EngineCore, digests: Sequence[bytes]) -> None:
+    if core.kv_transfers is not None:
+        core.kv_transfers.demote(digests)
+
+
+def _read_prefix(core: EngineCore, digests: Sequence[bytes]) -> Tensor | None:
+    return core.kv_transfers.read_prefix(digests) if core.kv_transfers is not None else None
+
+
+def _keep(core: EngineCore, digests: Sequence[bytes], contents: Tensor) -> None:
+    if core.kv_transfers is not None:
+        core.kv_transfers.keep(digests, contents)

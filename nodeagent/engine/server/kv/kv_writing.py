@@ -1,0 +1,128 @@
+"""Writes the stream of a transfer: blocks in the stream itself, or in a window beside it."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from aiohttp import web
+from torch import Tensor
+
+from isochrone.service.threads import run_to_completion
+from isochrone.wire.kv import kv_transfer
+from nodeagent.engine.kvcache.slot_ring import SlotRun
+from nodeagent.engine.kvcache.transfer_frames import (
+    TransferEnd,
+    TransferHead,
+    encode_block,
+    encode_block_in_window,
+    encode_end,
+    encode_head,
+    transfer_bytes,
+)
+from nodeagent.engine.server.kv.kv_windows import SenderWindow
+
+
+class BlockRoom(NamedTuple):
+    """Where the next `blocks` blocks are read to: slots of a window, or new memory."""
+
+    blocks: int
+    run: SlotRun | None
+    out: Tensor | None
+
+
+class ReadPart(NamedTuple):
+    """Blocks that were copied off the device, and the room that they take."""
+
+    contents: Tensor
+    room: BlockRoom
+
+
+class BlockWriter:
+    """The answer to one request for blocks."""
+
+    def __init__(
+        self, request: web.Request, lease: SenderWindow | None, stall_s: float, part_blocks: int
+    ) -> None:
+        """Give up if the receiver takes nothing for `stall_s`. `part_blocks` are read at once."""
+        self._request = request
+        self._lease = lease
+        self._stall_s = stall_s
+        self._part_blocks = part_blocks
+        self.response = web.StreamResponse(headers={"content-type": kv_transfer.CONTENT_TYPE})
+
+    async def room(self, count_max: int) -> BlockRoom:
+        """Wait for room for some of the next `count_max` blocks."""
+        count = min(count_max, self._part_blocks)
+        if self._lease is None:
+            return BlockRoom(count, None, None)
+        try:
+            async with asyncio.timeout(self._stall_s):
+                run = await self._lease.take(count)
+        except TimeoutError as error:
+            raise ConnectionResetError("the receiver does not take blocks") from error
+        return BlockRoom(run.slots, run, self._lease.slots(run))
+
+    def fit(self, room: BlockRoom, blocks: int) -> BlockRoom:
+        """Return the room of `blocks` that were read to `room`, and give back the rest of it.
+
+        Call it before room for further blocks is taken.
+        """
+        if self._lease is not None:
+            self._lease.give_back(room.blocks - blocks)
+        return room._replace(blocks=blocks)
+
+    async def begin(self, head: TransferHead) -> None:
+        """Write the head."""
+        in_window = self._lease is not None
+        self.response.content_length = transfer_bytes(head, in_window=in_window)
+        await self.response.prepare(self._request)
+        await self._write([encode_head(head)])
+
+    async def write(self, digests: Sequence[bytes], contents: Tensor, room: BlockRoom) -> None:
+        """Write blocks that were read to `room`, which has no more room than they need."""
+        pieces = await run_to_completion(self._encode, digests, contents, room)
+        await self._write(pieces)
+
+    async def end(self, end: TransferEnd) -> None:
+        """End the stream, once the receiver has the window."""
+        if self._lease is not None:
+            try:
+                await self._lease.wait_connected()
+            except TimeoutError as error:
+                raise ConnectionResetError("the receiver has not taken the window") from error
+        await self._write([encode_end(end)])
+        await self.response.write_eof()
+
+    def _encode(
+        self, digests: Sequence[bytes], contents: Tensor, room: BlockRoom
+    ) -> list[bytes | memoryview]:
+        if self._lease is None or room.run is None or room.out is None:
+            frames: list[bytes | memoryview] = []
+            for digest, content in zip(digests, contents, strict=True):
+                frames += encode_block(digest, content_bytes(content))
+            return frames
+        if contents.data_ptr() != room.out.data_ptr():
+            room.out[: len(contents)].copy_(contents)
+        size, first = self._lease.block_bytes, room.run.first
+        references = [
+            encode_block_in_window(digest, content_bytes(slot), (first + index) * size)
+            for index, (digest, slot) in enumerate(
+                zip(digests, room.out[: len(contents)], strict=True)
+            )
+        ]
+        return [b"".join(references)]
+
+    async def _write(self, pieces: list[bytes | memoryview]) -> None:
+        try:
+            async with asyncio.timeout(self._stall_s):
+                for piece in pieces:
+                    await self.response.write(piece)
+        except TimeoutError as error:
+            raise ConnectionResetError("the receiver does not read") from error
+
+
+def content_bytes(content: Tensor) -> memoryview:
+    """Return the bytes of one block."""
+    flat = content.contiguous().view(torch.uint8).numpy().reshape(-1)
+    return memoryview(flat.data)

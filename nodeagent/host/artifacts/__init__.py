@@ -1,0 +1,1 @@
+"""Artifacts on this node's disk: fetched, verified, served from caches."""

@@ -1,0 +1,1 @@
+"""Engine processes: folders, logs, ports, adapters, standby."""

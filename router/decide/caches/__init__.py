@@ -1,0 +1,1 @@
+"""What a router knows of prefix caches: sessions, prefixes and their blocks."""

@@ -1,0 +1,328 @@
+/* The blocks of one simulated prefix cache, for router/decide/caches/cached_blocks.py, which has the same
+ * in Python and says what it means. What is evicted, and when, is decided in prefix_index.py.
+ *
+ * A hash table of key to entry, with linear probing, and a list of the entries in the order of
+ * their last use. A salt of this process decides where a key goes, so nobody outside can choose
+ * keys that collide in the table.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <structmember.h>
+
+enum { NONE = -1, ENTRIES_MIN = 32, ENTRIES_MAX = 1 << 28 };
+
+static uint64_t salt;
+static PyObject *sent_at_s; /* the name of an attribute */
+
+struct entry {
+    uint64_t key;
+    long long used_at_inserted;
+    PyObject *use;
+    long long size;
+    int32_t older, newer;
+};
+
+typedef struct {
+    PyObject_HEAD
+    struct entry *entries; /* `room` of them; those not in use are a list by `newer` */
+    int32_t *places;       /* twice as many: the entry at each place of the table, or NONE */
+    int32_t room, count, oldest, newest, unused;
+    unsigned shift;
+    long long inserted, size;
+} BlockTable;
+
+static uint32_t home_of(const BlockTable *table, uint64_t key) {
+    return (uint32_t)(key * salt >> table->shift);
+}
+
+static uint32_t place_of(const BlockTable *table, uint64_t key) {
+    uint32_t last = 2 * (uint32_t)table->room - 1, place = home_of(table, key);
+    while (table->places[place] != NONE && table->entries[table->places[place]].key != key)
+        place = (place + 1) & last;
+    return place;
+}
+
+static int32_t find(const BlockTable *table, uint64_t key) {
+    return table->room ? table->places[place_of(table, key)] : NONE;
+}
+
+static int grow(BlockTable *table) {
+    if (table->room >= ENTRIES_MAX) return PyErr_NoMemory(), -1;
+    int32_t before = table->room, room = before ? 2 * before : ENTRIES_MIN;
+    struct entry *entries = PyMem_Realloc(table->entries, (size_t)room * sizeof *entries);
+    if (!entries) return PyErr_NoMemory(), -1;
+    table->entries = entries;
+    int32_t *places = PyMem_Realloc(table->places, 2 * (size_t)room * sizeof *places);
+    if (!places) return PyErr_NoMemory(), -1;
+    table->places = places;
+    table->room = room;
+    table->shift = 64 - (unsigned)__builtin_ctz(2 * (unsigned)room);
+    for (int32_t n = before; n < room; n++) entries[n].newer = n + 1 < room ? n + 1 : NONE;
+    table->unused = before;
+    memset(places, 0xff, 2 * (size_t)room * sizeof *places);
+    for (int32_t n = table->oldest; n != NONE; n = entries[n].newer)
+        places[place_of(table, entries[n].key)] = n;
+    return 0;
+}
+
+static void unlink_entry(BlockTable *table, const struct entry *entry) {
+    if (entry->older == NONE)
+        table->oldest = entry->newer;
+    else
+        table->entries[entry->older].newer = entry->newer;
+    if (entry->newer == NONE)
+        table->newest = entry->older;
+    else
+        table->entries[entry->newer].older = entry->older;
+}
+
+static void link_newest(BlockTable *table, int32_t number) {
+    struct entry *entry = &table->entries[number];
+    entry->older = table->newest;
+    entry->newer = NONE;
+    if (table->newest == NONE)
+        table->oldest = number;
+    else
+        table->entries[table->newest].newer = number;
+    table->newest = number;
+}
+
+static void vacate(BlockTable *table, uint32_t place) {
+    uint32_t last = 2 * (uint32_t)table->room - 1;
+    uint32_t next = (place + 1) & last;
+    for (; table->places[next] != NONE; next = (next + 1) & last) {
+        uint32_t home = home_of(table, table->entries[table->places[next]].key);
+        /* Only what would still be found there may move into the gap. */
+        if (((next - home) & last) < ((next - place) & last)) continue;
+        table->places[place] = table->places[next];
+        place = next;
+    }
+    table->places[place] = NONE;
+}
+
+static int32_t insert(BlockTable *table, uint64_t key, long long size) {
+    if (table->unused == NONE && grow(table)) return NONE;
+    int32_t number = table->unused;
+    struct entry *entry = &table->entries[number];
+    table->unused = entry->newer;
+    entry->key = key;
+    entry->size = size;
+    entry->use = NULL;
+    table->places[place_of(table, key)] = number;
+    table->count++;
+    table->size += size;
+    table->inserted += size;
+    return number;
+}
+
+static int read_key(PyObject *object, uint64_t *key) {
+    *key = PyLong_AsUnsignedLongLong(object);
+    return *key == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* Returns the entry of a key, or NONE with KeyError. */
+static int32_t entry_of(BlockTable *table, PyObject *object) {
+    uint64_t key;
+    if (read_key(object, &key)) return NONE;
+    int32_t number = find(table, key);
+    if (number == NONE) PyErr_SetObject(PyExc_KeyError, object);
+    return number;
+}
+
+static PyObject *key_at(const BlockTable *table, int32_t number) {
+    if (number == NONE) Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong(table->entries[number].key);
+}
+
+static int is_sequence(PyObject *object) { return PyList_Check(object) || PyTuple_Check(object); }
+
+static PyObject *deepest(PyObject *self, PyObject *keys) {
+    if (!is_sequence(keys)) return PyErr_SetString(PyExc_TypeError, "expected a list"), NULL;
+    Py_ssize_t n = PySequence_Fast_GET_SIZE(keys) - 1;
+    for (; n >= 0; n--) {
+        uint64_t key;
+        if (read_key(PySequence_Fast_GET_ITEM(keys, n), &key)) return NULL;
+        if (find((BlockTable *)self, key) != NONE) break;
+    }
+    return PyLong_FromSsize_t(n);
+}
+
+static PyObject *use(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
+    BlockTable *table = (BlockTable *)self;
+    if (count != 3 || !is_sequence(arguments[0]) || !is_sequence(arguments[1]))
+        return PyErr_SetString(PyExc_TypeError, "expected two lists and a use"), NULL;
+    PyObject *keys = arguments[0], *ends = arguments[1];
+    if (PySequence_Fast_GET_SIZE(ends) != PySequence_Fast_GET_SIZE(keys))
+        return PyErr_SetString(PyExc_ValueError, "as many ends as keys"), NULL;
+    PyObject *added = PyList_New(0);
+    for (Py_ssize_t n = PySequence_Fast_GET_SIZE(keys) - 1; added && n >= 0; n--) {
+        uint64_t key;
+        if (read_key(PySequence_Fast_GET_ITEM(keys, n), &key)) goto failed;
+        int32_t number = find(table, key);
+        if (number == NONE) {
+            long long end = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(ends, n));
+            long long begin = n ? PyLong_AsLongLong(PySequence_Fast_GET_ITEM(ends, n - 1)) : 0;
+            if (PyErr_Occurred()) goto failed;
+            if (PyList_Append(added, PySequence_Fast_GET_ITEM(keys, n))) goto failed;
+            number = insert(table, key, end - begin);
+            if (number == NONE) goto failed;
+        } else {
+            unlink_entry(table, &table->entries[number]);
+        }
+        link_newest(table, number);
+        struct entry *entry = &table->entries[number];
+        PyObject *earlier = entry->use;
+        entry->used_at_inserted = table->inserted;
+        Py_INCREF(arguments[2]);
+        entry->use = arguments[2];
+        /* Last, because it may run any code. */
+        Py_XDECREF(earlier);
+    }
+    return added;
+failed:
+    Py_DECREF(added);
+    return NULL;
+}
+
+static PyObject *inserted_since_use(PyObject *self, PyObject *key) {
+    BlockTable *table = (BlockTable *)self;
+    int32_t number = entry_of(table, key);
+    if (number == NONE) return NULL;
+    return PyLong_FromLongLong(table->inserted - table->entries[number].used_at_inserted);
+}
+
+static PyObject *use_of(PyObject *self, PyObject *key) {
+    int32_t number = entry_of((BlockTable *)self, key);
+    if (number == NONE) return NULL;
+    PyObject *found = ((BlockTable *)self)->entries[number].use;
+    Py_INCREF(found);
+    return found;
+}
+
+static PyObject *oldest(PyObject *self, PyObject *ignored) {
+    (void)ignored;
+    return key_at((BlockTable *)self, ((BlockTable *)self)->oldest);
+}
+
+static PyObject *sent_before(PyObject *self, PyObject *time) {
+    BlockTable *table = (BlockTable *)self;
+    double time_s = PyFloat_AsDouble(time);
+    if (time_s == -1.0 && PyErr_Occurred()) return NULL;
+    PyObject *keys = PyList_New(0);
+    for (int32_t n = table->oldest; keys && n != NONE; n = table->entries[n].newer) {
+        PyObject *sent = PyObject_GetAttr(table->entries[n].use, sent_at_s);
+        double sent_s = sent ? PyFloat_AsDouble(sent) : -1.0;
+        Py_XDECREF(sent);
+        if (sent_s >= time_s) return keys;
+        PyObject *key = PyErr_Occurred() ? NULL : key_at(table, n);
+        if (!key || PyList_Append(keys, key)) Py_CLEAR(keys);
+        Py_XDECREF(key);
+    }
+    return keys;
+}
+
+static PyObject *remove_block(PyObject *self, PyObject *object) {
+    BlockTable *table = (BlockTable *)self;
+    int32_t number = entry_of(table, object);
+    if (number == NONE) return NULL;
+    struct entry *entry = &table->entries[number];
+    vacate(table, place_of(table, entry->key));
+    unlink_entry(table, entry);
+    PyObject *earlier = entry->use;
+    table->size -= entry->size;
+    table->count--;
+    entry->newer = table->unused;
+    table->unused = number;
+    Py_DECREF(earlier);
+    Py_RETURN_NONE;
+}
+
+static PyObject *oldest_first(PyObject *self, PyObject *ignored) {
+    (void)ignored;
+    BlockTable *table = (BlockTable *)self;
+    PyObject *keys = PyList_New(table->count);
+    Py_ssize_t at = 0;
+    for (int32_t n = table->oldest; keys && n != NONE; n = table->entries[n].newer) {
+        PyObject *key = key_at(table, n);
+        if (!key) return Py_DECREF(keys), NULL;
+        PyList_SET_ITEM(keys, at++, key);
+    }
+    return keys;
+}
+
+static Py_ssize_t length(PyObject *self) { return ((BlockTable *)self)->count; }
+
+static int contains(PyObject *self, PyObject *object) {
+    uint64_t key;
+    return read_key(object, &key) ? -1 : find((BlockTable *)self, key) != NONE;
+}
+
+static PyObject *new_table(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    static char *none[] = {NULL};
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "", none)) return NULL;
+    BlockTable *table = (BlockTable *)type->tp_alloc(type, 0);
+    if (table) table->oldest = table->newest = table->unused = NONE;
+    return (PyObject *)table;
+}
+
+static void dealloc(PyObject *self) {
+    BlockTable *table = (BlockTable *)self;
+    PyTypeObject *type = Py_TYPE(self);
+    for (int32_t n = table->oldest; n != NONE; n = table->entries[n].newer)
+        Py_DECREF(table->entries[n].use);
+    PyMem_Free(table->entries);
+    PyMem_Free(table->places);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef METHODS[] = {
+    {"deepest", deepest, METH_O, NULL},
+    {"use", (PyCFunction)(void (*)(void))use, METH_FASTCALL, NULL},
+    {"inserted_since_use", inserted_since_use, METH_O, NULL},
+    {"use_of", use_of, METH_O, NULL},
+    {"oldest", oldest, METH_NOARGS, NULL},
+    {"sent_before", sent_before, METH_O, NULL},
+    {"remove", remove_block, METH_O, NULL},
+    {"oldest_first", oldest_first, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef MEMBERS[] = {
+    {"inserted", T_LONGLONG, offsetof(BlockTable, inserted), READONLY, NULL},
+    {"size", T_LONGLONG, offsetof(BlockTable, size), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot SLOTS[] = {
+    {Py_tp_new, new_table},     {Py_tp_dealloc, dealloc},   {Py_tp_methods, METHODS},
+    {Py_tp_members, MEMBERS},   {Py_sq_length, length},     {Py_sq_contains, contains},
+    {0, NULL},
+};
+
+static PyType_Spec SPEC = {
+    "router.decide.caches.block_table.BlockTable", sizeof(BlockTable), 0, Py_TPFLAGS_DEFAULT, SLOTS,
+};
+
+static struct PyModuleDef MODULE = {
+    PyModuleDef_HEAD_INIT, "router.decide.caches.block_table", NULL, 0, NULL, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit_block_table(void) {
+    PyObject *module = PyModule_Create(&MODULE);
+    PyObject *type = module ? PyType_FromSpec(&SPEC) : NULL;
+    /* Python hashes text with a key of this process. */
+    PyObject *text = PyUnicode_FromString("the salt of the block tables");
+    salt = text ? (uint64_t)PyObject_Hash(text) | 1 : 1;
+    Py_XDECREF(text);
+    sent_at_s = PyUnicode_InternFromString("sent_at_s");
+    if (!type || !text || !sent_at_s || PyModule_AddObject(module, "BlockTable", type) < 0) {
+        Py_XDECREF(type);
+        Py_XDECREF(module);
+        return NULL;
+    }
+    return module;
+}

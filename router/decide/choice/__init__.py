@@ -1,0 +1,1 @@
+"""Which replica answers a request: ranking by predicted time to first token."""

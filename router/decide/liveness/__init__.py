@@ -1,0 +1,1 @@
+"""Which nodes and replicas answer: probes, outlier ejection, slow start."""

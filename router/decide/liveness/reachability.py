@@ -1,0 +1,86 @@
+"""Records each node's round trip, its last answer, and the replicas that it has disowned."""
+
+from collections.abc import Iterable, Set
+from typing import Final
+
+from isochrone.wire.ids import NodeId, PopId, ReplicaId
+from isochrone.wire.peers.routes import Pop, Route
+from isochrone.wire.peers.usage import RoundTrip
+from router.decide.replicas.latency import RoundTripFilter, expected_rtt_ms
+
+ANSWERING_S: Final = 15.0
+"""A node that answered within this time counts as answering."""
+
+DISOWNING_REFUSALS: Final = frozenset({"unknown_replica", "draining"})
+"""Refusals by which a node says that it no longer serves a replica."""
+
+
+class NodeReachability:
+    """The results of requests and probes for the nodes of the route table."""
+
+    def __init__(self, pop: PopId) -> None:
+        """Measure from this router's own PoP."""
+        self._pop = pop
+        self._pops: dict[PopId, Pop] = {}
+        self._expected_ms: dict[PopId, float] = {}
+        self._round_trips: dict[NodeId, RoundTripFilter] = {}
+        self._answered_at_s: dict[NodeId, float] = {}
+        self._disowned: set[ReplicaId] = set()
+
+    def adopt(self, pops: Iterable[Pop], nodes: Set[NodeId], removed: Set[ReplicaId]) -> None:
+        """Keep only what is known about these nodes, and nothing about `removed` replicas."""
+        self._pops = {pop.pop: pop for pop in pops}
+        self._expected_ms.clear()
+        self._disowned -= removed
+        for node_id in [node_id for node_id in self._round_trips if node_id not in nodes]:
+            del self._round_trips[node_id]
+        for node_id in [node_id for node_id in self._answered_at_s if node_id not in nodes]:
+            del self._answered_at_s[node_id]
+
+    def rtt_ms(self, route: Route) -> float:
+        """Return the round trip to a route's node: measured, or expected from the distance."""
+        measured = self._round_trips.get(route.node_id)
+        if measured is not None and measured.rtt_ms is not None:
+            return measured.rtt_ms
+        expected = self._expected_ms.get(route.pop)
+        if expected is None:
+            expected = expected_rtt_ms(self._pops.get(self._pop), self._pops.get(route.pop))
+            self._expected_ms[route.pop] = expected
+        return expected
+
+    def round_trips(self) -> tuple[RoundTrip, ...]:
+        """Return the measured round trips, for the scheduler."""
+        return tuple(
+            RoundTrip(node_id=node_id, rtt_ms=measured.rtt_ms)
+            for node_id, measured in sorted(self._round_trips.items())
+            if measured.rtt_ms is not None
+        )
+
+    def record_round_trip(self, node_id: NodeId, rtt_ms: float, now_s: float) -> None:
+        """Note that a node answered a ping after `rtt_ms`."""
+        self._round_trips.setdefault(node_id, RoundTripFilter()).add(rtt_ms)
+        self._answered_at_s[node_id] = now_s
+
+    def record_answer(self, node_id: NodeId, now_s: float) -> None:
+        """Note that a node answered a request."""
+        self._answered_at_s[node_id] = now_s
+
+    def record_timeout(self, node_id: NodeId) -> None:
+        """Note that a node did not answer a ping."""
+        self._answered_at_s.pop(node_id, None)
+
+    def record_refusal(self, replica_id: ReplicaId, refusal: str) -> None:
+        """Note how a node answered for a replica: with a refusal, or "" if it serves it."""
+        if refusal in DISOWNING_REFUSALS:
+            self._disowned.add(replica_id)
+        else:
+            self._disowned.discard(replica_id)
+
+    def is_disowned(self, replica_id: ReplicaId) -> bool:
+        """Say whether the replica's node has said that it no longer serves it."""
+        return replica_id in self._disowned
+
+    def is_answering(self, route: Route, now_s: float) -> bool:
+        """Say whether the route's node has answered lately and not disowned the replica."""
+        answered_at_s = self._answered_at_s.get(route.node_id, -1e18)
+        return answered_at_s >= now_s - ANSWERING_S and route.replica_id not in self._disowned

@@ -1,0 +1,331 @@
+"""Tokens in flight at each replica: those of this router's requests that have not ended yet.
+
+Rule 1: a reservation is released exactly once, on finish, cancellation and crash alike.
+Rule 2: prefill and decode tokens are counted apart; the first token turns prefill into decode.
+Rule 3: the replica's own load reports add what other routers sent (other_routers_load.py).
+Rule 4: a replica reads prompts one after the other, so its queue shrinks with time: a new request
+waits only for what the replica cannot have read yet.
+"""
+
+from collections import deque
+from collections.abc import Callable, Set
+from typing import Final, NamedTuple
+
+from isochrone.wire.ids import ReplicaId
+from router.decide.replicas.other_routers_load import OtherRoutersLoad
+
+HISTORY_MAX: Final = 256
+"""How many changes of our own tokens at a replica are kept.
+
+A load report is older than our newest requests. The history tells what of the reported load was
+ours at the time of the report.
+"""
+
+
+class InFlightTokens(NamedTuple):
+    """Tokens at one replica: those of this router, and those of other routers."""
+
+    prefill_tokens: int
+    decode_tokens: int
+    requests: int
+    others_prefill_tokens: int = 0
+    others_decode_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """All tokens there, of all routers."""
+        return (
+            self.prefill_tokens
+            + self.decode_tokens
+            + self.others_prefill_tokens
+            + self.others_decode_tokens
+        )
+
+
+class OwnTokens:
+    """Tokens of this router at one replica at one moment: an entry of its history."""
+
+    __slots__ = ("at_s", "output_tokens", "prefill_tokens")
+
+    def __init__(self, at_s: float, prefill_tokens: int, output_tokens: int) -> None:
+        self.at_s = at_s
+        self.prefill_tokens = prefill_tokens
+        self.output_tokens = output_tokens
+
+
+class Reservation:
+    """One request's tokens at a replica. Releasing it a second time does nothing."""
+
+    __slots__ = (
+        "_is_open", "_ledger", "decode_tokens", "output_tokens", "prefill_tokens", "replica_id",
+        "work_ms",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        ledger: "InFlightLedger",
+        replica_id: ReplicaId,
+        prefill_tokens: int,
+        decode_tokens: int,
+        work_ms: float,
+    ) -> None:
+        self._ledger = ledger
+        self._is_open = True
+        self.replica_id = replica_id
+        self.prefill_tokens = prefill_tokens
+        self.decode_tokens = decode_tokens
+        self.output_tokens = decode_tokens
+        self.work_ms = work_ms
+
+    def finish_prefill(self, at_s: float | None = None) -> None:
+        """Note that the prompt is read: from now on only its KV cache takes space.
+
+        `at_s` is when the replica finished it, if known: the prompts queued behind it begin then.
+        """
+        if self._is_open:
+            self._ledger.finish_prefill(self, at_s)
+
+    def release(self, at_s: float | None = None) -> bool:
+        """Give all tokens back; return False if that has happened already.
+
+        `at_s` is from when on the replica itself no longer counts them, if known.
+        """
+        if not self._is_open:
+            return False
+        self._is_open = False
+        self._ledger.release(self, at_s)
+        return True
+
+
+class ReplicaLoad:
+    """The ledger's account of one replica. Times are monotonic seconds as seen at the replica."""
+
+    def __init__(self) -> None:
+        self.is_removed = False
+        """The route table no longer has the replica: drop the account after its last answer."""
+        self.requests = 0
+        self.prefill_tokens = 0
+        self.decode_tokens = 0
+        self.output_tokens = 0
+        self.pending: dict[Reservation, float] = {}
+        """Prompts not read yet, in the order sent, each with its prefill time in ms."""
+        self.pending_ms = 0.0
+        """Sum of `pending`, kept because a busy replica has hundreds of them."""
+        self.busy_until_s = -1e18
+        self.wake_ms = 0.0
+        """How long a request would wait for the replica to wake, as it reported last."""
+        self.others = OtherRoutersLoad()
+        self.sequences_max = 0
+        """How many requests the engine runs at once, as its node said last; 0 if unknown."""
+        self.others_requests = 0
+        """Requests of other routers there when its node was pinged last."""
+        self.history: deque[OwnTokens] = deque(maxlen=HISTORY_MAX)
+
+    @property
+    def queued_ms(self) -> float:
+        """Return the prefill time that cannot have begun: all but the first pending prompt."""
+        if len(self.pending) < 2:
+            return 0.0
+        return max(0.0, self.pending_ms - next(iter(self.pending.values())))
+
+    def remove_pending(self, reservation: Reservation) -> bool:
+        """Take a prompt out of the pending ones; return False if it is not among them."""
+        work_ms = self.pending.get(reservation)
+        if work_ms is None:
+            return False
+        del self.pending[reservation]
+        # An empty queue is exactly 0: no rounding error stays behind.
+        self.pending_ms = self.pending_ms - work_ms if self.pending else 0.0
+        return True
+
+    def note_own_tokens(self, at_s: float) -> None:
+        """Append this router's tokens to the history, as of `at_s`."""
+        self.history.append(OwnTokens(at_s, self.prefill_tokens, self.output_tokens))
+
+    def own_tokens(self, at_s: float) -> OwnTokens:
+        """Return this router's tokens at `at_s`, as far back as the history reaches."""
+        for entry in reversed(self.history):
+            if entry.at_s <= at_s:
+                return entry
+        if len(self.history) == HISTORY_MAX:
+            return self.history[0]
+        if self.history:
+            return OwnTokens(at_s, 0, 0)
+        return OwnTokens(at_s, self.prefill_tokens, self.output_tokens)
+
+
+class InFlightLedger:
+    """An account for each replica that was sent a request or reported its load."""
+
+    def __init__(
+        self,
+        on_release: Callable[[ReplicaId], None] | None = None,
+        on_change: Callable[[ReplicaId], None] | None = None,
+    ) -> None:
+        """Call `on_release` when a replica gets capacity, and `on_change` after any change."""
+        self._loads: dict[ReplicaId, ReplicaLoad] = {}
+        self._on_release = on_release or _ignore
+        self._on_change = on_change or _ignore
+
+    def reserve(
+        self,
+        replica_id: ReplicaId,
+        *,
+        prefill: int,
+        decode: int,
+        work_ms: float = 0.0,
+        arrives_s: float | None = None,
+        others_ms: float = 0.0,
+    ) -> Reservation:
+        """Count a request's tokens before it is sent.
+
+        `prefill` are the prompt tokens that are not cached, and `work_ms` the time to read them.
+        Reading begins after the request arrives and after `others_ms`, the prompts of other
+        routers that wait there.
+        """
+        load = self._get_or_create(replica_id)
+        reservation = Reservation(self, replica_id, prefill, decode, work_ms)
+        load.prefill_tokens += prefill
+        load.decode_tokens += decode
+        load.output_tokens += decode
+        load.pending[reservation] = work_ms
+        load.pending_ms += work_ms
+        load.requests += 1
+        load.is_removed = False
+        if arrives_s is not None:
+            begins_s = max(load.busy_until_s, arrives_s + others_ms / 1000)
+            load.busy_until_s = begins_s + work_ms / 1000
+            load.note_own_tokens(arrives_s)
+        self._on_change(replica_id)
+        return reservation
+
+    def tokens_at(self, replica_id: ReplicaId, now_s: float) -> InFlightTokens:
+        """Return what is in flight at one replica."""
+        load = self.load_of(replica_id)
+        others = load.others.estimate(now_s)
+        return InFlightTokens(
+            load.prefill_tokens,
+            load.decode_tokens,
+            load.requests,
+            round(others.prefill),
+            round(others.decode),
+        )
+
+    def load_of(self, replica_id: ReplicaId) -> ReplicaLoad:
+        """Return the replica's account, to read only."""
+        return self._loads.get(replica_id) or ReplicaLoad()
+
+    def record_report(
+        self,
+        replica_id: ReplicaId,
+        pending_prefill_tokens: int,
+        output_tokens: int,
+        reported_at_s: float,
+    ) -> None:
+        """Take a replica's report of its whole load at `reported_at_s`.
+
+        Tokens in the report beyond this router's own at that time belong to the other routers.
+        """
+        own = self._get_or_create(replica_id).own_tokens(reported_at_s)
+        self.record_other_routers(
+            replica_id,
+            max(0, pending_prefill_tokens - own.prefill_tokens),
+            max(0, output_tokens - own.output_tokens),
+            reported_at_s,
+        )
+
+    def record_wake(self, replica_id: ReplicaId, wake_ms: float) -> None:
+        """Take a replica's report of how long it needs to wake; 0 if it is awake."""
+        if wake_ms == 0.0 and replica_id not in self._loads:
+            return
+        load = self._get_or_create(replica_id)
+        if load.wake_ms != wake_ms:
+            load.wake_ms = wake_ms
+            self._on_change(replica_id)
+
+    def record_sequences(self, replica_id: ReplicaId, sequences_max: int, requests: int) -> None:
+        """Take the answer to a ping: the limit of sequences, and the requests of all routers."""
+        load = self._get_or_create(replica_id)
+        load.sequences_max = sequences_max
+        load.others_requests = max(0, requests - load.requests)
+
+    def record_other_routers(
+        self,
+        replica_id: ReplicaId,
+        pending_prefill_tokens: int,
+        output_tokens: int,
+        reported_at_s: float,
+    ) -> None:
+        """Take a replica's report of what other routers had there at `reported_at_s`."""
+        others = self._get_or_create(replica_id).others
+        if others.record(pending_prefill_tokens, output_tokens, reported_at_s):
+            self._on_change(replica_id)
+
+    def remove_replicas(self, replica_ids: Set[ReplicaId]) -> None:
+        """Drop reports of replicas that left the route table; open reservations stay."""
+        for replica_id in replica_ids & self._loads.keys():
+            load = self._loads[replica_id]
+            load.others, load.is_removed = OtherRoutersLoad(), True
+            if not load.requests:
+                del self._loads[replica_id]
+
+    def busy_replicas(self) -> list[ReplicaId]:
+        """Return the replicas with requests of this router."""
+        return [replica_id for replica_id, load in self._loads.items() if load.requests]
+
+    @property
+    def requests(self) -> int:
+        """Requests in flight at all replicas."""
+        return sum(load.requests for load in self._loads.values())
+
+    def totals(self) -> InFlightTokens:
+        """Return everything this router has in flight."""
+        return InFlightTokens(
+            sum(load.prefill_tokens for load in self._loads.values()),
+            sum(load.decode_tokens for load in self._loads.values()),
+            self.requests,
+        )
+
+    def finish_prefill(self, reservation: Reservation, at_s: float | None) -> None:
+        """Turn a reservation's prefill tokens into decode tokens. Called by Reservation."""
+        load = self._get_or_create(reservation.replica_id)
+        if not load.remove_pending(reservation):
+            return
+        load.prefill_tokens -= reservation.prefill_tokens
+        load.decode_tokens += reservation.prefill_tokens
+        reservation.decode_tokens += reservation.prefill_tokens
+        reservation.prefill_tokens = 0
+        if at_s is not None:
+            load.note_own_tokens(at_s)
+            load.busy_until_s = at_s + load.pending_ms / 1000
+        self._on_change(reservation.replica_id)
+
+    def release(self, reservation: Reservation, at_s: float | None = None) -> None:
+        """Take a reservation off the ledger. Called by Reservation."""
+        replica_id = reservation.replica_id
+        load = self._get_or_create(replica_id)
+        load.prefill_tokens -= reservation.prefill_tokens
+        load.decode_tokens -= reservation.decode_tokens
+        load.output_tokens -= reservation.output_tokens
+        if load.remove_pending(reservation):
+            load.busy_until_s -= reservation.work_ms / 1000
+        if at_s is not None:
+            load.note_own_tokens(at_s)
+        assert load.prefill_tokens >= 0 and load.decode_tokens >= 0, (
+            f"{replica_id}: released more than reserved"
+        )
+        load.requests -= 1
+        if load.is_removed and not load.requests:
+            del self._loads[replica_id]
+        self._on_change(replica_id)
+        self._on_release(replica_id)
+
+    def _get_or_create(self, replica_id: ReplicaId) -> ReplicaLoad:
+        load = self._loads.get(replica_id)
+        if load is None:
+            load = self._loads[replica_id] = ReplicaLoad()
+        return load
+
+
+def _ignore(replica_id: ReplicaId) -> None:
+    """Do nothing."""

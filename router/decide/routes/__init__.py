@@ -1,0 +1,1 @@
+"""The route table as this router uses it: accepted, indexed, remembered."""

@@ -1,0 +1,1 @@
+"""What the processes of a router, and all routers, tell each other."""

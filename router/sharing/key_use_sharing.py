@@ -1,0 +1,43 @@
+"""Shares the use of keys with limits per minute with the other routers.
+
+Each process reports its use to the main process, which reports it to the scheduler. The use at
+other routers comes back the same way, and each process draws its share of it.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from isochrone.wire.client_keys.key_use import KEY_USE_ROWS_MAX, FleetKeyUse, KeyUse
+from isochrone.wire.ids import KeyId
+
+
+class OwnKeyUse(msgspec.Struct, frozen=True, tag="own_key_use"):
+    """The use of keys at one process in one turn."""
+
+    rows: tuple[KeyUse, ...]
+
+
+class KeyUseOutbox:
+    """The use that the other routers do not know yet: one row for each key."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._rows: dict[KeyId, KeyUse] = {}
+
+    def add(self, rows: Iterable[KeyUse]) -> None:
+        """Add the use that a process of this router reports, or that could not be sent."""
+        for row in rows:
+            known = self._rows.get(row.key_id)
+            if known is not None:
+                row = KeyUse(row.key_id, known.requests + row.requests, known.tokens + row.tokens)
+            self._rows[row.key_id] = row
+
+    def take(self) -> FleetKeyUse | None:
+        """Return a message for the scheduler and forget what is in it; None if there is nothing."""
+        if not self._rows:
+            return None
+        rows = tuple(self._rows.values())[:KEY_USE_ROWS_MAX]
+        for row in rows:
+            del self._rows[row.key_id]
+        return FleetKeyUse(rows)

@@ -1,0 +1,1 @@
+"""The admin API: its table of endpoints, and the functions behind them."""

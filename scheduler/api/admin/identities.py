@@ -1,0 +1,61 @@
+"""The admin API of join tokens and revocations."""
+
+import secrets
+
+import msgspec
+
+from isochrone.service.trust.identity import format_join_token
+from isochrone.wire.admin import JoinTokenBody, JoinTokenView, RevocationBody, RevocationView
+from isochrone.wire.client_keys.keys import base62, secret_sha256
+from isochrone.wire.errors import ApiError, ErrorCode
+from scheduler.api.admin.endpoint import AdminRequest, Page, new_id
+from scheduler.store.fleet import identities
+
+
+async def create_join_token(request: AdminRequest) -> JoinTokenView:
+    """Create a join token for one or several uses; its text is shown only in this response."""
+    body: JoinTokenBody = request.body
+    token_id = new_id()
+    secret = base62(int.from_bytes(secrets.token_bytes(32)), 43)
+    created = await identities.add_join_token(
+        request.connection,
+        token_id=token_id,
+        secret_sha256=secret_sha256(secret),
+        role=body.role.value,
+        pop=body.pop,
+        ttl_s=body.ttl_s,
+        name=body.name,
+        uses_max=body.uses_max,
+    )
+    if created is None:
+        raise ApiError(
+            ErrorCode.NOT_FOUND, f"cannot create a token: no PoP {body.pop}", param="pop"
+        )
+    await request.record("join_token.create", token_id, after=created)
+    token = format_join_token(request.context.authority.fingerprint, token_id, secret)
+    return msgspec.structs.replace(created, token=token)
+
+
+async def create_revocation(request: AdminRequest) -> RevocationView:
+    """Revoke one certificate by its serial or, without a serial, all certificates of a name."""
+    body: RevocationBody = request.body
+    is_known = await identities.is_known_name(request.connection, body.role, body.name)
+    if not is_known and not body.may_be_unknown:
+        raise ApiError(
+            ErrorCode.NOT_FOUND,
+            f"cannot revoke {body.name}: no {body.role.value} of this name has joined; if the"
+            " database lost it, for example restored from a backup, repeat with --unknown",
+            param="name",
+        )
+    created = await identities.revoke(
+        request.connection, body.role, body.name, serial=body.serial, reason=body.reason
+    )
+    await request.record_change(f"{body.role.value}.revoke", body.name, after=created)
+    request.context.nudge_disconnect()
+    return created
+
+
+async def list_revocations(request: AdminRequest) -> Page:
+    """List the revocations in force."""
+    rows = await identities.list_revocations(request.connection, request.after, request.limit + 1)
+    return request.page(rows, lambda row: f"{row.role.value}/{row.name}/{row.serial}")

@@ -1,0 +1,122 @@
+"""The OpenAPI 3.1 document of the admin API, made from the table of its endpoints."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from isochrone.wire.errors import ErrorCode
+from scheduler.api.admin.access import OPEN_PATHS
+from scheduler.api.admin.endpoint import Endpoint
+
+_PATH_PARAMETER = re.compile(r"\{(\w+)(?::[^}]*)?\}")
+
+
+def document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any]:
+    """Return the OpenAPI document for these endpoints."""
+    types = {endpoint.response for endpoint in endpoints if endpoint.response is not None}
+    types |= {endpoint.body for endpoint in endpoints if endpoint.body is not None}
+    ordered = sorted(types, key=lambda struct: struct.__name__)
+    schemas, components = msgspec.json.schema_components(
+        ordered, ref_template="#/components/schemas/{name}"
+    )
+    by_type = dict(zip(ordered, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for endpoint in endpoints:
+        path = _PATH_PARAMETER.sub(r"{\1}", endpoint.path)
+        paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, by_type)
+    for path in sorted(OPEN_PATHS):
+        paths[path] = {
+            "get": {
+                "summary": f"{path.strip('/')} (no token needed)",
+                "security": [],
+                "responses": {"200": {"description": "OK"}},
+            }
+        }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Isochrone admin API", "version": version},
+        "security": [{"admin": []}],
+        "paths": paths,
+        "components": {
+            "schemas": {**components, "Error": _error_schema()},
+            "securitySchemes": {"admin": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(endpoint: Endpoint, by_type: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    response: dict[str, Any] = {"description": endpoint.summary}
+    if endpoint.response is not None:
+        schema = by_type[endpoint.response]
+        if endpoint.is_list:
+            schema = {
+                "type": "object",
+                "required": ["data", "next_cursor"],
+                "properties": {
+                    "data": {"type": "array", "items": schema},
+                    "next_cursor": {"type": ["string", "null"]},
+                },
+            }
+        response["content"] = {"application/json": {"schema": schema}}
+    operation: dict[str, Any] = {
+        "operationId": endpoint.function.__name__,
+        "summary": endpoint.summary,
+        "parameters": _parameters(endpoint),
+        "responses": {
+            str(endpoint.status): response,
+            "default": {
+                "description": "An error with a code and a message",
+                "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+            },
+        },
+    }
+    if endpoint.takes_file:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {
+                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
+            },
+        }
+    elif endpoint.body is not None:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": by_type[endpoint.body]}},
+        }
+    return operation
+
+
+def _parameters(endpoint: Endpoint) -> list[dict[str, Any]]:
+    text = {"type": "string"}
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": text}
+        for name in _PATH_PARAMETER.findall(endpoint.path)
+    ]
+    queries = [*endpoint.query, *(("limit", "cursor") if endpoint.is_list else ())]
+    for name in queries:
+        schema = {"type": "integer", "minimum": 1, "maximum": 500} if name == "limit" else text
+        parameters.append({"name": name, "in": "query", "schema": schema})
+    if endpoint.method in ("PUT", "DELETE"):
+        parameters.append({"name": "If-Match", "in": "header", "schema": text})
+    if endpoint.method == "POST":
+        parameters.append({"name": "Idempotency-Key", "in": "header", "schema": text})
+    return parameters
+
+
+def _error_schema() -> dict[str, Any]:
+    return {
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["code", "message"],
+                "properties": {
+                    "code": {"type": "string", "enum": [code.value for code in ErrorCode]},
+                    "message": {"type": "string"},
+                    "param": {"type": ["string", "null"]},
+                },
+            }
+        },
+    }

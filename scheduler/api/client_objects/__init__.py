@@ -1,0 +1,1 @@
+"""What clients store, relayed by routers: files, batches, responses, adapters."""

@@ -1,0 +1,72 @@
+"""Routes of the control listener for routers that hold a relay token: their clients' and their own.
+
+A router has authenticated its client, and names its tenant. Only the acting scheduler serves these
+routes, as only its routers hold a token.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import msgspec
+from aiohttp import web
+
+from isochrone.service.network.http_server import read_body
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.peers import batches as wire
+from scheduler.state.peers.relay_tokens import RelayTokens
+from scheduler.store.pool import BAD_DATA, UNAVAILABLE
+
+WORK_TIMEOUT_S: Final = 30.0
+
+PublicHandler = Callable[[web.Request, str], Awaitable[web.StreamResponse]]
+"""(request, tenant id) to the response."""
+
+WorkHandler = Callable[[bytes], Awaitable[msgspec.Struct | None]]
+
+
+def public_route(
+    tokens: RelayTokens, handler: PublicHandler
+) -> Callable[[web.Request], Awaitable[Any]]:
+    """Return the aiohttp handler of a client's request that a router relays."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        tokens.peer_of(request.headers.get(wire.RELAY_TOKEN, ""))
+        tenant_id = request.headers.get(wire.TENANT, "")
+        if not tenant_id:
+            raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot answer without {wire.TENANT}")
+        try:
+            return await handler(request, tenant_id)
+        except UNAVAILABLE as error:
+            raise _unreachable() from error
+        except BAD_DATA as error:
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                "cannot use the request: a text contains a NUL, or a number is too large",
+            ) from error
+
+    return handle
+
+
+def work_route(
+    tokens: RelayTokens, handler: WorkHandler, bytes_max: int = wire.WORK_BYTES_MAX
+) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Return the aiohttp handler of a message of a router's own work."""
+
+    async def handle(request: web.Request) -> web.Response:
+        tokens.peer_of(request.headers.get(wire.RELAY_TOKEN, ""))
+        body = await read_body(request, bytes_max=bytes_max, timeout_s=WORK_TIMEOUT_S)
+        try:
+            answer = await handler(body)
+        except msgspec.DecodeError as error:
+            raise ApiError(ErrorCode.INVALID_REQUEST, str(error)[:300]) from error
+        except UNAVAILABLE as error:
+            raise _unreachable() from error
+        return web.Response(body=b"" if answer is None else msgspec.msgpack.encode(answer))
+
+    return handle
+
+
+def _unreachable() -> ApiError:
+    return ApiError(
+        ErrorCode.UNAVAILABLE, "cannot answer: the database is unreachable", retry_after_s=2
+    )

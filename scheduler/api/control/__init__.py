@@ -1,0 +1,1 @@
+"""The control connections of agents and routers, and how they join."""

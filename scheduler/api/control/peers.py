@@ -1,0 +1,449 @@
+"""The control connection of any peer: authenticate, register, then pass on its messages.
+
+Nothing that a peer sends is stored or decoded further before its certificate is verified.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any, Final
+
+from aiohttp import WSMsgType, web
+
+from isochrone.service.clock import utc_now
+from isochrone.service.network.connection_count import ConnectionCount, client_network
+from isochrone.service.network.http_server import json_error
+from isochrone.service.trust import identity
+from isochrone.service.trust.identity import Certificate, IdentityError
+from isochrone.wire import codec
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import ClusterId, Epoch, NodeId
+from isochrone.wire.peers.control import (
+    CacheSaltSecret,
+    Challenge,
+    PeerRole,
+    RefusedCode,
+    Register,
+    RegistrationRefused,
+    Renew,
+    Renewed,
+    Welcome,
+    register_payload,
+)
+from isochrone.wire.peers.suspicions import SUSPICIONS, FleetSuspicions
+from scheduler import metrics
+from scheduler.api.control.certificates import CertificateIssuer
+from scheduler.api.control.control_socket import REGISTER_BYTES_MAX, ControlSocket
+from scheduler.decide.membership import MessageRateLimit
+from scheduler.state.leadership import Leadership
+from scheduler.state.lease_state import LeaseState, NotActing
+from scheduler.state.peers.heartbeats import Heartbeats
+from scheduler.state.peers.peer_admission import PeerAdmission
+from scheduler.state.peers.peer_connection import PeerConnection
+from scheduler.state.peers.peer_registry import PeerRegistry
+from scheduler.state.peers.relay_tokens import RelayTokens
+from scheduler.store.events import record_event
+from scheduler.store.fleet.identities import may_renew
+from scheduler.store.fleet.nodes import UnknownPeer, record_registration
+from scheduler.store.lease import (
+    ClusterRow,
+    acquire_or_renew_lease,
+    raise_epoch_and_generation,
+    read_cluster_row,
+)
+from scheduler.store.pool import INTAKE_TIMEOUT_S, UNAVAILABLE, Pool, transaction, using
+
+REGISTER_TIMEOUT_S: Final = 5.0
+PEERS_MAX: Final = 10_000
+ALIVE_S: Final = 6.0
+"""A node heard within this time is alive: another machine of its name is refused."""
+RENEW_FROM_SHARE: Final = 1 / 2
+"""The share of a certificate's lifetime that must have passed before it is renewed."""
+RETRY_REFUSED_S: Final = 30.0
+"""The delay before a retry of what only an operator can fix."""
+AGENT_MESSAGES_PER_S: Final = 5.0
+ROUTER_MESSAGES_PER_S: Final = 50.0
+"""A router's demand and usage sum up thousands of requests, and may have waited for long."""
+
+LEAP_MAX: Final = 2**40
+"""The largest lead of a peer's generation or epoch over the store's. It is more than any history
+that a restored backup can have lost, and far less than would exhaust the 63 bits of these
+counters."""
+
+
+class PeerRefused(Exception):
+    """A peer is refused and its connection closed."""
+
+    def __init__(self, code: RefusedCode, reason: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(reason)
+        self.refused = RegistrationRefused(code=code, reason=reason, retry_after_s=retry_after_s)
+
+
+MessageHandler = Callable[[PeerConnection, Any], Awaitable[None]]
+"""Called with None when the peer has registered, then with each message; may raise PeerRefused."""
+
+
+class PeerServer:
+    """Serves the control connections of agents and routers alike."""
+
+    def __init__(
+        self,
+        *,
+        intake: Pool,
+        reserved: Pool,
+        cluster_id: ClusterId,
+        issuer: CertificateIssuer,
+        lease: LeaseState,
+        leadership: Leadership,
+        peers: PeerRegistry,
+        heartbeats: Heartbeats,
+        admission: PeerAdmission,
+        unregistered: ConnectionCount,
+        relay_tokens: Mapping[PeerRole, RelayTokens] | None = None,
+        has_batches: bool = False,
+    ) -> None:
+        """Serve with the parts of the state. A role without `relay_tokens` gets none."""
+        self._relay_tokens = relay_tokens or {}
+        self._has_batches = has_batches
+        self._intake = intake
+        self._reserved = reserved
+        self._cluster_id = cluster_id
+        self._issuer = issuer
+        self._lease = lease
+        self._leadership = leadership
+        self._peers = peers
+        self._heartbeats = heartbeats
+        self._admission = admission
+        self._unregistered = unregistered
+
+    async def serve(
+        self, request: web.Request, role: PeerRole, incoming: Any, handle: MessageHandler
+    ) -> web.StreamResponse:
+        """Register one peer and pass its messages (of the union `incoming`) to `handle`."""
+        socket = ControlSocket()
+        decoder = codec.decoder(incoming)
+        network = client_network(request.transport) if request.transport else ""
+        try:
+            if not self._unregistered.add(network):
+                return _too_many_unregistered()
+            peer = await self._admit(request, socket, role, decoder)
+        finally:
+            self._unregistered.remove(network)
+        if peer is None:
+            return web.Response()
+        socket.accept_large_messages(request)
+        sender = asyncio.create_task(peer.send_queued())
+        previous = self._peers.add(peer)
+        try:
+            if previous is not None:
+                reason = "the same peer connected again"
+                await previous.refuse(
+                    RegistrationRefused(code=RefusedCode.DUPLICATE, reason=reason)
+                )
+            await handle(peer, None)
+            await self._pass_on(socket, peer, decoder, handle)
+        except PeerRefused as refusal:
+            await peer.refuse(refusal.refused)
+        finally:
+            if role in self._relay_tokens:
+                self._relay_tokens[role].revoke(peer.relay_token)
+            self._peers.remove(peer)
+            self._admission.release(peer.role, peer.name)
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+        return web.Response()
+
+    async def _admit(
+        self, request: web.Request, socket: ControlSocket, role: PeerRole, decoder: Any
+    ) -> PeerConnection | None:
+        """Register one peer; return None once a refused peer has been notified and disconnected."""
+        await socket.prepare(request)
+        try:
+            return await self._register(socket, request.transport, role, decoder)
+        except PeerRefused as refusal:
+            metrics.REFUSED.labels(refusal.refused.code.value).inc()
+            # A connection that broke, or sent too large a frame, is closed already.
+            with suppress(ConnectionError):
+                await socket.send_bytes(codec.encode(refusal.refused))
+                await socket.close()
+            return None
+
+    async def _pass_on(
+        self,
+        socket: web.WebSocketResponse,
+        peer: PeerConnection,
+        decoder: Any,
+        handle: MessageHandler,
+    ) -> None:
+        """Handle messages until the peer leaves, no faster than its role may send them."""
+        is_agent = peer.role is PeerRole.AGENT
+        pace = MessageRateLimit(AGENT_MESSAGES_PER_S if is_agent else ROUTER_MESSAGES_PER_S)
+        while (frame := await _receive(socket)) is not None:
+            await asyncio.sleep(pace.wait_s(len(frame), self._lease.clock()))
+            message = _decode(frame, decoder)
+            if isinstance(message, Register):
+                raise PeerRefused(RefusedCode.MALFORMED, "cannot register twice")
+            if isinstance(message, Renew):
+                await self._renew_certificate(peer, message)
+            else:
+                await handle(peer, message)
+
+    async def _register(
+        self,
+        socket: web.WebSocketResponse,
+        transport: asyncio.Transport | None,
+        role: PeerRole,
+        decoder: Any,
+    ) -> PeerConnection:
+        """Challenge, verify, admit and store a peer; raises PeerRefused."""
+        if not self._lease.is_acting:
+            raise self._redirect()
+        if len(self._peers) >= PEERS_MAX:
+            reason = f"{PEERS_MAX} peers are connected"
+            raise PeerRefused(RefusedCode.NOT_ACTING, reason, retry_after_s=10)
+        nonce = secrets.token_bytes(32)
+        challenge = Challenge(protocol=codec.PROTOCOL, cluster_id=self._cluster_id, nonce=nonce)
+        await socket.send_bytes(codec.encode(challenge))
+        register = await _receive_registration(socket, decoder)
+        # Verified before it takes a place in the queue: strangers would crowd out the fleet.
+        certificate = self._verify(register, role, nonce)
+        wait_s = self._admission.wait_s(role, register.name)
+        if wait_s > 0:
+            reason = "many peers connect at once; come back after retry_after_s"
+            raise PeerRefused(RefusedCode.BUSY, reason, wait_s)
+        is_registered = False
+        try:
+            self._refuse_twin(register)
+            cluster = await self._record(register, certificate)
+            is_registered = True
+        except UnknownPeer as error:
+            raise PeerRefused(RefusedCode.IDENTITY, str(error), RETRY_REFUSED_S) from error
+        except NotActing as error:
+            raise PeerRefused(RefusedCode.NOT_ACTING, str(error)) from error
+        except UNAVAILABLE as error:
+            reason = "the database is unreachable"
+            raise PeerRefused(RefusedCode.NOT_ACTING, reason, retry_after_s=2) from error
+        finally:
+            # An agent is served only once its first report is stored (`api/control/agents.py`).
+            if not is_registered or role is PeerRole.ROUTER:
+                self._admission.release(role, register.name)
+        peer = PeerConnection(
+            socket,
+            transport,
+            role=role,
+            name=register.name,
+            pop=register.pop,
+            boot_id=register.boot_id,
+            certificate=certificate,
+            large_frame_slots=self._peers.large_frame_slots,
+        )
+        peer.generation = register.generation
+        peer.capabilities = frozenset(register.capabilities)
+        peer.last_error = register.last_error
+        peer.keys_held = register.keys_held
+        if role in self._relay_tokens:
+            peer.relay_token = self._relay_tokens[role].issue(peer.name)
+        peer.enqueue(
+            Welcome(
+                cluster_id=self._cluster_id,
+                epoch=self._lease.epoch,
+                redial_spread_s=self._admission.redial_spread_s,
+                relay_token=peer.relay_token,
+                has_batches=self._has_batches,
+                cache_salt=self._cache_salt(role, cluster.cache_salt_version),
+            )
+        )
+        return peer
+
+    def pass_to_other_routers(self, sender: PeerConnection, message: FleetSuspicions) -> None:
+        """Pass a router's message on to all other routers whose version can read it."""
+        for router in self._peers.routers():
+            if router is not sender and SUSPICIONS in router.capabilities:
+                router.enqueue(message)
+
+    def _cache_salt(self, role: PeerRole, version: int) -> CacheSaltSecret | None:
+        """Return the secret of the cache salts for an agent; routers must not have it."""
+        if role is not PeerRole.AGENT:
+            return None
+        secret = self._issuer.authority.cache_salt_secret(version)
+        return CacheSaltSecret(version=version, secret=secret)
+
+    def _redirect(self) -> PeerRefused:
+        """Refuse a peer because this process does not act, and say when to come back."""
+        if self._lease.free_at <= self._lease.clock():
+            # A peer that knows only this scheduler retries; spread a large fleet over time.
+            wait_s = max(1.0, self._admission.redial_spread_s)
+            reason = "this scheduler is not acting; ask the other"
+            return PeerRefused(RefusedCode.NOT_ACTING, reason, wait_s)
+        reason = "no scheduler acts; come back after retry_after_s"
+        return PeerRefused(RefusedCode.BUSY, reason, max(0.5, self._admission.appointment_s()))
+
+    def _verify(self, register: Register, role: PeerRole, nonce: bytes) -> Certificate:
+        """Return the peer's certificate if it is valid, names this peer, and its key signed."""
+        if register.protocol != codec.PROTOCOL:
+            raise PeerRefused(
+                RefusedCode.PROTOCOL,
+                f"this scheduler speaks protocol {codec.PROTOCOL}, the peer {register.protocol}",
+                retry_after_s=60,
+            )
+        payload = register_payload(
+            cluster_id=self._cluster_id, nonce=nonce, name=register.name, boot_id=register.boot_id
+        )
+        pem = register.certificate_pem
+        try:
+            certificate = identity.verify_certificate(pem, self._issuer.authority.ca_pem, utc_now())
+            is_signed = identity.verify_signature(pem, payload, register.signature)
+        except IdentityError as error:
+            raise PeerRefused(RefusedCode.IDENTITY, str(error), RETRY_REFUSED_S) from error
+        subject = certificate.subject
+        is_named = subject == (role, register.name, register.pop) and register.role is role
+        if not is_signed or not is_named:
+            raise PeerRefused(
+                RefusedCode.IDENTITY,
+                f"cannot register as {register.role.value} {register.name!r}: the certificate is "
+                f"for {subject.role.value} {subject.name!r} in {subject.pop}, or its key did not "
+                "sign",
+                RETRY_REFUSED_S,
+            )
+        return certificate
+
+    def _refuse_twin(self, register: Register) -> None:
+        """Refuse a second machine under the name of a live node: a cloned disk or copied state."""
+        twin = self._peers.by_name.get((register.role, register.name))
+        if twin is None or twin.boot_id == register.boot_id or register.role is not PeerRole.AGENT:
+            return
+        if self._heartbeats.silent_s(NodeId(register.name)) < ALIVE_S:
+            raise PeerRefused(
+                RefusedCode.DUPLICATE,
+                f"{register.name} is already connected with boot {twin.boot_id}: is its disk "
+                "cloned?",
+                retry_after_s=ALIVE_S,
+            )
+
+    async def _record(self, register: Register, certificate: Certificate) -> ClusterRow:
+        """Store the registration and return the cluster's row.
+
+        Raise the store's counters if the peer has seen higher ones.
+        """
+        async with transaction(
+            self._intake, timeout_s=INTAKE_TIMEOUT_S, async_commit=True
+        ) as connection:
+            cluster = await read_cluster_row(connection)
+            is_agent = register.role is PeerRole.AGENT
+            newest = cluster.generation if is_agent else cluster.route_generation
+            epoch = self._lease.epoch
+            if register.generation - newest > LEAP_MAX or register.epoch - epoch > LEAP_MAX:
+                raise PeerRefused(
+                    RefusedCode.MALFORMED,
+                    f"cannot believe generation {register.generation} and epoch {register.epoch}: "
+                    f"the store is at {newest} and {epoch}",
+                    RETRY_REFUSED_S,
+                )
+            is_behind = register.generation > newest or register.epoch > epoch
+            if is_behind:
+                await raise_epoch_and_generation(
+                    connection,
+                    holder=self._lease.holder,
+                    generation=register.generation,
+                    # Raised in any case, so that a new term begins: what this one has published
+                    # and believes to be stored is behind the fleet, too.
+                    epoch=Epoch(max(register.epoch, epoch + 1)),
+                )
+            await record_registration(
+                connection,
+                register.role,
+                register.name,
+                register.boot_id,
+                register.generation,
+                certificate,
+            )
+        if is_behind:
+            await self._take_raised_epoch()
+        if not self._lease.is_acting:
+            raise self._redirect()
+        return cluster
+
+    async def _take_raised_epoch(self) -> None:
+        requested_at = self._lease.clock()
+        async with using(self._reserved) as connection:
+            lease = await acquire_or_renew_lease(connection, self._lease.holder, self._lease.ttl_s)
+        if lease is not None:
+            self._leadership.take(lease, requested_at)
+
+    async def _renew_certificate(self, peer: PeerConnection, renew: Renew) -> None:
+        """Send the peer its next certificate; raises PeerRefused if the current one is revoked."""
+        current = peer.certificate
+        lifetime = current.expires_at - current.issued_at
+        if utc_now() < current.issued_at + lifetime * RENEW_FROM_SHARE:
+            # Too early, so unanswered: a peer must not keep the authority busy. It asks again.
+            return
+        try:
+            async with transaction(self._intake, timeout_s=INTAKE_TIMEOUT_S) as connection:
+                if not await may_renew(connection, peer.role, peer.name, current.serial):
+                    raise PeerRefused(
+                        RefusedCode.IDENTITY,
+                        f"cannot renew the certificate {current.serial}: it is revoked; join again",
+                        RETRY_REFUSED_S,
+                    )
+                renewed_pem = await self._issuer.issue(
+                    connection, peer.role, peer.name, peer.pop, renew.csr_pem
+                )
+                renewed = identity.read_certificate(renewed_pem)
+                await record_event(
+                    connection,
+                    actor=f"{peer.role.value}:{peer.name}",
+                    kind=f"{peer.role.value}.renewed",
+                    subject=peer.name,
+                    reason=f"certificate {renewed.serial} after {current.serial}",
+                )
+        except IdentityError as error:
+            raise PeerRefused(RefusedCode.IDENTITY, str(error), RETRY_REFUSED_S) from error
+        except UNAVAILABLE:
+            # Unanswered: the peer asks again, with a third of the lifetime left.
+            return
+        peer.certificate = renewed
+        peer.enqueue(Renewed(certificate_pem=renewed_pem))
+
+
+def _too_many_unregistered() -> web.Response:
+    """Refuse a connection before its upgrade, and close it: a stranger must cost little."""
+    metrics.REFUSED.labels("unregistered").inc()
+    reason = "cannot register now: too many peers that have not registered are connected; try again"
+    response = json_error(ApiError(ErrorCode.UNAVAILABLE, reason, retry_after_s=1.0))
+    response.force_close()
+    return response
+
+
+async def _receive_registration(socket: web.WebSocketResponse, decoder: Any) -> Register:
+    try:
+        async with asyncio.timeout(REGISTER_TIMEOUT_S):
+            frame = await _receive(socket)
+    except TimeoutError:
+        frame = None
+    if frame is None:
+        reason = (
+            f"no registration of at most {REGISTER_BYTES_MAX} bytes in {REGISTER_TIMEOUT_S:g} s"
+        )
+        raise PeerRefused(RefusedCode.MALFORMED, reason)
+    register = _decode(frame, decoder)
+    if not isinstance(register, Register):
+        raise PeerRefused(RefusedCode.MALFORMED, "the first message must be a registration")
+    return register
+
+
+async def _receive(socket: web.WebSocketResponse) -> bytes | None:
+    """Return the next frame; None when the connection has closed."""
+    frame = await socket.receive()
+    if frame.type is WSMsgType.BINARY:
+        return bytes(frame.data)
+    if frame.type is WSMsgType.TEXT:
+        raise PeerRefused(RefusedCode.MALFORMED, "cannot read frame: text, expected msgpack")
+    return None
+
+
+def _decode(frame: bytes, decoder: Any) -> Any:
+    try:
+        return codec.decode(frame, decoder)
+    except codec.MalformedFrame as error:
+        raise PeerRefused(RefusedCode.MALFORMED, str(error)) from error

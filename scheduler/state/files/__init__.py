@@ -1,0 +1,1 @@
+"""The contents of uploaded files: in a folder or a bucket."""

@@ -1,0 +1,1 @@
+"""The connected peers: registry, send queues, heartbeats, tokens."""

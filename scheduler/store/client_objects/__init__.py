@@ -1,0 +1,1 @@
+"""The rows of what clients store: files, batches, responses, adapters."""

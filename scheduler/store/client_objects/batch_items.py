@@ -1,0 +1,308 @@
+"""The rows of batch items: leased by routers, and answered once."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Final
+
+import msgspec
+
+from isochrone.wire.peers.batches import ItemRef, ItemResult
+from scheduler.decide.batch_shares import WaitingBatch
+from scheduler.store.pool import Connection, affected_rows
+
+ATTEMPTS_MAX: Final = 5
+"""An item that failed so often gets an error as its answer."""
+
+_ITEM_COLUMNS: Final = ("batch_id", "line", "custom_id", "byte_offset", "byte_length")
+_ANSWERED_COLUMNS: Final = (*_ITEM_COLUMNS, "is_done", "error_code", "result")
+
+
+class NewItem(msgspec.Struct, frozen=True):
+    """A line of an input file; with an `error_code` it is answered already."""
+
+    line: int
+    custom_id: str
+    byte_offset: int
+    byte_length: int
+    error_code: str = ""
+    message: str = ""
+
+
+class LeasedLine(msgspec.Struct, frozen=True):
+    """A leased item, and where its line is in the input file."""
+
+    ref: ItemRef
+    byte_offset: int
+    byte_length: int
+
+
+class AnsweredItem(msgspec.Struct, frozen=True):
+    """An item as the files of a batch show it; `is_done` is false if it was never answered."""
+
+    line: int
+    custom_id: str
+    is_done: bool
+    status_code: int
+    request_id: str
+    result: bytes
+    error_code: str
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the item belongs to the error file."""
+        return not self.is_done or bool(self.error_code) or self.status_code >= 400
+
+
+async def add_items(connection: Connection, batch_id: str, items: Sequence[NewItem]) -> None:
+    """Add items of a batch."""
+    await connection.copy_records_to_table(
+        "batch_item",
+        columns=_ANSWERED_COLUMNS,
+        records=[
+            (
+                *(batch_id, item.line, item.custom_id, item.byte_offset, item.byte_length),
+                *(bool(item.error_code), item.error_code, item.message.encode()),
+            )
+            for item in items
+        ],
+    )
+
+
+async def fail_repeated_ids(connection: Connection, batch_id: str) -> None:
+    """Answer every item whose custom id an earlier line has with an error."""
+    await connection.execute(
+        """
+        UPDATE batch_item SET is_done = true, error_code = 'duplicate_custom_id',
+            result = convert_to('cannot use ''custom_id'': an earlier line has the same', 'UTF8')
+        WHERE batch_id = $1 AND NOT is_done AND line IN (
+            SELECT line FROM (
+                SELECT line, row_number() OVER (PARTITION BY custom_id ORDER BY line) AS place
+                FROM batch_item WHERE batch_id = $1 AND error_code = '') numbered
+            WHERE place > 1)
+        """,
+        batch_id,
+        timeout=120.0,
+    )
+
+
+async def count_failed(connection: Connection, batch_id: str) -> int:
+    """Return how many items of a batch are answered with an error before it starts."""
+    count = await connection.fetchval(
+        "SELECT count(*) FROM batch_item WHERE batch_id = $1 AND is_done", batch_id, timeout=120.0
+    )
+    return int(count)
+
+
+async def waiting_batches(
+    connection: Connection, deployments: Sequence[str], limit: int
+) -> list[WaitingBatch]:
+    """Return the batches in progress with items that may be leased now, the oldest first.
+
+    `waiting` is counted up to `limit`.
+    """
+    rows = await connection.fetch(
+        """
+        SELECT b.batch_id, b.tenant_id, b.deployment, (
+            SELECT count(*) FROM (SELECT FROM batch_item i WHERE i.batch_id = b.batch_id
+                AND NOT is_done AND available_at <= now() LIMIT $2) counted) AS waiting
+        FROM batch b
+        WHERE b.status = 'in_progress' AND b.deployment = ANY($1) AND b.expires_at > now()
+        ORDER BY b.created_at
+        """,
+        deployments,
+        limit,
+    )
+    return [WaitingBatch(**row) for row in rows]
+
+
+async def leased_by_tenant(connection: Connection) -> dict[str, int]:
+    """Return how many items of each tenant are leased now."""
+    rows = await connection.fetch(
+        """
+        SELECT b.tenant_id, count(*) AS leased FROM batch b JOIN batch_item i USING (batch_id)
+        WHERE b.status = 'in_progress' AND NOT i.is_done AND i.available_at > now()
+            AND i.lease_id <> ''
+        GROUP BY b.tenant_id
+        """
+    )
+    return {row["tenant_id"]: row["leased"] for row in rows}
+
+
+async def lease_items(
+    connection: Connection, batch_id: str, *, count: int, lease_id: str, lease_s: float
+) -> list[LeasedLine]:
+    """Lease up to `count` items of a batch that no router holds."""
+    rows = await connection.fetch(
+        """
+        UPDATE batch_item i SET lease_id = $3, available_at = now() + $4 * interval '1 second'
+        FROM (SELECT line FROM batch_item
+              WHERE batch_id = $1 AND NOT is_done AND available_at <= now()
+              ORDER BY available_at, line LIMIT $2 FOR UPDATE SKIP LOCKED) free
+        WHERE i.batch_id = $1 AND i.line = free.line
+        RETURNING i.line, i.byte_offset, i.byte_length
+        """,
+        batch_id,
+        count,
+        lease_id,
+        lease_s,
+    )
+    return [
+        LeasedLine(ItemRef(batch_id, row["line"], lease_id), row["byte_offset"], row["byte_length"])
+        for row in rows
+    ]
+
+
+async def renew_leases(
+    connection: Connection, refs: Sequence[ItemRef], lease_s: float
+) -> list[ItemRef]:
+    """Renew leases; return those that are lost: answered, leased again, or their batch has ended.
+
+    Leases on items of a batch that is being cancelled are released.
+    """
+    await connection.execute(
+        """
+        UPDATE batch_item i SET lease_id = ''
+        FROM unnest($1::text[], $2::int[], $3::text[]) AS held (batch_id, line, lease_id), batch b
+        WHERE i.batch_id = held.batch_id AND i.line = held.line AND i.lease_id = held.lease_id
+            AND NOT i.is_done AND b.batch_id = i.batch_id AND b.status = 'cancelling'
+        """,
+        *_columns_of(refs),
+    )
+    rows = await connection.fetch(
+        """
+        UPDATE batch_item i SET available_at = now() + $4 * interval '1 second'
+        FROM unnest($1::text[], $2::int[], $3::text[]) AS held (batch_id, line, lease_id), batch b
+        WHERE i.batch_id = held.batch_id AND i.line = held.line AND i.lease_id = held.lease_id
+            AND NOT i.is_done AND b.batch_id = i.batch_id AND b.status = 'in_progress'
+        RETURNING i.batch_id, i.line, i.lease_id
+        """,
+        *_columns_of(refs),
+        lease_s,
+    )
+    kept = {ItemRef(row["batch_id"], row["line"], row["lease_id"]) for row in rows}
+    return [ref for ref in refs if ref not in kept]
+
+
+async def store_results(connection: Connection, results: Sequence[ItemResult]) -> bool:
+    """Store the results of items that have none yet; return whether a batch has all of them now.
+
+    The batches are locked first, in the order of their ids.
+    """
+    ordered = sorted(results, key=lambda result: (result.ref.batch_id, result.ref.line))
+    batch_ids = sorted({result.ref.batch_id for result in ordered})
+    await connection.fetch(
+        "SELECT FROM batch WHERE batch_id = ANY($1) ORDER BY batch_id FOR UPDATE", batch_ids
+    )
+    await _postpone(connection, [result for result in ordered if result.retry_after_s > 0])
+    answered = [result for result in ordered if result.retry_after_s <= 0]
+    rows = await connection.fetch(
+        """
+        UPDATE batch_item i SET is_done = true, status_code = given.status_code,
+            request_id = given.request_id, result = given.body
+        FROM unnest($1::text[], $2::int[], $3::int[], $4::text[], $5::bytea[])
+            AS given (batch_id, line, status_code, request_id, body), batch b
+        WHERE i.batch_id = given.batch_id AND i.line = given.line AND NOT i.is_done
+            AND b.batch_id = i.batch_id AND b.status IN ('in_progress', 'cancelling')
+        RETURNING i.batch_id, i.status_code
+        """,
+        [result.ref.batch_id for result in answered],
+        [result.ref.line for result in answered],
+        [result.status_code for result in answered],
+        [result.request_id for result in answered],
+        [result.body for result in answered],
+    )
+    await _count(connection, [(row["batch_id"], row["status_code"] >= 400) for row in rows])
+    return bool(
+        await connection.fetchval(
+            "SELECT EXISTS (SELECT FROM batch WHERE batch_id = ANY($1)"
+            " AND status = 'in_progress' AND completed + failed = total)",
+            batch_ids,
+        )
+    )
+
+
+async def _postpone(connection: Connection, results: Sequence[ItemResult]) -> None:
+    """Let items be tried again later; answer those that failed too often with an error."""
+    if not results:
+        return
+    rows = await connection.fetch(
+        """
+        UPDATE batch_item i SET lease_id = '', attempts = attempts + given.attempt::int,
+            available_at = now() + given.after_s * interval '1 second',
+            is_done = attempts + given.attempt::int >= $6,
+            error_code = CASE WHEN attempts + given.attempt::int >= $6 THEN 'server_error'
+                ELSE '' END,
+            result = convert_to('cannot answer: ' || $6::int || ' attempts failed', 'UTF8')
+        FROM unnest($1::text[], $2::int[], $3::text[], $4::float8[], $5::boolean[])
+            AS given (batch_id, line, lease_id, after_s, attempt)
+        WHERE i.batch_id = given.batch_id AND i.line = given.line AND i.lease_id = given.lease_id
+            AND NOT i.is_done
+        RETURNING i.batch_id, i.is_done
+        """,
+        *_columns_of([result.ref for result in results]),
+        [result.retry_after_s for result in results],
+        [result.counts_as_attempt for result in results],
+        ATTEMPTS_MAX,
+    )
+    await _count(connection, [(row["batch_id"], True) for row in rows if row["is_done"]])
+
+
+async def _count(connection: Connection, answered: Sequence[tuple[str, bool]]) -> None:
+    """Count answers in the rows of their batches; the second value is whether one is an error."""
+    counts: dict[str, list[int]] = {}
+    for batch_id, is_error in answered:
+        counts.setdefault(batch_id, [0, 0])[is_error] += 1
+    for batch_id, (completed, failed) in sorted(counts.items()):
+        await connection.execute(
+            "UPDATE batch SET completed = completed + $2, failed = failed + $3 WHERE batch_id = $1",
+            batch_id,
+            completed,
+            failed,
+        )
+
+
+async def leased_items(connection: Connection, batch_id: str) -> int:
+    """Return how many items of a batch are leased now."""
+    count = await connection.fetchval(
+        "SELECT count(*) FROM batch_item WHERE batch_id = $1 AND NOT is_done"
+        " AND available_at > now() AND lease_id <> ''",
+        batch_id,
+    )
+    return int(count)
+
+
+async def each_item(connection: Connection, batch_id: str) -> AsyncIterator[AnsweredItem]:
+    """Yield the items of a batch in the order of their lines, within a transaction."""
+    async for row in connection.cursor(
+        "SELECT line, custom_id, is_done, status_code, request_id, coalesce(result, '') AS result,"
+        " error_code FROM batch_item WHERE batch_id = $1 ORDER BY line",
+        batch_id,
+        prefetch=64,
+    ):
+        yield AnsweredItem(**row)
+
+
+async def delete_items(connection: Connection, limit: int) -> int:
+    """Delete up to `limit` items of a batch that has ended; return 0 if no batch has any."""
+    batch_id = await connection.fetchval(
+        "SELECT batch_id FROM batch WHERE has_items"
+        " AND status IN ('completed', 'failed', 'expired', 'cancelled') LIMIT 1"
+    )
+    if batch_id is None:
+        return 0
+    deleted = await connection.execute(
+        "DELETE FROM batch_item WHERE batch_id = $1 AND line IN"
+        " (SELECT line FROM batch_item WHERE batch_id = $1 LIMIT $2)",
+        batch_id,
+        limit,
+    )
+    if affected_rows(deleted) < limit:
+        await connection.execute("UPDATE batch SET has_items = false WHERE batch_id = $1", batch_id)
+    return limit
+
+
+def _columns_of(refs: Sequence[ItemRef]) -> tuple[list[str], list[int], list[str]]:
+    return (
+        [ref.batch_id for ref in refs],
+        [ref.line for ref in refs],
+        [ref.lease_id for ref in refs],
+    )

@@ -1,0 +1,1 @@
+"""The rows of the fleet: nodes, their reports, placements, identities."""
