@@ -691,3 +691,8 @@ CREATE INDEX idempotency_by_age ON idempotency (created_at);
 -- scheduler publishes the first one waits for the nodes' reports, also after a takeover.
 
 ALTER TABLE cluster ADD COLUMN lost_generation bigint NOT NULL DEFAULT 0;
+
+-- The server on which the newest term began. The first term on another one, which may hold a restored
+-- backup or lack the last transactions, waits for the nodes' reports before it publishes routes.
+
+ALTER TABLE lease ADD COLUMN server text NOT NULL DEFAULT '';

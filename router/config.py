@@ -39,12 +39,15 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     body_bytes_max: Bytes = 8 * 1024 * 1024
     # Uploads (files, and LoRA adapters to `/ai/finetunes`) are kept on disk, in the state folder,
     # until they are relayed: the largest file and the largest adapter, each with the form around
-    # it, and all of a process at once. The scheduler limits the files alone.
+    # it, all of one tenant in a process at once, and all of a process. The scheduler limits the
+    # files alone.
     upload_bytes_max: Bytes = 201 * 1024 * 1024
     adapter_bytes_max: Bytes = 501 * 1024 * 1024
+    uploads_bytes_per_tenant_max: Bytes = 640 * 1024 * 1024
     uploads_bytes_max: Bytes = 2 * 1024 * 1024 * 1024
     # Sounds to transcribe are kept there while they arrive, and in memory while they are relayed:
-    # the largest one, and all of a process at once. Nodes take up to 64 MiB.
+    # the largest one, and all of a process at once, of which one tenant alone gets half. Nodes take
+    # up to 64 MiB.
     audio_bytes_max: Annotated[int, msgspec.Meta(ge=1024, le=64 * 1024 * 1024)] = 25 * 1024 * 1024
     audio_relayed_bytes_max: Bytes = 512 * 1024 * 1024
     # Unfinished request bodies in memory: of one key, of one client network (an IPv4 address or an

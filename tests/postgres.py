@@ -22,13 +22,13 @@ class Server(NamedTuple):
         return f"postgresql://isochrone@/{database}?host={self.folder / 'pg'}"
 
 
-def a_folder(prefix: str) -> Path:
+def a_folder(prefix: str, *, in_memory: bool = True) -> Path:
     """Create a folder with a short path that Postgres's user can access, in memory if possible.
 
     Each test copies a database, which takes a second on a busy disk.
     """
     memory = Path("/dev/shm")
-    has_room = memory.is_dir() and shutil.disk_usage(memory).free > MEMORY_BYTES_MIN
+    has_room = in_memory and memory.is_dir() and shutil.disk_usage(memory).free > MEMORY_BYTES_MIN
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=memory if has_room else "/var/tmp"))
     folder.chmod(0o755)
     return folder

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 from isochrone.wire.ids import ReplicaId
-from isochrone.wire.peers.report import Refusal
+from isochrone.wire.peers.report import Refusal, ReplicaState
 from nodeagent.decide.replicas.reconcile import STORE_KEY, command_key, reconcile
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.configured_command import ConfiguredCommand
@@ -16,6 +16,9 @@ from nodeagent.supervisor import Supervisor
 REFUSAL_REPORT_S: Final = 60.0
 """How long a refusal is reported after the assignment dropped it, so that the scheduler does not
 place the replica here again at once."""
+
+WITHOUT_ENGINE: Final = (ReplicaState.STOPPED, ReplicaState.FAILED)
+"""The states of replicas that take no memory and will take none."""
 
 
 class ConvergeCounts(NamedTuple):
@@ -68,9 +71,14 @@ class ConvergeJob:
         steps = reconcile(
             assignment,
             self._supervisor.states(),
-            [device.device_id for device in devices if device.healthy],
+            {device.device_id: device.memory_bytes for device in devices if device.healthy},
             await asyncio.to_thread(self._missing),
             self._rank_ports,
+            [
+                one.spec
+                for one in self._supervisor.replicas.values()
+                if one.state not in WITHOUT_ENGINE
+            ],
         )
         for tombstone in steps.stops:
             self._supervisor.end(tombstone)

@@ -1,10 +1,10 @@
 """Strangers fill the scheduler's memory over its control port, without any certificate.
 
-    python -m ops.attack.control_port_strangers [--strangers 500] [--frame-bytes 16777215]
+    python -m ops.attack.control_port_strangers [--strangers 500] [--frame-bytes 16777215] [--joins]
 
 Starts a scheduler. Each stranger opens a control connection and sends most of a frame, of 16 MiB by
-default, instead of a registration. Prints by how much the scheduler's memory grows at most,
-and how many strangers it let send; stops at 1 GiB.
+default, instead of a registration; with `--joins` most of a request to join. Prints by how much the
+scheduler's memory grows at most, and how many strangers it let send; stops at 1 GiB.
 """
 
 import argparse
@@ -18,6 +18,10 @@ from tests.system.harness import Fleet, a_fleet, until
 
 FRAME_BYTES = 16 * 1024 * 1024 - 1
 CHUNK = bytes(4 * 1024)
+JOIN_BYTES = 16 * 1024
+STARTS_PER_S_OF_JOINS = 1_000.0
+"""Faster than the scheduler gives up on an unfinished request, after 5 s."""
+
 STRANGER_TIMEOUT_S = 10.0
 GROWTH_MAX_KIB = 1024 * 1024
 STARTS_PER_S = 100.0
@@ -54,7 +58,19 @@ async def stranger(port: int, frame_bytes: int) -> int:
     return sent
 
 
-async def attack(fleet: Fleet, strangers: int, frame_bytes: int) -> str:
+async def joining_stranger(port: int, _frame_bytes: int) -> int:
+    """Send all of a request to join but its last byte, and return the bytes sent."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(STRANGER_TIMEOUT_S):
+            head = f"POST /v1/join HTTP/1.1\r\nHost: s\r\nContent-Length: {JOIN_BYTES}\r\n\r\n"
+            writer.write(head.encode() + bytes(JOIN_BYTES - 1))
+            await reader.read()
+    writer.close()
+    return JOIN_BYTES - 1
+
+
+async def attack(fleet: Fleet, strangers: int, frame_bytes: int, *, joins: bool) -> str:
     """Return the line to print."""
     await fleet.start_postgres()
     await fleet.start_scheduler("a")
@@ -65,8 +81,9 @@ async def attack(fleet: Fleet, strangers: int, frame_bytes: int) -> str:
     for _ in range(strangers):
         if memory_kib(pid, "VmHWM") - before_kib > GROWTH_MAX_KIB:
             break
-        tasks.append(asyncio.create_task(stranger(fleet.ports["control-a"], frame_bytes)))
-        await asyncio.sleep(1 / STARTS_PER_S)
+        attacker = joining_stranger if joins else stranger
+        tasks.append(asyncio.create_task(attacker(fleet.ports["control-a"], frame_bytes)))
+        await asyncio.sleep(1 / (STARTS_PER_S_OF_JOINS if joins else STARTS_PER_S))
     sent = await asyncio.gather(*tasks, return_exceptions=True)
     whole = sum(isinstance(count, int) and count > frame_bytes // 2 for count in sent)
     growth_mib = (memory_kib(pid, "VmHWM") - before_kib) / 1024
@@ -76,10 +93,10 @@ async def attack(fleet: Fleet, strangers: int, frame_bytes: int) -> str:
     )
 
 
-async def run(strangers: int, frame_bytes: int) -> str:
+async def run(strangers: int, frame_bytes: int, *, joins: bool) -> str:
     """Run the attack on a scheduler of its own."""
     async with a_fleet(comes_up=False) as fleet:
-        return await attack(fleet, strangers, frame_bytes)
+        return await attack(fleet, strangers, frame_bytes, joins=joins)
 
 
 def main() -> None:
@@ -87,8 +104,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--strangers", type=int, default=500)
     parser.add_argument("--frame-bytes", type=int, default=FRAME_BYTES)
-    arguments = parser.parse_args()
-    sys.stdout.write(asyncio.run(run(arguments.strangers, arguments.frame_bytes)) + "\n")
+    parser.add_argument("--joins", action="store_true")
+    given = parser.parse_args()
+    frame_bytes = JOIN_BYTES if given.joins else given.frame_bytes
+    sys.stdout.write(asyncio.run(run(given.strangers, frame_bytes, joins=given.joins)) + "\n")
 
 
 if __name__ == "__main__":

@@ -185,7 +185,7 @@ async def run(given: argparse.Namespace) -> None:
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
     async with (
-        a_fleet(comes_up=False) as fleet,
+        a_fleet(comes_up=False, in_memory=given.engine != "vllm") as fleet,
         aiohttp.ClientSession(connector=connector, timeout=timeout) as http,
     ):
         flooded = FloodedFleet(fleet, target, http, flood_tokens=given.flood_tokens)

@@ -2,6 +2,8 @@
 
 A file has no name, so nothing of it is left when the process ends. Parts are written as they come:
 a write copies them to the page cache.
+
+An upload may take long to arrive, so one tenant's may not use all of the space.
 """
 
 import os
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import TenantId
 from router.config import RouterConfig
 from router.dataplane.http_messages import HttpRequest
 
@@ -22,15 +25,18 @@ ADAPTER_PATH: Final = "/finetune-assets"
 class SpooledBody:
     """One upload on disk."""
 
-    def __init__(self, spool: "UploadSpool", file: BinaryIO, bytes_max: int) -> None:
+    def __init__(
+        self, spool: "UploadSpool", file: BinaryIO, bytes_max: int, tenant_id: TenantId
+    ) -> None:
         self.bytes_max = bytes_max
         self._spool = spool
+        self._tenant_id = tenant_id
         self._file = file
         self.size_bytes = 0
 
     def write(self, data: bytes) -> None:
-        """Append a part. Raises ApiError if the disk or the limit of all uploads is full."""
-        self._spool.take(len(data))
+        """Append a part. Raises ApiError if the disk or a limit of uploads is full."""
+        self._spool.take(self._tenant_id, len(data))
         self.size_bytes += len(data)
         try:
             self._file.write(data)
@@ -58,7 +64,7 @@ class SpooledBody:
 
     def close(self) -> None:
         """Drop the body. A second call has no effect."""
-        self._spool.give_back(self.size_bytes)
+        self._spool.give_back(self._tenant_id, self.size_bytes)
         self.size_bytes = 0
         self._file.close()
 
@@ -71,8 +77,10 @@ class UploadSpool:
         self._file_bytes_max = config.upload_bytes_max
         self._audio_bytes_max = config.audio_bytes_max
         self._adapter_bytes_max = config.adapter_bytes_max
+        self._tenant_bytes_max = config.uploads_bytes_per_tenant_max
         self._all_bytes_max = config.uploads_bytes_max
         self._size_bytes = 0
+        self._by_tenant: dict[TenantId, int] = {}
 
     def open(self, request: HttpRequest) -> SpooledBody | None:
         """Return where the body of an authorized upload is kept; None for other requests."""
@@ -91,7 +99,7 @@ class UploadSpool:
             file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - closed by `close`
         except OSError as error:
             raise _disk_failed(error) from error
-        return SpooledBody(self, file, bytes_max)
+        return SpooledBody(self, file, bytes_max, request.key.tenant_id)
 
     def _limit(self, path: str) -> int:
         """Return the bytes that an upload to `path` may have; 0 for a path without uploads."""
@@ -101,8 +109,16 @@ class UploadSpool:
             return self._audio_bytes_max
         return self._adapter_bytes_max if path.endswith(ADAPTER_PATH) else 0
 
-    def take(self, count: int) -> None:
-        """Count bytes of an upload. Raises ApiError."""
+    def take(self, tenant_id: TenantId, count: int) -> None:
+        """Count bytes of a tenant's upload. Raises ApiError, and counts none then."""
+        of_tenant = self._by_tenant.get(tenant_id, 0) + count
+        if of_tenant > self._tenant_bytes_max:
+            raise ApiError(
+                ErrorCode.RATE_LIMITED,
+                f"cannot take the upload now: this tenant's uploads that have not all arrived take"
+                f" {self._tenant_bytes_max} bytes, which is the limit",
+                retry_after_s=10.0,
+            )
         if self._size_bytes + count > self._all_bytes_max:
             raise ApiError(
                 ErrorCode.UNAVAILABLE,
@@ -110,10 +126,16 @@ class UploadSpool:
                 retry_after_s=10.0,
             )
         self._size_bytes += count
+        self._by_tenant[tenant_id] = of_tenant
 
-    def give_back(self, count: int) -> None:
+    def give_back(self, tenant_id: TenantId, count: int) -> None:
         """Count bytes of an upload no longer."""
+        if not count:
+            return
         self._size_bytes -= count
+        self._by_tenant[tenant_id] -= count
+        if not self._by_tenant[tenant_id]:
+            del self._by_tenant[tenant_id]
 
 
 def _disk_failed(error: OSError) -> ApiError:

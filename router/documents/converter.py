@@ -1,4 +1,8 @@
-"""Converts documents, a few at once, each in a process of its own."""
+"""Converts documents, a few at once, each in a process of its own.
+
+A document may take its process 20 s. So tenants take turns: a tenant that sends many waits behind
+its own, and loses its last ones if there are too many.
+"""
 
 import asyncio
 import sys
@@ -9,12 +13,18 @@ from typing import Final
 import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import TenantId
+from router.decide.admission.fair_queue import FairQueue, QueueFull, Ticket
 from router.documents.formats import FORMATS
 
 AT_ONCE_MAX: Final = 2
 WAITING_MAX: Final = 16
 TIMEOUT_S: Final = 50.0
+WAITING_BYTES_MAX: Final = 1 << 40
+"""The router's limits on bodies bound the documents in memory."""
+
 BUSY_RETRY_AFTER_S: Final = 5.0
+LANE: Final = "documents"
 
 
 class ConvertedDocument(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,33 +34,65 @@ class ConvertedDocument(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
+class _Waiting(Ticket):
+    """A document that waits; `turn` is done when it may be converted, and counts as running."""
+
+    __slots__ = ("is_running", "turn")
+
+    def __init__(self, tenant_id: TenantId) -> None:
+        super().__init__(LANE, tenant_id, tokens=1)
+        self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_running = False
+
+
 class DocumentConverter:
     """Bounds the conversions of one router process."""
 
     def __init__(self, command: Callable[[str], list[str]] | None = None) -> None:
         """Convert with `command`, which is given the extension; by default the module `child`."""
         self._command = command or _child
-        self._slots = asyncio.Semaphore(AT_ONCE_MAX)
-        self._open = 0
+        self._waiting: FairQueue[_Waiting] = FairQueue(WAITING_MAX, WAITING_BYTES_MAX)
+        self._running = 0
 
-    async def convert(self, name: str, document: bytes) -> ConvertedDocument:
-        """Convert one document. Raises ApiError 429 if too many wait."""
+    async def convert(self, tenant_id: TenantId, name: str, document: bytes) -> ConvertedDocument:
+        """Convert one document of a tenant. Raises ApiError 429 if too many of its own wait."""
         extension = PurePath(name).suffix.lower()
         if extension not in FORMATS:
             known = ", ".join(FORMATS)
             return ConvertedDocument(error=f"its name does not end in one of {known}")
-        if self._open >= AT_ONCE_MAX + WAITING_MAX:
-            raise ApiError(
-                ErrorCode.OUT_OF_CAPACITY,
-                f"cannot convert {name[:60]!r} now: {self._open} documents are being converted",
-                retry_after_s=BUSY_RETRY_AFTER_S,
-            )
-        self._open += 1
+        await self._take_turn(tenant_id)
         try:
-            async with self._slots:
-                return await self._run(extension, document)
+            return await self._run(extension, document)
         finally:
-            self._open -= 1
+            self._running -= 1
+            self._begin_next()
+
+    async def _take_turn(self, tenant_id: TenantId) -> None:
+        """Wait until another document may be converted, and count it. Raises ApiError 429."""
+        waiting = _Waiting(tenant_id)
+        try:
+            ousted = self._waiting.push(waiting)
+        except QueueFull:
+            raise _busy() from None
+        if ousted is not None and not ousted.turn.done():
+            ousted.turn.set_exception(_busy())
+        self._begin_next()
+        try:
+            await waiting.turn
+        except asyncio.CancelledError:
+            self._waiting.remove(waiting)
+            if waiting.is_running:
+                self._running -= 1
+                self._begin_next()
+            raise
+
+    def _begin_next(self) -> None:
+        while self._running < AT_ONCE_MAX and (first := self._waiting.head(LANE)) is not None:
+            self._waiting.take(first, asyncio.get_running_loop().time())
+            if not first.turn.done():  # its client may have left just now
+                self._running += 1
+                first.is_running = True
+                first.turn.set_result(None)
 
     async def _run(self, extension: str, document: bytes) -> ConvertedDocument:
         pipe = asyncio.subprocess.PIPE
@@ -70,6 +112,14 @@ class DocumentConverter:
             return msgspec.json.decode(output, type=ConvertedDocument)
         except msgspec.DecodeError:
             return ConvertedDocument(error="reading it needs too much memory or time")
+
+
+def _busy() -> ApiError:
+    return ApiError(
+        ErrorCode.OUT_OF_CAPACITY,
+        "cannot convert the document now: too many of this tenant's documents wait",
+        retry_after_s=BUSY_RETRY_AFTER_S,
+    )
 
 
 def _child(extension: str) -> list[str]:

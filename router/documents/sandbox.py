@@ -8,12 +8,16 @@ import os
 import resource
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Final
 
 from isochrone.service.trust.landlock import READ, FileRule, open_ruleset, restrict
 
 MEMORY_BYTES_MAX: Final = 2 * 1024**3
 CPU_S_MAX: Final = 20
+NICENESS: Final = 10
+"""Requests for tokens go first."""
+
 FILES_MAX: Final = 256
 
 _READABLE: Final = (
@@ -24,6 +28,8 @@ _READABLE: Final = (
 
 def confine() -> None:
     """Confine this process for the rest of its life. Raises CannotConfine."""
+    with suppress(OSError):  # where a filter of system calls forbids it
+        os.nice(NICENESS)
     for limit, value in (
         (resource.RLIMIT_AS, MEMORY_BYTES_MAX),
         (resource.RLIMIT_CPU, CPU_S_MAX),

@@ -9,6 +9,11 @@ of one name, or one that restarts, must not share an epoch.
 A server that has just started may hold a restored backup, in which the epoch of the last holder is
 free again. So an expired lease is taken only when the server has run for a TTL: until then every
 holder that the backup does not know has stopped trusting its lease.
+
+A restored backup, or a promoted standby that lacks the last transactions, looks like any other
+state, and its counters may catch up with those that are lost before a peer shows higher ones. But
+it is always another server, or another table, than the one on which the last term began. The first
+term on a server therefore counts as one after a loss of history (`are_routes_after_loss`).
 """
 
 from typing import Final
@@ -27,6 +32,11 @@ before the database's clock was set back, and counts as expired."""
 _RETURNING: Final = (
     "RETURNING epoch, extract(epoch FROM clock_timestamp() - acting_since)::float8 AS acting_for_s"
 )
+
+_SERVER: Final = (
+    "extract(epoch FROM pg_postmaster_start_time())::text || ' ' || 'lease'::regclass::oid"
+)
+"""What changes when a server starts, another one is promoted, or a dump makes the table again."""
 
 
 class EpochLost(Exception):
@@ -77,19 +87,29 @@ async def read_cluster_row(connection: Connection) -> ClusterRow:
 async def acquire_or_renew_lease(
     connection: Connection, holder: str, ttl_s: float = TTL_S
 ) -> Lease | None:
-    """Renew the lease if `holder` has it, or take it if it has expired; else return None."""
+    """Renew the lease if `holder` has it, or take it if it has expired; else return None.
+
+    The first term that begins on a server counts as one after a loss of history.
+    """
     lease = await renew_lease(connection, holder, ttl_s)
     if lease is not None:
         return lease
     row = await connection.fetchrow(
         f"""
-        UPDATE lease SET epoch = epoch + 1, acting_since = clock_timestamp(), holder = $1,
-            expires_at = clock_timestamp() + make_interval(secs => $2)
-        WHERE (expires_at <= clock_timestamp()
-            OR expires_at > clock_timestamp() + make_interval(secs => $2 * {TTL_RATIO_MAX}))
-            AND (epoch = 0 OR NOT clock_timestamp() - pg_postmaster_start_time()
-                BETWEEN interval '0' AND make_interval(secs => $2))
-        {_RETURNING}
+        WITH before AS (SELECT server, {_SERVER} AS now FROM lease), taken AS (
+            UPDATE lease SET epoch = epoch + 1, acting_since = clock_timestamp(), holder = $1,
+                expires_at = clock_timestamp() + make_interval(secs => $2), server = before.now
+            FROM before
+            WHERE (expires_at <= clock_timestamp()
+                OR expires_at > clock_timestamp() + make_interval(secs => $2 * {TTL_RATIO_MAX}))
+                AND (epoch = 0 OR NOT clock_timestamp() - pg_postmaster_start_time()
+                    BETWEEN interval '0' AND make_interval(secs => $2))
+            {_RETURNING}, epoch > 1 AND before.server <> before.now AS is_first_here
+        ), marked AS (
+            UPDATE cluster SET lost_generation = route_generation
+            FROM taken WHERE taken.is_first_here
+        )
+        SELECT epoch, acting_for_s FROM taken
         """,  # noqa: S608
         holder,
         ttl_s,
@@ -159,7 +179,7 @@ async def raise_epoch_and_generation(
 
 
 async def are_routes_after_loss(connection: Connection) -> bool:
-    """Return whether history was lost and no route table has been published since."""
+    """Return whether history may be lost and no route table has been published since."""
     is_after_loss: bool = await connection.fetchval(
         "SELECT route_generation = lost_generation FROM cluster"
     )

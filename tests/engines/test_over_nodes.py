@@ -52,7 +52,7 @@ async def fleet() -> AsyncIterator[Fleet]:
     """Three nodes in Amsterdam, and the replica that spans them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{VLLM_COMMANDS}:{os.environ['PATH']}")
-        async with a_fleet(comes_up=False) as running:
+        async with a_fleet(comes_up=False, in_memory=False) as running:
             await start(running)
             yield running
 

@@ -59,7 +59,7 @@ class StreamEnd(NamedTuple):
 async def fleet() -> AsyncIterator[Fleet]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{VLLM_COMMANDS}:{os.environ['PATH']}")
-        async with a_fleet(comes_up=False) as running:
+        async with a_fleet(comes_up=False, in_memory=False) as running:
             running.settings[NODE] = {"cpu_memory_bytes": 12 * GIB, "engine_threads": 2}
             running.settings["router-ams"] = {"stream_idle_timeout_s": 8.0}
             await running.up()

@@ -51,7 +51,7 @@ async def served() -> AsyncIterator[Fleet]:
     """A fleet with one vLLM that takes adapters."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{VLLM_COMMANDS}:{os.environ['PATH']}")
-        async with a_fleet(comes_up=False) as running:
+        async with a_fleet(comes_up=False, in_memory=False) as running:
             running.settings[NODE] = {"cpu_memory_bytes": 8 * GIB, "engine_threads": 2}
             folder = running.folder / "batches"
             running.settings["scheduler-a"] = {"batch_folder": str(folder)}

@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing import Pool
 
 from tests.simulation.history import run_history
@@ -24,19 +25,22 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument(
+        "--only", type=lambda names: names.split(","), default=(), help="fault names with commas"
+    )
+    parser.add_argument(
         "--echo", action="store_true", help="print one seed with the services' logs"
     )
     arguments = parser.parse_args()
     if arguments.echo:
         with simulated():
-            print(run_history(arguments.seed, echo=True))
+            print(run_history(arguments.seed, only=arguments.only, echo=True))
         return 0
     began = time.monotonic()
     failed = 0
     simulated_s = 0.0
     seeds = range(arguments.seed, arguments.seed + arguments.count)
     with Pool(arguments.processes, _simulate) as pool:
-        for history in pool.imap(run_history, seeds, chunksize=4):
+        for history in pool.imap(partial(run_history, only=arguments.only), seeds, chunksize=4):
             simulated_s += history.simulated_s
             if history.problems:
                 failed += 1

@@ -111,8 +111,7 @@ class Nemesis:
             "lose_power": self.profile.loses_engines,
             "destroy": self.profile.loses_engines,
             "restore": self.profile.restores,
-            # Drawn only by its name: it has limits of its own (tests/chaos/README.md).
-            "take_over": False,
+            "take_over": self.profile.restores,
             "jump": self.profile.jumps,
         }
         return fault.name in self._only if self._only else needed.get(fault.name, True)
@@ -379,7 +378,7 @@ FAULTS: Final = (
     Fault("lose_power", 2, _lose_power),
     Fault("destroy", 2, _destroy),
     Fault("restore", 5, _restore),
-    Fault("take_over", 1, _take_over),
+    Fault("take_over", 3, _take_over),
     Fault("jump", 5, _jump),
     Fault("operate", 6, _operate),
 )

@@ -74,6 +74,8 @@ class Tables:
         self.route_generation = 1
         self.lost_generation = 0
         self.epoch = 0
+        self.server = ""
+        """The server on which the newest term began."""
         self.pops: dict[str, Any] = {}
         self.models: dict[str, Any] = {}
         self.deployments: dict[str, Any] = {}
@@ -129,6 +131,7 @@ class SimStore:
         self.lease = LeaseRow()
         self.clock_ahead_s = 0.0
         self.started_at = float("-inf")
+        self.starts = 0
         self.is_down = False
         self.incarnation = 0
         self.loses_commit_answers = 0.0
@@ -156,6 +159,12 @@ class SimStore:
     def start(self) -> None:
         self.is_down = False
         self.started_at = self.now()
+        self.starts += 1
+
+    @property
+    def server(self) -> str:
+        """Return what differs after each start."""
+        return f"start {self.starts}"
 
     def restore(self, backup: Tables) -> None:
         """Replace everything by a backup, as an operator does while the server is stopped."""

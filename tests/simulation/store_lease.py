@@ -31,6 +31,9 @@ async def acquire_or_renew_lease(
             return None
         tables = store.tables.copy()
         tables.epoch += 1
+        if tables.epoch > 1 and tables.server != store.server:
+            tables.lost_generation = tables.route_generation
+        tables.server = store.server
         store.publish(tables, is_async=False)
         store.lease.holder, store.lease.expires_at = holder, now + ttl_s
         store.lease.acting_since = now

@@ -36,16 +36,16 @@ async def record_report(
     if tables.devices.get(node.node_id) != report.devices:
         tables.devices[node.node_id] = report.devices
         changed += 1
+    released = _release_ended(tables, report, now)
     for replica in sorted(
         report.replicas, key=lambda each: (each.spec.model_id, each.spec.deployment_id)
     ):
         moved = _record_replica(tables, node.node_id, replica, now)
         if moved is None:
-            adopted += _adopt(tables, node, replica, has_valid_seal, now)
+            adopted += _adopt(tables, node, replica, report, has_valid_seal, now)
         else:
             changed += moved
     changed += _record_refusals(tables, report, now)
-    released = _release_ended(tables, report, now)
     _record_profiles(tables, report)
     if changed or adopted or released:
         tables.generation += 1
@@ -72,7 +72,12 @@ def _record_replica(tables: Tables, node_id: str, replica: ReplicaReport, now: f
 
 
 def _adopt(
-    tables: Tables, node: NodeRow, replica: ReplicaReport, has_valid_seal: SealCheck, now: float
+    tables: Tables,
+    node: NodeRow,
+    replica: ReplicaReport,
+    report: Report,
+    has_valid_seal: SealCheck,
+    now: float,
 ) -> int:
     spec = replica.spec
     if replica.state in NOT_RUNNING:
@@ -80,7 +85,10 @@ def _adopt(
     if not has_valid_seal(NodeId(node.node_id), spec):
         tables.add_event(now, "replica.not_adopted", node.node_id)
         return 0
-    if spec.replica_id in tables.placements or not fits(tables, node.node_id, spec):
+    is_taken = spec.replica_id in tables.placements
+    if is_taken or not (
+        fits(tables, node.node_id, spec) or _release_absent(tables, spec, report, now)
+    ):
         tables.add_event(now, "replica.not_adopted", spec.replica_id)
         return 0
     _ensure_deployment(tables, spec, now)
@@ -88,6 +96,37 @@ def _adopt(
     add_placement(tables, node.node_id, spec, reason, now, replica.state.value, replica.reason)
     tables.add_event(now, "replica.adopted", spec.replica_id)
     return 1
+
+
+def _release_absent(tables: Tables, spec: ReplicaSpec, report: Report, now: float) -> bool:
+    """Release what the node does not have of a replica's devices, if the replica then fits."""
+    before = dict(tables.placements)
+    present = _present(report)
+    reason = f"the node does not have it, and runs {spec.replica_id} in its memory"
+    for row in before.values():
+        is_here = row.node_id == report.node_id and set(row.spec.device_ids) & set(spec.device_ids)
+        if is_here and row.released_at is None and row.replica_id not in present:
+            tables.placements[row.replica_id] = replace(
+                row,
+                released_at=now,
+                state="stopped",
+                ended_at=row.ended_at or now,
+                ended_generation=row.ended_generation or tables.generation,
+                ended_reason=row.ended_reason or reason,
+            )
+    if fits(tables, report.node_id, spec):
+        return True
+    tables.placements.clear()
+    tables.placements.update(before)
+    return False
+
+
+def _present(report: Report) -> set[str]:
+    return {
+        replica.spec.replica_id
+        for replica in report.replicas
+        if replica.state is not ReplicaState.STOPPED
+    }
 
 
 def _ensure_deployment(tables: Tables, spec: ReplicaSpec, now: float) -> None:
@@ -161,11 +200,7 @@ def _record_refusals(tables: Tables, report: Report, now: float) -> int:
 
 
 def _release_ended(tables: Tables, report: Report, now: float) -> int:
-    alive = {
-        replica.spec.replica_id
-        for replica in report.replicas
-        if replica.state is not ReplicaState.STOPPED
-    }
+    alive = _present(report)
     released = 0
     for row in list(tables.placements.values()):
         is_over = row.ended_generation is not None and row.ended_generation <= report.generation

@@ -237,6 +237,20 @@ def forget_a_loss_at_a_takeover(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FirstReports, "must_routes_wait", wait_if_noticed)
 
 
+def begin_on_any_server(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimStore, "server", "")
+
+
+def keep_what_a_node_does_not_have(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(store_reports, "_release_absent", lambda *arguments: False)
+
+
+def start_without_room(patch: pytest.MonkeyPatch) -> None:
+    # The store guards the same: what it gives the memory of a running replica, it takes back.
+    keep_what_a_node_does_not_have(patch)
+    patch.setattr("nodeagent.decide.replicas.reconcile._memory_conflict", lambda *arguments: "")
+
+
 def publish_whatever_is_stored(patch: pytest.MonkeyPatch) -> None:
     _trust_the_first_table_after_a_loss(patch)
 
@@ -294,6 +308,15 @@ MUTATIONS: Final = (
              ("restore", "operate", "crash_peer", "cut_all"), "has no route to", seed=34),
     Mutation("a scheduler that takes over does not know of a loss", forget_a_loss_at_a_takeover,
              ("take_over",), "has no route to f", seed=7),
+    Mutation("the first term on a restored server publishes at once", begin_on_any_server,
+             ("take_over", "crash_scheduler", "crash_peer"), "has no route to f", seed=143),
+    Mutation("a node starts what has no room beside replicas that are not assigned",
+             start_without_room, ("take_over", "crash_scheduler", "crash_peer", "operate"),
+             "the engines of", seed=113),
+    Mutation("what a node does not have makes no room for what it runs",
+             keep_what_a_node_does_not_have,
+             ("take_over", "crash_scheduler", "crash_peer", "operate"), "has no route to f",
+             seed=113),
     Mutation("only the last withdrawn replicas are asked", remember_only_the_last_withdrawn,
              ("break_engines", "crash_database", "lose_power"), "has no route to", seed=17),
     Mutation("a withdrawn replica is not asked again", ask_no_withdrawn_replica,

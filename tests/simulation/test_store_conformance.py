@@ -321,3 +321,26 @@ async def test_a_raised_epoch_begins_a_new_term(pool: Pool) -> None:
         renewed = await acquire_or_renew_lease(connection, "s1")
     assert renewed is not None and renewed.epoch == 5
     assert renewed.acting_for_s < 3600
+
+
+async def test_the_first_term_on_another_server_counts_as_one_after_a_loss(pool: Pool) -> None:
+    async def after_a_term_of(holder: str) -> bool:
+        await lease.release_lease(connection, "s1")
+        await lease.release_lease(connection, "s2")
+        assert await acquire_or_renew_lease(connection, holder) is not None
+        return await lease.are_routes_after_loss(connection)
+
+    async with transaction(pool) as connection:
+        await ensure_cluster(connection, ClusterId("c1"))
+        await connection.execute("UPDATE cluster SET route_generation = 7")
+        assert not await after_a_term_of("s1")
+        assert not await after_a_term_of("s2")
+        # As in a backup that was taken on another server.
+        await connection.execute("UPDATE lease SET server = 'another one'")
+        assert await after_a_term_of("s1")
+        # It is remembered until routes are published, whoever acts.
+        assert await after_a_term_of("s2")
+        await keys.next_route_generation(connection, Epoch(4), Generation(0), keys_only=True)
+        assert await after_a_term_of("s1")
+        await keys.next_route_generation(connection, Epoch(5), Generation(0))
+        assert not await after_a_term_of("s2")

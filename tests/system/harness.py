@@ -415,9 +415,13 @@ class Fleet:
 
 
 @asynccontextmanager
-async def a_fleet(*, comes_up: bool = True) -> AsyncIterator[Fleet]:
-    """Start a fleet in a temporary folder, and stop it."""
-    folder = a_folder("iso-")
+async def a_fleet(*, comes_up: bool = True, in_memory: bool = True) -> AsyncIterator[Fleet]:
+    """Start a fleet in a temporary folder, and stop it.
+
+    `in_memory` is not for vLLM, which creates shared memory in /dev/shm: what is created beside an
+    agent's folder is closed to its engines (`nodeagent/host/confinement.py`).
+    """
+    folder = a_folder("iso-", in_memory=in_memory)
     fleet = Fleet(folder)
     STANDING.append(fleet)
     try:

@@ -2,6 +2,9 @@
 
 Rule 1: only a tombstone ends a replica. A replica that the assignment does not name keeps running.
 Rule 2: an assignment of another cluster, or older than the current one, is refused.
+Rule 3: a replica is refused where it would take memory that a replica which the assignment does not
+name still uses. The scheduler knows nothing of that one after a backup was restored, until it has
+adopted it; when the refused replica is gone, there is room to do so.
 """
 
 from collections.abc import Collection, Mapping
@@ -57,14 +60,17 @@ def assignment_problem(
 def reconcile(
     assignment: Assignment,
     replicas: Mapping[ReplicaId, ReplicaState],
-    devices: Collection[DeviceId],
+    devices: Mapping[DeviceId, int],
     missing_by_driver: Mapping[str, str],
     rank_ports: tuple[int, int] | None = None,
+    running: Collection[ReplicaSpec] = (),
 ) -> ReconcileSteps:
     """Return the steps of this turn. Once they are applied, the next turn has none.
 
-    `devices` are the healthy ones. `missing_by_driver` gives, for each driver, what its engine
-    lacks on this node, or "" if it can start, and so for each of the operator's own servers.
+    `devices` are the healthy ones, with the bytes that replicas may take of each. `running` are the
+    specs of the replicas that take memory, or will. `missing_by_driver` gives, for each driver,
+    what its engine lacks on this node, or "" if it can start, and so for each of the operator's own
+    servers.
     """
     ending = {tombstone.replica_id for tombstone in assignment.tombstones}
     stops = tuple(
@@ -73,12 +79,15 @@ def reconcile(
         if replicas.get(tombstone.replica_id, ReplicaState.STOPPED)
         not in (ReplicaState.DRAINING, ReplicaState.STOPPED)
     )
-    starts = []
+    starts: list[ReplicaSpec] = []
     refusals = []
+    named = ending | {spec.replica_id for spec in assignment.replicas}
+    unknown = [spec for spec in running if spec.replica_id not in named]
     for spec in assignment.replicas:
         if spec.replica_id in replicas or spec.replica_id in ending:
             continue
         reason = _refusal_reason(spec, devices, missing_by_driver, rank_ports)
+        reason = reason or _memory_conflict(spec, unknown, (*running, *starts), devices)
         if reason:
             refusals.append(
                 Refusal(
@@ -118,6 +127,24 @@ def default_of(field: FieldInfo) -> object:
     if field.default_factory is not msgspec.NODEFAULT:
         return field.default_factory()
     return field.default
+
+
+def _memory_conflict(
+    spec: ReplicaSpec,
+    unknown: Collection[ReplicaSpec],
+    taking: Collection[ReplicaSpec],
+    devices: Mapping[DeviceId, int],
+) -> str:
+    """Return why a replica has no room beside replicas that the assignment does not name, or ""."""
+    for device_id in spec.device_ids:
+        others = [one.replica_id for one in unknown if device_id in one.device_ids]
+        taken = sum(one.planned_bytes for one in taking if device_id in one.device_ids)
+        if others and taken + spec.planned_bytes > devices[device_id]:
+            return (
+                f"cannot run {spec.replica_id}: the scheduler does not know of "
+                f"{', '.join(others)}, which runs here and takes its memory of {device_id}"
+            )
+    return ""
 
 
 def _refusal_reason(

@@ -14,6 +14,7 @@ from router.apis.media.surface import read_media_request
 from router.apis.openai.surface import OpenAiSurface
 from router.dataplane.http_messages import HttpRequest, ResponseWriter
 from router.dataplane.upload_spool import SpooledBody
+from router.decide.fair_bytes import FairBytes
 from router.pipeline import RequestPipeline
 
 FULL_RETRY_AFTER_S: Final = 5.0
@@ -25,27 +26,27 @@ class MediaRoutes:
     def __init__(
         self, openai: OpenAiSurface, pipeline: RequestPipeline, relayed_bytes_max: int
     ) -> None:
-        """Relay uploads of at most `relayed_bytes_max` bytes at once."""
+        """Relay uploads of at most `relayed_bytes_max` bytes at once, half of them one tenant's."""
         self._openai = openai
         self._pipeline = pipeline
-        self._relayed_bytes_max = relayed_bytes_max
-        self.relayed_bytes = 0
+        self._relayed = FairBytes(relayed_bytes_max)
 
     async def answer(self, request: HttpRequest, path: str, writer: ResponseWriter) -> None:
         """Answer a request for `path`. Raises ApiError."""
         upload = request.upload
         size = upload.size_bytes if isinstance(upload, SpooledBody) else 0
-        if self.relayed_bytes + size > self._relayed_bytes_max:
+        assert request.key is not None
+        tenant_id = request.key.tenant_id
+        if not self._relayed.take(tenant_id, size):
             raise ApiError(
-                ErrorCode.UNAVAILABLE,
-                "cannot take the sound now: this router relays as many as it may",
+                ErrorCode.OUT_OF_CAPACITY,
+                "cannot take the sound now: this router relays as many of this tenant as it may",
                 retry_after_s=FULL_RETRY_AFTER_S,
             )
-        self.relayed_bytes += size
         try:
             if isinstance(upload, SpooledBody):
                 request.body = await in_a_task(asyncio.to_thread(upload.read))
                 upload.close()
             await self._pipeline.serve(read_media_request(self._openai, request, path), writer)
         finally:
-            self.relayed_bytes -= size
+            self._relayed.give_back(tenant_id, size)

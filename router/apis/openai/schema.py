@@ -169,9 +169,13 @@ class ClassifyRequest(EmbeddingRequest, frozen=True, kw_only=True):
 
 
 class RankableDocument(msgspec.Struct, frozen=True):
-    """A document of a reranking request that has other fields besides its text."""
+    """A document of a reranking request that has other fields besides its text.
+
+    Parts in `content` are refused: vLLM would fetch the images and videos that they link to.
+    """
 
     text: str
+    content: None = None
 
 
 class RerankRequest(_NonGenerating, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
 
@@ -61,15 +61,30 @@ def add_markdown_routes(
             documents = [document async for document in _uploads(request)]
             if not documents:
                 raise _invalid("it has no field 'files' with a document")
-            converted = await asyncio.gather(
-                *(converter.convert(document.name, document.content) for document in documents)
-            )
+            converted = await _converted(converter, key, documents)
         finally:
             admitted.settle(0, routes.clock())
         return WorkersAiReply(envelope([*map(_row, documents, converted)]))
 
     routes.add("GET", SUPPORTED_PATH, supported)
     routes.add("POST", TO_MARKDOWN_PATH, convert)
+
+
+async def _converted(
+    converter: DocumentConverter, key: KeyEntry, documents: Sequence[UploadedDocument]
+) -> list[ConvertedDocument]:
+    """Convert documents. Raises ApiError if one cannot be taken now, and ends the others then."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            begun = [
+                tasks.create_task(converter.convert(key.tenant_id, one.name, one.content))
+                for one in documents
+            ]
+    except* ApiError as refused:
+        error = refused.exceptions[0]
+    else:
+        return [task.result() for task in begun]
+    raise error
 
 
 def _check_region(key: KeyEntry, fleet: FleetState) -> None:

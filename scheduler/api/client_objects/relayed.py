@@ -14,7 +14,7 @@ from isochrone.service.network.http_server import read_body
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers import batches as wire
 from scheduler.state.peers.relay_tokens import RelayTokens
-from scheduler.store.pool import UNAVAILABLE
+from scheduler.store.pool import BAD_DATA, UNAVAILABLE
 
 WORK_TIMEOUT_S: Final = 30.0
 
@@ -38,6 +38,11 @@ def public_route(
             return await handler(request, tenant_id)
         except UNAVAILABLE as error:
             raise _unreachable() from error
+        except BAD_DATA as error:
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                "cannot use the request: a text contains a NUL, or a number is too large",
+            ) from error
 
     return handle
 

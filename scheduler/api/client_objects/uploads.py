@@ -2,13 +2,19 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, ParamSpec, TypeVar
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.state.files.batch_folder import CHUNK_BYTES, BatchFolder
 
 CHUNK_TIMEOUT_S: Final = 60.0
 """The longest pause between two chunks of an upload."""
+
+SPACE_CHECK_BYTES: Final = 16 * 1024 * 1024
+"""The space on disk is looked at again after so many bytes."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 ReadChunk = Callable[[int], Awaitable[bytes]]
 """Returns at most this many of the next bytes, and b"" at the end."""
@@ -24,11 +30,13 @@ async def write_upload(
 ) -> int:
     """Write a file and return its size; `on_chunk` sees each part of it.
 
-    Raises ApiError for a file above `bytes_max` or one that does not go on. Then no file is left.
+    Raises ApiError for a file above `bytes_max`, for one that does not go on, and if the disk has
+    no room. Then no file is left.
     """
-    size_bytes = 0
+    size_bytes, checked_at = 0, 0
+    await _require_room(folder)
     writing = folder.writing(file_id)
-    output: BinaryIO = await asyncio.to_thread(writing.__enter__)
+    output: BinaryIO = await _on_disk(writing.__enter__)
     try:
         while chunk := await _next_chunk(read_chunk):
             size_bytes += len(chunk)
@@ -38,12 +46,36 @@ async def write_upload(
                     f"cannot store the file: it has more than {bytes_max} bytes",
                 )
             on_chunk(chunk)
-            await asyncio.to_thread(output.write, chunk)
+            if size_bytes - checked_at > SPACE_CHECK_BYTES:
+                await _require_room(folder)
+                checked_at = size_bytes
+            await _on_disk(output.write, chunk)
     except BaseException as error:
         writing.__exit__(type(error), error, error.__traceback__)
         raise
-    await asyncio.to_thread(writing.__exit__, None, None, None)
+    await _on_disk(writing.__exit__, None, None, None)
     return size_bytes
+
+
+async def _require_room(folder: BatchFolder) -> None:
+    if not await _on_disk(folder.has_room):
+        raise ApiError(
+            ErrorCode.UNAVAILABLE,
+            "cannot store the file now: the disk for files is almost full",
+            retry_after_s=60.0,
+        )
+
+
+async def _on_disk(call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """Return what `call` returns in a thread. Raises ApiError if the disk fails."""
+    try:
+        return await asyncio.to_thread(call, *arguments, **named)
+    except OSError as error:
+        raise ApiError(
+            ErrorCode.UNAVAILABLE,
+            f"cannot store the file now: {error.strerror or error}",
+            retry_after_s=60.0,
+        ) from error
 
 
 async def _next_chunk(read_chunk: ReadChunk) -> bytes:

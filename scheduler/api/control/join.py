@@ -6,6 +6,7 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
+from isochrone.service.network.connection_count import ConnectionCount, client_network
 from isochrone.service.network.http_server import read_body
 from isochrone.service.trust.identity import IdentityError, JoinToken, parse_join_token
 from isochrone.wire import codec
@@ -20,7 +21,13 @@ from scheduler.store.pool import UNAVAILABLE, Pool, transaction
 
 _decoder = msgspec.json.Decoder(JoinRequest)
 
-BODY_BYTES_MAX: Final = 64 * 1024
+BODY_BYTES_MAX: Final = 16 * 1024
+"""Several times a request to be signed, with its token."""
+
+READING_MAX: Final = 256
+READING_PER_NETWORK_MAX: Final = 128
+"""Bodies that are read at the same time, in all and from one network: anyone may send one."""
+
 BODY_TIMEOUT_S: Final = 5.0
 JOINS_PER_S: Final = 20.0
 BURST_S: Final = 15.0
@@ -42,11 +49,12 @@ class JoinEndpoint:
         self._issuer = issuer
         self._cluster_id = cluster_id
         self._clock = clock
+        self._reading = ConnectionCount(READING_MAX, READING_PER_NETWORK_MAX)
         self._next_join_at = float("-inf")
 
     async def handle(self, request: web.Request) -> web.Response:
         """Use the token, add the peer and issue its certificate: all of it or nothing."""
-        body = await read_body(request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
+        body = await self._read_body(request)
         try:
             join = codec.decode_json(body, _decoder)
         except codec.MalformedFrame as error:
@@ -68,6 +76,19 @@ class JoinEndpoint:
             raise ApiError(
                 ErrorCode.UNAVAILABLE, "cannot join: the database is unreachable", retry_after_s=2
             ) from error
+
+    async def _read_body(self, request: web.Request) -> bytes:
+        network = client_network(request.transport) if request.transport else ""
+        try:
+            if not self._reading.add(network):
+                raise ApiError(
+                    ErrorCode.RATE_LIMITED,
+                    "cannot join now: many requests to join arrive at once; try again",
+                    retry_after_s=1,
+                )
+            return await read_body(request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
+        finally:
+            self._reading.remove(network)
 
     def _limit_rate(self) -> None:
         now = self._clock()

@@ -43,6 +43,9 @@ NO_PARTIAL_CONTENT: Final = "non-partial response"
 
 SCHEME: Final = "s3://"
 
+SPOOL_FREE_BYTES_MIN: Final = 64 * 1024 * 1024
+"""Uploads leave this much of the spool folder's disk free."""
+
 
 class BatchBucket(BatchFolder):
     """Reads and writes objects below a prefix. Raises ApiError 503 while the bucket fails."""
@@ -60,6 +63,7 @@ class BatchBucket(BatchFolder):
             from obstore.store import S3Store
         except ImportError as error:
             raise OSError("obstore is missing: pip install 'isochrone[s3]'") from error
+        super().__init__(spool or Path(tempfile.gettempdir()), SPOOL_FREE_BYTES_MIN)
         self._url = url
         self._spool = spool
         self.has_ranges = True

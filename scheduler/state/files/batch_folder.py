@@ -7,6 +7,7 @@ name only when it is complete and on disk.
 import asyncio
 import logging
 import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +19,10 @@ from isochrone.wire.errors import ApiError
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 256 * 1024
+FREE_BYTES_MIN: Final = 1 << 30
+"""Uploads leave this much of the disk free: batches that run write their results there, and it may
+be the database's disk. Each tenant has a limit of its own, but there may be any number of them."""
+
 UNFINISHED: Final = ".part"
 UNFINISHED_S: Final = 86_400.0
 
@@ -25,8 +30,10 @@ UNFINISHED_S: Final = 86_400.0
 class BatchFolder:
     """Reads and writes files by id. Its methods block; those named `async` use a thread."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, free_bytes_min: int = FREE_BYTES_MIN) -> None:
+        """`free_bytes_min` of the disk are not for uploads."""
         self._folder = folder
+        self._free_bytes_min = free_bytes_min
 
     def prepare(self) -> None:
         """Create the folder, and delete what a process left unfinished long ago.
@@ -38,6 +45,10 @@ class BatchFolder:
             with suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > UNFINISHED_S:
                     path.unlink()
+
+    def has_room(self) -> bool:
+        """Return whether the disk has room for uploads. Blocks."""
+        return shutil.disk_usage(self._folder).free > self._free_bytes_min
 
     @contextmanager
     def writing(self, file_id: str) -> Iterator[BinaryIO]:

@@ -3,13 +3,17 @@
 A database that was restored from a backup lacks the replicas and deployments made since. A report
 carries each replica's whole spec, so their rows can be made again. Only replicas with this
 cluster's seal are adopted (`decide/membership/placement_seal.py`).
+
+The backup may give the same memory to a replica that has ended since. What runs stays: a placement
+that its node does not have makes room. The node cannot be starting it, because it refuses what has
+no room beside a replica that its assignment does not name (nodeagent/decide/replicas/reconcile.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import asyncpg
 
-from isochrone.wire.ids import DeploymentId, NodeId
+from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
 from isochrone.wire.models.model import CatalogModel
 from isochrone.wire.peers.assignment import ReplicaSpec
 from isochrone.wire.peers.report import ReplicaReport, ReplicaState
@@ -32,11 +36,16 @@ SealCheck = Callable[[NodeId, ReplicaSpec], bool]
 
 
 async def adopt(
-    connection: Connection, node_id: NodeId, replica: ReplicaReport, has_valid_seal: SealCheck
+    connection: Connection,
+    node_id: NodeId,
+    replica: ReplicaReport,
+    present: Collection[ReplicaId],
+    has_valid_seal: SealCheck,
 ) -> int:
     """Add one unknown replica with its deployment and model; return 1, or 0 if it is not adopted.
 
-    A replica that cannot be adopted goes on running, and an event records why.
+    `present` are the replicas that the node has. A replica that cannot be adopted goes on running,
+    and an event records why.
     """
     if replica.state in NOT_RUNNING:
         return 0
@@ -50,11 +59,12 @@ async def adopt(
     # tables were empty, would scan all placements each time.
     await connection.execute("SET LOCAL plan_cache_mode = force_custom_plan")
     try:
-        async with connection.transaction():
-            await _ensure_deployment(connection, replica)
-            reason = "adopted: the node ran it and the store did not know it"
-            state_reason = storable_text(replica.reason)
-            await add_placement(connection, node_id, spec, reason, replica.state, state_reason)
+        try:
+            await _add(connection, node_id, replica)
+        except asyncpg.CheckViolationError:
+            async with connection.transaction():
+                await _release_absent(connection, node_id, spec, present)
+                await _add(connection, node_id, replica)
     except PLACEMENT_REFUSED as error:
         await _record_refusal_once(connection, node_id, spec.replica_id, str(error)[:500])
         return 0
@@ -62,6 +72,49 @@ async def adopt(
         connection, actor=f"node:{node_id}", kind="replica.adopted", subject=spec.replica_id
     )
     return 1
+
+
+async def _add(connection: Connection, node_id: NodeId, replica: ReplicaReport) -> None:
+    async with connection.transaction():
+        await _ensure_deployment(connection, replica)
+        reason = "adopted: the node ran it and the store did not know it"
+        state_reason = storable_text(replica.reason)
+        await add_placement(connection, node_id, replica.spec, reason, replica.state, state_reason)
+
+
+async def _release_absent(
+    connection: Connection, node_id: NodeId, spec: ReplicaSpec, present: Collection[ReplicaId]
+) -> None:
+    """Release what the node does not have of the devices of a replica that it runs.
+
+    Replicas over several nodes are left to the planner, which ends all parts together.
+    """
+    reason = f"the node does not have it, and runs {spec.replica_id} in its memory"
+    rows = await connection.fetch(
+        """
+        UPDATE placement SET released_at = clock_timestamp(), state = 'stopped',
+            ended_at = coalesce(ended_at, clock_timestamp()),
+            ended_generation = coalesce(ended_generation, (SELECT generation FROM cluster)),
+            ended_reason = coalesce(ended_reason, $4)
+        WHERE node_id = $1 AND released_at IS NULL AND replica_id <> ALL($3::text[])
+          AND spec->>'group' IS NULL AND replica_id IN (
+            SELECT replica_id FROM placement_device
+            WHERE node_id = $1 AND device_id = ANY($2::text[]))
+        RETURNING replica_id
+        """,
+        node_id,
+        list(spec.device_ids),
+        list(present),
+        reason,
+    )
+    for row in rows:
+        await record_event(
+            connection,
+            actor=f"node:{node_id}",
+            kind="replica.ended",
+            subject=row["replica_id"],
+            reason=f"on {node_id}: {reason}",
+        )
 
 
 async def _record_refusal_once(

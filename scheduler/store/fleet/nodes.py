@@ -176,17 +176,20 @@ async def record_report(
     # Only reports write devices, in the same transaction: an unchanged list needs no writing.
     if before is None or _columns(before.devices) != _columns(report.devices):
         changed += await _record_devices(connection, report.node_id, report.devices)
+    # First: an unknown replica may still use what an ended one has left.
+    released = await _release_ended(connection, report)
     known_replicas = []
     for replica in _in_lock_order(report):
         moved = await _record_replica(connection, report.node_id, replica)
         is_adopted = 0
         if moved is None:
-            is_adopted = await adopt(connection, report.node_id, replica, has_valid_seal)
+            is_adopted = await adopt(
+                connection, report.node_id, replica, _present(report), has_valid_seal
+            )
         changed, adopted = changed + (moved or 0), adopted + is_adopted
         if moved is not None or is_adopted:
             known_replicas.append(replica)
     changed += await _record_refusals(connection, report)
-    released = await _release_ended(connection, report)
     if before is None or before.artifacts != report.artifacts:
         await record_artifacts(connection, report.node_id, report.artifacts)
     await _record_profiles(connection, report.devices, known_replicas)
@@ -355,11 +358,6 @@ async def _record_refusals(connection: Connection, report: Report) -> int:
 
 async def _release_ended(connection: Connection, report: Report) -> int:
     """Release the devices of ended replicas that the node no longer has; return how many."""
-    alive = [
-        replica.spec.replica_id
-        for replica in report.replicas
-        if replica.state is not ReplicaState.STOPPED
-    ]
     done = await connection.execute(
         """
         UPDATE placement SET released_at = clock_timestamp(),
@@ -369,9 +367,15 @@ async def _release_ended(connection: Connection, report: Report) -> int:
         """,
         report.node_id,
         report.generation,
-        alive,
+        _present(report),
     )
     return affected_rows(done)
+
+
+def _present(report: Report) -> list[ReplicaId]:
+    """Return the replicas that a node has, whether or not they serve."""
+    stopped = ReplicaState.STOPPED
+    return [one.spec.replica_id for one in report.replicas if one.state is not stopped]
 
 
 async def _record_profiles(

@@ -34,6 +34,7 @@ from isochrone.wire.peers.control import (
 from isochrone.wire.peers.report import Pulse
 from scheduler.api.control import peers
 from scheduler.api.control.control_socket import REGISTER_BYTES_MAX
+from scheduler.api.control.join import READING_PER_NETWORK_MAX
 from scheduler.api.control.peers import AGENT_MESSAGES_PER_S
 from scheduler.decide.membership.message_rate_limit import BURST_S
 from tests.builders import a_report
@@ -389,6 +390,37 @@ async def test_strangers_take_no_more_than_their_networks_share_and_are_cut_off(
             assert "no registration" in reply.reason
     async with dialling(Agent(admin, identity, "b1")) as agent:
         await until("welcome", agent.is_welcome, 10.0)
+
+
+async def test_unfinished_joins_take_no_more_than_their_networks_share(
+    admin: Admin, tmp_path: Path
+) -> None:
+    port = int(admin.control_url.rpartition(":")[2])
+    head = b"POST /v1/join HTTP/1.1\r\nHost: scheduler\r\nContent-Length: 9000\r\n\r\n"
+    loop = asyncio.get_running_loop()
+    async with AsyncExitStack() as stack:
+
+        async def sends(body: bytes) -> socket.socket:
+            opened = stack.enter_context(socket.socket())
+            opened.setblocking(False)
+            await loop.sock_connect(opened, ("127.0.0.1", port))
+            await loop.sock_sendall(opened, head + body)
+            return opened
+
+        for _ in range(READING_PER_NETWORK_MAX):
+            await sends(b"{")
+
+        async def is_refused() -> bool:
+            return b" 429 " in await loop.sock_recv(await sends(bytes(9_000)), 100)
+
+        await until("a further one is refused", is_refused)
+
+    async def may_join() -> bool:
+        with suppress(IdentityError):
+            return bool(await joined(admin, tmp_path))
+        return False
+
+    await until("the next one joins", may_join)
 
 
 async def test_a_frame_over_the_limit_closes_the_connection(admin: Admin) -> None:

@@ -409,6 +409,13 @@ async def test_what_cannot_be_used_is_refused(bench: BatchBench) -> None:
         await bench.client.batches.retrieve("batch_none")
     with pytest.raises(openai.AuthenticationError):
         await bench.client.with_options(api_key="none").files.list()
+    # Postgres stores no NUL.
+    with pytest.raises(openai.BadRequestError, match="contains a NUL"):
+        await bench.client.files.list(after="file-\0")
+    with pytest.raises(openai.BadRequestError, match="contains a NUL"):
+        await bench.client.batches.create(
+            input_file_id="\0", endpoint="/v1/completions", completion_window="24h"
+        )
     empty = await bench.run("", "  ")
     assert (empty.status, empty.errors.data[0].code) == ("failed", "empty_file")
 

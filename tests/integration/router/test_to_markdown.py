@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from isochrone.service.trust.landlock import landlock_version
+from isochrone.wire.ids import TenantId
 from isochrone.wire.peers.routes import KeyLimits
 from router.documents.converter import DocumentConverter
 from tests.integration.router.fleet_of import Bench, a_bench
@@ -107,7 +108,7 @@ print(tried(lambda: open({str(secret)!r}).read()),
 async def test_a_converter_that_dies_or_babbles_is_an_error() -> None:
     for program in ("import os; os.abort()", "print('x' * 100)"):
         converter = DocumentConverter(lambda _, program=program: [sys.executable, "-c", program])  # type: ignore[misc]
-        assert (await converter.convert("a.txt", b"")).error
+        assert (await converter.convert(TenantId("acme"), "a.txt", b"")).error
 
 
 @pytest.mark.parametrize(

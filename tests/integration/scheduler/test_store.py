@@ -23,7 +23,7 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.peers.assignment import Role
+from isochrone.wire.peers.assignment import ReplicaSpec, Role
 from isochrone.wire.peers.control import PeerRole
 from isochrone.wire.peers.report import Pulse, Refusal, ReplicaProfile
 from migrations.dump import dump
@@ -528,6 +528,39 @@ async def test_an_unknown_running_replica_is_adopted_with_its_deployment(pool: P
     async with using(pool) as connection:
         kinds = {row["kind"] for row in await connection.fetch("SELECT kind FROM event")}
     assert {"replica.adopted", "deployment.recreated", "replica.not_adopted"} <= kinds
+
+
+async def test_what_a_node_does_not_have_makes_room_for_what_it_runs(pool: Pool) -> None:
+    """A backup may give memory to a replica that has ended since, which another one uses."""
+    epoch = await begun(pool)
+    device, gib = a_device(3.0), int(1.25 * GIB)
+    await reported(pool, epoch, devices=(device,))
+    running, ended = (a_spec(name, memory_bytes=gib) for name in ("r1", "r2"))
+    assert await planned(pool, epoch, running, ended)
+    unknown = a_spec("lost-1", memory_bytes=gib)
+    too_large = a_spec("lost-2", memory_bytes=2 * gib)
+
+    async def seats() -> dict[str, bool]:
+        async with using(pool) as connection:
+            rows = await connection.fetch("SELECT replica_id, released_at FROM placement")
+        return {row["replica_id"]: row["released_at"] is None for row in rows}
+
+    async def adopted(seq: int, *specs: ReplicaSpec) -> int:
+        told = tuple(a_replica_report(spec) for spec in specs)
+        effect = await reported(pool, epoch, seq, devices=(device,), replicas=told)
+        count: int = effect.adopted
+        return count
+
+    # Nothing ends for a replica that would still have no room.
+    assert await adopted(2, running, too_large) == 0
+    assert await seats() == {"r1": True, "r2": True}
+    assert await adopted(3, running, unknown) == 1
+    assert await seats() == {"r1": True, "r2": False, "lost-1": True}
+    async with using(pool) as connection:
+        reason = await connection.fetchval(
+            "SELECT reason FROM event WHERE kind = 'replica.ended' AND subject = 'r2'"
+        )
+    assert reason == "on n1: the node does not have it, and runs lost-1 in its memory"
 
 
 async def test_a_store_behind_its_fleet_is_raised_above_it(pool: Pool) -> None:

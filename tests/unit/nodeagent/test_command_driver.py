@@ -76,7 +76,9 @@ def test_a_command_that_the_node_does_not_have_is_refused() -> None:
         ({command_key("ear"): "there is no program 'serve'"}, "there is no program 'serve'"),
         ({command_key("ear"): ""}, ""),
     ):
-        steps = reconcile(assignment, {}, spec.device_ids, {"command": "", **missing})
+        steps = reconcile(
+            assignment, {}, dict.fromkeys(spec.device_ids, 0), {"command": "", **missing}
+        )
         assert [reason in one.reason for one in steps.refusals] == ([True] if reason else [])
         assert len(steps.starts) == (not reason)
 

@@ -32,7 +32,7 @@ from nodeagent.decide.requests.admission import ReplicaAdmission, TokenReservati
 from tests.builders import a_spec
 
 S = ReplicaState
-CPU = [DeviceId("cpu")]
+CPU = {DeviceId("cpu"): 3 << 30}
 MISSING_BY_DRIVER = {"mock": "", "vllm": "vllm is not on the PATH of the agent"}
 
 
@@ -84,7 +84,7 @@ def test_a_tombstone_stops_a_replica_once() -> None:
 
 
 def test_a_replica_that_cannot_run_here_is_refused_with_a_reason() -> None:
-    here = reconcile(an_assignment(("a",)), {}, [DeviceId("gpu0")], MISSING_BY_DRIVER)
+    here = reconcile(an_assignment(("a",)), {}, {DeviceId("gpu0"): 0}, MISSING_BY_DRIVER)
     assert here.refusals[0].reason == "cannot run a: no healthy device cpu on this node"
     assert not here.starts
     for driver, words in (
@@ -96,6 +96,27 @@ def test_a_replica_that_cannot_run_here_is_refused_with_a_reason() -> None:
         there = reconcile(assignment, {}, CPU, MISSING_BY_DRIVER)
         assert [refusal.reason for refusal in there.refusals] == [words]
         assert not there.starts
+
+
+def reasons(wanted: tuple[str, ...], ending: tuple[str, ...], *running: str) -> list[str]:
+    """Return the refusals of replicas of 1 GiB on a device of 3 GiB."""
+    specs = [a_spec(name, memory_bytes=1 << 30) for name in wanted]
+    assignment = msgspec.structs.replace(an_assignment((), ending), replicas=tuple(specs))
+    states = {ReplicaId(name): S.WARM for name in running}
+    taking = [a_spec(name, memory_bytes=1 << 30) for name in running]
+    found = reconcile(assignment, states, CPU, MISSING_BY_DRIVER, None, taking)
+    assert len(found.starts) + len(found.refusals) == len({*wanted} - {*running})
+    return [refusal.reason for refusal in found.refusals]
+
+
+def test_a_replica_is_refused_where_one_that_is_not_assigned_uses_its_memory() -> None:
+    words = "the scheduler does not know of x, which runs here and takes its memory of cpu"
+    assert reasons(("a", "b"), (), "x") == []
+    assert reasons(("a", "b", "c"), (), "x") == [f"cannot run c: {words}"]
+    assert reasons(("a", "b", "c"), (), "a", "b", "x") == [f"cannot run c: {words}"]
+    # What the assignment names is the scheduler's own count.
+    assert reasons(("a", "b", "c", "d"), (), "a") == []
+    assert reasons(("a", "b", "c"), ("x",), "x") == []
 
 
 @pytest.mark.parametrize(

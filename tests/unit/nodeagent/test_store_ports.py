@@ -94,7 +94,7 @@ def test_a_node_that_lacks_the_store_refuses_what_needs_it(
     spec = a_spec("r1", engine=engine, device_ids=(DeviceId("cpu"),))
     assignment = msgspec.structs.replace(an_assignment(), replicas=(spec,))
     missing = {"vllm": "", "embedded": "", STORE_KEY: "no ports"}
-    steps = reconcile(assignment, {}, [DeviceId("cpu")], missing)
+    steps = reconcile(assignment, {}, {DeviceId("cpu"): 0}, missing)
     reasons = [refusal.reason for refusal in steps.refusals]
     assert reasons == (["cannot run r1: no ports"] if refused else [])
 

@@ -3,7 +3,7 @@
 import pytest
 
 from isochrone.wire.errors import ApiError
-from router.apis.openai.decode import CHAT, COMPLETION, EMBEDDING, decode
+from router.apis.openai.decode import CHAT, COMPLETION, EMBEDDING, RERANK, decode
 from router.apis.openai.prompt import count_answers, count_text_bytes, render_prompt
 
 TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
@@ -80,3 +80,13 @@ def test_a_data_url_is_accepted_and_messages_to_embed_are_not() -> None:
     with pytest.raises(ApiError):
         # vLLM would embed `messages` instead of the `input` that the router has read.
         decode(b'{"model":"m","input":"x","messages":[]}', EMBEDDING)
+
+
+def test_a_document_to_rank_has_text_and_no_parts() -> None:
+    documents = b'{"model":"m","query":"q","documents":["a",{"text":"b","id":7%b}]}'
+    decode(documents % b"", RERANK)
+    link = b'{"type":"image_url","image_url":{"url":"http://169.254.169.254/latest/meta-data"}}'
+    with pytest.raises(ApiError) as refused:
+        # vLLM would read the parts instead of the text, and fetch what they link to.
+        decode(documents % (b',"content":[' + link + b"]"), RERANK)
+    assert refused.value.param == "documents[1].content"

@@ -1,0 +1,39 @@
+"""Shares a process's memory for large bodies between tenants.
+
+Rule 1: a tenant may hold no more bytes than are still free. So one tenant alone gets half, and a
+later one finds room whatever the others hold.
+"""
+
+from isochrone.wire.ids import TenantId
+
+
+class FairBytes:
+    """The bytes that each tenant holds, at most `bytes_max` together."""
+
+    def __init__(self, bytes_max: int) -> None:
+        """Start empty."""
+        self.total = 0
+        self._bytes_max = bytes_max
+        self._by_tenant: dict[TenantId, int] = {}
+
+    def take(self, tenant_id: TenantId, count: int) -> bool:
+        """Count bytes until `give_back`; return False and count none if the tenant has its share.
+
+        A body of 0 bytes always fits.
+        """
+        held = self._by_tenant.get(tenant_id, 0) + count
+        if count and held > self._bytes_max - self.total:
+            return False
+        if held:
+            self._by_tenant[tenant_id] = held
+        self.total += count
+        return True
+
+    def give_back(self, tenant_id: TenantId, count: int) -> None:
+        """Count bytes that were taken no longer."""
+        self.total -= count
+        held = self._by_tenant.get(tenant_id, 0) - count
+        if held:
+            self._by_tenant[tenant_id] = held
+        else:
+            self._by_tenant.pop(tenant_id, None)
