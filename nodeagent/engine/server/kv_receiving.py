@@ -25,6 +25,7 @@ from nodeagent.engine.core.generation_thread import GenerationThread, settled
 from nodeagent.engine.core.kv_transfers import HeldPrefix, KvTransfers
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
+from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.tier_setup import KvBlockForm
 from nodeagent.engine.kvcache.transfer_frames import (
     ReceivedBlock,
@@ -80,9 +81,12 @@ class KvReceiver:
         transfers: KvTransfers | None,
         waiting_max: int,
         *,
+        staging: StagingMemory,
         has_host_tier: bool = False,
     ) -> None:
-        """With `has_host_tier`, blocks that the PoP shares are stored there."""
+        """Blocks arrive in `staging`. With `has_host_tier`, those that the PoP shares are stored
+        there."""
+        self._staging = staging
         self._form = form
         self._transfers = transfers
         self._has_host_tier = has_host_tier
@@ -217,6 +221,7 @@ class KvReceiver:
             waiting.wire_digests,
             first,
             part_blocks=self._store_blocks_max,
+            new_part=self._staging.take,
             window=window.memory if window is not None else None,
         )
 
@@ -253,6 +258,7 @@ class KvReceiver:
             first,
             may_be_shorter=True,
             part_blocks=self._shared_blocks_max,
+            new_part=self._staging.take,
             window=window.memory if window is not None else None,
         )
 
@@ -261,7 +267,8 @@ class KvReceiver:
             await _release(window, blocks)
 
         part_blocks = self._part_blocks(self._shared_blocks_max, window)
-        await read_blocks(request.content, reader, part_blocks, store)
+        least = min(part_blocks, self._store_blocks_max)
+        await read_blocks(request.content, reader, part_blocks, store, least)
         blocks = reader.next_block - first
         return kv_transfer.ReceivedBlocks(
             blocks=blocks, transfer_bytes=blocks * self._form.block_bytes, cached_tokens=0
@@ -318,26 +325,39 @@ async def read_blocks(
     reader: TransferReader,
     store_blocks_max: int,
     store: Callable[[Sequence[ReceivedBlock]], Awaitable[None]],
+    store_blocks_min: int = 0,
 ) -> TransferEnd:
     """Store the blocks of a stream as they come, one part while the next arrives; return its end.
+
+    A part has `store_blocks_max` blocks; with `store_blocks_min`, what has arrived when the part
+    before it is stored, but not less than that.
 
     Raises WrongTransfer at the first wrong byte, and ApiError if the stream has no end. Storing has
     stopped when it returns or raises.
     """
     arrived: list[ReceivedBlock] = []
     storing: asyncio.Future[None] | None = None
+    room = store_blocks_max
     try:
         async for data in content.iter_any():
             arrived += reader.feed(data)
-            while len(arrived) >= store_blocks_max:
+            # A part ends where the reader's memory does, so that its blocks lie side by side.
+            while len(arrived) >= room or 0 < store_blocks_min <= len(arrived):
                 if storing is not None:
+                    if len(arrived) < room and not storing.done():
+                        break
                     await storing
-                storing = asyncio.ensure_future(store(arrived[:store_blocks_max]))
-                del arrived[:store_blocks_max]
+                part = arrived[:room]
+                storing = asyncio.ensure_future(store(part))
+                del arrived[:room]
+                room = room - len(part) or store_blocks_max
         if storing is not None:
             await storing
-        if arrived:
-            await store(arrived)
+        while arrived:
+            part = arrived[:room]
+            await store(part)
+            del arrived[:room]
+            room = store_blocks_max
     finally:
         if storing is not None:
             await asyncio.wait({storing})

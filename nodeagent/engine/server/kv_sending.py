@@ -133,7 +133,7 @@ class KvSender:
             outgoing=OutgoingBlocks(first_block, blocks, computed.record),
         )
         async with self._windows.lease(request.headers.get(kv_transfer.WINDOW, "")) as lease:
-            writer = BlockWriter(request, lease, self._stall_s, self._windows.part_blocks)
+            writer = BlockWriter(request, self._windows, lease, self._stall_s)
             opened = self._open_requests.open(self._worker, reading, lambda: None)
             try:
                 return await self._stream(writer, opened, computed, digests, head, raise_failure)

@@ -27,6 +27,7 @@ from nodeagent.engine.core.generation_thread import GenerationThread
 from nodeagent.engine.core.kv_transfers import KvTransfers
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.file_tier import FileTier
+from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.tier_setup import KvBlockForm
 from nodeagent.engine.kvcache.transfer_frames import (
     ReceivedBlock,
@@ -36,7 +37,12 @@ from nodeagent.engine.kvcache.transfer_frames import (
     WrongTransfer,
 )
 from nodeagent.engine.server.http_routes import json_response
-from nodeagent.engine.server.kv_receiving import SHARED_BYTES_MAX, contents_of, read_blocks
+from nodeagent.engine.server.kv_receiving import (
+    SHARED_BYTES_MAX,
+    STORE_BYTES_MAX,
+    contents_of,
+    read_blocks,
+)
 from nodeagent.engine.server.kv_sending import check_format
 from nodeagent.engine.server.kv_windows import KvWindows
 from nodeagent.engine.server.kv_writing import BlockWriter, ReadPart
@@ -57,8 +63,11 @@ class KvSharing:
         transfers: KvTransfers | None,
         files: FileTier | None,
         windows: KvWindows,
+        staging: StagingMemory,
         stall_s: float,
     ) -> None:
+        """Blocks to be kept arrive in `staging`."""
+        self._staging = staging
         self._form = form
         self._windows = windows
         self._worker = worker
@@ -117,8 +126,9 @@ class KvSharing:
                 blocks=blocks,
             )
             async with self._windows.lease(request.headers.get(kv_transfer.WINDOW, "")) as lease:
-                part = self._windows.part_blocks if lease is not None else self._part_blocks
-                writer = BlockWriter(request, lease, self._stall_s, part)
+                writer = BlockWriter(
+                    request, self._windows, lease, self._stall_s, self._part_blocks
+                )
                 await writer.begin(head)
                 await self._send_blocks(writer, digests[:blocks])
                 await writer.end(TransferEnd(cached_tokens=0))
@@ -220,6 +230,7 @@ class KvSharing:
             0,
             may_be_shorter=True,
             part_blocks=self._part_blocks,
+            new_part=self._staging.take,
         )
 
         async def store(arrived: Sequence[ReceivedBlock]) -> None:
@@ -228,7 +239,8 @@ class KvSharing:
             await asyncio.wrap_future(self._worker.call(lambda core: _keep(core, named, contents)))
             self.kept_blocks_total += len(named)
 
-        await read_blocks(request.content, reader, self._part_blocks, store)
+        least = max(1, STORE_BYTES_MAX // self._form.block_bytes)
+        await read_blocks(request.content, reader, self._part_blocks, store, least)
         return reader.next_block
 
     def _count(self, digests: Sequence[bytes]) -> int:

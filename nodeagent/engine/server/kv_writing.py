@@ -20,15 +20,15 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_head,
     transfer_bytes,
 )
-from nodeagent.engine.server.kv_windows import SenderWindow
+from nodeagent.engine.server.kv_windows import KvWindows, SenderWindow
 
 
 class BlockRoom(NamedTuple):
-    """Where the next `blocks` blocks are read to: slots of a window, or new memory."""
+    """Where the next `blocks` blocks are read to: slots of a window, or other host memory."""
 
     blocks: int
     run: SlotRun | None
-    out: Tensor | None
+    out: Tensor
 
 
 class ReadPart(NamedTuple):
@@ -42,20 +42,33 @@ class BlockWriter:
     """The answer to one request for blocks."""
 
     def __init__(
-        self, request: web.Request, lease: SenderWindow | None, stall_s: float, part_blocks: int
+        self,
+        request: web.Request,
+        windows: KvWindows,
+        lease: SenderWindow | None,
+        stall_s: float,
+        blocks_max: int = 0,
     ) -> None:
-        """Give up if the receiver takes nothing for `stall_s`. `part_blocks` are read at once."""
+        """Give up if the receiver takes nothing for `stall_s`.
+
+        A part of PART_BYTES is read at once; without a window each part may be twice as large as
+        the one before, up to `blocks_max` blocks.
+        """
         self._request = request
+        self._windows = windows
         self._lease = lease
         self._stall_s = stall_s
-        self._part_blocks = part_blocks
+        self._part_blocks = windows.part_blocks
+        self._blocks_max = max(blocks_max, windows.part_blocks)
         self.response = web.StreamResponse(headers={"content-type": kv_transfer.CONTENT_TYPE})
 
     async def room(self, count_max: int) -> BlockRoom:
         """Wait for room for some of the next `count_max` blocks."""
         count = min(count_max, self._part_blocks)
         if self._lease is None:
-            return BlockRoom(count, None, None)
+            # A small first part: the receiver has it while the second one is read.
+            self._part_blocks = min(2 * self._part_blocks, self._blocks_max)
+            return BlockRoom(count, None, self._windows.staged(count))
         try:
             async with asyncio.timeout(self._stall_s):
                 run = await self._lease.take(count)
@@ -97,7 +110,7 @@ class BlockWriter:
     def _encode(
         self, digests: Sequence[bytes], contents: Tensor, room: BlockRoom
     ) -> list[bytes | memoryview]:
-        if self._lease is None or room.run is None or room.out is None:
+        if self._lease is None or room.run is None:
             frames: list[bytes | memoryview] = []
             for digest, content in zip(digests, contents, strict=True):
                 frames += encode_block(digest, content_bytes(content))

@@ -19,6 +19,7 @@ import torch
 from isochrone.service.shared_window import OwnedWindow, WindowRefused, receive_window
 from isochrone.wire.kv_transfer import BLOCK_IN_WINDOW_BYTES
 from nodeagent.engine.kvcache.slot_ring import SlotRing, SlotRun
+from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.transfer_frames import (
     TransferHead,
     TransferReader,
@@ -46,7 +47,7 @@ DIGESTS = [hashlib.sha256(bytes([number])).digest() for number in range(4)]
 @pytest.fixture
 async def windows() -> AsyncIterator[KvWindows]:
     with tempfile.TemporaryDirectory(prefix="kvw") as folder:
-        opened = KvWindows(FORM, Path(folder) / "kv.sock")
+        opened = KvWindows(FORM, Path(folder) / "kv.sock", StagingMemory(0))
         await opened.start()
         try:
             yield opened
@@ -237,7 +238,7 @@ async def test_abandoned_leases_leave_no_memory_descriptor_or_task(windows: KvWi
 
 def test_a_socket_of_a_dead_engine_is_replaced_and_another_file_is_not(tmp_path: Path) -> None:
     async def listens(path: Path) -> bool:
-        opened = KvWindows(FORM, path)
+        opened = KvWindows(FORM, path, StagingMemory(0))
         await opened.start()
         try:
             async with opened.lease(a_name()) as lease:

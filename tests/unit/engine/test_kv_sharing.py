@@ -26,6 +26,7 @@ from nodeagent.engine.kvcache.block_mover import BlockMover
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.engine.kvcache.host_tier import HostTier
+from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.transfer_frames import (
     TransferEnd,
     TransferHead,
@@ -227,8 +228,8 @@ async def test_how_much_is_here_is_said_during_a_step_and_a_part_waits_for_one()
     form: Any = SimpleNamespace(
         block_bytes=4, dtype=torch.float32, shape=(1,), fingerprint=lambda: FINGERPRINT
     )
-    windows = KvWindows(form, Path("unused"))
-    sharing = KvSharing(form, worker, transfers, None, windows, 1.0)
+    windows = KvWindows(form, Path("unused"), StagingMemory(64))
+    sharing = KvSharing(form, worker, transfers, None, windows, StagingMemory(64), 1.0)
     body = msgspec.msgpack.encode(BlockQuery(digests=tuple(CHAIN)))
 
     async def read() -> bytes:
