@@ -19,6 +19,7 @@ import aiohttp
 import torch
 from aiohttp import web
 
+from isochrone.service.shared_window import MappedWindows
 from isochrone.wire import kv_transfer
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.core.generation_thread import GenerationThread, settled
@@ -36,7 +37,12 @@ from nodeagent.engine.kvcache.transfer_frames import (
 from nodeagent.engine.scheduler.sequence import Sequence as TokenSequence
 from nodeagent.engine.scheduler.sequence import StopConditions
 from nodeagent.engine.server.http_routes import json_response
-from nodeagent.engine.server.kv_windows import ReceivedWindow, WindowLost, received_window
+from nodeagent.engine.server.kv_windows import (
+    WINDOWS_MAX,
+    ReceivedWindow,
+    WindowLost,
+    received_window,
+)
 from nodeagent.engine.server.openai.request_errors import invalid_request
 from nodeagent.engine.server.prepared_request import PreparedRequest
 from nodeagent.engine.weights.lora_adapter import prefix_cache_salt
@@ -87,6 +93,7 @@ class KvReceiver:
         """Blocks arrive in `staging`. With `has_host_tier`, those that the PoP shares are stored
         there."""
         self._staging = staging
+        self._windows = MappedWindows(WINDOWS_MAX)
         self._form = form
         self._transfers = transfers
         self._has_host_tier = has_host_tier
@@ -189,7 +196,7 @@ class KvReceiver:
                 raise _unknown_transfer()
             try:
                 read = self._read_shared if is_shared else self._read
-                async with _window_of(request) as window:
+                async with _window_of(request, self._windows) as window:
                     received = await read(transfer, waiting, request, window)
             except WindowLost as error:
                 raise ApiError(ErrorCode.UPSTREAM, str(error)) from error
@@ -384,14 +391,16 @@ def contents_of(blocks: Sequence[ReceivedBlock], form: KvBlockForm) -> torch.Ten
 
 
 @asynccontextmanager
-async def _window_of(request: web.Request) -> AsyncIterator[ReceivedWindow | None]:
+async def _window_of(
+    request: web.Request, mapped: MappedWindows
+) -> AsyncIterator[ReceivedWindow | None]:
     """Yield the window that the agent names, None if it names none. Raises WindowLost."""
     lease = request.headers.get(kv_transfer.WINDOW, "")
     if not lease:
         yield None
         return
     path = request.headers.get(kv_transfer.WINDOW_SOCKET, "")
-    async with received_window(path, lease) as window:
+    async with received_window(path, lease, mapped) as window:
         yield window
 
 

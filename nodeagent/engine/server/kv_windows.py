@@ -28,6 +28,7 @@ from torch import Tensor
 
 from isochrone.service.config import ConfigError
 from isochrone.service.shared_window import (
+    MappedWindows,
     OwnedWindow,
     WindowRefused,
     is_same_user,
@@ -285,7 +286,9 @@ class ReceivedWindow:
 
 
 @asynccontextmanager
-async def received_window(path: str, lease: str) -> AsyncIterator[ReceivedWindow]:
+async def received_window(
+    path: str, lease: str, mapped: MappedWindows | None = None
+) -> AsyncIterator[ReceivedWindow]:
     """Take the window of a lease at its sender's socket. Raises WindowLost if there is none.
 
     Nothing may be read from it after the context has ended.
@@ -298,7 +301,7 @@ async def received_window(path: str, lease: str) -> AsyncIterator[ReceivedWindow
                 await loop.sock_connect(link, path)
                 await loop.sock_sendall(link, lease.encode())
                 await _wait_readable(link)
-            memory = receive_window(link, WINDOW_BYTES_MAX)
+            memory = receive_window(link, WINDOW_BYTES_MAX, mapped)
         except (OSError, ValueError, TimeoutError, WindowRefused) as error:
             reason = str(error) or "no answer"
             raise WindowLost(f"cannot take KV from another engine's memory: {reason}") from error

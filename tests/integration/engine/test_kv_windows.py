@@ -16,7 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from isochrone.service.shared_window import OwnedWindow, WindowRefused, receive_window
+from isochrone.service.shared_window import (
+    MappedWindows,
+    OwnedWindow,
+    WindowRefused,
+    receive_window,
+)
 from isochrone.wire.kv_transfer import BLOCK_IN_WINDOW_BYTES
 from nodeagent.engine.kvcache.slot_ring import SlotRing, SlotRun
 from nodeagent.engine.kvcache.staging_memory import StagingMemory
@@ -284,6 +289,32 @@ def test_only_memory_that_cannot_shrink_is_mapped() -> None:
         first.close()
         with pytest.raises(WindowRefused, match="closed the connection"):
             receive_window(second, 1)
+
+
+def test_a_window_is_mapped_once_and_the_last_ones_are_kept() -> None:
+    mapped = MappedWindows(2)
+
+    def passed(window: OwnedWindow) -> mmap.mmap:
+        first, second = socket.socketpair()
+        with first, second:
+            window.send(first)
+            return receive_window(second, 1 << 20, mapped)
+
+    windows = [OwnedWindow(1 << 16) for _ in range(3)]
+    first = passed(windows[0])
+    windows[0].memory[:5] = b"later"
+    assert passed(windows[0]) is first
+    assert first[:5] == b"later"
+    second = passed(windows[1])
+    assert passed(windows[0]) is first, "it was used last"
+    third = passed(windows[2])
+    assert passed(windows[2]) is third
+    again = passed(windows[1])
+    assert again is not second, "it was forgotten"
+    windows[1].memory[:4] = b"both"
+    assert (again[:4], second[:4]) == (b"both", b"both")
+    for window in windows:
+        window.close()
 
 
 def test_slots_are_taken_side_by_side_and_released_in_order() -> None:
