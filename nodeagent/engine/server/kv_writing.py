@@ -104,8 +104,7 @@ class BlockWriter:
                 await self._lease.wait_connected()
             except TimeoutError as error:
                 raise ConnectionResetError("the receiver has not taken the window") from error
-        await self._write([encode_end(end)])
-        await self.response.write_eof()
+        await self._write([encode_end(end)], is_last=True)
 
     def _encode(
         self, digests: Sequence[bytes], contents: Tensor, room: BlockRoom
@@ -126,11 +125,13 @@ class BlockWriter:
         ]
         return [b"".join(references)]
 
-    async def _write(self, pieces: list[bytes | memoryview]) -> None:
+    async def _write(self, pieces: list[bytes | memoryview], *, is_last: bool = False) -> None:
         try:
             async with asyncio.timeout(self._stall_s):
                 for piece in pieces:
                     await self.response.write(piece)
+                if is_last:
+                    await self.response.write_eof()
         except TimeoutError as error:
             raise ConnectionResetError("the receiver does not read") from error
 
