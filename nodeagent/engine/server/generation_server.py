@@ -26,7 +26,8 @@ from nodeagent.engine.loading import LoadedEngine
 from nodeagent.engine.scheduler.sequence import FinishReason
 from nodeagent.engine.server.adapters import AdapterRegistry
 from nodeagent.engine.server.http_routes import ModelServer, json_response
-from nodeagent.engine.server.kv_receiving import SHARED_BYTES_MAX, KvReceiver
+from nodeagent.engine.server.kv_reading import SHARED_BYTES_MAX
+from nodeagent.engine.server.kv_receiving import KvReceiver
 from nodeagent.engine.server.kv_sending import KvSender
 from nodeagent.engine.server.kv_sharing import KvSharing
 from nodeagent.engine.server.kv_windows import KvWindows

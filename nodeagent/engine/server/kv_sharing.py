@@ -37,7 +37,7 @@ from nodeagent.engine.kvcache.transfer_frames import (
     WrongTransfer,
 )
 from nodeagent.engine.server.http_routes import json_response
-from nodeagent.engine.server.kv_receiving import (
+from nodeagent.engine.server.kv_reading import (
     SHARED_BYTES_MAX,
     STORE_BYTES_MAX,
     contents_of,
@@ -45,7 +45,7 @@ from nodeagent.engine.server.kv_receiving import (
 )
 from nodeagent.engine.server.kv_sending import check_format
 from nodeagent.engine.server.kv_windows import KvWindows
-from nodeagent.engine.server.kv_writing import BlockWriter, ReadPart
+from nodeagent.engine.server.kv_writing import BlockRoom, BlockWriter, ReadPart
 
 STREAMS_MAX: Final = 8
 """Streams of shared blocks at a time, in both directions together."""
@@ -143,32 +143,40 @@ class KvSharing:
 
         async def read_from(first: int) -> ReadPart:
             room = await writer.room(len(digests) - first)
-            contents = await self._read(digests[first : first + room.blocks], room.out)
-            return ReadPart(contents, writer.fit(room, len(contents)))
+            part = await self._read(writer, digests[first : first + room.blocks], room)
+            writer.give_back(room, part.blocks)
+            return part
 
         sent = 0
         reading = asyncio.create_task(read_from(sent))
         try:
             while True:
                 part = await reading
-                wanted = digests[sent : sent + len(part.contents)]
-                sent += len(wanted)
+                sent += part.blocks
                 if sent < len(digests):
                     reading = asyncio.create_task(read_from(sent))
-                await writer.write(wanted, part.contents, part.room)
-                self.shared_blocks_total += len(wanted)
+                await writer.write(part)
+                self.shared_blocks_total += part.blocks
                 if sent == len(digests):
                     return
         finally:
             reading.cancel()
             await asyncio.wait({reading})
 
-    async def _read(self, digests: Sequence[bytes], out: Tensor | None) -> Tensor:
+    async def _read(
+        self, writer: BlockWriter, digests: Sequence[bytes], room: BlockRoom
+    ) -> ReadPart:
+        """Read the first of these blocks, at least one."""
+        part = await self._read_beside_steps(writer, digests, room)
+        if part is None:
+            contents = await self._read_between_steps(digests)
+            part = await run_to_completion(writer.encode, digests, contents, room)
+        return part
+
+    async def _read_between_steps(self, digests: Sequence[bytes]) -> Tensor:
         """Return the first of these blocks [blocks, ...], at least one."""
-        contents = await self._read_beside_steps(digests, out)
-        if contents is None:
-            call = self._worker.call(lambda core: _read_prefix(core, digests))
-            contents = await asyncio.wrap_future(call)
+        call = self._worker.call(lambda core: _read_prefix(core, digests))
+        contents = await asyncio.wrap_future(call)
         if contents is not None:
             return contents
         content = None
@@ -179,9 +187,9 @@ class KvSharing:
         return torch.frombuffer(content, dtype=self._form.dtype).view(1, *self._form.shape)
 
     async def _read_beside_steps(
-        self, digests: Sequence[bytes], out: Tensor | None
-    ) -> Tensor | None:
-        """Return those on the device, copied while steps run; None if the step thread must."""
+        self, writer: BlockWriter, digests: Sequence[bytes], room: BlockRoom
+    ) -> ReadPart | None:
+        """Read those on the device while steps run; None if the step thread must."""
         transfers = self._transfers
         if transfers is None or not transfers.count_on_device(digests[:1]):
             return None
@@ -191,8 +199,12 @@ class KvSharing:
             held = await asyncio.wrap_future(opening)
             if not held:
                 return None
-            place = out[: len(held)] if out is not None else None
-            return await run_to_completion(transfers.read_held, held, place)
+
+            def read() -> ReadPart:
+                contents = transfers.read_held(held, room.out[: len(held)])
+                return writer.encode(digests, contents, room)
+
+            return await run_to_completion(read)
         finally:
             self._worker.call(lambda core: _close_reading(core, reader))
 

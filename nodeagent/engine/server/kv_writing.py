@@ -8,7 +8,6 @@ import torch
 from aiohttp import web
 from torch import Tensor
 
-from isochrone.service.threads import run_to_completion
 from isochrone.wire import kv_transfer
 from nodeagent.engine.kvcache.slot_ring import SlotRun
 from nodeagent.engine.kvcache.transfer_frames import (
@@ -32,10 +31,10 @@ class BlockRoom(NamedTuple):
 
 
 class ReadPart(NamedTuple):
-    """Blocks that were copied off the device, and the room that they take."""
+    """Blocks that were copied off the device, as they go into the stream."""
 
-    contents: Tensor
-    room: BlockRoom
+    blocks: int
+    frames: list[bytes | memoryview]
 
 
 class BlockWriter:
@@ -76,14 +75,13 @@ class BlockWriter:
             raise ConnectionResetError("the receiver does not take blocks") from error
         return BlockRoom(run.slots, run, self._lease.slots(run))
 
-    def fit(self, room: BlockRoom, blocks: int) -> BlockRoom:
-        """Return the room of `blocks` that were read to `room`, and give back the rest of it.
+    def give_back(self, room: BlockRoom, blocks: int) -> None:
+        """Give back all of `room` but that of the first `blocks`.
 
         Call it before room for further blocks is taken.
         """
         if self._lease is not None:
             self._lease.give_back(room.blocks - blocks)
-        return room._replace(blocks=blocks)
 
     async def begin(self, head: TransferHead) -> None:
         """Write the head."""
@@ -92,10 +90,9 @@ class BlockWriter:
         await self.response.prepare(self._request)
         await self._write([encode_head(head)])
 
-    async def write(self, digests: Sequence[bytes], contents: Tensor, room: BlockRoom) -> None:
-        """Write blocks that were read to `room`, which has no more room than they need."""
-        pieces = await run_to_completion(self._encode, digests, contents, room)
-        await self._write(pieces)
+    async def write(self, part: ReadPart) -> None:
+        """Write blocks."""
+        await self._write(part.frames)
 
     async def end(self, end: TransferEnd) -> None:
         """End the stream, once the receiver has the window."""
@@ -106,14 +103,17 @@ class BlockWriter:
                 raise ConnectionResetError("the receiver has not taken the window") from error
         await self._write([encode_end(end)], is_last=True)
 
-    def _encode(
-        self, digests: Sequence[bytes], contents: Tensor, room: BlockRoom
-    ) -> list[bytes | memoryview]:
+    def encode(self, digests: Sequence[bytes], contents: Tensor, room: BlockRoom) -> ReadPart:
+        """Return the frames of blocks that were read for `room`. For any thread.
+
+        `digests` begins with theirs.
+        """
+        digests = digests[: len(contents)]
         if self._lease is None or room.run is None:
             frames: list[bytes | memoryview] = []
             for digest, content in zip(digests, contents, strict=True):
                 frames += encode_block(digest, content_bytes(content))
-            return frames
+            return ReadPart(len(contents), frames)
         if contents.data_ptr() != room.out.data_ptr():
             room.out[: len(contents)].copy_(contents)
         size, first = self._lease.block_bytes, room.run.first
@@ -123,7 +123,7 @@ class BlockWriter:
                 zip(digests, room.out[: len(contents)], strict=True)
             )
         ]
-        return [b"".join(references)]
+        return ReadPart(len(contents), [b"".join(references)])
 
     async def _write(self, pieces: list[bytes | memoryview], *, is_last: bool = False) -> None:
         try:

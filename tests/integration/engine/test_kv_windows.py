@@ -34,7 +34,7 @@ from nodeagent.engine.kvcache.transfer_frames import (
     transfer_bytes,
 )
 from nodeagent.engine.server import kv_windows
-from nodeagent.engine.server.kv_receiving import contents_of
+from nodeagent.engine.server.kv_reading import contents_of
 from nodeagent.engine.server.kv_windows import (
     WINDOWS_MAX,
     KvWindows,

@@ -24,7 +24,8 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_end,
     encode_head,
 )
-from nodeagent.engine.server.kv_receiving import KvReceiver, WaitingPrompt, read_blocks
+from nodeagent.engine.server.kv_reading import read_blocks
+from nodeagent.engine.server.kv_receiving import KvReceiver, WaitingPrompt
 
 BYTES = 64
 FORM = b"f" * 16
