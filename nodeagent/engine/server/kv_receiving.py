@@ -162,7 +162,7 @@ class KvReceiver:
                 await self._changed.wait_for(lambda: transfer in self._waiting)
         except TimeoutError:
             raise _unknown_transfer() from None
-        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        fingerprint = await self._form.read_fingerprint()
         waiting = self._get(transfer)
         return json_response(
             kv_transfer.ExpectedPrompt(
@@ -217,7 +217,7 @@ class KvReceiver:
         request: web.Request,
         window: ReceivedWindow | None,
     ) -> kv_transfer.ReceivedBlocks:
-        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        fingerprint = await self._form.read_fingerprint()
         first = waiting.held.on_device
         reader = TransferReader(
             fingerprint,
@@ -251,7 +251,7 @@ class KvReceiver:
         window: ReceivedWindow | None,
     ) -> kv_transfer.ReceivedBlocks:
         """Store the blocks that another replica has after those that this engine has."""
-        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        fingerprint = await self._form.read_fingerprint()
         digests, first = waiting.digests, waiting.held.in_all_tiers
         if first >= len(digests):
             raise ApiError(ErrorCode.INVALID_REQUEST, "cannot use KV blocks: none is missing")

@@ -104,7 +104,7 @@ class KvSender:
     ) -> web.StreamResponse:
         """Read the prompt, and stream its blocks from the first that the receiver lacks."""
         transfer, first_block = _transfer_of(request.headers)
-        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        fingerprint = await self._form.read_fingerprint()
         check_format(request.headers, fingerprint)
         if len(prepared.prompts) != 1:
             raise invalid_request("prompt", "cannot send the KV of several prompts")

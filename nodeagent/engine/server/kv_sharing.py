@@ -97,7 +97,7 @@ class KvSharing:
         """Say how much of a chain's prefix this engine has."""
         digests = await _digests(request)
         transfers = self._transfers
-        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        fingerprint = await self._form.read_fingerprint()
         located = kv_sharing.LocatedBlocks(
             blocks=self._count(digests),
             block_bytes=self._form.block_bytes,
@@ -112,7 +112,7 @@ class KvSharing:
         first = request.headers.get(kv_transfer.FIRST_BLOCK, "0")
         if not (first.isascii() and first.isdigit() and len(first) <= 9):
             raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use first block {first[:40]!r}")
-        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        fingerprint = await self._form.read_fingerprint()
         check_format(request.headers, fingerprint)
         blocks = self._count(digests)
         if not blocks:
@@ -234,7 +234,7 @@ class KvSharing:
         size = kv_sharing.DIGEST_BYTES
         names = await request.content.readexactly(blocks * size)
         digests = [names[start : start + size] for start in range(0, len(names), size)]
-        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        fingerprint = await self._form.read_fingerprint()
         reader = TransferReader(
             fingerprint,
             self._form.block_bytes,

@@ -44,6 +44,10 @@ class InlineWorker:
         return result
 
 
+async def fingerprint() -> bytes:
+    return b"f" * 16
+
+
 class Receiving:
     """A receiver of one engine, and what its transfers hold."""
 
@@ -51,7 +55,10 @@ class Receiving:
         self.pool = BlockPool(BLOCKS_TOTAL)
         self.transfers = KvTransfers(self.pool, Memory(BLOCKS_TOTAL), None)
         form: Any = SimpleNamespace(
-            block_bytes=4, dtype=torch.float32, shape=(1,), fingerprint=lambda: b"f" * 16
+            block_bytes=4,
+            dtype=torch.float32,
+            shape=(1,),
+            read_fingerprint=fingerprint,
         )
         worker: Any = InlineWorker(self.transfers)
         self.receiver = KvReceiver(form, worker, self.transfers, AT_ONCE, staging=StagingMemory(64))

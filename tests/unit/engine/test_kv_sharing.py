@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -227,7 +228,10 @@ async def test_how_much_is_here_is_said_during_a_step_and_a_part_waits_for_one()
     store(transfers, CHAIN)
     worker: Any = StoppedWorker(transfers)
     form: Any = SimpleNamespace(
-        block_bytes=4, dtype=torch.float32, shape=(1,), fingerprint=lambda: FINGERPRINT
+        block_bytes=4,
+        dtype=torch.float32,
+        shape=(1,),
+        read_fingerprint=AsyncMock(return_value=FINGERPRINT),
     )
     windows = KvWindows(form, Path("unused"), StagingMemory(64))
     sharing = KvSharing(form, worker, transfers, None, windows, StagingMemory(64), 1.0)
