@@ -42,6 +42,10 @@ class StagingMemory:
         weakref.finalize(part, self._give_back, buffer).atexit = False
         return part
 
+    def forget(self) -> None:
+        """Give the free buffers back to the system."""
+        self._free.clear()
+
     def _give_back(self, buffer: np.ndarray) -> None:
         if len(self._free) < BUFFERS_KEPT_MAX:
             self._free.append(buffer)

@@ -41,6 +41,8 @@ def test_the_number_of_kept_buffers_is_bounded() -> None:
     assert len({address(part) for part in parts}) == len(parts)
     parts.clear()
     assert staging.free_buffers == BUFFERS_KEPT_MAX
+    staging.forget()
+    assert staging.free_buffers == 0
 
 
 def test_more_than_a_buffer_has_comes_from_the_allocator() -> None:
