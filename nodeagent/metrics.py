@@ -70,7 +70,8 @@ PREFILL_LEG_SECONDS = Histogram(
     buckets=LEG_BUCKETS_S, registry=REGISTRY,
 )  # fmt: skip
 DECODE_WAIT_SECONDS = Histogram(
-    "isochrone_node_decode_wait_seconds", "From a prompt's last KV block to its first token.",
+    "isochrone_node_decode_wait_seconds",
+    "From a prompt's last KV block to its first token, of streams.",
     buckets=LEG_BUCKETS_S, registry=REGISTRY,
 )  # fmt: skip
 KV_TRANSFER_BYTES = Counter(

@@ -13,7 +13,8 @@ import mmap
 import os
 import socket
 import struct
-from typing import Final
+from collections import OrderedDict
+from typing import Final, NamedTuple
 
 _F_SEAL_FUTURE_WRITE: Final = 0x10
 """Python's fcntl has no name for it."""
@@ -50,8 +51,38 @@ class OwnedWindow:
         os.close(self._descriptor)
 
 
-def receive_window(link: socket.socket, size_bytes_max: int) -> mmap.mmap:
-    """Map the window that arrives at a Unix socket, to be read only.
+class WindowId(NamedTuple):
+    """What the kernel knows a window by. It is of no other window while a mapping exists."""
+
+    device: int
+    inode: int
+
+
+class MappedWindows:
+    """The windows that this process has mapped last: to map one again costs a fault for each page.
+
+    Their memory is not freed before they are forgotten.
+    """
+
+    def __init__(self, kept_max: int) -> None:
+        self._kept_max = kept_max
+        self._kept: OrderedDict[WindowId, mmap.mmap] = OrderedDict()
+
+    def map(self, descriptor: int, size_bytes_max: int) -> mmap.mmap:
+        """Return the mapping of a window. Raises WindowRefused and OSError."""
+        status = os.fstat(descriptor)
+        name = WindowId(status.st_dev, status.st_ino)
+        mapped = self._kept.pop(name, None) or _map(descriptor, size_bytes_max)
+        self._kept[name] = mapped
+        while len(self._kept) > self._kept_max:
+            self._kept.popitem(last=False)
+        return mapped
+
+
+def receive_window(
+    link: socket.socket, size_bytes_max: int, mapped: MappedWindows | None = None
+) -> mmap.mmap:
+    """Map the window that arrives at a Unix socket, to be read only; once, if `mapped` is given.
 
     Raises WindowRefused if it is no window of at most `size_bytes_max`, BlockingIOError if nothing
     has arrived, and OSError if it cannot be mapped.
@@ -60,6 +91,8 @@ def receive_window(link: socket.socket, size_bytes_max: int) -> mmap.mmap:
     try:
         if message != _MESSAGE or len(descriptors) != 1:
             raise WindowRefused("the peer closed the connection, or sent no window")
+        if mapped is not None:
+            return mapped.map(descriptors[0], size_bytes_max)
         return _map(descriptors[0], size_bytes_max)
     finally:
         for descriptor in descriptors:

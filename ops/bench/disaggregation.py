@@ -1,10 +1,11 @@
-"""Two engines, unified against one that reads prompts and one that generates, at equal devices.
+"""Engines that do both, against one that generates and others that read prompts, at equal devices.
 
     python -m ops.bench.disaggregation [MODEL.gguf] [--data FOLDER] [--requests N] [--load SHARE]
+        [--engines N]
 
 Each engine has one thread, and each node is a process of its own. The requests are those of the
 Mooncake conversation trace, scaled down to the model, in two mixes: mostly prompt, and mostly
-output. They arrive so fast that they take `--load` of what both engines can compute. All settings
+output. They arrive so fast that they take `--load` of what all engines can compute. All settings
 get the same requests at the same times.
 
 Unified engines prefill in chunks beside decodes; `interval_ms` is how long a step may take, and
@@ -12,9 +13,10 @@ each value of `--intervals` is a row. A request goes to the engine whose queue o
 tokens is shortest with its own prompt, as routers choose. With roles every request goes to the
 decode node, whose agent decides per request where the prompt is read.
 
-`auto` is what the planner chooses for two replicas from the mix and the measured rates. Then a
-prompt that is cached at the prefill engine is transferred, and as many bytes are copied between two
-processes over loopback.
+`auto` is what the planner chooses for as many replicas from the mix and the measured rates. Below
+each table is what roles can gain at most: an engine that only generates needs its time for a token,
+and prompts queue at fewer engines than before. Then a prompt that is cached at a prefill engine is
+transferred, and as many bytes are copied between two processes over loopback.
 """
 
 import argparse
@@ -52,7 +54,9 @@ from ops.sim.measure import percentile
 from scheduler.decide.placement.roles import RoleCounts, TokenMix, role_of_next
 
 TRACE: Final = "traces/mooncake_conversation_trace.jsonl.gz"
-NAMES: Final = ("d", "p")
+NAMES: Final = ("d", "p", "p2", "p3")
+"""The first one generates, the others read prompts."""
+
 ROLES_INTERVAL_MS: Final = 25
 """Steps of the decode engine, for what it reads itself."""
 
@@ -67,10 +71,12 @@ MIXES: Final = (MixScale("mostly prompt", 16, 8), MixScale("mostly output", 128,
 
 
 class EngineRates(NamedTuple):
-    """Tokens per second of one engine: prompts alone, and outputs of several sequences."""
+    """Tokens per second of one engine: prompts alone, and outputs of several sequences. And the
+    time of a token of one sequence alone."""
 
     prefill: float
     decode: float
+    itl_ms: float
 
     @property
     def token_us(self) -> int:
@@ -106,7 +112,7 @@ def figures(answers: Sequence[TimedAnswer], began_s: float) -> SettingFigures:
 
 @asynccontextmanager
 async def engines(
-    model: Path, kv_dtype: str, interval_ms: int, count: int = len(NAMES)
+    model: Path, kv_dtype: str, interval_ms: int, count: int
 ) -> AsyncIterator[list[NodeClient]]:
     """Run nodes with one engine each."""
     options = {"interval_ms": str(interval_ms), "draft_tokens_max": "0", "kv_dtype": kv_dtype}
@@ -134,11 +140,18 @@ async def measure_rates(model: Path, kv_dtype: str) -> EngineRates:
             answers = await asyncio.gather(*[ask(node, one, "c", 1000) for one in batch])
             gaps = [sum(answer.gaps_s) / len(answer.gaps_s) for answer in answers]
             decode_s = min(decode_s, percentile(gaps, 0.5))
-    return EngineRates(CALIBRATION_TOKENS / prefill_s, CALIBRATION_SEQUENCES / decode_s)
+        alone = await ask(node, random_request(60, CALIBRATION_TOKENS // 2, 64), "c", 1000)
+    return EngineRates(
+        CALIBRATION_TOKENS / prefill_s,
+        CALIBRATION_SEQUENCES / decode_s,
+        1000 * percentile(alone.gaps_s, 0.5),
+    )
 
 
-def auto_roles(requests: Sequence[BenchRequest], rates: EngineRates) -> list[str]:
-    """Return the roles that the planner gives two replicas of a deployment with `auto`."""
+def auto_roles(
+    requests: Sequence[BenchRequest], rates: EngineRates, engine_count: int
+) -> list[str]:
+    """Return the roles that the planner gives the replicas of a deployment with `auto`."""
     mix = TokenMix(
         uncached_per_s=sum(len(request.prompt) for request in requests),
         output_per_s=sum(request.output_tokens for request in requests),
@@ -146,7 +159,7 @@ def auto_roles(requests: Sequence[BenchRequest], rates: EngineRates) -> list[str
         decode_rate=rates.decode,
     )
     counts, roles = RoleCounts(), []
-    for _ in NAMES:
+    for _ in range(engine_count):
         role = role_of_next(PlacementPolicy(roles="auto"), mix, counts)
         counts = msgspec.structs.replace(counts, **{role: getattr(counts, role) + 1})
         roles.append(role.value)
@@ -167,22 +180,24 @@ async def compare(
     prompt = sum(len(request.prompt) for request in requests)
     output = sum(request.output_tokens for request in requests)
     work_s = prompt / rates.prefill + output / rates.decode
-    wanted_s = work_s / len(NAMES) / arguments.load
+    count = arguments.engines
+    wanted_s = work_s / count / arguments.load
     speed = max(1e-9, requests[-1].at_s) / wanted_s
     print(
         f"\n## {scale.name}: {prompt / len(requests):.0f} prompt and {output / len(requests):.0f}"
         f" output tokens on average, {len(requests)} requests in {wanted_s:.0f} s;"
-        f" auto: {', '.join(auto_roles(requests, rates))}\n\n{HEAD}\n|---|---|---|---|---|---|---|"
+        f" auto: {', '.join(auto_roles(requests, rates, count))}"
+        f"\n\n{HEAD}\n|---|---|---|---|---|---|---|"
     )
     rows: list[tuple[SettingFigures, list[TimedAnswer]]] = []
     for interval_ms in intervals:
-        async with engines(arguments.model, arguments.kv_dtype, interval_ms) as nodes:
+        async with engines(arguments.model, arguments.kv_dtype, interval_ms, count) as nodes:
             router = UnifiedRouter(nodes, "unified", rates.token_us, scale.prompt)
             began_s = time.monotonic()
             answers = await run(requests, speed, router.send)
         rows.append((figures(answers, began_s), answers))
-        print_row(f"2 unified, steps of {interval_ms} ms", rows[-1][0])
-    async with engines(arguments.model, arguments.kv_dtype, ROLES_INTERVAL_MS) as nodes:
+        print_row(f"{count} unified, steps of {interval_ms} ms", rows[-1][0])
+    async with engines(arguments.model, arguments.kv_dtype, ROLES_INTERVAL_MS, count) as nodes:
 
         async def send(request: BenchRequest) -> TimedAnswer:
             readers = describe(nodes, len(request.prompt), rates.token_us)
@@ -191,14 +206,15 @@ async def compare(
         began_s = time.monotonic()
         answers = await run(requests, speed, send)
         split = figures(answers, began_s)
-        print_row("1 prefill, 1 decode", split)
+        print_row(f"{count - 1} prefill, 1 decode", split)
         legs = await nodes[0].counters("isochrone_node_prefill_")
         print_comparison(split, answers, rows)
+        print_limits(rates, prompt / rates.prefill / work_s, arguments, [row for row, _ in rows])
         for name, value in sorted(legs.items()):
             if "_legs_total" in name or "failed_total" in name:
                 print(f"{name.removeprefix('isochrone_node_')} {value:.0f}")
         if scale is MIXES[0]:
-            await measure_transfer(nodes, rates.token_us)
+            await measure_transfer(nodes[:2], rates.token_us)
 
 
 def print_comparison(
@@ -217,6 +233,26 @@ def print_comparison(
     for (_, first), (_, second) in itertools.pairwise(rows):
         # KV in bf16 is rounded between chunks, so that a text may depend on their sizes.
         print(f"identical answers of two unified settings: {_same_texts(first, second)}")
+
+
+def print_limits(
+    rates: EngineRates,
+    prompt_share: float,
+    arguments: argparse.Namespace,
+    rows: Sequence[SettingFigures],
+) -> None:
+    """Print what roles could gain at most. `prompt_share` is the prompts' share of the work."""
+    best = min(rows, key=lambda row: row.itl_p90)
+    readers = arguments.engines - 1
+    work = arguments.load * arguments.engines
+    print(
+        f"at most: a token of one sequence on an engine that only generates takes"
+        f" {rates.itl_ms:.1f} ms, so ITL p90 {best.itl_p90 / rates.itl_ms:.1f} and p99"
+        f" {best.itl_p99 / rates.itl_ms:.1f} times lower than unified. Unified engines are busy for"
+        f" {arguments.load:.0%} of the time; if others read all prompts, {readers} prefill for"
+        f" {work * prompt_share / readers:.0%} and the decode engine for"
+        f" {work * (1 - prompt_share):.0%}"
+    )
 
 
 def _same_texts(first: Sequence[TimedAnswer], second: Sequence[TimedAnswer]) -> int:
@@ -279,7 +315,7 @@ async def measure_transfer(nodes: Sequence[NodeClient], token_us: int) -> None:
 async def measure(arguments: argparse.Namespace) -> None:
     """Measure the rates of one engine, then run the settings of each mix."""
     if arguments.transfer_only:
-        async with engines(arguments.model, arguments.kv_dtype, ROLES_INTERVAL_MS) as nodes:
+        async with engines(arguments.model, arguments.kv_dtype, ROLES_INTERVAL_MS, 2) as nodes:
             await measure_transfer(nodes, 1000)
         return
     rates = await measure_rates(arguments.model, arguments.kv_dtype)
@@ -287,10 +323,12 @@ async def measure(arguments: argparse.Namespace) -> None:
         f"{platform.machine()}, Python {platform.python_version()}, torch"
         f" {metadata.version('torch')}, {arguments.model.name}, KV in {arguments.kv_dtype}; one"
         f" engine of one thread: {rates.prefill:.0f} prompt tokens/s, {rates.decode:.0f} output"
-        f" tokens/s of {CALIBRATION_SEQUENCES} sequences; load {arguments.load:g}"
+        f" tokens/s of {CALIBRATION_SEQUENCES} sequences, {rates.itl_ms:.1f} ms a token of one;"
+        f" load {arguments.load:g}"
     )
     await compare(arguments, MIXES[0], rates, arguments.intervals)
-    await compare(arguments, MIXES[1], rates, [ROLES_INTERVAL_MS])
+    if not arguments.prompts_only:
+        await compare(arguments, MIXES[1], rates, [ROLES_INTERVAL_MS])
 
 
 def bundled_model() -> Path:
@@ -307,6 +345,8 @@ def main() -> None:
     parser.add_argument("--data", help="folder of public data")
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--load", type=float, default=0.3)
+    parser.add_argument("--engines", type=int, choices=(2, 3, 4), default=2)
+    parser.add_argument("--prompts-only", action="store_true", help="the first mix alone")
     parser.add_argument("--kv-dtype", default="bf16", help="of both settings")
     parser.add_argument(
         "--intervals",

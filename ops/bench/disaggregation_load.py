@@ -72,7 +72,7 @@ def read_trace(path: Path, count: int, scale: MixScale) -> list[BenchRequest]:
 def describe(
     nodes: Sequence[NodeClient], tokens: int, token_us: int, decode_slowness: int = 1
 ) -> str:
-    """Return the header that names the decode replica and the prefill replica.
+    """Return the header that names the decode replica and the prefill replicas.
 
     The decode replica is said to read `decode_slowness` times slower than it does.
     """
@@ -87,7 +87,7 @@ def describe(
                 tokens * speed_us // 1000,
                 speed_us,
             )
-            for node, speed_us in zip(nodes, (here_us, token_us), strict=True)
+            for node, speed_us in zip(nodes, (here_us, *[token_us] * (len(nodes) - 1)), strict=True)
         ]
     )
 

@@ -18,9 +18,11 @@ from typing import Final
 
 import aiohttp
 import msgspec
+import uvloop
 
 from isochrone.service.logs import setup_logs
 from isochrone.service.network.http_server import serve_http
+from isochrone.service.network.name_lookup import ServiceLoop
 from isochrone.wire.ids import DeploymentId, DeviceId, ModelId, ReplicaId
 from isochrone.wire.models.artifact import manifest_digest
 from isochrone.wire.models.model import Artifact, ArtifactFile, EngineSettings
@@ -168,4 +170,5 @@ async def serve(setup: NodeSetup) -> None:
 if __name__ == "__main__":
     # An engine that is killed leaves its reason there.
     setup_logs("bench")
-    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=NodeSetup)))
+    # The event loop of the product's services.
+    uvloop.run(serve(msgspec.json.decode(sys.argv[1], type=NodeSetup)), loop_factory=ServiceLoop)

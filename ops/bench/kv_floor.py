@@ -9,6 +9,7 @@ the table, and what follows for the goal of a transfer.
 
 import argparse
 import hashlib
+import mmap
 import os
 import platform
 import socket
@@ -23,6 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+import numpy as np
 import torch
 import xxhash
 
@@ -31,6 +33,15 @@ from isochrone.service.trust.identity import Authority, make_csr, new_key_pem
 from isochrone.wire.ids import PopId
 from isochrone.wire.peers.control import PeerRole
 from nodeagent.engine.core.model_runner import ModelRunner
+from nodeagent.engine.kvcache.staging_memory import StagingMemory
+from nodeagent.engine.kvcache.transfer_frames import (
+    ReceivedBlock,
+    TransferHead,
+    TransferReader,
+    encode_block,
+    encode_head,
+)
+from nodeagent.engine.server.kv.kv_reading import SHARED_BYTES_MAX
 
 BLOCK_BYTES: Final = 368_640
 RECORD_BYTES: Final = 256 * 1024
@@ -146,6 +157,49 @@ class DeviceCopies:
             self._runner.write_blocks(part, self._part[: len(part)])
 
 
+class ArrivingStream:
+    """The frames of a transfer, and the reader that copies blocks to the memory of their parts."""
+
+    def __init__(self, content: bytearray) -> None:
+        blocks = list(blocks_of(content))
+        blocks = [block for block in blocks if len(block) == BLOCK_BYTES]
+        self._digests = [hashlib.sha256(bytes([number])).digest() for number in range(len(blocks))]
+        head = TransferHead(
+            fingerprint=b"f" * 16, block_bytes=BLOCK_BYTES, first_block=0, blocks=len(blocks)
+        )
+        frames = [encode_head(head)]
+        for digest, block in zip(self._digests, blocks, strict=True):
+            frames += [bytes(piece) for piece in encode_block(digest, block)]
+        stream = b"".join(frames)
+        self._pieces = [
+            stream[start : start + RECORD_BYTES] for start in range(0, len(stream), RECORD_BYTES)
+        ]
+        self._part_blocks = SHARED_BYTES_MAX // BLOCK_BYTES
+        self._staging = StagingMemory(SHARED_BYTES_MAX)
+
+    def read(self, *, into_new_memory: bool) -> None:
+        """Read the stream, and let each part go when it is complete, as if it were stored."""
+        take = _from_the_system if into_new_memory else self._staging.take
+        reader = TransferReader(
+            b"f" * 16,
+            BLOCK_BYTES,
+            self._digests,
+            0,
+            part_blocks=self._part_blocks,
+            new_part=take,
+        )
+        arrived: list[ReceivedBlock] = []
+        for piece in self._pieces:
+            arrived += reader.feed(piece)
+            if len(arrived) >= self._part_blocks:
+                arrived.clear()
+
+
+def _from_the_system(size_bytes: int) -> np.ndarray:
+    """Return memory without pages, as the allocator does once it has returned its own."""
+    return np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
+
+
 class TlsPair:
     """Both ends of a TLS connection in memory, with keys as the nodes have them."""
 
@@ -193,13 +247,17 @@ def main() -> None:
     content = bytearray(os.urandom(megabytes * 1_000_000))
     with tempfile.TemporaryDirectory() as folder:
         tls = TlsPair(Path(folder))
-    window, device = WindowPair(), DeviceCopies(megabytes)
+    window, device, arriving = WindowPair(), DeviceCopies(megabytes), ArrivingStream(content)
     rows: dict[str, Callable[[], object]] = {
         "raw copy over loopback TCP, both ends": lambda: copy_over_loopback(content),
         f"TLS ({tls.cipher}), both ends, without the socket": lambda: tls.send(content),
         "a window, both ends: two copies and two checksums": lambda: window.move(content),
         "off the device, into a window": lambda: device.read(into_new_memory=False),
         "off the device, into new memory": lambda: device.read(into_new_memory=True),
+        "a stream of blocks, into memory without pages": lambda: arriving.read(
+            into_new_memory=True
+        ),
+        "a stream of blocks, into memory used again": lambda: arriving.read(into_new_memory=False),
         "onto the device": device.write,
         "xxh3_128, one end": lambda: hash_all(content, lambda block: xxhash.xxh3_128_digest(block)),
         "SHA-256, one end": lambda: hash_all(content, lambda block: hashlib.sha256(block).digest()),

@@ -33,7 +33,7 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_end,
     encode_head,
 )
-from nodeagent.engine.server.kv.kv_receiving import STORE_BYTES_MAX, read_blocks
+from nodeagent.engine.server.kv.kv_reading import STORE_BYTES_MAX, read_blocks
 from nodeagent.engine.server.kv.kv_windows import PART_BYTES
 from nodeagent.engine.server.kv.kv_writing import content_bytes
 from ops.bench.disaggregation import raw_copy_s

@@ -53,6 +53,7 @@ RIVALS: Final = (
     *(RolePolicyRun("round robin", roles) for roles in (AUTO_ROLES, HALF)),
     *(RolePolicyRun("llm-d", roles) for roles in (AUTO_ROLES, HALF)),
     *(RolePolicyRun("llm-d 512", roles) for roles in (AUTO_ROLES, HALF)),
+    RolePolicyRun("ours", AUTO_ROLES, CHUNKS[0]),
 )
 ORACLES: Final = tuple(
     RolePolicyRun(f"oracle 1 {delay} {crowd}", roles)

@@ -201,13 +201,14 @@ def apply_leg(
     """Return the answer's body with the usage of its prefill leg, if there was one."""
     if leg is None or leg.received is None:
         return chunks
-    wait_s = monotonic() - leg.received_s
-    metrics.DECODE_WAIT_SECONDS.observe(wait_s)
-    current_span().set(names.DECODE_WAIT_S, wait_s)
     cached_tokens = leg.received.cached_tokens
     # Its length changes with the number.
     response.headers.pop("content-length", None)
     if response.headers.get("content-type", "").startswith(EVENT_STREAM):
+        # The head of another answer comes after its last token.
+        wait_s = monotonic() - leg.received_s
+        metrics.DECODE_WAIT_SECONDS.observe(wait_s)
+        current_span().set(names.DECODE_WAIT_S, wait_s)
         if isinstance(leg, HandshakeLeg):
             leg.record_wait(wait_s)
         return _rewrite_stream(chunks, cached_tokens)

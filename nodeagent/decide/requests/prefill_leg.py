@@ -46,6 +46,8 @@ class LegChoice(StrEnum):
     """No prefill replica answered in time."""
     SHORT = "short"
     """Too little would be gained, even if a prefill replica were idle."""
+    IDLE = "idle"
+    """Too few sequences decode here for the prompt to delay."""
     CACHED = "cached"
     """Most of the prompt is cached here."""
     BUSY = "busy"
@@ -148,8 +150,7 @@ def plan_prefill(
     if not idle_ms:
         return PrefillPlan(LegChoice.NO_CANDIDATE)
     if min(idle_ms) >= cost_here_ms:
-        is_cached = size.cached_tokens > size.uncached_tokens
-        return PrefillPlan(LegChoice.CACHED if is_cached else LegChoice.SHORT)
+        return PrefillPlan(_why_here(size, min(idle_ms), here_ms))
     known = [peer for peer in others if peer.replica_id in queued_tokens]
     if not known:
         return PrefillPlan(LegChoice.NO_CANDIDATE)
@@ -165,6 +166,14 @@ def plan_prefill(
     chosen.sort(key=lambda peer: times_ms[peer.replica_id])
     timeout_s = TIMEOUT_FACTOR * max(times_ms[peer.replica_id] for peer in chosen) / 1000
     return PrefillPlan(LegChoice.PREFILL, chosen, max(TIMEOUT_MIN_S, timeout_s))
+
+
+def _why_here(size: WaitingPromptSize, idle_ms: float, here_ms: float) -> LegChoice:
+    """Return why not even an idle prefill replica, which takes `idle_ms`, is worth its delay."""
+    if size.cached_tokens > size.uncached_tokens:
+        return LegChoice.CACHED
+    would_pay = idle_ms < here_ms * (1 + DELAY_WEIGHT * DELAYED_SEQUENCES_MAX)
+    return LegChoice.IDLE if would_pay else LegChoice.SHORT
 
 
 def order_all(

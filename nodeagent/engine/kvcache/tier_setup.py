@@ -1,5 +1,6 @@
 """Opens the KV tiers that a configuration names."""
 
+import asyncio
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,6 +48,12 @@ class KvBlockForm:
         The first call reads files. Later ones do not, because a file that is replaced does not
         change the weights that were loaded.
         """
+        return self._fingerprint
+
+    async def read_fingerprint(self) -> bytes:
+        """Return the fingerprint; the call that reads files does so in a thread."""
+        if "_fingerprint" not in vars(self):
+            await asyncio.to_thread(self.fingerprint)
         return self._fingerprint
 
     @cached_property

@@ -14,7 +14,7 @@ Rule 3: a content is copied once, from the piece that was received to its place 
 blocks, where the device can take it from. From a window the device takes it directly.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -100,6 +100,15 @@ def encode_block_in_window(digest: bytes, content: memoryview, place: int) -> by
     return _frame(_BLOCK_IN_WINDOW, payload)
 
 
+NewPart = Callable[[int], np.ndarray]
+"""Returns memory of a size in bytes, with any content."""
+
+
+def new_part(size_bytes: int) -> np.ndarray:
+    """Return new memory, not zeroed: each byte is received before it is read."""
+    return np.empty(size_bytes, np.uint8)
+
+
 class TransferReader:
     """Reads one transfer, of the blocks with these digests; `first_block` is the first to come."""
 
@@ -112,13 +121,16 @@ class TransferReader:
         *,
         may_be_shorter: bool = False,
         part_blocks: int = 1,
+        new_part: NewPart = new_part,
         window: memoryview | None = None,
     ) -> None:
         """With `may_be_shorter`, the sender may have no more than the first of the blocks.
 
-        Up to `part_blocks` contents lie side by side. With a `window`, contents may lie there.
+        Up to `part_blocks` contents lie side by side, in memory of `new_part`. With a `window`,
+        contents may lie there.
         """
         self._window = window
+        self._new_part = new_part
         self._expected = TransferHead(
             fingerprint=fingerprint,
             block_bytes=block_bytes,
@@ -239,8 +251,7 @@ class TransferReader:
         size = self._expected.block_bytes
         if self._part_used == len(self._part):
             blocks = min(self._part_blocks, len(self._digests) - number)
-            # Not zeroed: each byte is received before it is read.
-            self._part, self._part_used = np.empty(blocks * size, np.uint8).data, 0
+            self._part, self._part_used = self._new_part(blocks * size).data, 0
         self._content = self._part[self._part_used : self._part_used + size]
         self._part_used += size
         self._filled = 0

@@ -21,10 +21,12 @@ from isochrone.wire.kv import kv_sharing, kv_transfer
 from nodeagent.engine.core.generation import GenerationDelta
 from nodeagent.engine.core.generation_thread import GenerationThread
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
+from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.loading import LoadedEngine
 from nodeagent.engine.scheduler.sequence import FinishReason
 from nodeagent.engine.server.adapters import AdapterRegistry
 from nodeagent.engine.server.http_routes import ModelServer, json_response
+from nodeagent.engine.server.kv.kv_reading import SHARED_BYTES_MAX
 from nodeagent.engine.server.kv.kv_receiving import KvReceiver
 from nodeagent.engine.server.kv.kv_sending import KvSender
 from nodeagent.engine.server.kv.kv_sharing import KvSharing
@@ -63,11 +65,12 @@ class GenerationServer(ModelServer):
         for worker in workers.workers:
             # The descriptor becomes readable when the worker process ends.
             asyncio.get_running_loop().add_reader(worker.descriptor, self.worker.fail)
-        self.sleep = EngineSleep(config, loaded, self.worker, self.inflight)
+        staging = StagingMemory(max(SHARED_BYTES_MAX, loaded.kv_blocks.block_bytes))
+        self.sleep = EngineSleep(config, loaded, self.worker, self.inflight, staging)
         self.adapters = AdapterRegistry(config, loaded.active_adapters, loaded.dtype)
         self._preparer = RequestPreparer(config, loaded, self.adapters, self.context_tokens)
         socket = Path(config.socket).with_name(kv_transfer.WINDOW_SOCKET_NAME)
-        self.kv_windows = KvWindows(loaded.kv_blocks, socket)
+        self.kv_windows = KvWindows(loaded.kv_blocks, socket, staging)
         self.kv_sender = KvSender(
             config, loaded.kv_blocks, self.worker, self.open_requests, self.kv_windows
         )
@@ -78,6 +81,7 @@ class GenerationServer(ModelServer):
             self.worker,
             engine.kv_transfers,
             waiting_max,
+            staging=staging,
             has_host_tier=mover is not None,
         )
         files = mover.files if mover is not None else None
@@ -87,6 +91,7 @@ class GenerationServer(ModelServer):
             engine.kv_transfers,
             files,
             self.kv_windows,
+            staging,
             config.client_stall_s,
         )
 

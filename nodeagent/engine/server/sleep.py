@@ -27,6 +27,7 @@ from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.generation_thread import GenerationThread
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.kernels.huge_pages import trim_heap
+from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.loading import LoadedEngine, can_sleep, reload_runner
 from nodeagent.engine.server.inflight_limit import InflightLimit
 
@@ -45,7 +46,9 @@ class EngineSleep:
         loaded: LoadedEngine,
         worker: GenerationThread,
         inflight: InflightLimit,
+        staging: StagingMemory,
     ) -> None:
+        self._staging = staging
         self._config = config
         self._known = loaded.known
         self._parked = loaded.parked
@@ -103,6 +106,7 @@ class EngineSleep:
             self._parked.park, executor
         )
         del executor
+        self._staging.forget()
         if not is_parked:
             await asyncio.to_thread(_give_memory_back)
         log.info("asleep", extra={"fields": {"seconds": round(time.monotonic() - started_s, 3)}})

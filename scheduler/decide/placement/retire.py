@@ -116,7 +116,7 @@ def replace_old_version(
     replica is not allowed, or would not pay even without the old ones, then the old ones hold
     better slots than are free: the one missed least ends as soon as the others suffice. Old
     replicas that only restart end at once, because they take memory and time from the new ones.
-    Return False where there is neither a new replica nor a slot for one.
+    Return False where there is no slot for a new replica, and none runs or no old one may end.
     """
     needs = state.needs
     version = needs.deployment.version
@@ -155,7 +155,9 @@ def replace_old_version(
         if removal:
             reason = f"version {version} is warm, and finds no better place beside it"
             end_replica(removal.replica, reason)
-    return bool(best or current.replicas)
+            return True
+    is_at_minimum = bool(old) and len(state.replicas) <= needs.replicas_min
+    return bool(best or (current.replicas and not is_at_minimum))
 
 
 def separate_failure_domains(

@@ -16,9 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from isochrone.service.shared_window import OwnedWindow, WindowRefused, receive_window
+from isochrone.service.shared_window import (
+    MappedWindows,
+    OwnedWindow,
+    WindowRefused,
+    receive_window,
+)
 from isochrone.wire.kv.kv_transfer import BLOCK_IN_WINDOW_BYTES
 from nodeagent.engine.kvcache.slot_ring import SlotRing, SlotRun
+from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.transfer_frames import (
     TransferHead,
     TransferReader,
@@ -28,7 +34,7 @@ from nodeagent.engine.kvcache.transfer_frames import (
     transfer_bytes,
 )
 from nodeagent.engine.server.kv import kv_windows
-from nodeagent.engine.server.kv.kv_receiving import contents_of
+from nodeagent.engine.server.kv.kv_reading import contents_of
 from nodeagent.engine.server.kv.kv_windows import (
     WINDOWS_MAX,
     KvWindows,
@@ -46,7 +52,7 @@ DIGESTS = [hashlib.sha256(bytes([number])).digest() for number in range(4)]
 @pytest.fixture
 async def windows() -> AsyncIterator[KvWindows]:
     with tempfile.TemporaryDirectory(prefix="kvw") as folder:
-        opened = KvWindows(FORM, Path(folder) / "kv.sock")
+        opened = KvWindows(FORM, Path(folder) / "kv.sock", StagingMemory(0))
         await opened.start()
         try:
             yield opened
@@ -237,7 +243,7 @@ async def test_abandoned_leases_leave_no_memory_descriptor_or_task(windows: KvWi
 
 def test_a_socket_of_a_dead_engine_is_replaced_and_another_file_is_not(tmp_path: Path) -> None:
     async def listens(path: Path) -> bool:
-        opened = KvWindows(FORM, path)
+        opened = KvWindows(FORM, path, StagingMemory(0))
         await opened.start()
         try:
             async with opened.lease(a_name()) as lease:
@@ -283,6 +289,32 @@ def test_only_memory_that_cannot_shrink_is_mapped() -> None:
         first.close()
         with pytest.raises(WindowRefused, match="closed the connection"):
             receive_window(second, 1)
+
+
+def test_a_window_is_mapped_once_and_the_last_ones_are_kept() -> None:
+    mapped = MappedWindows(2)
+
+    def passed(window: OwnedWindow) -> mmap.mmap:
+        first, second = socket.socketpair()
+        with first, second:
+            window.send(first)
+            return receive_window(second, 1 << 20, mapped)
+
+    windows = [OwnedWindow(1 << 16) for _ in range(3)]
+    first = passed(windows[0])
+    windows[0].memory[:5] = b"later"
+    assert passed(windows[0]) is first
+    assert first[:5] == b"later"
+    second = passed(windows[1])
+    assert passed(windows[0]) is first, "it was used last"
+    third = passed(windows[2])
+    assert passed(windows[2]) is third
+    again = passed(windows[1])
+    assert again is not second, "it was forgotten"
+    windows[1].memory[:4] = b"both"
+    assert (again[:4], second[:4]) == (b"both", b"both")
+    for window in windows:
+        window.close()
 
 
 def test_slots_are_taken_side_by_side_and_released_in_order() -> None:

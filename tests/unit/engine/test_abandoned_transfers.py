@@ -14,6 +14,7 @@ import torch
 from isochrone.wire.errors import ApiError
 from nodeagent.engine.core.kv_transfers import KvTransfers
 from nodeagent.engine.kvcache.block_pool import BlockPool
+from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.transfer_frames import TransferHead, encode_block, encode_head
 from nodeagent.engine.server.kv.kv_receiving import KvReceiver
 from tests.unit.engine.test_kv_receiving import a_stream, turns
@@ -43,6 +44,10 @@ class InlineWorker:
         return result
 
 
+async def fingerprint() -> bytes:
+    return b"f" * 16
+
+
 class Receiving:
     """A receiver of one engine, and what its transfers hold."""
 
@@ -50,10 +55,13 @@ class Receiving:
         self.pool = BlockPool(BLOCKS_TOTAL)
         self.transfers = KvTransfers(self.pool, Memory(BLOCKS_TOTAL), None)
         form: Any = SimpleNamespace(
-            block_bytes=4, dtype=torch.float32, shape=(1,), fingerprint=lambda: b"f" * 16
+            block_bytes=4,
+            dtype=torch.float32,
+            shape=(1,),
+            read_fingerprint=fingerprint,
         )
         worker: Any = InlineWorker(self.transfers)
-        self.receiver = KvReceiver(form, worker, self.transfers, AT_ONCE)
+        self.receiver = KvReceiver(form, worker, self.transfers, AT_ONCE, staging=StagingMemory(64))
         self.peak_blocks = 0
 
     async def abandon(self, number: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from isochrone.wire.errors import ApiError
+from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.transfer_frames import (
     ReceivedBlock,
     TransferEnd,
@@ -23,7 +24,8 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_end,
     encode_head,
 )
-from nodeagent.engine.server.kv.kv_receiving import KvReceiver, WaitingPrompt, read_blocks
+from nodeagent.engine.server.kv.kv_reading import read_blocks
+from nodeagent.engine.server.kv.kv_receiving import KvReceiver, WaitingPrompt
 
 BYTES = 64
 FORM = b"f" * 16
@@ -45,13 +47,17 @@ class Store:
     """Stores blocks once it may."""
 
     def __init__(self) -> None:
-        self.begun: list[int] = []
+        self.parts: list[list[int]] = []
         self.stored: list[int] = []
         self.may_store = asyncio.Event()
         self.running = 0
 
+    @property
+    def begun(self) -> list[int]:
+        return [number for part in self.parts for number in part]
+
     async def __call__(self, blocks: Sequence[ReceivedBlock]) -> None:
-        self.begun += [one.number for one in blocks]
+        self.parts.append([one.number for one in blocks])
         self.running += 1
         try:
             await self.may_store.wait()
@@ -83,6 +89,27 @@ async def test_later_blocks_are_read_while_earlier_ones_are_stored() -> None:
     assert (store.begun, store.running) == ([0, 1], 1), "one part at a time"
     store.may_store.set()
     content.feed_data(END)
+    content.feed_eof()
+    assert (await reading).cached_tokens == 0
+    assert (store.stored, store.running) == (list(range(6)), 0)
+
+
+async def test_what_has_arrived_is_stored_once_the_part_before_it_is() -> None:
+    content, store = a_stream(), Store()
+    reader = TransferReader(FORM, BYTES, DIGESTS, 0, part_blocks=4)
+    reading = asyncio.create_task(read_blocks(content, reader, 4, store, 1))
+    content.feed_data(HEAD + block(0))
+    await turns()
+    assert store.begun == [0], "nothing is being stored, so it waits for no more"
+    content.feed_data(block(1) + block(2))
+    await turns()
+    assert store.begun == [0]
+    store.may_store.set()
+    await turns()
+    content.feed_data(block(3) + block(4))
+    await turns()
+    assert store.parts[:2] == [[0], [1, 2, 3]], "a part ends where the reader's memory does"
+    content.feed_data(block(5) + END)
     content.feed_eof()
     assert (await reading).cached_tokens == 0
     assert (store.stored, store.running) == (list(range(6)), 0)
@@ -137,7 +164,7 @@ class Worker:
 async def test_one_copy_is_made_between_two_steps_whatever_the_number_of_transfers() -> None:
     worker: Any = Worker()
     form: Any = SimpleNamespace(block_bytes=BYTES, dtype=torch.uint8, shape=(BYTES,))
-    receiver = KvReceiver(form, worker, None, 4)
+    receiver = KvReceiver(form, worker, None, 4, staging=StagingMemory(64))
     prompts = [WaitingPrompt(100, DIGESTS, DIGESTS) for _ in range(3)]
     stores = [
         asyncio.create_task(

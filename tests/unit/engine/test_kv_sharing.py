@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -26,6 +27,7 @@ from nodeagent.engine.kvcache.block_mover import BlockMover
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.engine.kvcache.host_tier import HostTier
+from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.transfer_frames import (
     TransferEnd,
     TransferHead,
@@ -37,6 +39,7 @@ from nodeagent.engine.kvcache.transfer_frames import (
 )
 from nodeagent.engine.server.kv.kv_sharing import KvSharing
 from nodeagent.engine.server.kv.kv_windows import KvWindows
+from nodeagent.engine.server.kv.kv_writing import BlockWriter
 from tests.unit.engine.test_kv_receiving import turns
 from tests.unit.engine.test_kv_transfers import Memory, digest
 
@@ -225,10 +228,13 @@ async def test_how_much_is_here_is_said_during_a_step_and_a_part_waits_for_one()
     store(transfers, CHAIN)
     worker: Any = StoppedWorker(transfers)
     form: Any = SimpleNamespace(
-        block_bytes=4, dtype=torch.float32, shape=(1,), fingerprint=lambda: FINGERPRINT
+        block_bytes=4,
+        dtype=torch.float32,
+        shape=(1,),
+        read_fingerprint=AsyncMock(return_value=FINGERPRINT),
     )
-    windows = KvWindows(form, Path("unused"))
-    sharing = KvSharing(form, worker, transfers, None, windows, 1.0)
+    windows = KvWindows(form, Path("unused"), StagingMemory(64))
+    sharing = KvSharing(form, worker, transfers, None, windows, StagingMemory(64), 1.0)
     body = msgspec.msgpack.encode(BlockQuery(digests=tuple(CHAIN)))
 
     async def read() -> bytes:
@@ -239,17 +245,23 @@ async def test_how_much_is_here_is_said_during_a_step_and_a_part_waits_for_one()
     assert isinstance(answer.body, bytes)
     located = msgspec.json.decode(answer.body, type=LocatedBlocks)
     assert (located.blocks, located.keep_blocks_max) == (6, 2)
-    reading = asyncio.create_task(sharing._read(CHAIN, None))
+    no_request: Any = None
+    writer = BlockWriter(no_request, windows, None, 1.0, 6)
+    room = await writer.room(6)
+    reading = asyncio.create_task(sharing._read(writer, CHAIN, room))
     await turns()
     assert transfers.held_blocks == 0
     worker.step()
-    assert (await reading).tolist() == [[1.0]] * 6
+    part = await reading
+    assert part.blocks == 6
+    contents = [torch.frombuffer(frame, dtype=torch.float32) for frame in part.frames[1::2]]
+    assert torch.cat(contents).tolist() == [1.0] * 6
     assert transfers.held_blocks == 6
     worker.step()
     assert transfers.held_blocks == 0
     # One that is given up holds nothing, whether the step thread has begun with it or not.
     for has_begun in (False, True):
-        reading = asyncio.create_task(sharing._read(CHAIN, None))
+        reading = asyncio.create_task(sharing._read(writer, CHAIN, room))
         await turns()
         if has_begun:
             worker.step()

@@ -21,7 +21,7 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_head,
     transfer_bytes,
 )
-from nodeagent.engine.server.kv.kv_receiving import contents_of
+from nodeagent.engine.server.kv.kv_reading import contents_of
 
 FORM = b"f" * 16
 BYTES = 24

@@ -47,7 +47,7 @@ def plan(
     ("queues", "size", "local", "choice", "first"),
     [
         # Nothing decodes here: reading there would only add a transfer.
-        ({"p1": 0, "p2": 0}, LONG, IDLE, LegChoice.SHORT, ""),
+        ({"p1": 0, "p2": 0}, LONG, IDLE, LegChoice.IDLE, ""),
         ({"p1": 0, "p2": 0}, LONG, DecodeLoad(0, 1), LegChoice.PREFILL, "p1"),
         ({"p1": 0, "p2": 0}, LONG, DecodeLoad(4000, 0), LegChoice.PREFILL, "p1"),
         ({"p1": 3000, "p2": 100}, LONG, DecodeLoad(0, 1), LegChoice.PREFILL, "p2"),
@@ -134,5 +134,5 @@ def test_a_replica_that_is_idle_for_a_moment_expects_to_decode() -> None:
 
 def test_in_a_busy_time_an_idle_replica_has_prompts_read_elsewhere() -> None:
     queues = {"p1": 0, "p2": 0}
-    assert plan(queues, local=DecodeLoad(0, 0.0)).choice is LegChoice.SHORT
+    assert plan(queues, local=DecodeLoad(0, 0.0)).choice is LegChoice.IDLE
     assert plan(queues, local=DecodeLoad(0, 0.5)).choice is LegChoice.PREFILL

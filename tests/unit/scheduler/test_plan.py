@@ -266,6 +266,29 @@ def test_a_new_version_without_a_slot_beside_the_old_one_is_reported() -> None:
     assert plan_deployments(roomy).unmet == ()
 
 
+def test_an_old_version_that_may_not_end_and_blocks_its_successor_is_reported() -> None:
+    # One replica of each version, and no memory for a third: two are required.
+    mixed = a_cluster(
+        nodes=(a_node("n1", "ams", gib=11.0),),
+        models=(a_model(gib=4.0),),
+        deployments=(a_deployment(version=2, replicas_min=2),),
+        placements=(
+            a_placement("old", "n1", memory_bytes=5 * GIB, age_s=1000.0),
+            a_placement("new", "n1", memory_bytes=5 * GIB, age_s=900.0, version=2),
+        ),
+    )
+    plan = plan_deployments(mixed)
+    assert (plan.starts, plan.endings) == ((), ())
+    (unmet,) = plan.unmet
+    assert "version 2" in unmet.reason
+    assert "the most free on one device is 1.00 GiB" in unmet.reason
+    roomy = msgspec.structs.replace(mixed, nodes=(a_node("n1", "ams", gib=16.0),))
+    assert plan_deployments(roomy).unmet == ()
+    one = a_deployment(version=2, replicas_min=1)
+    fewer = msgspec.structs.replace(mixed, deployments=(one,))
+    assert [ending.replica_id for ending in plan_deployments(fewer).endings] == ["old"]
+
+
 def test_a_loading_replica_does_not_end_an_old_one() -> None:
     cluster = a_cluster(
         nodes=NODES,

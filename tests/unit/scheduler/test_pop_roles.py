@@ -192,6 +192,12 @@ def test_explain_says_what_each_role_has_to_do_and_can_do() -> None:
         " 2 generate: 50 output tokens/s for 200",
     )
     assert [row.role.value for row in explanation.here] == ["unified", "prefill", "decode"]
+    cluster = split_pop()
+    lonely = msgspec.structs.replace(cluster, placements=cluster.placements[:1])
+    one = explain_placement(lonely, DeploymentId("d"))
+    assert one is not None
+    assert one.roles[0].startswith("ams: 0 of 1 replicas prefill (0 should)")
+    assert one.roles[0].endswith("; the only replica of a PoP does both")
     unified = explain_placement(two_pops(), DeploymentId("d"))
     assert unified is not None
     changes = [move for move in unified.next_moves if "prefill" in move]

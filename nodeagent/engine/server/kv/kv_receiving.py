@@ -11,41 +11,45 @@ Rule 5: between two steps there is one such copy, whatever the number of transfe
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
-import aiohttp
 import torch
 from aiohttp import web
 
+from isochrone.service.shared_window import MappedWindows
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.kv import kv_transfer
 from nodeagent.engine.core.generation_thread import GenerationThread, settled
 from nodeagent.engine.core.kv_transfers import HeldPrefix, KvTransfers
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
+from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.tier_setup import KvBlockForm
 from nodeagent.engine.kvcache.transfer_frames import (
     ReceivedBlock,
-    TransferEnd,
     TransferReader,
     WrongTransfer,
 )
 from nodeagent.engine.scheduler.sequence import Sequence as TokenSequence
 from nodeagent.engine.scheduler.sequence import StopConditions
 from nodeagent.engine.server.http_routes import json_response
-from nodeagent.engine.server.kv.kv_windows import ReceivedWindow, WindowLost, received_window
+from nodeagent.engine.server.kv.kv_reading import (
+    SHARED_BYTES_MAX,
+    STORE_BYTES_MAX,
+    contents_of,
+    read_blocks,
+)
+from nodeagent.engine.server.kv.kv_windows import (
+    WINDOWS_MAX,
+    ReceivedWindow,
+    WindowLost,
+    received_window,
+)
 from nodeagent.engine.server.openai.request_errors import invalid_request
 from nodeagent.engine.server.prepared_request import PreparedRequest
 from nodeagent.engine.weights.lora_adapter import prefix_cache_salt
-
-STORE_BYTES_MAX: Final = 4 * 1024 * 1024
-"""How much is copied to the device at once: the step thread decodes nothing meanwhile."""
-
-SHARED_BYTES_MAX: Final = 16 * 1024 * 1024
-"""The same for blocks that the PoP shares. Each part waits for a step on both sides, and computing
-them instead would take a hundred times as long as copying them."""
 
 EXPECT_TIMEOUT_S: Final = 30.0
 """How long a description waits for the request that it describes."""
@@ -80,9 +84,13 @@ class KvReceiver:
         transfers: KvTransfers | None,
         waiting_max: int,
         *,
+        staging: StagingMemory,
         has_host_tier: bool = False,
     ) -> None:
-        """With `has_host_tier`, blocks that the PoP shares are stored there."""
+        """Blocks arrive in `staging`. With `has_host_tier`, those that the PoP shares are stored
+        there."""
+        self._staging = staging
+        self._windows = MappedWindows(WINDOWS_MAX)
         self._form = form
         self._transfers = transfers
         self._has_host_tier = has_host_tier
@@ -159,7 +167,7 @@ class KvReceiver:
                 await self._changed.wait_for(lambda: transfer in self._waiting)
         except TimeoutError:
             raise _unknown_transfer() from None
-        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        fingerprint = await self._form.read_fingerprint()
         waiting = self._get(transfer)
         return json_response(
             kv_transfer.ExpectedPrompt(
@@ -190,7 +198,7 @@ class KvReceiver:
                 raise _unknown_transfer()
             try:
                 read = self._read_shared if is_shared else self._read
-                async with _window_of(request) as window:
+                async with _window_of(request, self._windows) as window:
                     received = await read(transfer, waiting, request, window)
             except WindowLost as error:
                 raise ApiError(ErrorCode.UPSTREAM, str(error)) from error
@@ -214,7 +222,7 @@ class KvReceiver:
         request: web.Request,
         window: ReceivedWindow | None,
     ) -> kv_transfer.ReceivedBlocks:
-        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        fingerprint = await self._form.read_fingerprint()
         first = waiting.held.on_device
         reader = TransferReader(
             fingerprint,
@@ -222,6 +230,7 @@ class KvReceiver:
             waiting.wire_digests,
             first,
             part_blocks=self._store_blocks_max,
+            new_part=self._staging.take,
             window=window.memory if window is not None else None,
         )
 
@@ -247,7 +256,7 @@ class KvReceiver:
         window: ReceivedWindow | None,
     ) -> kv_transfer.ReceivedBlocks:
         """Store the blocks that another replica has after those that this engine has."""
-        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        fingerprint = await self._form.read_fingerprint()
         digests, first = waiting.digests, waiting.held.in_all_tiers
         if first >= len(digests):
             raise ApiError(ErrorCode.INVALID_REQUEST, "cannot use KV blocks: none is missing")
@@ -258,6 +267,7 @@ class KvReceiver:
             first,
             may_be_shorter=True,
             part_blocks=self._shared_blocks_max,
+            new_part=self._staging.take,
             window=window.memory if window is not None else None,
         )
 
@@ -266,7 +276,8 @@ class KvReceiver:
             await _release(window, blocks)
 
         part_blocks = self._part_blocks(self._shared_blocks_max, window)
-        await read_blocks(request.content, reader, part_blocks, store)
+        least = min(part_blocks, self._store_blocks_max)
+        await read_blocks(request.content, reader, part_blocks, store, least)
         blocks = reader.next_block - first
         return kv_transfer.ReceivedBlocks(
             blocks=blocks, transfer_bytes=blocks * self._form.block_bytes, cached_tokens=0
@@ -318,65 +329,17 @@ class KvReceiver:
         return waiting
 
 
-async def read_blocks(
-    content: aiohttp.StreamReader,
-    reader: TransferReader,
-    store_blocks_max: int,
-    store: Callable[[Sequence[ReceivedBlock]], Awaitable[None]],
-) -> TransferEnd:
-    """Store the blocks of a stream as they come, one part while the next arrives; return its end.
-
-    Raises WrongTransfer at the first wrong byte, and ApiError if the stream has no end. Storing has
-    stopped when it returns or raises.
-    """
-    arrived: list[ReceivedBlock] = []
-    storing: asyncio.Future[None] | None = None
-    try:
-        async for data in content.iter_any():
-            arrived += reader.feed(data)
-            while len(arrived) >= store_blocks_max:
-                if storing is not None:
-                    await storing
-                storing = asyncio.ensure_future(store(arrived[:store_blocks_max]))
-                del arrived[:store_blocks_max]
-        if storing is not None:
-            await storing
-        if arrived:
-            await store(arrived)
-    finally:
-        if storing is not None:
-            await asyncio.wait({storing})
-            if not storing.cancelled():
-                storing.exception()
-    if reader.end is None:
-        raise ApiError(ErrorCode.INVALID_REQUEST, "cannot use these KV blocks: no end")
-    return reader.end
-
-
-def contents_of(blocks: Sequence[ReceivedBlock], form: KvBlockForm) -> torch.Tensor:
-    """Return the contents of blocks [blocks, ...]; not copied if they lie in one part."""
-    first = blocks[0].content
-    part = first.obj
-    flat = torch.frombuffer(part, dtype=torch.uint8)
-    offset = torch.frombuffer(first, dtype=torch.uint8).data_ptr() - flat.data_ptr()
-    size = form.block_bytes * len(blocks)
-    last = torch.frombuffer(blocks[-1].content, dtype=torch.uint8).data_ptr() - flat.data_ptr()
-    is_whole = all(block.content.obj is part for block in blocks)
-    if not is_whole or last + form.block_bytes != offset + size:
-        part, offset = bytearray().join(block.content for block in blocks), 0
-        flat = torch.frombuffer(part, dtype=torch.uint8)
-    return flat[offset : offset + size].view(form.dtype).view(-1, *form.shape)
-
-
 @asynccontextmanager
-async def _window_of(request: web.Request) -> AsyncIterator[ReceivedWindow | None]:
+async def _window_of(
+    request: web.Request, mapped: MappedWindows
+) -> AsyncIterator[ReceivedWindow | None]:
     """Yield the window that the agent names, None if it names none. Raises WindowLost."""
     lease = request.headers.get(kv_transfer.WINDOW, "")
     if not lease:
         yield None
         return
     path = request.headers.get(kv_transfer.WINDOW_SOCKET, "")
-    async with received_window(path, lease) as window:
+    async with received_window(path, lease, mapped) as window:
         yield window
 
 

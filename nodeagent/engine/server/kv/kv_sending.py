@@ -15,6 +15,7 @@ from typing import Final
 from aiohttp import web
 from torch import Tensor
 
+from isochrone.service.threads import run_to_completion
 from isochrone.wire.engines.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.kv import kv_transfer
@@ -105,7 +106,7 @@ class KvSender:
     ) -> web.StreamResponse:
         """Read the prompt, and stream its blocks from the first that the receiver lacks."""
         transfer, first_block = _transfer_of(request.headers)
-        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        fingerprint = await self._form.read_fingerprint()
         check_format(request.headers, fingerprint)
         if len(prepared.prompts) != 1:
             raise invalid_request("prompt", "cannot send the KV of several prompts")
@@ -135,7 +136,7 @@ class KvSender:
             outgoing=OutgoingBlocks(first_block, blocks, computed.record),
         )
         async with self._windows.lease(request.headers.get(kv_transfer.WINDOW, "")) as lease:
-            writer = BlockWriter(request, lease, self._stall_s, self._windows.part_blocks)
+            writer = BlockWriter(request, self._windows, lease, self._stall_s)
             opened = self._open_requests.open(self._worker, reading, lambda: None)
             self.open_count += 1
             try:
@@ -159,7 +160,7 @@ class KvSender:
         number, total = opened.numbers[0], len(digests)
 
         def read_from(first: int) -> asyncio.Task[ReadPart | None]:
-            return asyncio.create_task(self._read_next(writer, number, computed, first, total))
+            return asyncio.create_task(self._read_next(writer, number, computed, digests, first))
 
         reading = read_from(head.first_block)
         try:
@@ -171,10 +172,9 @@ class KvSender:
                     raise ConnectionResetError("the prompt was not computed")
                 if sent == head.first_block:
                     await writer.begin(head)
-                count = len(part.contents)
-                reading = read_from(sent + count)
-                await writer.write(digests[sent : sent + count], part.contents, part.room)
-                sent += count
+                sent += part.blocks
+                reading = read_from(sent)
+                await writer.write(part)
             last = await ended
             raise_failure(last)
             opened.ended = last.finish is not None
@@ -189,20 +189,25 @@ class KvSender:
             await asyncio.wait({reading})
 
     async def _read_next(
-        self, writer: BlockWriter, number: int, computed: ComputedBlocks, first: int, total: int
+        self,
+        writer: BlockWriter,
+        number: int,
+        computed: ComputedBlocks,
+        digests: list[bytes],
+        first: int,
     ) -> ReadPart | None:
         """Wait for blocks from number `first` on, and copy them off the device.
 
         None if there are no more, or will not be.
         """
-        if first >= total or not await computed.more_than(first):
+        if first >= len(digests) or not await computed.more_than(first):
             return None
         room = await writer.room(computed.blocks - first)
         call = self._worker.call(lambda core: _read_outgoing(core, number, room))
         contents = await settled(call)
         if contents is None:
             raise ConnectionResetError("the transfer was closed")
-        return ReadPart(contents, room)
+        return await run_to_completion(writer.encode, digests[first:], contents, room)
 
 
 def _transfer_of(headers: Mapping[str, str]) -> tuple[str, int]:

@@ -27,6 +27,7 @@ from nodeagent.engine.core.generation_thread import GenerationThread
 from nodeagent.engine.core.kv_transfers import KvTransfers
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.file_tier import FileTier
+from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.tier_setup import KvBlockForm
 from nodeagent.engine.kvcache.transfer_frames import (
     ReceivedBlock,
@@ -36,10 +37,15 @@ from nodeagent.engine.kvcache.transfer_frames import (
     WrongTransfer,
 )
 from nodeagent.engine.server.http_routes import json_response
-from nodeagent.engine.server.kv.kv_receiving import SHARED_BYTES_MAX, contents_of, read_blocks
+from nodeagent.engine.server.kv.kv_reading import (
+    SHARED_BYTES_MAX,
+    STORE_BYTES_MAX,
+    contents_of,
+    read_blocks,
+)
 from nodeagent.engine.server.kv.kv_sending import check_format
 from nodeagent.engine.server.kv.kv_windows import KvWindows
-from nodeagent.engine.server.kv.kv_writing import BlockWriter, ReadPart
+from nodeagent.engine.server.kv.kv_writing import BlockRoom, BlockWriter, ReadPart
 
 STREAMS_MAX: Final = 8
 """Streams of shared blocks at a time, in both directions together."""
@@ -57,8 +63,11 @@ class KvSharing:
         transfers: KvTransfers | None,
         files: FileTier | None,
         windows: KvWindows,
+        staging: StagingMemory,
         stall_s: float,
     ) -> None:
+        """Blocks to be kept arrive in `staging`."""
+        self._staging = staging
         self._form = form
         self._windows = windows
         self._worker = worker
@@ -88,7 +97,7 @@ class KvSharing:
         """Say how much of a chain's prefix this engine has."""
         digests = await _digests(request)
         transfers = self._transfers
-        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        fingerprint = await self._form.read_fingerprint()
         located = kv_sharing.LocatedBlocks(
             blocks=self._count(digests),
             block_bytes=self._form.block_bytes,
@@ -103,7 +112,7 @@ class KvSharing:
         first = request.headers.get(kv_transfer.FIRST_BLOCK, "0")
         if not (first.isascii() and first.isdigit() and len(first) <= 9):
             raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use first block {first[:40]!r}")
-        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        fingerprint = await self._form.read_fingerprint()
         check_format(request.headers, fingerprint)
         blocks = self._count(digests)
         if not blocks:
@@ -117,8 +126,9 @@ class KvSharing:
                 blocks=blocks,
             )
             async with self._windows.lease(request.headers.get(kv_transfer.WINDOW, "")) as lease:
-                part = self._windows.part_blocks if lease is not None else self._part_blocks
-                writer = BlockWriter(request, lease, self._stall_s, part)
+                writer = BlockWriter(
+                    request, self._windows, lease, self._stall_s, self._part_blocks
+                )
                 await writer.begin(head)
                 await self._send_blocks(writer, digests[:blocks])
                 await writer.end(TransferEnd(cached_tokens=0))
@@ -133,32 +143,40 @@ class KvSharing:
 
         async def read_from(first: int) -> ReadPart:
             room = await writer.room(len(digests) - first)
-            contents = await self._read(digests[first : first + room.blocks], room.out)
-            return ReadPart(contents, writer.fit(room, len(contents)))
+            part = await self._read(writer, digests[first : first + room.blocks], room)
+            writer.give_back(room, part.blocks)
+            return part
 
         sent = 0
         reading = asyncio.create_task(read_from(sent))
         try:
             while True:
                 part = await reading
-                wanted = digests[sent : sent + len(part.contents)]
-                sent += len(wanted)
+                sent += part.blocks
                 if sent < len(digests):
                     reading = asyncio.create_task(read_from(sent))
-                await writer.write(wanted, part.contents, part.room)
-                self.shared_blocks_total += len(wanted)
+                await writer.write(part)
+                self.shared_blocks_total += part.blocks
                 if sent == len(digests):
                     return
         finally:
             reading.cancel()
             await asyncio.wait({reading})
 
-    async def _read(self, digests: Sequence[bytes], out: Tensor | None) -> Tensor:
+    async def _read(
+        self, writer: BlockWriter, digests: Sequence[bytes], room: BlockRoom
+    ) -> ReadPart:
+        """Read the first of these blocks, at least one."""
+        part = await self._read_beside_steps(writer, digests, room)
+        if part is None:
+            contents = await self._read_between_steps(digests)
+            part = await run_to_completion(writer.encode, digests, contents, room)
+        return part
+
+    async def _read_between_steps(self, digests: Sequence[bytes]) -> Tensor:
         """Return the first of these blocks [blocks, ...], at least one."""
-        contents = await self._read_beside_steps(digests, out)
-        if contents is None:
-            call = self._worker.call(lambda core: _read_prefix(core, digests))
-            contents = await asyncio.wrap_future(call)
+        call = self._worker.call(lambda core: _read_prefix(core, digests))
+        contents = await asyncio.wrap_future(call)
         if contents is not None:
             return contents
         content = None
@@ -169,9 +187,9 @@ class KvSharing:
         return torch.frombuffer(content, dtype=self._form.dtype).view(1, *self._form.shape)
 
     async def _read_beside_steps(
-        self, digests: Sequence[bytes], out: Tensor | None
-    ) -> Tensor | None:
-        """Return those on the device, copied while steps run; None if the step thread must."""
+        self, writer: BlockWriter, digests: Sequence[bytes], room: BlockRoom
+    ) -> ReadPart | None:
+        """Read those on the device while steps run; None if the step thread must."""
         transfers = self._transfers
         if transfers is None or not transfers.count_on_device(digests[:1]):
             return None
@@ -181,8 +199,12 @@ class KvSharing:
             held = await asyncio.wrap_future(opening)
             if not held:
                 return None
-            place = out[: len(held)] if out is not None else None
-            return await run_to_completion(transfers.read_held, held, place)
+
+            def read() -> ReadPart:
+                contents = transfers.read_held(held, room.out[: len(held)])
+                return writer.encode(digests, contents, room)
+
+            return await run_to_completion(read)
         finally:
             self._worker.call(lambda core: _close_reading(core, reader))
 
@@ -212,7 +234,7 @@ class KvSharing:
         size = kv_sharing.DIGEST_BYTES
         names = await request.content.readexactly(blocks * size)
         digests = [names[start : start + size] for start in range(0, len(names), size)]
-        fingerprint = await asyncio.to_thread(self._form.fingerprint)
+        fingerprint = await self._form.read_fingerprint()
         reader = TransferReader(
             fingerprint,
             self._form.block_bytes,
@@ -220,6 +242,7 @@ class KvSharing:
             0,
             may_be_shorter=True,
             part_blocks=self._part_blocks,
+            new_part=self._staging.take,
         )
 
         async def store(arrived: Sequence[ReceivedBlock]) -> None:
@@ -228,7 +251,8 @@ class KvSharing:
             await asyncio.wrap_future(self._worker.call(lambda core: _keep(core, named, contents)))
             self.kept_blocks_total += len(named)
 
-        await read_blocks(request.content, reader, self._part_blocks, store)
+        least = max(1, STORE_BYTES_MAX // self._form.block_bytes)
+        await read_blocks(request.content, reader, self._part_blocks, store, least)
         return reader.next_block
 
     def _count(self, digests: Sequence[bytes]) -> int:

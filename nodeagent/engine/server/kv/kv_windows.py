@@ -28,6 +28,7 @@ from torch import Tensor
 
 from isochrone.service.config import ConfigError
 from isochrone.service.shared_window import (
+    MappedWindows,
     OwnedWindow,
     WindowRefused,
     is_same_user,
@@ -35,6 +36,7 @@ from isochrone.service.shared_window import (
 )
 from isochrone.wire.kv.kv_transfer import is_transfer_id
 from nodeagent.engine.kvcache.slot_ring import SlotRing, SlotRun
+from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.tier_setup import KvBlockForm
 from nodeagent.engine.memory.memory_watch import available_bytes
 from nodeagent.engine.server.listen_socket import clear_socket
@@ -136,9 +138,10 @@ class SenderWindow:
 class KvWindows:
     """The windows of one engine, and the socket at which receivers take them."""
 
-    def __init__(self, form: KvBlockForm, path: Path) -> None:
-        """`path` is that of the socket."""
+    def __init__(self, form: KvBlockForm, path: Path, staging: StagingMemory) -> None:
+        """`path` is that of the socket. Blocks that go through no window are read to `staging`."""
         self._form = form
+        self._staging = staging
         self.part_blocks = max(1, PART_BYTES // form.block_bytes)
         self._slots = WINDOW_PARTS * self.part_blocks
         self._path = path
@@ -186,6 +189,11 @@ class KvWindows:
         for window in self._free:
             window.close()
         self._free.clear()
+
+    def staged(self, blocks: int) -> Tensor:
+        """Return memory for the contents of blocks that are sent without a window [blocks, ...]."""
+        part = self._staging.take(blocks * self._form.block_bytes)
+        return torch.from_numpy(part).view(self._form.dtype).view(blocks, *self._form.shape)
 
     @asynccontextmanager
     async def lease(self, name: str) -> AsyncIterator[SenderWindow | None]:
@@ -278,7 +286,9 @@ class ReceivedWindow:
 
 
 @asynccontextmanager
-async def received_window(path: str, lease: str) -> AsyncIterator[ReceivedWindow]:
+async def received_window(
+    path: str, lease: str, mapped: MappedWindows | None = None
+) -> AsyncIterator[ReceivedWindow]:
     """Take the window of a lease at its sender's socket. Raises WindowLost if there is none.
 
     Nothing may be read from it after the context has ended.
@@ -291,7 +301,7 @@ async def received_window(path: str, lease: str) -> AsyncIterator[ReceivedWindow
                 await loop.sock_connect(link, path)
                 await loop.sock_sendall(link, lease.encode())
                 await _wait_readable(link)
-            memory = receive_window(link, WINDOW_BYTES_MAX)
+            memory = receive_window(link, WINDOW_BYTES_MAX, mapped)
         except (OSError, ValueError, TimeoutError, WindowRefused) as error:
             reason = str(error) or "no answer"
             raise WindowLost(f"cannot take KV from another engine's memory: {reason}") from error

@@ -8,7 +8,6 @@ import torch
 from aiohttp import web
 from torch import Tensor
 
-from isochrone.service.threads import run_to_completion
 from isochrone.wire.kv import kv_transfer
 from nodeagent.engine.kvcache.slot_ring import SlotRun
 from nodeagent.engine.kvcache.transfer_frames import (
@@ -20,42 +19,55 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_head,
     transfer_bytes,
 )
-from nodeagent.engine.server.kv.kv_windows import SenderWindow
+from nodeagent.engine.server.kv.kv_windows import KvWindows, SenderWindow
 
 
 class BlockRoom(NamedTuple):
-    """Where the next `blocks` blocks are read to: slots of a window, or new memory."""
+    """Where the next `blocks` blocks are read to: slots of a window, or other host memory."""
 
     blocks: int
     run: SlotRun | None
-    out: Tensor | None
+    out: Tensor
 
 
 class ReadPart(NamedTuple):
-    """Blocks that were copied off the device, and the room that they take."""
+    """Blocks that were copied off the device, as they go into the stream."""
 
-    contents: Tensor
-    room: BlockRoom
+    blocks: int
+    frames: list[bytes | memoryview]
 
 
 class BlockWriter:
     """The answer to one request for blocks."""
 
     def __init__(
-        self, request: web.Request, lease: SenderWindow | None, stall_s: float, part_blocks: int
+        self,
+        request: web.Request,
+        windows: KvWindows,
+        lease: SenderWindow | None,
+        stall_s: float,
+        blocks_max: int = 0,
     ) -> None:
-        """Give up if the receiver takes nothing for `stall_s`. `part_blocks` are read at once."""
+        """Give up if the receiver takes nothing for `stall_s`.
+
+        A part of PART_BYTES is read at once; without a window each part may be twice as large as
+        the one before, up to `blocks_max` blocks.
+        """
         self._request = request
+        self._windows = windows
         self._lease = lease
         self._stall_s = stall_s
-        self._part_blocks = part_blocks
+        self._part_blocks = windows.part_blocks
+        self._blocks_max = max(blocks_max, windows.part_blocks)
         self.response = web.StreamResponse(headers={"content-type": kv_transfer.CONTENT_TYPE})
 
     async def room(self, count_max: int) -> BlockRoom:
         """Wait for room for some of the next `count_max` blocks."""
         count = min(count_max, self._part_blocks)
         if self._lease is None:
-            return BlockRoom(count, None, None)
+            # A small first part: the receiver has it while the second one is read.
+            self._part_blocks = min(2 * self._part_blocks, self._blocks_max)
+            return BlockRoom(count, None, self._windows.staged(count))
         try:
             async with asyncio.timeout(self._stall_s):
                 run = await self._lease.take(count)
@@ -63,14 +75,13 @@ class BlockWriter:
             raise ConnectionResetError("the receiver does not take blocks") from error
         return BlockRoom(run.slots, run, self._lease.slots(run))
 
-    def fit(self, room: BlockRoom, blocks: int) -> BlockRoom:
-        """Return the room of `blocks` that were read to `room`, and give back the rest of it.
+    def give_back(self, room: BlockRoom, blocks: int) -> None:
+        """Give back all of `room` but that of the first `blocks`.
 
         Call it before room for further blocks is taken.
         """
         if self._lease is not None:
             self._lease.give_back(room.blocks - blocks)
-        return room._replace(blocks=blocks)
 
     async def begin(self, head: TransferHead) -> None:
         """Write the head."""
@@ -79,10 +90,9 @@ class BlockWriter:
         await self.response.prepare(self._request)
         await self._write([encode_head(head)])
 
-    async def write(self, digests: Sequence[bytes], contents: Tensor, room: BlockRoom) -> None:
-        """Write blocks that were read to `room`, which has no more room than they need."""
-        pieces = await run_to_completion(self._encode, digests, contents, room)
-        await self._write(pieces)
+    async def write(self, part: ReadPart) -> None:
+        """Write blocks."""
+        await self._write(part.frames)
 
     async def end(self, end: TransferEnd) -> None:
         """End the stream, once the receiver has the window."""
@@ -91,17 +101,19 @@ class BlockWriter:
                 await self._lease.wait_connected()
             except TimeoutError as error:
                 raise ConnectionResetError("the receiver has not taken the window") from error
-        await self._write([encode_end(end)])
-        await self.response.write_eof()
+        await self._write([encode_end(end)], is_last=True)
 
-    def _encode(
-        self, digests: Sequence[bytes], contents: Tensor, room: BlockRoom
-    ) -> list[bytes | memoryview]:
-        if self._lease is None or room.run is None or room.out is None:
+    def encode(self, digests: Sequence[bytes], contents: Tensor, room: BlockRoom) -> ReadPart:
+        """Return the frames of blocks that were read for `room`. For any thread.
+
+        `digests` begins with theirs.
+        """
+        digests = digests[: len(contents)]
+        if self._lease is None or room.run is None:
             frames: list[bytes | memoryview] = []
             for digest, content in zip(digests, contents, strict=True):
                 frames += encode_block(digest, content_bytes(content))
-            return frames
+            return ReadPart(len(contents), frames)
         if contents.data_ptr() != room.out.data_ptr():
             room.out[: len(contents)].copy_(contents)
         size, first = self._lease.block_bytes, room.run.first
@@ -111,13 +123,15 @@ class BlockWriter:
                 zip(digests, room.out[: len(contents)], strict=True)
             )
         ]
-        return [b"".join(references)]
+        return ReadPart(len(contents), [b"".join(references)])
 
-    async def _write(self, pieces: list[bytes | memoryview]) -> None:
+    async def _write(self, pieces: list[bytes | memoryview], *, is_last: bool = False) -> None:
         try:
             async with asyncio.timeout(self._stall_s):
                 for piece in pieces:
                     await self.response.write(piece)
+                if is_last:
+                    await self.response.write_eof()
         except TimeoutError as error:
             raise ConnectionResetError("the receiver does not read") from error
 

@@ -46,11 +46,13 @@ class PopRoles(msgspec.Struct, frozen=True, kw_only=True):
     def words(self) -> str:
         """Return it as text."""
         generating = self.unified + self.decode
+        alone = "; the only replica of a PoP does both" if generating + self.prefill == 1 else ""
         return (
             f"{self.pop}: {self.prefill} of {self.prefill + generating} replicas prefill"
             f" ({self.prefill_wanted} should): {self.uncached_per_s:.4g} uncached prompt tokens/s"
             f" for {self.prefill_capacity_per_s:.4g}; {generating} generate:"
             f" {self.output_per_s:.4g} output tokens/s for {self.output_capacity_per_s:.4g}"
+            f"{alone}"
         )
 
 
