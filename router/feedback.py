@@ -54,7 +54,8 @@ class AttemptFeedback:
         slot = deployment.slot_of(route.replica_id)
         if slot < 0:
             return None
-        return deployment.record_sent(slot, ranked, keys, self._fleet.clock())
+        fleet = self._fleet
+        return deployment.record_sent(slot, ranked, keys, fleet.clock(), fleet.health.unhealthy())
 
     def undo_sent(self, route: Route, sent: SentPrompt | None, keys: PrefixKeys) -> None:
         """Note that the replica refused the request: nothing of its prompt is cached."""

@@ -1,6 +1,6 @@
 """This router's knowledge of one deployment."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Final
 
 from isochrone.wire.ids import ReplicaId
@@ -99,10 +99,15 @@ class DeploymentRouting:
         return pool_matches(matches, self.replicas, self.fetch_value.share)
 
     def record_sent(
-        self, slot: int, ranked: RankedRoute, keys: PrefixKeys, now_s: float
+        self,
+        slot: int,
+        ranked: RankedRoute,
+        keys: PrefixKeys,
+        now_s: float,
+        unhealthy: Set[ReplicaId] = frozenset(),
     ) -> SentPrompt | None:
         """Note that a request goes to a slot, where its prompt will be cached."""
-        self.replicas.record_sent(slot, ranked, now_s)
+        self.replicas.record_sent(slot, ranked, now_s, unhealthy)
         return self._prefixes.record_sent(slot, keys, now_s) if keys.keys else None
 
     def record_peer_prompt(self, slot: int, keys: PrefixKeys, now_s: float) -> None:

@@ -34,10 +34,15 @@ SPILLOVER_LASTS_MS: Final = 2000.0
 
 CONGESTION_CHARGE_MAX: Final = 1.2
 """A request delays those behind it by its prefill time, so ranking counts that time this many times
-more when all of the time to first token is queueing, and proportionally less when it is not."""
+more when all of the time to first token is queueing that no replica would have spared, and
+proportionally less when it is not. A queue that a request joins for a cached prefix while others
+are idle does not count: the charge would lengthen such queues, and they the charge."""
 
-QUEUED_SMOOTHING: Final = 0.02
-"""Weight of one request in the average share of queueing in the time to first token."""
+QUEUED_SAMPLED: Final = 8
+"""One in this many requests is looked at for that: it takes a look at all replicas."""
+
+QUEUED_SMOOTHING: Final = 0.15
+"""Weight of one of these in the average share of queueing in the time to first token."""
 
 UNCACHED_SMOOTHING: Final = 0.02
 """Weight of one answer in the average share of prompts that is not cached."""
@@ -76,6 +81,7 @@ class ReplicaTable:
         """Average share of prompts that is not cached, for nodes that do not report what is
         pending."""
         self.queued_share = 0.0
+        self._sent_count = 0
         self._free_slots: list[int] = []
         self._nearest: frozenset[int] | None = None
         self._rtt_ms = new_slot_values()
@@ -179,12 +185,17 @@ class ReplicaTable:
         """Learn from an answer which share of its prompt was not cached."""
         self.uncached_share = moving_average(self.uncached_share, share, UNCACHED_SMOOTHING)
 
-    def record_sent(self, slot: int, ranked: RankedRoute, now_s: float) -> None:
-        """Note whether a request sent to `slot` spills over, and how much of it is queueing."""
+    def record_sent(
+        self, slot: int, ranked: RankedRoute, now_s: float, unhealthy: Set[ReplicaId] = frozenset()
+    ) -> None:
+        """Note whether a request sent to `slot` spills over, and how much of its time every
+        replica that is not `unhealthy` would have let it wait."""
         if slot not in self.nearest:
             self.spilled_at_ms = 1000 * now_s
-        queued_share = ranked.queue_ms / max(1.0, ranked.ttft_ms)
-        self.queued_share += QUEUED_SMOOTHING * (min(1.0, queued_share) - self.queued_share)
+        self._sent_count += 1
+        if self._sent_count % QUEUED_SAMPLED == 0:
+            queued_share = self._least_wait_ms(1000 * now_s, unhealthy) / max(1.0, ranked.ttft_ms)
+            self.queued_share += QUEUED_SMOOTHING * (min(1.0, queued_share) - self.queued_share)
 
     @property
     def nearest(self) -> frozenset[int]:
@@ -194,6 +205,19 @@ class ReplicaTable:
             limit_ms = NEAREST_RATIO * self._rtt_ms[shortest] + NEAREST_MS if shortest >= 0 else 0.0
             self._nearest = frozenset(self._rtt_ms.up_to(limit_ms))
         return self._nearest
+
+    def _least_wait_ms(self, now_ms: float, unhealthy: Set[ReplicaId]) -> float:
+        """Return the shortest wait, counting also what a replica is farther than the nearest."""
+        waits = self.columns.costs(now_ms, 0.0, 0.0)
+        for replica_id in unhealthy:
+            if (slot := self.slots.get(replica_id, -1)) >= 0:
+                waits[slot] = inf
+        soonest = waits.best_two()[0]
+        if soonest < 0:
+            return 0.0
+        estimate = self.estimates[soonest]
+        nearest_ms = self._rtt_ms[self._rtt_ms.best_two()[0]]
+        return max(0.0, waits[soonest] - estimate.base_ms + estimate.rtt_ms - nearest_ms)
 
     def _note_round_trip(self, slot: int, rtt_ms: float) -> None:
         """Take a new round trip; forget which replicas are nearest if it may change that."""

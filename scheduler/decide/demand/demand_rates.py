@@ -9,7 +9,7 @@ not what was served.
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import chain, pairwise, repeat, starmap
+from itertools import chain, count, pairwise, repeat, starmap
 from operator import attrgetter
 from typing import Final, NamedTuple
 
@@ -145,7 +145,7 @@ def demand_by_deployment(
     Refused requests count. Rows of unknown cities are left out, and rates that are not a number,
     negative or implausibly large. Reads all rows as arrays: a large fleet has tens of thousands.
     """
-    names = {name: number for number, name in enumerate(dict.fromkeys(map(NAME, rows)))}
+    names: defaultdict[DeploymentId, int] = defaultdict(count().__next__)
     number = np.fromiter(map(names.__getitem__, map(NAME, rows)), np.int64, len(rows))
     city = np.fromiter(map(index.get, map(POP, rows), repeat(-1)), np.int64, len(rows))
     flat = chain.from_iterable(map(ALL_RATES, rows))

@@ -77,7 +77,7 @@ def unmet_requirements(draft: PlacementDraft, state: DeploymentState) -> Iterato
     """Yield what a deployment still lacks at the end of a plan, with each node's refusal."""
     fleet, needs, pops = draft.fleet, state.needs, state.pops()
     policy = needs.deployment.policy
-    for pop in sorted(set(policy.keep_warm) & set(fleet.pops)):
+    for pop in sorted(set(policy.keep_warm) & fleet.pops.keys()):
         if pop not in pops and not state.is_full and pop in fleet.allowed_pops(policy):
             yield _cannot_place(draft, needs, f"{pop} is kept warm", pop)
     if len(pops) < needs.replicas_min:

@@ -19,7 +19,13 @@ from router.decide.caches.affinity import (
 )
 from router.decide.caches.prefix_index import PrefixMatch, PrefixMatches
 from router.decide.choice.handoff import handoff_peers
-from router.decide.choice.ranking import REFUSAL_FACTOR, UNEXPECTED_QUEUE_MS, RouteQuery, rank
+from router.decide.choice.ranking import (
+    REFUSAL_FACTOR,
+    UNEXPECTED_QUEUE_MS,
+    RankedRoutes,
+    RouteQuery,
+    rank,
+)
 from router.decide.replicas.latency import UNUSED_REPLICA_MS
 from router.decide.replicas.replica_table import (
     DECODE_SLOWDOWN,
@@ -227,17 +233,55 @@ def test_the_assumed_part_of_a_queue_does_not_raise_its_limit() -> None:
     assert ranked.queue_tokens_max < 400 - ranked.queue_ms + UNEXPECTED_QUEUE_MS + 5
 
 
+class ChargedTable:
+    """A near replica, and a farther one that has half of each prompt cached."""
+
+    def __init__(self, near: Candidate, holder: Candidate, *others: Candidate) -> None:
+        self.table = a_table([near, holder, *others])
+        slot = self.table.slots[ReplicaId(holder.name)]
+        self.query = a_query(matches=PrefixMatches(0.0, [PrefixMatch(1 << slot, 0.5)]))
+
+    def chosen(self) -> str:
+        return self.ranked()[0].route.replica_id
+
+    def ranked(self) -> RankedRoutes:
+        self.table.spilled_at_ms = 1000 * NOW_S
+        return rank(RoutingSnapshot(self.table, NOW_S, {}, {}), self.query)
+
+    def send(self, *unhealthy: str) -> None:
+        names = frozenset(ReplicaId(name) for name in unhealthy)
+        sent = self.ranked()[0]
+        for _ in range(400):
+            self.table.record_sent(0, sent, NOW_S, names)
+
+
+BUSY_NEAR, BUSY_HOLDER = Candidate("a", 1.0, prefill=50), Candidate("b", 60.0, prefill=50)
+
+
 def test_the_congestion_charge_makes_a_cache_miss_cost_more() -> None:
-    table = a_table([Candidate("a", 1.0), Candidate("b", 60.0)])
-    matches = PrefixMatches(0.0, [PrefixMatch(1 << table.slots[ReplicaId("b")], 0.5)])
-    query = a_query(matches=matches)
-    assert rank(RoutingSnapshot(table, NOW_S, {}, {}), query)[0].route.replica_id == "a"
-    table.spilled_at_ms = 1000 * NOW_S
-    waiting = rank(RoutingSnapshot(table, NOW_S, {}, {}), query)[0]
-    waiting.queue_ms = 50.0
-    for _ in range(400):
-        table.record_sent(0, waiting, NOW_S)
-    assert rank(RoutingSnapshot(table, NOW_S, {}, {}), query)[0].route.replica_id == "b"
+    fleet = ChargedTable(BUSY_NEAR, BUSY_HOLDER)
+    assert fleet.chosen() == "a"
+    fleet.send()
+    assert fleet.chosen() == "b"
+
+
+def test_a_queue_that_another_replica_would_spare_is_not_congestion() -> None:
+    slow = Candidate("idle", 1.0, rate=400.0)
+    fleet = ChargedTable(BUSY_NEAR, BUSY_HOLDER, slow)
+    fleet.send()
+    assert fleet.table.queued_share == 0.0
+    assert fleet.chosen() == "a"
+    # One that cannot serve spares nothing.
+    fleet.send("idle", "of another table")
+    assert fleet.chosen() == "b"
+
+
+def test_an_idle_replica_far_away_spares_only_what_is_left_of_the_queue() -> None:
+    for others, wait_ms in (((), 50), ((Candidate("far", 31.0),), 30)):
+        fleet = ChargedTable(BUSY_NEAR, BUSY_HOLDER, *others)
+        ttft_ms = fleet.ranked()[0].ttft_ms
+        fleet.send()
+        assert round(fleet.table.queued_share * ttft_ms) == wait_ms
 
 
 def test_a_session_stays_at_its_replica_unless_that_is_much_slower() -> None:

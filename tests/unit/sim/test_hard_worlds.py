@@ -30,9 +30,9 @@ class QuickCell(NamedTuple):
 
 QUICK = (
     QuickCell("one PoP of 8, Mooncake", 80, 1.008, 1.006),
-    QuickCell("16 cities, cache x 1/8, Mooncake", 80, 0.989, 0.883),
+    QuickCell("16 cities, cache x 1/8, Mooncake", 80, 0.977, 0.916),
     QuickCell("16 cities, 70B of today, Mooncake", 95, 1.069, 1.022),
-    QuickCell("16 cities, a third lost, Mooncake", 80, 1.112, 1.038),
+    QuickCell("16 cities, a third lost, Mooncake", 80, 1.077, 1.172),
     QuickCell("16 cities, Azure code", 80, 1.05, 1.197),
 )
 

@@ -56,9 +56,12 @@ class Perturbation:
         self._effort = effort
 
     def run(self) -> bool:
-        """Force replicas to other sites, then only off their sites, the largest first, one of each
-        site; stop at the first change that lowers the cost, and return whether there was one."""
-        return self._force_each_elsewhere() or self.force_off()
+        """Force replicas off their sites, then to each other site, the largest first, one of each
+        site; stop at the first change that lowers the cost, and return whether there was one.
+
+        The first takes one attempt for each replica, the second one for each of its sites.
+        """
+        return self.force_off() or self._force_each_elsewhere()
 
     def _force_each_elsewhere(self) -> bool:
         for state in self._draft.largest_first():
