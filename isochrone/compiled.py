@@ -39,11 +39,14 @@ HOT: Final = (
     "router/dataplane/inline_task.py",
     "router/dataplane/media_relay.py",
     "router/dataplane/node_connection.py",
+    "router/dataplane/plain_socket.py",
+    "router/dataplane/pumped_stream.py",
     "router/dataplane/request_reader.py",
     "router/dataplane/response_checks.py",
     "router/dataplane/server.py",
     "router/dataplane/sse.py",
     "router/dataplane/token_gatherer.py",
+    "router/dataplane/token_pump.py",
     "router/dataplane/upstream.py",
     "router/decide/[a-z]*.py",
     "router/feedback.py",
@@ -66,6 +69,7 @@ INTERPRETED: Final = frozenset({"router/decide/columns_in_numpy.py"})
 C_SOURCES: Final = (
     "isochrone/wire/body_bytes.c",
     "router/apis/openai/text_bytes.c",
+    "router/dataplane/stream_pump.c",
     "router/decide/block_table.c",
     "router/decide/column_scan.c",
 )

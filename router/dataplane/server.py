@@ -24,8 +24,9 @@ from router.dataplane import http1
 from router.dataplane.body_admission import BodyAdmission
 from router.dataplane.deadlines import NEVER, Deadlines
 from router.dataplane.http1 import HeaderFields
-from router.dataplane.http_messages import HttpRequest, HttpResponse, PausableSource
+from router.dataplane.http_messages import ChunkSink, HttpRequest, HttpResponse, PausableSource
 from router.dataplane.inline_task import InlineEvent, InlineTask
+from router.dataplane.plain_socket import plain_socket
 from router.dataplane.request_reader import Authorize, RequestReader
 
 log = logging.getLogger(__name__)
@@ -337,6 +338,21 @@ class ClientConnection:
         self._source = source
         if source is not None and self._is_paused:
             source.pause()
+
+    def chunk_sink(self) -> ChunkSink | None:
+        """Return this connection, unless an old client gets its stream without chunks."""
+        return self if self._is_chunked else None
+
+    def idle_socket(self) -> int:
+        """Return the descriptor of the socket if all bytes are sent over it, without TLS."""
+        transport = self._transport
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size():
+            return -1
+        return plain_socket(transport)
+
+    def write_rest(self, data: bytes) -> None:
+        """Write what was left of bytes that were written to the socket."""
+        self._write(data)
 
     async def drained(self) -> None:
         """Wait until the client has read what was written; cancelled if it disconnects."""
