@@ -75,6 +75,8 @@ C_SOURCES: Final = (
 )
 """Extension modules that are written in C."""
 
+C_HEADERS: Final = ("router/dataplane/stream_frames.h",)
+
 GROUP: Final = "router"
 """The library that holds the code of all modules is named after it."""
 
@@ -84,6 +86,7 @@ BUILDS: Final = Path("build", "request_path")
 _READ: Final = (
     "setup.py",
     *C_SOURCES,
+    *C_HEADERS,
     "isochrone/*.py",
     "isochrone/wire",
     "isochrone/service",

@@ -8,159 +8,55 @@
  * Rule 2: a frame is relayed as it came, in the chunk in which it came.
  * Rule 3: nothing waits here. What a client's socket does not take is given back with the stream.
  *
- * The event loop watches one descriptor, `outer_fd`. While few tokens come, it is readable when a
- * node's socket is. While many come, the sockets are looked at once for each `gather_ns`, because
- * waking the process costs more than relaying a token.
+ * A thread of its own relays, without Python's lock: a token waits neither for the event loop nor for
+ * what runs in it. While few tokens come, it wakes for each. While many come, it looks at the sockets
+ * once for each `gather_ns`, because waking it costs more than relaying a token. `lock` protects all
+ * that both threads use; `waiting` lets the event loop have it between two streams.
  */
 #define PY_SSIZE_T_CLEAN
 #define _GNU_SOURCE
 #include <Python.h>
 #include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
 #include <stdint.h>
-#include <string.h>
 #include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <sys/timerfd.h>
 #include <time.h>
 #include <unistd.h>
+
+#include "stream_frames.h"
 
 enum {
     READ_BYTES = 1 << 16,
     EVENTS = 256,
-    ROUNDS_MAX = 8, /* of EVENTS streams, before the event loop has its turn */
-    SIZE_DIGITS_MAX = 6,
-    TEXT_ROOM_MIN = 256,
-    TEXT_BYTES_MAX = 1 << 20, /* then the stream is given back, and its text with it */
     STREAMS_MIN = 16,
-    NONE = -1,
 };
 static const int64_t WINDOW_NS = 100000000; /* the rate of tokens is counted over this time */
-
-struct stream {
-    int node_fd, client_fd; /* NONE: the slot is free, and `next` the next free one */
-    int next, is_watched, keeps_text;
-    char *frame; /* what stands before the text, then what stands behind it */
-    size_t before, behind;
-    char *text; /* of all tokens, as it is written in JSON */
-    size_t text_size, text_room;
-    unsigned long long tokens;
-    double heard_s;
-};
+static const uint32_t STOP = UINT32_MAX;    /* in place of a slot */
 
 typedef struct {
     PyObject_HEAD
-    int outer_fd, sockets_fd, timer_fd, is_gathering;
-    int64_t gather_ns, window_began_ns, window_reads;
-    struct stream *streams;
-    int room, unused;
+    pthread_t thread;
+    pthread_mutex_t lock;
+    atomic_int waiting;
+    int is_started, sockets_fd, stop_fd, returned_fd;
+    int room, unused, returned; /* the first slots that are free, and given back */
     Py_ssize_t count;
+    struct stream *streams;
+    /* Of the thread alone: */
+    int is_gathering;
+    int64_t gather_ns, window_began_ns, window_reads;
     char buffer[READ_BYTES];
 } StreamPump;
 
-static int is_utf8_tail(unsigned char byte) { return (byte & 0xc0) == 0x80; }
-
-/* The size of the character that begins at `at`, outside ASCII; 0 if it is not UTF-8. */
-static size_t utf8_size(const unsigned char *at, const unsigned char *end) {
-    size_t left = (size_t)(end - at);
-    unsigned char first = at[0];
-    if (first >= 0xc2 && first <= 0xdf) return left > 1 && is_utf8_tail(at[1]) ? 2 : 0;
-    if (first >= 0xe0 && first <= 0xef) {
-        if (left < 3 || !is_utf8_tail(at[1]) || !is_utf8_tail(at[2])) return 0;
-        /* Neither longer than needed nor half of a pair. */
-        return (first == 0xe0 && at[1] < 0xa0) || (first == 0xed && at[1] > 0x9f) ? 0 : 3;
-    }
-    if (first < 0xf0 || first > 0xf4 || left < 4) return 0;
-    if (!is_utf8_tail(at[1]) || !is_utf8_tail(at[2]) || !is_utf8_tail(at[3])) return 0;
-    return (first == 0xf0 && at[1] < 0x90) || (first == 0xf4 && at[1] > 0x8f) ? 0 : 4;
-}
-
-/* The unit that `\uXXXX` at `at` stands for, NONE if it is not that. */
-static int unit_of(const unsigned char *at, const unsigned char *end) {
-    if (end - at < 6 || at[0] != '\\' || at[1] != 'u') return NONE;
-    int unit = 0;
-    for (int n = 2; n < 6; n++) {
-        int digit = at[n], letter = digit | 0x20;
-        if (digit >= '0' && digit <= '9') unit = unit * 16 + digit - '0';
-        else if (letter >= 'a' && letter <= 'f') unit = unit * 16 + letter - 'a' + 10;
-        else return NONE;
-    }
-    return unit;
-}
-
-/* The size of the escape that begins at `at`; 0 if it is none that can be decoded. */
-static size_t escape_size(const unsigned char *at, const unsigned char *end) {
-    if (end - at < 2) return 0;
-    if (at[1] != 'u') return at[1] && strchr("\"\\/bfnrt", at[1]) ? 2 : 0;
-    int unit = unit_of(at, end);
-    if (unit < 0 || (unit >= 0xdc00 && unit <= 0xdfff)) return 0;
-    if (unit < 0xd800 || unit > 0xdbff) return 6;
-    int second = unit_of(at + 6, end);
-    return second >= 0xdc00 && second <= 0xdfff ? 12 : 0;
-}
-
-/* The end of the JSON text that begins at `at`: its closing quote. NULL if it has none, or if a JSON
- * decoder would refuse the text. */
-static const unsigned char *text_end(const unsigned char *at, const unsigned char *end) {
-    while (at < end && *at != '"') {
-        size_t size = 1;
-        if (*at == '\\') size = escape_size(at, end);
-        else if (*at >= 0x80) size = utf8_size(at, end);
-        else if (*at < 0x20) size = 0;
-        if (!size) return NULL;
-        at += size;
-    }
-    return at < end ? at : NULL;
-}
-
-static int keep_text(struct stream *stream, const unsigned char *text, size_t size) {
-    size_t wanted = stream->text_size + size;
-    if (wanted > TEXT_BYTES_MAX) return -1;
-    if (wanted > stream->text_room) {
-        size_t room = 2 * wanted < TEXT_ROOM_MIN ? TEXT_ROOM_MIN : 2 * wanted;
-        char *grown = realloc(stream->text, room);
-        if (!grown) return -1;
-        stream->text = grown;
-        stream->text_room = room;
-    }
-    memcpy(stream->text + stream->text_size, text, size);
-    stream->text_size = wanted;
-    return 0;
-}
-
-/* Counts one frame and keeps its text; returns its end, NULL if it is not of the stream's shape. */
-static const unsigned char *take_frame(
-    struct stream *stream, const unsigned char *at, const unsigned char *end) {
-    if ((size_t)(end - at) < stream->before || memcmp(at, stream->frame, stream->before)) return NULL;
-    const unsigned char *text = at + stream->before, *behind = text_end(text, end);
-    if (!behind || (size_t)(end - behind) < stream->behind) return NULL;
-    if (memcmp(behind, stream->frame + stream->before, stream->behind)) return NULL;
-    size_t size = (size_t)(behind - text);
-    if (size && stream->keeps_text && keep_text(stream, text, size)) return NULL;
-    stream->tokens += size > 0;
-    return behind + stream->behind;
-}
-
-/* Takes one whole chunk of whole frames; returns its end, NULL if there is none such at `at`. */
-static const unsigned char *take_chunk(
-    struct stream *stream, const unsigned char *at, const unsigned char *end) {
-    size_t size = 0;
-    int digits = 0;
-    for (; at < end && digits <= SIZE_DIGITS_MAX; at++, digits++) {
-        int letter = *at | 0x20;
-        if (*at >= '0' && *at <= '9') size = size * 16 + (size_t)(*at - '0');
-        else if (letter >= 'a' && letter <= 'f') size = size * 16 + (size_t)(letter - 'a' + 10);
-        else break;
-    }
-    if (!size || digits > SIZE_DIGITS_MAX || (size_t)(end - at) < size + 4) return NULL;
-    const unsigned char *frame = at + 2, *close = frame + size;
-    if (memcmp(at, "\r\n", 2) || memcmp(close, "\r\n", 2)) return NULL;
-    unsigned long long tokens = stream->tokens;
-    size_t text_size = stream->text_size;
-    while (frame && frame < close) frame = take_frame(stream, frame, close);
-    if (frame) return close + 2;
-    stream->tokens = tokens;
-    stream->text_size = text_size;
-    return NULL;
+static int64_t monotonic_ns(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1000000000LL + time.tv_nsec;
 }
 
 static void unwatch(StreamPump *pump, struct stream *stream) {
@@ -169,25 +65,40 @@ static void unwatch(StreamPump *pump, struct stream *stream) {
     stream->is_watched = 0;
 }
 
-/* Stops watching a stream and appends (slot, unread bytes, unsent bytes) to the list. */
-static int give_back(
-    StreamPump *pump, int slot, PyObject *returned, const char *unread, size_t unread_size,
-    const char *unsent, size_t unsent_size) {
-    unwatch(pump, &pump->streams[slot]);
-    PyObject *entry = Py_BuildValue(
-        "(iy#y#)", slot, unread, (Py_ssize_t)unread_size, unsent, (Py_ssize_t)unsent_size);
-    int failed = !entry || PyList_Append(returned, entry);
-    Py_XDECREF(entry);
-    return failed ? -1 : 0;
+/* Stops relaying a stream: the event loop takes it, with what was read and is not done. */
+static void give_back(
+    StreamPump *pump, int slot, const char *unread, size_t unread_size, const char *unsent,
+    size_t unsent_size) {
+    struct stream *stream = &pump->streams[slot];
+    uint64_t one = 1;
+    unwatch(pump, stream);
+    stream->rest = unread_size + unsent_size ? malloc(unread_size + unsent_size) : NULL;
+    if (stream->rest) {
+        memcpy(stream->rest, unread, unread_size);
+        memcpy(stream->rest + unread_size, unsent, unsent_size);
+        stream->unread = unread_size;
+        stream->unsent = unsent_size;
+    } else if (unread_size + unsent_size) {
+        /* Bytes are lost: both ends see a broken connection. */
+        shutdown(stream->node_fd, SHUT_RDWR);
+        shutdown(stream->client_fd, SHUT_RDWR);
+    }
+    stream->next = pump->returned;
+    pump->returned = slot;
+    if (write(pump->returned_fd, &one, sizeof one) < 0) return; /* It is readable already. */
 }
 
 /* Relays what one node has sent. */
-static int relay(StreamPump *pump, int slot, double now_s, PyObject *returned) {
+static void relay(StreamPump *pump, int slot, int64_t now_ns) {
     struct stream *stream = &pump->streams[slot];
+    if (stream->node_fd == NONE || !stream->is_watched) return; /* taken since it was ready */
     ssize_t size = recv(stream->node_fd, pump->buffer, READ_BYTES, MSG_DONTWAIT);
-    if (size < 0 && (errno == EAGAIN || errno == EINTR)) return 0;
-    if (size <= 0) return give_back(pump, slot, returned, "", 0, "", 0);
-    stream->heard_s = now_s;
+    if (size < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (size <= 0) {
+        give_back(pump, slot, "", 0, "", 0);
+        return;
+    }
+    stream->heard_ns = now_ns;
     const unsigned char *begin = (const unsigned char *)pump->buffer, *end = begin + size;
     const unsigned char *taken = begin, *next;
     while (taken < end && (next = take_chunk(stream, taken, end))) taken = next;
@@ -196,58 +107,59 @@ static int relay(StreamPump *pump, int slot, double now_s, PyObject *returned) {
         ssize_t done = send(stream->client_fd, begin, whole, MSG_DONTWAIT | MSG_NOSIGNAL);
         sent = done > 0 ? (size_t)done : 0;
     }
-    if (sent == (size_t)size) return 0;
-    return give_back(
-        pump, slot, returned, (const char *)taken, (size_t)(end - taken), pump->buffer + sent,
-        whole - sent);
+    if (sent < (size_t)size)
+        give_back(
+            pump, slot, (const char *)taken, (size_t)(end - taken), pump->buffer + sent,
+            whole - sent);
 }
 
-/* Lets `outer_fd` be readable when a socket is, or when the timer has run out. */
-static void watch_sockets(StreamPump *pump, int is_on) {
-    struct epoll_event event = {.events = is_on ? EPOLLIN : 0, .data.fd = pump->sockets_fd};
-    epoll_ctl(pump->outer_fd, EPOLL_CTL_MOD, pump->sockets_fd, &event);
-}
-
-/* Decides when the sockets are looked at again, after `reads` of them were ready: at once if more are. */
-static void plan_next_look(StreamPump *pump, int64_t reads, int is_behind) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    int64_t now_ns = time.tv_sec * 1000000000LL + time.tv_nsec;
+/* Decides whether tokens gather, after `reads` streams had some. */
+static void count_reads(StreamPump *pump, int64_t reads, int64_t now_ns) {
     int64_t elapsed_ns = now_ns - pump->window_began_ns;
-    int was_gathering = pump->is_gathering;
     pump->window_reads += reads;
-    if (elapsed_ns >= WINDOW_NS) {
-        pump->is_gathering = pump->window_reads * pump->gather_ns >= elapsed_ns;
-        pump->window_began_ns = now_ns;
-        pump->window_reads = 0;
-    }
-    if (pump->is_gathering != was_gathering) watch_sockets(pump, !pump->is_gathering);
-    if (pump->is_gathering || was_gathering) {
-        /* Setting it also clears that it has run out; 0 stops it. */
-        struct itimerspec next = {0};
-        if (pump->is_gathering) next.it_value.tv_nsec = is_behind ? 1 : (long)pump->gather_ns;
-        timerfd_settime(pump->timer_fd, 0, &next, NULL);
+    if (elapsed_ns < WINDOW_NS) return;
+    pump->is_gathering = pump->window_reads * pump->gather_ns >= elapsed_ns;
+    pump->window_began_ns = now_ns;
+    pump->window_reads = 0;
+}
+
+static void *run(void *argument) {
+    StreamPump *pump = argument;
+    struct epoll_event events[EVENTS];
+    struct timespec pause = {.tv_nsec = (long)pump->gather_ns};
+    for (;;) {
+        int found = epoll_wait(pump->sockets_fd, events, EVENTS, pump->is_gathering ? 0 : -1);
+        if (found < 0 && errno != EINTR) return NULL;
+        int64_t now_ns = monotonic_ns();
+        for (int n = 0; n < found; n++) {
+            if (events[n].data.u32 == STOP) return NULL;
+            while (atomic_load_explicit(&pump->waiting, memory_order_relaxed)) sched_yield();
+            pthread_mutex_lock(&pump->lock);
+            relay(pump, (int)events[n].data.u32, now_ns);
+            pthread_mutex_unlock(&pump->lock);
+        }
+        count_reads(pump, found > 0 ? found : 0, now_ns);
+        if (pump->is_gathering && found < EVENTS) clock_nanosleep(CLOCK_MONOTONIC, 0, &pause, NULL);
     }
 }
 
-static PyObject *run(PyObject *self, PyObject *now) {
-    StreamPump *pump = (StreamPump *)self;
-    struct epoll_event events[EVENTS];
-    double now_s = PyFloat_AsDouble(now);
-    if (now_s == -1.0 && PyErr_Occurred()) return NULL;
-    PyObject *returned = PyList_New(0);
-    if (!returned) return NULL;
-    int64_t reads = 0;
-    int found = EVENTS, failed = 0;
-    for (int round = 0; round < ROUNDS_MAX && found == EVENTS && !failed; round++) {
-        found = epoll_wait(pump->sockets_fd, events, EVENTS, 0);
-        for (int n = 0; n < found && !failed; n++)
-            failed = relay(pump, (int)events[n].data.u32, now_s, returned);
-        reads += found > 0 ? found : 0;
-    }
-    plan_next_look(pump, reads, found == EVENTS);
-    if (failed) Py_CLEAR(returned);
-    return returned;
+static void lock(StreamPump *pump) {
+    atomic_fetch_add_explicit(&pump->waiting, 1, memory_order_relaxed);
+    pthread_mutex_lock(&pump->lock);
+    atomic_fetch_sub_explicit(&pump->waiting, 1, memory_order_relaxed);
+}
+
+static void unlock(StreamPump *pump) { pthread_mutex_unlock(&pump->lock); }
+
+/* Starts the thread, which takes no signals. Returns an errno. */
+static int start(StreamPump *pump) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = pthread_create(&pump->thread, NULL, run, pump);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pump->is_started = !error;
+    return error;
 }
 
 static int grow(StreamPump *pump) {
@@ -263,76 +175,126 @@ static int grow(StreamPump *pump) {
     return 0;
 }
 
-/* attach(node_fd, client_fd, before, behind, keeps_text, now_s) -> slot. Raises OSError. */
+/* Puts a stream into a free slot and watches it; returns the slot, or NONE with an exception. */
+static int place(StreamPump *pump, const struct stream *new) {
+    if (pump->unused == NONE && grow(pump)) return NONE;
+    int slot = pump->unused;
+    struct epoll_event event = {.events = EPOLLIN, .data.u32 = (uint32_t)slot};
+    if (epoll_ctl(pump->sockets_fd, EPOLL_CTL_ADD, new->node_fd, &event))
+        return PyErr_SetFromErrno(PyExc_OSError), NONE;
+    pump->unused = pump->streams[slot].next;
+    pump->streams[slot] = *new;
+    pump->count++;
+    return slot;
+}
+
+/* attach(node_fd, client_fd, before, behind, keeps_text) -> slot. Raises OSError. */
 static PyObject *attach(PyObject *self, PyObject *arguments) {
     StreamPump *pump = (StreamPump *)self;
-    struct stream new = {.is_watched = 1};
+    struct stream new = {.is_watched = 1, .heard_ns = monotonic_ns()};
     const char *before, *behind;
     Py_ssize_t before_size, behind_size;
     if (!PyArg_ParseTuple(
-            arguments, "iiy#y#pd", &new.node_fd, &new.client_fd, &before, &before_size, &behind,
-            &behind_size, &new.keeps_text, &new.heard_s))
+            arguments, "iiy#y#p", &new.node_fd, &new.client_fd, &before, &before_size, &behind,
+            &behind_size, &new.keeps_text))
         return NULL;
     if (!before_size || !behind_size || behind[0] != '"')
         return PyErr_SetString(PyExc_ValueError, "a frame has a text between quotes"), NULL;
-    if (pump->unused == NONE && grow(pump)) return NULL;
     new.before = (size_t)before_size;
     new.behind = (size_t)behind_size;
     new.frame = malloc(new.before + new.behind);
     if (!new.frame) return PyErr_NoMemory();
     memcpy(new.frame, before, new.before);
     memcpy(new.frame + new.before, behind, new.behind);
-    int slot = pump->unused;
-    struct epoll_event event = {.events = EPOLLIN, .data.u32 = (uint32_t)slot};
-    if (epoll_ctl(pump->sockets_fd, EPOLL_CTL_ADD, new.node_fd, &event)) {
-        free(new.frame);
-        return PyErr_SetFromErrno(PyExc_OSError);
-    }
-    pump->unused = pump->streams[slot].next;
-    pump->streams[slot] = new;
-    pump->count++;
-    return PyLong_FromLong(slot);
+    lock(pump);
+    int slot = place(pump, &new);
+    unlock(pump);
+    if (slot == NONE) free(new.frame);
+    return slot == NONE ? NULL : PyLong_FromLong(slot);
 }
 
 /* The stream in a slot, NULL with IndexError if there is none. */
-static struct stream *stream_in(StreamPump *pump, PyObject *slot) {
-    long number = PyLong_AsLong(slot);
-    if (number == -1 && PyErr_Occurred()) return NULL;
-    if (number < 0 || number >= pump->room || pump->streams[number].node_fd == NONE)
-        return PyErr_SetString(PyExc_IndexError, "no stream has this slot"), NULL;
-    return &pump->streams[number];
+static struct stream *stream_in(StreamPump *pump, long slot) {
+    if (slot >= 0 && slot < pump->room && pump->streams[slot].node_fd != NONE)
+        return &pump->streams[slot];
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_IndexError, "no stream has this slot");
+    return NULL;
 }
 
-static void clear(StreamPump *pump, struct stream *stream) {
-    unwatch(pump, stream);
+static void release(struct stream *stream) {
     free(stream->frame);
     free(stream->text);
-    *stream = (struct stream){.node_fd = NONE};
+    free(stream->rest);
+}
+
+/* Takes a slot off the list of those given back, if it is there. */
+static void forget_returned(StreamPump *pump, int slot) {
+    int *place = &pump->returned;
+    while (*place != NONE && *place != slot) place = &pump->streams[*place].next;
+    if (*place == slot) *place = pump->streams[slot].next;
 }
 
 /* take(slot) -> (tokens, text, heard_s): ends the stream's time here. */
-static PyObject *take(PyObject *self, PyObject *slot) {
+static PyObject *take(PyObject *self, PyObject *number) {
     StreamPump *pump = (StreamPump *)self;
-    struct stream *stream = stream_in(pump, slot);
-    if (!stream) return NULL;
-    PyObject *taken = Py_BuildValue(
-        "(Ky#d)", stream->tokens, stream->text ? stream->text : "", (Py_ssize_t)stream->text_size,
-        stream->heard_s);
-    clear(pump, stream);
-    stream->next = pump->unused;
-    pump->unused = (int)(stream - pump->streams);
+    long slot = PyLong_AsLong(number);
+    lock(pump);
+    struct stream *stream = stream_in(pump, slot), taken;
+    if (!stream) return unlock(pump), NULL;
+    if (!stream->is_watched) forget_returned(pump, (int)slot);
+    unwatch(pump, stream);
+    taken = *stream;
+    *stream = (struct stream){.node_fd = NONE, .next = pump->unused};
+    pump->unused = (int)slot;
     pump->count--;
-    return taken;
+    unlock(pump);
+    PyObject *result = Py_BuildValue(
+        "(Ky#d)", taken.tokens, taken.text ? taken.text : "", (Py_ssize_t)taken.text_size,
+        (double)taken.heard_ns / 1e9);
+    release(&taken);
+    return result;
 }
 
 static PyObject *heard_s(PyObject *self, PyObject *slot) {
-    struct stream *stream = stream_in((StreamPump *)self, slot);
-    return stream ? PyFloat_FromDouble(stream->heard_s) : NULL;
+    StreamPump *pump = (StreamPump *)self;
+    long number = PyLong_AsLong(slot);
+    lock(pump);
+    struct stream *stream = stream_in(pump, number);
+    int64_t heard_ns = stream ? stream->heard_ns : 0;
+    unlock(pump);
+    return stream ? PyFloat_FromDouble((double)heard_ns / 1e9) : NULL;
+}
+
+/* returned() -> [(slot, unread bytes, unsent bytes)]: the streams given back since the last call. */
+static PyObject *take_returned(PyObject *self, PyObject *unused) {
+    (void)unused;
+    StreamPump *pump = (StreamPump *)self;
+    PyObject *returned = PyList_New(0);
+    uint64_t times;
+    if (!returned) return NULL;
+    lock(pump);
+    /* It is not readable if all of them were taken meanwhile. */
+    ssize_t ignored = read(pump->returned_fd, &times, sizeof times);
+    (void)ignored;
+    int slot = pump->returned;
+    pump->returned = NONE;
+    unlock(pump);
+    /* The thread does not touch them any more. */
+    for (; returned && slot != NONE; slot = pump->streams[slot].next) {
+        struct stream *stream = &pump->streams[slot];
+        const char *rest = stream->rest ? stream->rest : "";
+        PyObject *entry = Py_BuildValue(
+            "(iy#y#)", slot, rest, (Py_ssize_t)stream->unread, rest + stream->unread,
+            (Py_ssize_t)stream->unsent);
+        if (!entry || PyList_Append(returned, entry)) Py_CLEAR(returned);
+        Py_XDECREF(entry);
+    }
+    return returned;
 }
 
 static PyObject *get_fileno(PyObject *self, PyObject *unused) {
     (void)unused;
-    return PyLong_FromLong(((StreamPump *)self)->outer_fd);
+    return PyLong_FromLong(((StreamPump *)self)->returned_fd);
 }
 
 static Py_ssize_t length(PyObject *self) { return ((StreamPump *)self)->count; }
@@ -347,14 +309,14 @@ static PyObject *new_pump(PyTypeObject *type, PyObject *arguments, PyObject *nam
     StreamPump *pump = (StreamPump *)type->tp_alloc(type, 0);
     if (!pump) return NULL;
     pump->gather_ns = (int64_t)(gather_s * 1e9);
-    pump->unused = NONE;
-    pump->outer_fd = epoll_create1(EPOLL_CLOEXEC);
+    pump->unused = pump->returned = NONE;
+    pthread_mutex_init(&pump->lock, NULL);
     pump->sockets_fd = epoll_create1(EPOLL_CLOEXEC);
-    pump->timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
-    struct epoll_event sockets = {.events = EPOLLIN, .data.fd = pump->sockets_fd};
-    struct epoll_event timer = {.events = EPOLLIN, .data.fd = pump->timer_fd};
-    if (epoll_ctl(pump->outer_fd, EPOLL_CTL_ADD, pump->sockets_fd, &sockets) ||
-        epoll_ctl(pump->outer_fd, EPOLL_CTL_ADD, pump->timer_fd, &timer)) {
+    pump->stop_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    pump->returned_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    struct epoll_event stop = {.events = EPOLLIN, .data.u32 = STOP};
+    if (pump->returned_fd < 0 ||
+        epoll_ctl(pump->sockets_fd, EPOLL_CTL_ADD, pump->stop_fd, &stop) || (errno = start(pump))) {
         PyErr_SetFromErrno(PyExc_OSError);
         Py_CLEAR(pump);
     }
@@ -364,12 +326,17 @@ static PyObject *new_pump(PyTypeObject *type, PyObject *arguments, PyObject *nam
 static void dealloc(PyObject *self) {
     StreamPump *pump = (StreamPump *)self;
     PyTypeObject *type = Py_TYPE(self);
+    uint64_t one = 1;
+    /* The thread never waits for Python's lock, so it ends while this one holds it. */
+    if (pump->is_started && write(pump->stop_fd, &one, sizeof one) == sizeof one)
+        pthread_join(pump->thread, NULL);
     for (int slot = 0; slot < pump->room; slot++)
-        if (pump->streams[slot].node_fd != NONE) clear(pump, &pump->streams[slot]);
+        if (pump->streams[slot].node_fd != NONE) release(&pump->streams[slot]);
     free(pump->streams);
-    int opened[] = {pump->outer_fd, pump->sockets_fd, pump->timer_fd};
+    pthread_mutex_destroy(&pump->lock);
+    int opened[] = {pump->sockets_fd, pump->stop_fd, pump->returned_fd};
     for (int n = 0; n < 3; n++)
-        if (opened[n] >= 0) close(opened[n]);
+        if (opened[n] > 0) close(opened[n]);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -378,7 +345,7 @@ static PyMethodDef METHODS[] = {
     {"attach", attach, METH_VARARGS, NULL},
     {"take", take, METH_O, NULL},
     {"heard_s", heard_s, METH_O, NULL},
-    {"run", run, METH_O, NULL},
+    {"returned", take_returned, METH_NOARGS, NULL},
     {"fileno", get_fileno, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -1,7 +1,7 @@
 """Running streams whose tokens are relayed in C, from the node's socket to the client's.
 
 Most tokens of a stream come in frames that are equal but for the text of the token. Relaying such
-a frame needs no decision, so the compiled request path has a loop in C for it (`stream_pump.c`),
+a frame needs no decision, so the compiled request path has a thread in C for it (`stream_pump.c`),
 which serves all ready sockets in one wake-up. Every other frame, the end of the stream, an error, a
 client that reads slowly: with any of them the stream comes back to its connection, which goes on as
 if it had relayed those tokens itself. Without the compiled request path no stream is ever there.
@@ -52,25 +52,27 @@ class StreamPump(Protocol):
         before: bytes,
         behind: bytes,
         keeps_text: bool,
-        now_s: float,
     ) -> int:
         """Relay a stream from here on; return its slot. Raises OSError."""
 
     def take(self, slot: int) -> tuple[int, bytes, float]:
-        """Stop relaying a stream; return its tokens, their text, and when bytes came last."""
+        """Stop relaying a stream; return its tokens, their text, and when bytes came last.
+
+        Times are those of the monotonic clock.
+        """
 
     def heard_s(self, slot: int) -> float:
         """Return when bytes of a stream came last."""
 
-    def run(self, now_s: float) -> list[tuple[int, bytes, bytes]]:
-        """Relay what has arrived; return the streams that it cannot go on with.
+    def returned(self) -> list[tuple[int, bytes, bytes]]:
+        """Return the streams that it cannot go on with, since the last call.
 
         Of each its slot, the bytes that it read and did not take, and those that the client's
         socket did not take.
         """
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when `run` has something to do."""
+        """Return the descriptor that is readable when a stream is returned."""
 
     def __len__(self) -> int:
         """Return the number of streams."""
@@ -92,16 +94,9 @@ with suppress(ImportError):
 class TokenPump:
     """The streams of this process that are relayed in C."""
 
-    def __init__(
-        self, gather_s: float, clock: Callable[[], float], on_run: Callable[[], None]
-    ) -> None:
-        """Let tokens gather for at most `gather_s`; `clock` gives monotonic seconds.
-
-        `on_run` is called whenever tokens were looked for.
-        """
+    def __init__(self, gather_s: float) -> None:
+        """Let tokens gather for at most `gather_s`; 0: never."""
         self._gather_s = gather_s
-        self._clock = clock
-        self._on_run = on_run
         self._pump: StreamPump | None = None
         self._connections: dict[int, PumpedConnection] = {}
 
@@ -133,9 +128,7 @@ class TokenPump:
             if pump is None:
                 return -1
         try:
-            slot = pump.attach(
-                node_fd, client_fd, frame.before, frame.behind, keeps_text, self._clock()
-            )
+            slot = pump.attach(node_fd, client_fd, frame.before, frame.behind, keeps_text)
         except OSError:
             return -1
         self._connections[slot] = connection
@@ -173,8 +166,7 @@ class TokenPump:
         pump = self._pump
         if pump is None:
             return
-        self._on_run()
-        for slot, unread, unsent in pump.run(self._clock()):
+        for slot, unread, unsent in pump.returned():
             # One that came back before this one may have ended the other's exchange.
             connection = self._connections.get(slot)
             if connection is not None:

@@ -49,7 +49,7 @@ class Upstream:
         self.deadlines = deadlines
         gather_s = config.token_gather_ms / 1000
         self.gatherer = TokenGatherer(gather_s, clock)
-        self.pump = TokenPump(gather_s, clock, self.gatherer.note_other)
+        self.pump = TokenPump(gather_s)
         self._config = config
         self._names = NameCache(clock=clock)
         self._ssl = ssl_context

@@ -34,12 +34,8 @@ class OnePool:
     def __init__(self) -> None:
         self.clock: Callable[[], float] = time.monotonic
         self.gatherer = TokenGatherer(0.0, self.clock)
-        self.pump = TokenPump(0.0, self.clock, self.note_run)
+        self.pump = TokenPump(0.0)
         self.kept: list[NodeConnection] = []
-        self.runs = 0
-
-    def note_run(self) -> None:
-        self.runs += 1
 
     async def connect(self, node_id: NodeId, address: str) -> NodeConnection:
         raise AssertionError
@@ -149,20 +145,38 @@ class StreamOfOneNode:
         except AttemptFailed as failure:
             self.failure = failure.cause
 
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something that the router does."""
+        until_s = time.monotonic() + 30.0
+        while not condition():
+            assert time.monotonic() < until_s, "the router did not get there"
+            await asyncio.sleep(0)
+            self.pumped = max(self.pumped, len(self.pool.pump))
+
     async def send(self, data: bytes) -> None:
         """Send bytes from the node, and wait until the router has handled them."""
-        self.node.send(data)
+        while data:
+            try:
+                data = data[self.node.send(data) :]
+            except BlockingIOError:
+                await asyncio.sleep(0)
         await self.settle()
 
     async def settle(self) -> None:
-        """Wait until the router has read all that the node has sent."""
-        for _ in range(1000):
-            await asyncio.sleep(0)
-            self.pumped = max(self.pumped, len(self.pool.pump))
-            is_lost = self._node_end.fileno() < 0 or self.exchange is None or self.exchange.is_over
-            if is_lost or not unread_bytes(self._node_end):
-                break
-        for _ in range(4):
+        """Wait until the router has read all that the node has sent, unless it is paused."""
+        exchange = self.exchange
+        assert exchange is not None
+        await self.until(
+            lambda: (
+                exchange.is_over
+                or exchange.is_paused
+                or self._node_end.fileno() < 0
+                or not unread_bytes(self._node_end)
+            )
+        )
+        # This waits for a thread that has just read them.
+        exchange.last_heard_s()
+        for _ in range(6):
             # Answers, callbacks of the next iteration, and what those write.
             await asyncio.sleep(0)
         self.pumped = max(self.pumped, len(self.pool.pump))
@@ -219,6 +233,7 @@ async def relayed(pieces: Sequence[bytes], *, joins_reasoning: bool = False) -> 
         if stream.exchange is not None and not stream.exchange.is_over:
             await stream.send(piece)
     stream.node.shutdown(socket.SHUT_WR)
+    await stream.until(lambda: not stream.connection.is_open)
     await stream.settle()
     await stream.close()
     return stream

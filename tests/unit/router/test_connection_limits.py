@@ -47,7 +47,7 @@ class FakePool:
         self.kept: list[NodeConnection] = []
         self.clock: Callable[[], float] = lambda: 0.0
         self.gatherer = TokenGatherer(0.0, self.clock)
-        self.pump = TokenPump(0.0, self.clock, self.gatherer.note_other)
+        self.pump = TokenPump(0.0)
 
     async def connect(self, node_id: NodeId, address: str) -> NodeConnection:
         raise AssertionError
