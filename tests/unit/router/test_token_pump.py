@@ -1,6 +1,7 @@
 """A stream whose tokens are relayed in C is the same stream: for the client, and for the router."""
 
 import asyncio
+import importlib.util
 import json
 import socket
 import time
@@ -123,14 +124,21 @@ def cut(chunks: Sequence[bytes], cuts: Sequence[int]) -> list[bytes]:
 CUTS = st.lists(st.sampled_from([-1, -1, -1, -1, 0]) | st.integers(1, 160), max_size=8)
 
 
-def same(pieces: Sequence[bytes], in_c: ModuleType, *, joins_reasoning: bool) -> StreamOfOneNode:
-    """Relay a stream with and without C, and compare all that is known of it."""
+def in_both_ways(
+    pieces: Sequence[bytes], in_c: ModuleType, *, joins_reasoning: bool = False
+) -> list[StreamOfOneNode]:
+    """Relay a stream with C and without."""
     streams = []
     for new_pump in (in_c.StreamPump, None):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(token_pump, "new_pump", new_pump)
             streams.append(asyncio.run(relayed(pieces, joins_reasoning=joins_reasoning)))
-    in_both, in_python = streams
+    return streams
+
+
+def same(pieces: Sequence[bytes], in_c: ModuleType, *, joins_reasoning: bool) -> StreamOfOneNode:
+    """Relay a stream with and without C, and compare all that is known of it."""
+    in_both, in_python = in_both_ways(pieces, in_c, joins_reasoning=joins_reasoning)
     assert in_both.body() == in_python.body()
     assert in_both.failure == in_python.failure
     for name in ("usage", "is_done", "has_failed", "error_message", "declined_body"):
@@ -161,6 +169,35 @@ def test_a_stream_is_the_same_wherever_it_is_cut(
     if ends_body:
         pieces[-1] += b"0\r\n\r\n"
     same(pieces, in_c, joins_reasoning=joins_reasoning)
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(TOKENS, min_size=3, max_size=8),
+    FRAMINGS,
+    st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), min_size=1, max_size=3),
+    CUTS,
+)
+def test_bytes_that_are_wrong_end_it_alike(
+    in_c: ModuleType,
+    frames: list[bytes],
+    framing: str,
+    changes: list[tuple[int, int]],
+    cuts: list[int],
+) -> None:
+    chunks = [bytearray(chunk) for chunk in in_chunks([*frames, b"data: [DONE]\n\n"], framing)]
+    for position, byte in changes:
+        chunk = chunks[-1 - position % (len(chunks) - 1)]
+        chunk[position % len(chunk)] = byte
+    pieces = cut([HEAD + chunks[0], *(bytes(chunk) for chunk in chunks[1:])], cuts)
+    in_both, in_python = in_both_ways(pieces, in_c)
+    assert in_both.failure == in_python.failure
+    assert in_both.relay.is_done == in_python.relay.is_done
+    if in_both.failure is None:
+        assert in_both.body() == in_python.body()
+    else:
+        # What is right before the first wrong byte of a read is relayed by C only.
+        assert in_both.body().startswith(in_python.body())
 
 
 @pytest.mark.parametrize("name", ["content", "reasoning_content", "reasoning"])
@@ -327,3 +364,8 @@ def test_c_refuses_what_it_cannot_use(in_c: ModuleType) -> None:
     for pair in ends:
         for end in pair:
             end.close()
+
+
+def test_the_compiled_path_has_the_pump() -> None:
+    is_in_c = token_pump.new_pump is not None
+    assert is_in_c == (importlib.util.find_spec("router.dataplane.stream_pump") is not None)
