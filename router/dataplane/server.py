@@ -12,7 +12,6 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from email.utils import formatdate
 from math import inf
 from typing import Final, cast
 
@@ -70,34 +69,17 @@ class PublicServer:
         self.deadlines = deadlines
         self.clock = clock
         self.is_draining = False
-        self._cors_lines = http1.cors_lines(config.cors_origin)
+        self.openings = http1.ResponseOpenings(config.cors_origin, unix_clock)
         self.connections: set[ClientConnection] = set()
         self.bodies = BodyAdmission(config, clock)
         self._census = ConnectionCount(config.connections_max, config.connections_per_address_max)
-        self._unix_clock = unix_clock
         self._all_closed = asyncio.Event()
-        self._openings: dict[tuple[int, str], str] = {}
-        self._openings_second = 0
 
     def authorize(self, method: bytes, path: str, fields: HeaderFields) -> KeyEntry | None:
         """Return the key of a request head. Raises ApiError if its body must not be read."""
         key = self._authorize(method, path, fields)
         self.bodies.check_head(key, fields)
         return key
-
-    def response_opening(self, status: int, content_type: str) -> str:
-        """Return the first lines of a response, with the date; cached for one second."""
-        second = int(self._unix_clock())
-        if second != self._openings_second:
-            self._openings_second = second
-            self._openings.clear()
-        kind = (status, content_type)
-        opening = self._openings.get(kind)
-        if opening is None:
-            date = formatdate(second, usegmt=True)
-            opening = http1.response_opening(status, content_type, date)
-            opening = self._openings[kind] = opening + self._cors_lines
-        return opening
 
     def make_connection(self) -> asyncio.Protocol:
         """Return the protocol of a new connection, for `create_server`."""
@@ -298,7 +280,7 @@ class ClientConnection:
         self._has_begun = True
         self._is_chunked = not request.is_http10
         keep_alive = request.keep_alive and self._is_chunked
-        opening = self._server.response_opening(status, content_type)
+        opening = self._server.openings.of(status, content_type)
         self._write(
             http1.response_head(
                 opening, header_lines, length=None, keep_alive=keep_alive, chunked=self._is_chunked
@@ -320,7 +302,7 @@ class ClientConnection:
         """Write a complete response."""
         request = self._request
         self._has_begun = True
-        opening = self._server.response_opening(response.status, response.content_type)
+        opening = self._server.openings.of(response.status, response.content_type)
         head = http1.response_head(
             opening,
             response.header_lines,

@@ -10,6 +10,7 @@ import struct
 import termios
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import httptools
@@ -23,6 +24,7 @@ from router.dataplane.plain_socket import plain_socket
 from router.dataplane.token_gatherer import TokenGatherer
 from router.dataplane.token_pump import TokenPump
 from router.decide.attempt import FailureCause
+from tests.unit.router.in_memory import one_iteration
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 CLIENT_HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -150,7 +152,7 @@ class StreamOfOneNode:
         until_s = time.monotonic() + 30.0
         while not condition():
             assert time.monotonic() < until_s, "the router did not get there"
-            await asyncio.sleep(0)
+            await one_iteration()
             self.pumped = max(self.pumped, len(self.pool.pump))
 
     async def send(self, data: bytes) -> None:
@@ -159,7 +161,7 @@ class StreamOfOneNode:
             try:
                 data = data[self.node.send(data) :]
             except BlockingIOError:
-                await asyncio.sleep(0)
+                await one_iteration()
         await self.settle()
 
     async def settle(self) -> None:
@@ -178,17 +180,15 @@ class StreamOfOneNode:
         exchange.last_heard_s()
         for _ in range(6):
             # Answers, callbacks of the next iteration, and what those write.
-            await asyncio.sleep(0)
+            await one_iteration()
         self.pumped = max(self.pumped, len(self.pool.pump))
         self.read()
 
     def read(self) -> None:
         """Let the client read what it can."""
-        try:
+        with suppress(BlockingIOError):
             while data := self.client.recv(1 << 16):
                 self.received += data
-        except BlockingIOError:
-            pass
 
     async def close(self) -> None:
         """End everything."""
@@ -200,7 +200,7 @@ class StreamOfOneNode:
         assert self.writer.transport is not None
         self.writer.transport.abort()
         for _ in range(3):
-            await asyncio.sleep(0)
+            await one_iteration()
         assert not len(self.pool.pump)
         self.pool.pump.close()
         self.node.close()

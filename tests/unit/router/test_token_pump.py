@@ -20,6 +20,7 @@ from router.dataplane.sse import StreamRelay, data_frame
 from router.dataplane.token_pump import pumped_frame
 from router.decide.attempt import FailureCause
 from tests.c_module import compile_now
+from tests.unit.router.in_memory import one_iteration
 from tests.unit.router.pumped_exchange import HEAD, StreamOfOneNode, relayed
 
 SOURCE = Path(__file__).parents[3] / "router" / "dataplane" / "stream_pump.c"
@@ -233,7 +234,7 @@ async def test_what_a_client_does_not_read_pauses_the_node(pump_in_c: None) -> N
         while unsent and not exchange.is_paused:
             with suppress(BlockingIOError):
                 unsent = unsent[stream.node.send(unsent) :]
-            await asyncio.sleep(0)
+            await one_iteration()
         if exchange.is_paused:
             break
     assert not len(stream.pool.pump)
