@@ -11,7 +11,8 @@
  * A thread of its own relays, without Python's lock: a token waits neither for the event loop nor for
  * what runs in it. While few tokens come, it wakes for each. While many come, it looks at the sockets
  * once for each `gather_ns`, because waking it costs more than relaying a token. `lock` protects all
- * that both threads use; `waiting` lets the event loop have it between two streams.
+ * that both threads use; `waiting` lets the event loop have it between two streams. No object of
+ * Python is made while it is held: that might collect garbage, which might come back here.
  */
 #define PY_SSIZE_T_CLEAN
 #define _GNU_SOURCE
@@ -162,10 +163,11 @@ static int start(StreamPump *pump) {
     return error;
 }
 
+/* Returns -1 with an errno if there is no memory. */
 static int grow(StreamPump *pump) {
     int room = pump->room ? 2 * pump->room : STREAMS_MIN;
     struct stream *grown = realloc(pump->streams, (size_t)room * sizeof *grown);
-    if (!grown) return PyErr_NoMemory(), -1;
+    if (!grown) return -1;
     pump->streams = grown;
     for (int slot = pump->room; slot < room; slot++) {
         grown[slot] = (struct stream){.node_fd = NONE, .next = slot + 1 < room ? slot + 1 : NONE};
@@ -175,13 +177,12 @@ static int grow(StreamPump *pump) {
     return 0;
 }
 
-/* Puts a stream into a free slot and watches it; returns the slot, or NONE with an exception. */
+/* Puts a stream into a free slot and watches it; returns the slot, or NONE with an errno. */
 static int place(StreamPump *pump, const struct stream *new) {
     if (pump->unused == NONE && grow(pump)) return NONE;
     int slot = pump->unused;
     struct epoll_event event = {.events = EPOLLIN, .data.u32 = (uint32_t)slot};
-    if (epoll_ctl(pump->sockets_fd, EPOLL_CTL_ADD, new->node_fd, &event))
-        return PyErr_SetFromErrno(PyExc_OSError), NONE;
+    if (epoll_ctl(pump->sockets_fd, EPOLL_CTL_ADD, new->node_fd, &event)) return NONE;
     pump->unused = pump->streams[slot].next;
     pump->streams[slot] = *new;
     pump->count++;
@@ -207,16 +208,21 @@ static PyObject *attach(PyObject *self, PyObject *arguments) {
     memcpy(new.frame, before, new.before);
     memcpy(new.frame + new.before, behind, new.behind);
     lock(pump);
-    int slot = place(pump, &new);
+    int slot = place(pump, &new), error = errno;
     unlock(pump);
-    if (slot == NONE) free(new.frame);
-    return slot == NONE ? NULL : PyLong_FromLong(slot);
+    if (slot != NONE) return PyLong_FromLong(slot);
+    free(new.frame);
+    errno = error;
+    return PyErr_SetFromErrno(PyExc_OSError);
 }
 
-/* The stream in a slot, NULL with IndexError if there is none. */
+/* The stream in a slot, NULL if there is none. */
 static struct stream *stream_in(StreamPump *pump, long slot) {
-    if (slot >= 0 && slot < pump->room && pump->streams[slot].node_fd != NONE)
-        return &pump->streams[slot];
+    int is_there = slot >= 0 && slot < pump->room && pump->streams[slot].node_fd != NONE;
+    return is_there ? &pump->streams[slot] : NULL;
+}
+
+static PyObject *no_stream(void) {
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_IndexError, "no stream has this slot");
     return NULL;
 }
@@ -240,7 +246,7 @@ static PyObject *take(PyObject *self, PyObject *number) {
     long slot = PyLong_AsLong(number);
     lock(pump);
     struct stream *stream = stream_in(pump, slot), taken;
-    if (!stream) return unlock(pump), NULL;
+    if (!stream) return unlock(pump), no_stream();
     if (!stream->is_watched) forget_returned(pump, (int)slot);
     unwatch(pump, stream);
     taken = *stream;
@@ -262,7 +268,7 @@ static PyObject *heard_s(PyObject *self, PyObject *slot) {
     struct stream *stream = stream_in(pump, number);
     int64_t heard_ns = stream ? stream->heard_ns : 0;
     unlock(pump);
-    return stream ? PyFloat_FromDouble((double)heard_ns / 1e9) : NULL;
+    return stream ? PyFloat_FromDouble((double)heard_ns / 1e9) : no_stream();
 }
 
 /* returned() -> [(slot, unread bytes, unsent bytes)]: the streams given back since the last call. */
