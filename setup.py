@@ -58,7 +58,15 @@ def compiled_setup() -> None:
     for source in compiled.C_SOURCES:
         # No fused products and sums: the results are those of the same code in Python.
         name, exact = source.removesuffix(".c").replace("/", "."), ["-ffp-contract=off"]
-        extensions.append(Extension(name, [source], extra_compile_args=exact))
+        extensions.append(
+            Extension(
+                name,
+                [source],
+                depends=list(compiled.C_HEADERS),
+                extra_compile_args=exact,
+                extra_link_args=["-pthread"],
+            )
+        )
     setup(ext_modules=extensions)
 
 

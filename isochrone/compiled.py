@@ -39,11 +39,14 @@ HOT: Final = (
     "router/dataplane/inline_task.py",
     "router/dataplane/media_relay.py",
     "router/dataplane/node_connection.py",
+    "router/dataplane/plain_socket.py",
+    "router/dataplane/pumped_stream.py",
     "router/dataplane/request_reader.py",
     "router/dataplane/response_checks.py",
     "router/dataplane/server.py",
     "router/dataplane/sse.py",
     "router/dataplane/token_gatherer.py",
+    "router/dataplane/token_pump.py",
     "router/dataplane/upstream.py",
     "router/decide/[a-z]*.py",
     "router/decide/*/[a-z]*.py",
@@ -67,10 +70,13 @@ INTERPRETED: Final = frozenset({"router/decide/replicas/columns_in_numpy.py"})
 C_SOURCES: Final = (
     "isochrone/wire/http/body_bytes.c",
     "router/apis/openai/text_bytes.c",
+    "router/dataplane/stream_pump.c",
     "router/decide/caches/block_table.c",
     "router/decide/replicas/column_scan.c",
 )
 """Extension modules that are written in C."""
+
+C_HEADERS: Final = ("router/dataplane/stream_frames.h",)
 
 GROUP: Final = "router"
 """The library that holds the code of all modules is named after it."""
@@ -81,6 +87,7 @@ BUILDS: Final = Path("build", "request_path")
 _READ: Final = (
     "setup.py",
     *C_SOURCES,
+    *C_HEADERS,
     "isochrone/*.py",
     "isochrone/wire",
     "isochrone/service",

@@ -19,7 +19,8 @@ def compile_now(source: Path, folder: Path) -> ModuleType:
         pytest.skip("no C compiler with Python's headers")
     name = source.stem
     library = folder / f"{name}.so"
-    options = ["-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    options = ["-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
+    options += ["-shared", "-fPIC", "-pthread"]
     options.append(f"-I{include}")
     subprocess.run([*compilers()[0], *options, str(source), "-o", str(library)], check=True)
     spec = importlib.util.spec_from_file_location(name, library)

@@ -1,12 +1,13 @@
 """Measures everything that ops/bench/relay.md quotes, in one run of at most a quarter of an hour.
 
-    python -m ops.bench.relay_tables --peers FOLDER
+    python -m ops.bench.relay_tables --peers FOLDER [--only TITLE ...]
 
 It writes ops/bench/relay_tables.md: requests of five sizes before 1, 8 and 64 replicas (relay.py),
 the same without a C compiler, streams that an engine writes at once, the latency at a fixed rate
 below capacity (half_load.py), and paced streams (paced_streams.py). The routers take
 turns in each. Run it where nothing else runs. A part that fails, or that does not end in its time,
-is named in the output; the others still run.
+is named in the output; the others still run. With `--only` the parts whose title has one of these
+words run again, and their sections, with the date of that run, take the places of the old ones.
 """
 
 import argparse
@@ -97,12 +98,30 @@ def run(part: Part, peers: str) -> str:
     return f"## {part.title}\n\n`{shown}` ({took_s:.0f} s)\n\n{output.strip()}\n"
 
 
+def replace_sections(text: str, sections: dict[str, str]) -> str:
+    """Return the file with some sections, by title, in the places of those that it has."""
+    head, *old = text.split("\n## ")
+    parts = [sections.pop(part.partition("\n")[0], f"## {part}\n").rstrip() for part in old]
+    return "\n\n".join([head.rstrip(), *parts, *map(str.rstrip, sections.values())]) + "\n"
+
+
 def main() -> None:
-    """Run all parts and write the file."""
+    """Run all parts, or some again, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", default="peers")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
+    parser.add_argument("--only", nargs="+", default=[], help="run these parts again")
     arguments = parser.parse_args()
+    if arguments.only:
+        machine_line = machine(Path(arguments.peers))
+        for part in parts(arguments.peers):
+            if any(word in part.title for word in arguments.only):
+                print(f"{part.title} ...", file=sys.stderr, flush=True)
+                title, _, body = run(part, arguments.peers).partition("\n\n")
+                section = f"{title}\n\n{machine_line}\n\n{body}"
+                text = replace_sections(arguments.out.read_text(), {part.title: section})
+                arguments.out.write_text(text)
+        return
     sections = [machine(Path(arguments.peers)) + "\n"]
     for part in parts(arguments.peers):
         print(f"{part.title} ...", file=sys.stderr, flush=True)

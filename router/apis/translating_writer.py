@@ -44,6 +44,9 @@ class TranslatingWriter:
         if frames:
             self._writer.send(frames)
 
+    def chunk_sink(self) -> None:
+        """Return nothing: no frame stays as it is."""
+
     def reply(self, response: HttpResponse) -> None:
         """Write a complete response, or a replica's refusal of the request."""
         translate = self._translate_body if response.status == 200 else self._translate_refusal

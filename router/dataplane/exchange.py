@@ -21,7 +21,7 @@ from isochrone.wire.ids import NodeId, ReplicaId
 from router.dataplane import sse
 from router.dataplane.deadlines import NEVER
 from router.dataplane.http1 import EVENT_STREAM, HeaderFields
-from router.dataplane.http_messages import ResponseWriter
+from router.dataplane.http_messages import ChunkSink, ResponseWriter
 from router.dataplane.inline_task import InlineEvent
 from router.dataplane.usage import UsageCount
 from router.decide.attempt import FailureCause
@@ -107,6 +107,12 @@ class ExchangeConnection(Protocol):
 
     def resume(self) -> None:
         """Continue reading."""
+
+    def stop_pumping(self) -> None:
+        """Take back a stream that is relayed in C, with what was relayed there."""
+
+    def update_due(self) -> bool:
+        """Let `due_s` count what was relayed in C; return whether anything was since the last."""
 
 
 class Dialer(Protocol):
@@ -209,9 +215,17 @@ class NodeExchange:
             writer.send(held)
         if not relay.is_over and self._failure is None:
             self._stream_ended = InlineEvent()
-            await self._stream_ended
+            try:
+                await self._stream_ended
+            finally:
+                if self._connection is not None:
+                    self._connection.stop_pumping()
         if self._failure is not None and not relay.is_over:
             raise self._failure.again()
+
+    def chunk_sink(self) -> ChunkSink | None:
+        """Return the client, if it gets the bytes of the stream unchanged and in chunks."""
+        return self._writer.chunk_sink() if self._writer is not None else None
 
     def start(self, connection: ExchangeConnection) -> None:
         """Send the request over `connection`."""
@@ -381,6 +395,7 @@ class NodeExchange:
         """Return when bytes came last or the wait began; NEVER while the client is not reading."""
         if self._connection is None or self.is_paused:
             return NEVER
+        self._connection.update_due()
         return self._connection.due_s - self.timeout_s
 
     def fail(self, failure: AttemptFailed) -> None:

@@ -4,7 +4,8 @@ No header line of a client reaches a node: requests to nodes get a new head with
 here. A request that two parsers could read in different ways is refused (RFC 9112, 6.3).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Final, TypeAlias
@@ -122,6 +123,30 @@ def cors_lines(origin: str) -> str:
     if not origin:
         return ""
     return f"access-control-allow-origin: {origin}\r\naccess-control-expose-headers: *\r\n"
+
+
+class ResponseOpenings:
+    """The first lines of this router's responses, with the date."""
+
+    def __init__(self, cors_origin: str, unix_clock: Callable[[], float]) -> None:
+        """Let web pages of `cors_origin` read responses."""
+        self._cors_lines = cors_lines(cors_origin)
+        self._unix_clock = unix_clock
+        self._openings: dict[tuple[int, str], str] = {}
+        self._second = 0
+
+    def of(self, status: int, content_type: str) -> str:
+        """Return the first lines of a response; cached for one second."""
+        second = int(self._unix_clock())
+        if second != self._second:
+            self._second = second
+            self._openings.clear()
+        kind = (status, content_type)
+        opening = self._openings.get(kind)
+        if opening is None:
+            opening = response_opening(status, content_type, formatdate(second, usegmt=True))
+            opening = self._openings[kind] = opening + self._cors_lines
+        return opening
 
 
 def response_head(

@@ -78,6 +78,16 @@ class PausableSource(Protocol):
         """Continue reading."""
 
 
+class ChunkSink(Protocol):
+    """A client that takes the chunks of a stream as the node framed them."""
+
+    def idle_socket(self) -> int:
+        """Return the descriptor of a socket without TLS that has sent all; -1 if it is not so."""
+
+    def write_rest(self, data: bytes) -> None:
+        """Write what was left of bytes that were written to the socket."""
+
+
 class ResponseWriter(Protocol):
     """Writes one response to the client, complete or as a stream."""
 
@@ -98,3 +108,6 @@ class ResponseWriter(Protocol):
 
     async def drained(self) -> None:
         """Wait until the client has read what was written."""
+
+    def chunk_sink(self) -> ChunkSink | None:
+        """Return the client, if it gets the bytes of a stream unchanged and in chunks."""

@@ -37,6 +37,9 @@ class MediaRelay(StreamRelay):
         self._tail = tail[-USAGE_TAIL_BYTES:]
         return data
 
+    def pumped_frame(self, frame: bytes) -> None:
+        """Return nothing: these are no frames of tokens."""
+
     def end_of_body(self) -> None:
         """End the stream, and read what it used."""
         if _ENGINE_LOST in self._tail:

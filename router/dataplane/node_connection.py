@@ -9,7 +9,10 @@ from isochrone.wire.ids import NodeId
 from router.dataplane.deadlines import NEVER
 from router.dataplane.exchange import AttemptFailed, Dialer, NodeExchange, ResponseHead
 from router.dataplane.http1 import HeaderFields, lower_name
+from router.dataplane.plain_socket import plain_socket
+from router.dataplane.pumped_stream import PumpedStream
 from router.dataplane.token_gatherer import TokenGatherer
+from router.dataplane.token_pump import TokenPump
 from router.decide.attempt import FailureCause
 
 HEAD_BYTES_MAX: Final = 32 * 1024
@@ -21,6 +24,7 @@ class NodeConnectionPool(Dialer, Protocol):
     """Opens connections and takes them back."""
 
     gatherer: TokenGatherer
+    pump: TokenPump
 
     def keep(self, connection: "NodeConnection") -> None:
         """Take back a connection whose exchange ended well."""
@@ -38,7 +42,8 @@ class NodeConnection:
 
     __slots__ = (
         "_body", "_fields", "_has_received", "_is_complete", "_is_reused", "_keeps_alive",
-        "_parser", "_pool", "_transport", "_unparsed_bytes", "due_s", "exchange", "node_id",
+        "_parser", "_pool", "_pumped", "_transport", "_unparsed_bytes", "due_s", "exchange",
+        "node_id",
     )  # fmt: skip
 
     def __init__(self, pool: NodeConnectionPool, node_id: NodeId) -> None:
@@ -55,6 +60,7 @@ class NodeConnection:
         self._has_received = False
         self._is_complete = False
         self._keeps_alive = False
+        self._pumped = PumpedStream(pool.pump, self) if pool.pump.is_there else None
 
     @property
     def is_open(self) -> bool:
@@ -68,6 +74,8 @@ class NodeConnection:
         self._unparsed_bytes = 0
         self._has_received = False
         self._is_complete = False
+        if self._pumped is not None:
+            self._pumped.start()
         head, body = exchange.request_head, exchange.request_body
         assert self._transport is not None
         if len(body) < ONE_WRITE_BYTES_MAX:
@@ -77,11 +85,17 @@ class NodeConnection:
 
     def close(self) -> None:
         """Close the connection at once and drop what the node still sends."""
+        self.stop_pumping()
         if self._transport is not None:
             self._transport.abort()
 
     def pause(self) -> None:
         """Stop reading."""
+        self.stop_pumping()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Let the socket be read by nobody, or elsewhere."""
         if self._transport is not None:
             self._transport.pause_reading()
 
@@ -89,6 +103,36 @@ class NodeConnection:
         """Continue reading."""
         if self._transport is not None:
             self._transport.resume_reading()
+
+    def stop_pumping(self) -> None:
+        """Take back a stream that is relayed in C, with what was relayed there."""
+        if self._pumped is not None:
+            self._pumped.leave()
+
+    def update_due(self) -> bool:
+        """Let `due_s` count what was relayed in C; return whether anything was since the last."""
+        return self._pumped is not None and self._pumped.update_due()
+
+    def plain_socket(self) -> int:
+        """Return the descriptor of a socket without TLS, -1 if there is none."""
+        if self._transport is None or self._transport.is_closing():
+            return -1
+        return plain_socket(self._transport)
+
+    def on_returned(self, unread: bytes, unsent: bytes) -> None:
+        """Go on with a stream that was relayed in C."""
+        self.stop_pumping()
+        exchange = self.exchange
+        if exchange is None or self._transport is None:
+            return
+        client = exchange.chunk_sink()
+        if unsent and client is not None:
+            # This may pause the exchange.
+            client.write_rest(unsent)
+        if not exchange.is_paused:
+            self._transport.resume_reading()
+        if unread:
+            self.data_received(unread)
 
     # Called by the transport.
 
@@ -98,6 +142,7 @@ class NodeConnection:
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Leave the pool; the exchange on this connection fails or is sent again."""
+        self.stop_pumping()
         self._transport = None
         self._pool.on_closed(self)
         exchange, self.exchange = self.exchange, None
@@ -112,6 +157,8 @@ class NodeConnection:
             self.close()
             return
         self._has_received = True
+        if self._pumped is not None:
+            self._pumped.note_bytes()
         try:
             self._parser.feed_data(data)
             if self._body:
@@ -121,6 +168,8 @@ class NodeConnection:
                 if not (self._is_complete or exchange.is_paused):
                     self.due_s = self._pool.clock() + exchange.timeout_s
                 exchange.on_body(body)
+                if self._pumped is not None and exchange.is_relaying and not self._is_complete:
+                    self._pumped.note_token(exchange, data, body)
             elif not self._is_complete:
                 # The parser buffers an incomplete header itself: this limits that buffer.
                 self._unparsed_bytes += len(data)
@@ -155,6 +204,8 @@ class NodeConnection:
 
     def on_due(self) -> None:
         """Handle the deadline: the node is silent, or the idle connection was not used."""
+        if self.update_due():
+            return
         if self.exchange is not None:
             self.exchange.on_timeout()
         else:

@@ -12,7 +12,6 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from email.utils import formatdate
 from math import inf
 from typing import Final, cast
 
@@ -24,8 +23,9 @@ from router.dataplane import http1
 from router.dataplane.body_admission import BodyAdmission
 from router.dataplane.deadlines import NEVER, Deadlines
 from router.dataplane.http1 import HeaderFields
-from router.dataplane.http_messages import HttpRequest, HttpResponse, PausableSource
+from router.dataplane.http_messages import ChunkSink, HttpRequest, HttpResponse, PausableSource
 from router.dataplane.inline_task import InlineEvent, InlineTask
+from router.dataplane.plain_socket import plain_socket
 from router.dataplane.request_reader import Authorize, RequestReader
 
 log = logging.getLogger(__name__)
@@ -69,34 +69,17 @@ class PublicServer:
         self.deadlines = deadlines
         self.clock = clock
         self.is_draining = False
-        self._cors_lines = http1.cors_lines(config.cors_origin)
+        self.openings = http1.ResponseOpenings(config.cors_origin, unix_clock)
         self.connections: set[ClientConnection] = set()
         self.bodies = BodyAdmission(config, clock)
         self._census = ConnectionCount(config.connections_max, config.connections_per_address_max)
-        self._unix_clock = unix_clock
         self._all_closed = asyncio.Event()
-        self._openings: dict[tuple[int, str], str] = {}
-        self._openings_second = 0
 
     def authorize(self, method: bytes, path: str, fields: HeaderFields) -> KeyEntry | None:
         """Return the key of a request head. Raises ApiError if its body must not be read."""
         key = self._authorize(method, path, fields)
         self.bodies.check_head(key, fields)
         return key
-
-    def response_opening(self, status: int, content_type: str) -> str:
-        """Return the first lines of a response, with the date; cached for one second."""
-        second = int(self._unix_clock())
-        if second != self._openings_second:
-            self._openings_second = second
-            self._openings.clear()
-        kind = (status, content_type)
-        opening = self._openings.get(kind)
-        if opening is None:
-            date = formatdate(second, usegmt=True)
-            opening = http1.response_opening(status, content_type, date)
-            opening = self._openings[kind] = opening + self._cors_lines
-        return opening
 
     def make_connection(self) -> asyncio.Protocol:
         """Return the protocol of a new connection, for `create_server`."""
@@ -297,7 +280,7 @@ class ClientConnection:
         self._has_begun = True
         self._is_chunked = not request.is_http10
         keep_alive = request.keep_alive and self._is_chunked
-        opening = self._server.response_opening(status, content_type)
+        opening = self._server.openings.of(status, content_type)
         self._write(
             http1.response_head(
                 opening, header_lines, length=None, keep_alive=keep_alive, chunked=self._is_chunked
@@ -319,7 +302,7 @@ class ClientConnection:
         """Write a complete response."""
         request = self._request
         self._has_begun = True
-        opening = self._server.response_opening(response.status, response.content_type)
+        opening = self._server.openings.of(response.status, response.content_type)
         head = http1.response_head(
             opening,
             response.header_lines,
@@ -337,6 +320,21 @@ class ClientConnection:
         self._source = source
         if source is not None and self._is_paused:
             source.pause()
+
+    def chunk_sink(self) -> ChunkSink | None:
+        """Return this connection, unless an old client gets its stream without chunks."""
+        return self if self._is_chunked else None
+
+    def idle_socket(self) -> int:
+        """Return the descriptor of the socket if all bytes are sent over it, without TLS."""
+        transport = self._transport
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size():
+            return -1
+        return plain_socket(transport)
+
+    def write_rest(self, data: bytes) -> None:
+        """Write what was left of bytes that were written to the socket."""
+        self._write(data)
 
     async def drained(self) -> None:
         """Wait until the client has read what was written; cancelled if it disconnects."""

@@ -16,6 +16,7 @@ import msgspec
 from isochrone.wire.errors import ErrorCode
 from isochrone.wire.http import headers
 from router.dataplane.chunk import ChunkChoice, ChunkDelta, decode_chunk
+from router.dataplane.token_pump import PumpedFrame, pumped_frame
 from router.dataplane.usage import UsageCount, add_cached_tokens, set_usage, usage_of
 
 FRAME_BYTES_MAX: Final = 4 * 1024 * 1024
@@ -116,6 +117,31 @@ class StreamRelay:
     def is_over(self) -> bool:
         """Whether `[DONE]` or an error event of the node has come."""
         return self.is_done or self.has_failed
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the text so far is the whole output."""
+        return self._is_plain
+
+    def pumped_frame(self, frame: bytes) -> PumpedFrame | None:
+        """Return the shape of the next tokens, if only their text differs from the last `frame`.
+
+        None if a frame of the stream must be read as it comes.
+        """
+        if not self.has_begun or self._skips_role or self._partial or self.is_over:
+            return None
+        shape = pumped_frame(frame)
+        if shape is None:
+            return None
+        self._read_kept()
+        is_same_kind = shape.is_reasoning == self._is_reasoning or not self._joins_reasoning
+        return shape if is_same_kind else None
+
+    def take_pumped(self, count: int, text: bytes) -> None:
+        """Take the tokens that were relayed in the shape of `pumped_frame`."""
+        self._tokens += count
+        if text:
+            self._text.append(msgspec.json.decode(b'"' + text + b'"', type=str))
 
     def feed(self, data: bytes) -> bytes:
         """Take received bytes; return the bytes that the client gets now.

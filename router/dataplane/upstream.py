@@ -20,6 +20,7 @@ from router.dataplane.deadlines import Deadlines
 from router.dataplane.exchange import AttemptFailed, NodeExchange, NodeRequest
 from router.dataplane.node_connection import NodeConnection
 from router.dataplane.token_gatherer import TokenGatherer
+from router.dataplane.token_pump import TokenPump
 from router.decide.attempt import FailureCause
 
 KEEPALIVE_S: Final = 20.0
@@ -46,7 +47,9 @@ class Upstream:
         self.in_process: dict[NodeId, Callable[[], socket.socket]] = {}
         self.clock = clock
         self.deadlines = deadlines
-        self.gatherer = TokenGatherer(config.token_gather_ms / 1000, clock)
+        gather_s = config.token_gather_ms / 1000
+        self.gatherer = TokenGatherer(gather_s, clock)
+        self.pump = TokenPump(gather_s)
         self._config = config
         self._names = NameCache(clock=clock)
         self._ssl = ssl_context
@@ -173,6 +176,7 @@ class Upstream:
                 while self._open:
                     self._all_closed.clear()
                     await self._all_closed.wait()
+        self.pump.close()
 
     async def _dial(self, connection: NodeConnection, node_id: NodeId, address: str) -> None:
         def protocol() -> asyncio.Protocol:

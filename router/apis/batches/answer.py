@@ -67,6 +67,9 @@ class CollectingWriter:
     async def drained(self) -> None:
         """Return at once."""
 
+    def chunk_sink(self) -> None:
+        """Return nothing: there is no client."""
+
 
 class ItemAnswerer:
     """Answers items for the loop that leases them."""

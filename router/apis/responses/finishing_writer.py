@@ -49,6 +49,9 @@ class FinishingWriter:
         """Wait until the client has read what was written."""
         await self._writer.drained()
 
+    def chunk_sink(self) -> None:
+        """Return nothing: the last event is held back."""
+
     def release(self) -> None:
         """Write what was kept back."""
         if self._response is not None:

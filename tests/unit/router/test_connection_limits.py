@@ -14,6 +14,7 @@ from router.dataplane.node_connection import NodeConnection
 from router.dataplane.request_reader import HEAD_BYTES_MAX, RequestReader
 from router.dataplane.server import WRITE_BUFFER_BYTES, ClientConnection, PublicServer
 from router.dataplane.token_gatherer import TokenGatherer
+from router.dataplane.token_pump import TokenPump
 from tests.unit.router.in_memory import FakeTransport, ManualLoop
 
 CHUNKED = b"transfer-encoding: chunked\r\n"
@@ -46,6 +47,7 @@ class FakePool:
         self.kept: list[NodeConnection] = []
         self.clock: Callable[[], float] = lambda: 0.0
         self.gatherer = TokenGatherer(0.0, self.clock)
+        self.pump = TokenPump(0.0)
 
     async def connect(self, node_id: NodeId, address: str) -> NodeConnection:
         raise AssertionError
