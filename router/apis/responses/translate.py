@@ -77,7 +77,7 @@ class InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A function that the model may call. Unset fields are not repeated in the response."""
 
-    type: str
+    type: Literal["function"]
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -157,6 +157,8 @@ class ResponsesRequest(RefusedOpenAiFields, frozen=True, kw_only=True, forbid_un
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
     metadata: dict[str, str] | None = None
+    client_metadata: dict[str, str] | None = None
+    """What Codex says about itself; it changes nothing, like `user`."""
     user: str | None = None
     options: RouterOptions | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
@@ -239,10 +241,6 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
             "truncation", "'auto' is not supported: send an input that fits the context"
         )
     for tool in request.tools or ():
-        if tool.type != "function":
-            raise _invalid_field(
-                "tools", f"type {tool.type[:60]!r} is not supported, only 'function'"
-            )
         if not tool.name:
             raise _invalid_field("tools", "a function needs a 'name', beside its 'type'")
 

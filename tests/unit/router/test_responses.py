@@ -43,6 +43,11 @@ def test_a_text_becomes_a_user_message() -> None:
     assert chat_body["stream_options"] == {"include_usage": True}
 
 
+def test_what_describes_the_client_changes_nothing() -> None:
+    about = {"client_metadata": {"installation": "x"}, "metadata": {"a": "b"}, "user": "u"}
+    assert chat(**about) == chat()
+
+
 def test_input_items_become_messages_tool_calls_and_tool_outputs() -> None:
     given = [
         {"role": "developer", "content": [{"type": "input_text", "text": "be brief"}]},
@@ -154,7 +159,7 @@ def test_the_default_choice_of_no_tools_is_left_out(fields: Any, sent: str | Non
         ({"previous_response_id": "../etc"}, "previous_response_id"),
         ({"conversation": {"id": ""}}, "conversation.id"),
         ({"truncation": "auto"}, "truncation"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search", "external_web_access": False}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].function"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
     ],
