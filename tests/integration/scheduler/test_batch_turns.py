@@ -59,9 +59,10 @@ class Turns:
         self.pool = pool
         self.folder = folder
         self.nudges = 0
+        self.lease = SimpleNamespace(is_acting=True)
         self.job = AdvanceBatches(
             pool=pool,
-            lease=SimpleNamespace(is_acting=True),  # type: ignore[arg-type]
+            lease=self.lease,  # type: ignore[arg-type]
             folder=folder,
             limits=BatchLimits(),
             nudge=self._nudge,
@@ -134,6 +135,19 @@ async def test_batches_begin_while_a_large_one_is_read(turns: Turns) -> None:
     turns.folder.may_read.set()
     await turns.until_begun("large-1")
     assert turns.folder.opened.count("large-1") == 2, "to count its lines, and to read them"
+
+
+async def test_a_step_ends_with_the_lease_and_is_repeated(turns: Turns) -> None:
+    await turns.begin("large-1")
+    await turns.job.run_once()
+    turns.lease.is_acting = False
+    await turns.job.run_once()
+    turns.folder.may_read.set()
+    async with using(turns.pool) as connection:
+        assert await connection.fetchval("SELECT count(*) FROM batch_item") == 0
+    assert await turns.statuses() == {"large-1": "validating"}
+    turns.lease.is_acting = True
+    await turns.until_begun("large-1")
 
 
 async def test_a_batch_that_cannot_be_read_delays_no_other(turns: Turns) -> None:
