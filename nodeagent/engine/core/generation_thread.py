@@ -3,6 +3,7 @@
 Rule 1: only this thread touches the engine core. The event loop touches only the inbox and the
 counts, which are replaced as a whole.
 Rule 2: a cancellation takes effect before the next step begins.
+Rule 3: a generation that does not yield interrupts the step of those that do.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from typing import Any, Final, TypeVar
 from torch import Tensor
 
 from isochrone.service.threads import wait_to_completion
-from nodeagent.engine.core.generation import Generation, GenerationDelta
+from nodeagent.engine.core.generation import Generation, GenerationDelta, StepOutput
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.core.step_thread import StepThread
 from nodeagent.engine.core.token_rates import StepRates
@@ -141,8 +142,14 @@ class GenerationThread(StepThread):
         return False
 
     def _send(self, message: _Message) -> None:
+        if isinstance(message, _PrefetchedGeneration):
+            is_urgent = not message.generation.sequence.yields
+        else:
+            is_urgent = isinstance(message, Generation) and not message.sequence.yields
         with self._wake:
             self._inbox.append(message)
+            if is_urgent:
+                self._engine.interrupt.set()
             self._wake.notify()
 
     def _run(self) -> None:
@@ -151,14 +158,19 @@ class GenerationThread(StepThread):
             output = self._engine.step(started_s)
             self._progress_s = time.monotonic()
             step_s = self._progress_s - started_s
-            self._rates.record_step(output, step_s, self._progress_s)
-            self._engine.scheduler.prefill_budget.record_step(
-                output.prefill_tokens, output.decode_tokens, step_s
-            )
-            self._engine.record_timing(output, step_s)
+            if output.rows:
+                self._record(output, step_s)
             self._counts = self._count()
             if output.deltas:
                 self._publish(output.deltas)
+
+    def _record(self, output: StepOutput, step_s: float) -> None:
+        """Learn from a step that was computed to its end."""
+        self._rates.record_step(output, step_s, self._progress_s)
+        self._engine.scheduler.prefill_budget.record_step(
+            output.prefill_tokens, output.decode_tokens, step_s
+        )
+        self._engine.record_timing(output, step_s)
 
     def _receive(self) -> bool:
         """Handle the inbox; wait while there is nothing to do. Return False to stop."""
@@ -171,6 +183,7 @@ class GenerationThread(StepThread):
                     return False
                 messages = tuple(self._inbox)
                 self._inbox.clear()
+                self._engine.interrupt.clear()
             # Not under the lock, so that a slow message does not block the event loop.
             for message in messages:
                 self._handle(message)
