@@ -95,6 +95,8 @@ class Composition(NamedTuple):
     nudges: JobNudges
     reports: NodeReportCache
     batches: BatchStorage | None
+    running: AsyncExitStack
+    """What is closed when the scheduler stops."""
 
 
 async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
@@ -124,6 +126,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         made = Composition(
             *(config, database, state, planner, authority, nudges, NodeReportCache()),
             batches=await _open_batch_storage(config, nudges.batches.set),
+            running=running,
         )
         tracing = _admin_tracing(config, running)
         loops = (*_periodic_loops(made, certificate), *tracing.loops)
@@ -342,7 +345,10 @@ def _upkeep_loops(made: Composition) -> tuple[Loop, ...]:
     batches: tuple[Loop, ...] = ()
     if made.batches is not None:
         folder, limits, _ = made.batches
-        advance = AdvanceBatches(pool=pool, lease=lease, folder=folder, limits=limits)
+        advance = AdvanceBatches(
+            pool=pool, lease=lease, folder=folder, limits=limits, nudge=made.nudges.batches.set
+        )
+        made.running.push_async_callback(advance.close)
         batches = (
             Loop(
                 *("advance_batches", advance.run_once, ADVANCE_BATCHES_S),

@@ -22,6 +22,7 @@ class ErrorCode(StrEnum):
     FORBIDDEN = "forbidden"
     NOT_FOUND = "not_found"
     MODEL_NOT_FOUND = "model_not_found"
+    WRONG_MODEL_KIND = "wrong_model_kind"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     ADAPTER_INCOMPLETE = "adapter_incomplete"
     ADAPTERS_UNSUPPORTED = "adapters_unsupported"
@@ -54,6 +55,7 @@ MEANINGS: Final[dict[ErrorCode, Meaning]] = {
     ErrorCode.FORBIDDEN: Meaning(403, 3041),
     ErrorCode.NOT_FOUND: Meaning(404, 7003),
     ErrorCode.MODEL_NOT_FOUND: Meaning(404, 3042),
+    ErrorCode.WRONG_MODEL_KIND: Meaning(400, 5007),
     ErrorCode.METHOD_NOT_ALLOWED: Meaning(405, 10405),
     ErrorCode.ADAPTER_INCOMPLETE: Meaning(400, 3039),
     ErrorCode.ADAPTERS_UNSUPPORTED: Meaning(405, 5005),

@@ -61,14 +61,17 @@ class EngineClientsLoad:
         self.items = 0
 
     async def ttft_ms(self, words: int, tokens: int, priority: str, tenant: str) -> float:
-        """Send one stream to its end; return its time to the first token in ms."""
+        """Send one request to its end; return its time to the first token in ms.
+
+        Requests of the lowest priority are not streamed, as routers send items.
+        """
         text = " ".join(self._draw.choice(WORDS) for _ in range(words))
         body = {
             "model": "bench",
             "messages": [{"role": "user", "content": text}],
             "max_tokens": tokens,
             "temperature": 0,
-            "stream": True,
+            "stream": priority != headers.PRIORITY_LOWEST,
         }
         sent = {
             "content-type": "application/json",

@@ -11,6 +11,7 @@ from typing import Final
 
 from isochrone.service.trust.landlock import CannotConfine
 from router.documents.formats import FORMATS
+from router.documents.packed_size import TooLarge, check_packed
 from router.documents.sandbox import confine
 
 MARKDOWN_CHARACTERS_MAX: Final = 4_000_000
@@ -36,6 +37,7 @@ def main() -> None:
     answer: dict[str, str]
     try:
         confine()
+        check_packed(document, sys.argv[1])
         markdown = convert(document, sys.argv[1])
         answer = {"data": markdown}
         if len(markdown) > MARKDOWN_CHARACTERS_MAX:
@@ -44,6 +46,8 @@ def main() -> None:
         answer = {"error": f"cannot be read safely here: {error}"}
     except ModuleNotFoundError as error:
         answer = {"error": f"the router lacks {error.name}: install isochrone[documents]"}
+    except TooLarge as error:
+        answer = {"error": str(error)}
     except MemoryError:
         answer = {"error": "it needs too much memory"}
     except Exception as error:

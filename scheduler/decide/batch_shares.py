@@ -10,6 +10,7 @@ class WaitingBatch(msgspec.Struct, frozen=True):
 
     batch_id: str
     tenant_id: str
+    key_id: str
     deployment: str
     waiting: int
 

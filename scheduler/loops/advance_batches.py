@@ -2,6 +2,9 @@
 
 Every step is one transaction, repeated after a failure. An interrupted step leaves neither items
 nor files behind. Items are answered by routers meanwhile (`api/client_objects/batch_service.py`).
+
+A large file takes a minute. So the steps that read or write files run beside each other and beside
+the turns of this job: a turn starts some, and counts those that have ended since the last one.
 """
 
 import asyncio
@@ -15,6 +18,7 @@ from typing import BinaryIO, Final, NamedTuple
 
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.batch_lines import RUN_PREFIX, error_line, result_line
+from scheduler.decide.batch_steps import DueStep, next_steps
 from scheduler.state.files.batch_folder import BatchFolder
 from scheduler.state.files.batch_input import BatchInput, has_more_lines
 from scheduler.state.lease_state import LeaseState
@@ -89,6 +93,13 @@ class ResultFile:
         await asyncio.to_thread(self._output.write, text)
 
 
+class Step(NamedTuple):
+    """A step that runs: it returns how many batches began, and how many ended."""
+
+    tenant_id: str
+    task: asyncio.Task[tuple[int, int]]
+
+
 class AdvanceBatches:
     """The periodic job of the acting scheduler."""
 
@@ -99,31 +110,86 @@ class AdvanceBatches:
         lease: LeaseState,
         folder: BatchFolder,
         limits: BatchLimits,
+        nudge: Callable[[], None],
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
+        """`nudge` asks for another turn: a step has ended, and another may start."""
         self._pool = pool
         self._lease = lease
         self._folder = folder
         self._limits = limits
+        self._nudge = nudge
         self._unix_clock = unix_clock
+        self._steps: dict[str, Step] = {}
 
     async def run_once(self) -> BatchCounts:
-        """Take every open batch one step on, then delete what is no longer needed."""
+        """Start steps of open batches, then delete what is no longer needed.
+
+        Raises the error of a step that failed since the last turn.
+        """
+        begun, ended, errors = self._ended_steps()
         if not self._lease.is_acting:
-            return BatchCounts(0, 0, 0, 0)
+            await self.close()
+            return BatchCounts(begun, ended, 0, 0)
         async with using(self._pool) as connection:
             batches = await open_batches(connection)
+        due = {
+            batch.batch_id: batch
+            for batch in batches
+            if batch.batch_id not in self._steps and await self._is_due(batch)
+        }
+        steps = [DueStep(batch.batch_id, batch.tenant_id) for batch in due.values()]
+        for step in next_steps(steps, [running.tenant_id for running in self._steps.values()]):
+            task = asyncio.create_task(self._step(due[step.batch_id]))
+            task.add_done_callback(self._on_step_end)
+            self._steps[step.batch_id] = Step(step.tenant_id, task)
+        counts = BatchCounts(begun, ended, await self._delete_items(), await self._delete_files())
+        if errors:
+            raise errors[0]
+        return counts
+
+    async def close(self) -> None:
+        """Interrupt the steps that run."""
+        tasks = [step.task for step in self._steps.values()]
+        self._steps.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _on_step_end(self, task: asyncio.Task[tuple[int, int]]) -> None:
+        # A step that failed is repeated when the next turn is due, not at once.
+        if not task.cancelled() and task.exception() is None:
+            self._nudge()
+
+    def _ended_steps(self) -> tuple[int, int, list[BaseException]]:
+        """Forget the steps that have ended; return their counts and errors."""
         begun = ended = 0
-        for batch in batches:
-            try:
-                if batch.status == "validating":
-                    begun += await self._read_input(batch)
-                elif batch.status == "finalizing" or await self._must_end(batch):
-                    await self._end(batch)
-                    ended += 1
-            except BatchChanged:
-                log.info("batch changed meanwhile", extra={"fields": {"batch": batch.batch_id}})
-        return BatchCounts(begun, ended, await self._delete_items(), await self._delete_files())
+        errors: list[BaseException] = []
+        for batch_id, (_, task) in list(self._steps.items()):
+            if not task.done():
+                continue
+            del self._steps[batch_id]
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                errors.append(error)
+            elif not task.cancelled():
+                counts = task.result()
+                begun, ended = begun + counts[0], ended + counts[1]
+        return begun, ended, errors
+
+    async def _is_due(self, batch: StoredBatch) -> bool:
+        """Return whether a file of a batch is to be read or written."""
+        return batch.status in ("validating", "finalizing") or await self._must_end(batch)
+
+    async def _step(self, batch: StoredBatch) -> tuple[int, int]:
+        try:
+            if batch.status == "validating":
+                return int(await self._read_input(batch)), 0
+            await self._end(batch)
+        except BatchChanged:
+            log.info("batch changed meanwhile", extra={"fields": {"batch": batch.batch_id}})
+            return 0, 0
+        return 0, 1
 
     async def _read_input(self, batch: StoredBatch) -> bool:
         """Store the items of a new batch; fail the batch if its input cannot be used."""

@@ -3,6 +3,7 @@
 Rule 1: only this thread touches the engine core. The event loop touches only the inbox and the
 counts, which are replaced as a whole.
 Rule 2: a cancellation takes effect before the next step begins.
+Rule 3: a generation that does not yield interrupts the step of those that do.
 """
 
 import asyncio
@@ -145,8 +146,14 @@ class GenerationThread(StepThread):
         return False
 
     def _send(self, message: _Message) -> None:
+        if isinstance(message, _PrefetchedGeneration):
+            is_urgent = not message.generation.sequence.yields
+        else:
+            is_urgent = isinstance(message, Generation) and not message.sequence.yields
         with self._wake:
             self._inbox.append(message)
+            if is_urgent:
+                self._engine.interrupt.set()
             self._wake.notify()
 
     def _run(self) -> None:
@@ -158,11 +165,8 @@ class GenerationThread(StepThread):
                 continue
             self._progress_s = time.monotonic()
             step_s = self._progress_s - started_s
-            self._rates.record_step(output, step_s, self._progress_s)
-            self._engine.scheduler.prefill_budget.record_step(
-                output.prefill_tokens, output.decode_tokens, step_s
-            )
-            self._engine.record_timing(output, step_s)
+            if output.rows:
+                self._record(output, step_s)
             self._counts = self._count()
             if output.deltas:
                 self._publish(output.deltas)
@@ -181,6 +185,14 @@ class GenerationThread(StepThread):
             if not (self._stopping or self._inbox):
                 self._wake.wait(BLOCKED_WAIT_S)
 
+    def _record(self, output: StepOutput, step_s: float) -> None:
+        """Learn from a step that was computed to its end."""
+        self._rates.record_step(output, step_s, self._progress_s)
+        self._engine.scheduler.prefill_budget.record_step(
+            output.prefill_tokens, output.decode_tokens, step_s
+        )
+        self._engine.record_timing(output, step_s)
+
     def _receive(self) -> bool:
         """Handle the inbox; wait while there is nothing to do. Return False to stop."""
         while True:
@@ -192,6 +204,7 @@ class GenerationThread(StepThread):
                     return False
                 messages = tuple(self._inbox)
                 self._inbox.clear()
+                self._engine.interrupt.clear()
             # Not under the lock, so that a slow message does not block the event loop.
             self.is_busy = True
             try:

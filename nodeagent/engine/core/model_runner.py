@@ -23,6 +23,7 @@ from nodeagent.engine.kernels.cuda.decode_graphs import CudaGraphCapture, Decode
 from nodeagent.engine.kernels.cuda.graph_buckets import why_no_graphs
 from nodeagent.engine.kernels.cuda.triton_kernels import select_device
 from nodeagent.engine.kernels.selection import choose_attention
+from nodeagent.engine.kernels.step_interrupt import StepInterrupt
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.kv_format import KvFormat
 from nodeagent.engine.model.lora import ActiveAdapters
@@ -37,6 +38,7 @@ class DecoderModel(Protocol):
 
     shape: DecoderShape
     adapters: ActiveAdapters
+    interrupt: StepInterrupt | None
 
     def forward(
         self,
@@ -136,9 +138,19 @@ class ModelRunner:
         self.graphs = DecodeGraphs(self._forward, capture, self.device, blocks, window_tokens)
         self.graphs.capture(rows_max)
 
-    def begin(self, batch: ForwardBatch) -> Callable[[], Tensor]:
-        """Compute `batch`; the returned function returns its logits."""
-        logits = self.run(batch)
+    def begin(
+        self, batch: ForwardBatch, interrupt: StepInterrupt | None = None
+    ) -> Callable[[], Tensor]:
+        """Compute `batch`; the returned function returns its logits.
+
+        Raises StepInterrupted if `interrupt` is set meanwhile. Only what `batch` writes has changed
+        then. A step of a captured graph is never interrupted.
+        """
+        self._model.interrupt = interrupt
+        try:
+            logits = self.run(batch)
+        finally:
+            self._model.interrupt = None
         return lambda: logits
 
     @torch.inference_mode()

@@ -5,6 +5,9 @@ the results on; one thread owns all of it.
 Rule 2: a sequence that ends, for whatever reason, has released its blocks before `step` returns.
 Rule 3: a model with several pipeline stages has a batch in flight in each. Batches finish in the
 order in which they began. Results for a sequence that lost its blocks meanwhile are discarded.
+Rule 4: a client's request interrupts a step that computes sequences of the lowest priority, unless
+the step computes another client's prompt. What such a step had computed is computed again. The step
+after it runs to its end, so that the lowest priority makes progress too.
 """
 
 from collections import abc, deque
@@ -21,6 +24,7 @@ from nodeagent.engine.core.generation import (
     error_delta,
 )
 from nodeagent.engine.core.kv_transfers import KvTransfers
+from nodeagent.engine.kernels.step_interrupt import StepInterrupt, StepInterrupted
 from nodeagent.engine.kvcache.block_mover import BlockMover, DeviceBlocks
 from nodeagent.engine.sampling.sampler import InvalidLogits, SampledToken, SamplingRun, sample_step
 from nodeagent.engine.scheduler.batch import Batch, BatchChunk, BlockCopy
@@ -35,10 +39,13 @@ _Samples = dict[int, list[SampledToken | InvalidLogits]]
 class ModelExecutor(Protocol):
     """Runs the model: a runner in this process, or rank 0 of several."""
 
-    def begin(self, batch: Batch) -> abc.Callable[[], Tensor]:
+    def begin(
+        self, batch: Batch, interrupt: StepInterrupt | None = None
+    ) -> abc.Callable[[], Tensor]:
         """Begin to compute `batch`; return a function that waits for its logits.
 
-        With several batches in flight their logits are waited for in the order of `begin`.
+        With several batches in flight their logits are waited for in the order of `begin`. May
+        raise StepInterrupted once `interrupt` is set.
         """
         ...
 
@@ -60,7 +67,9 @@ class SleepingExecutor:
 
     can_read_beside_steps = False
 
-    def begin(self, batch: Batch) -> abc.Callable[[], Tensor]:
+    def begin(
+        self, batch: Batch, interrupt: StepInterrupt | None = None
+    ) -> abc.Callable[[], Tensor]:
         """Raise RuntimeError: a generation must wake the engine first."""
         raise RuntimeError("cannot run a step: the engine sleeps")
 
@@ -115,6 +124,9 @@ class EngineCore:
         self._executor = executor
         self._generations: dict[int, Generation] = {}
         self._in_flight: deque[InFlightBatch] = deque()
+        self.interrupt = StepInterrupt()
+        """Set by any thread that has something more urgent than the lowest priority."""
+        self._was_interrupted = False
         self.prompt_tokens_total = 0
         self.prefix_hit_tokens_total = 0
         self.output_tokens_total = 0
@@ -223,8 +235,11 @@ class EngineCore:
                 if self._can_free_blocks():
                     continue
                 break
+            wait_logits = self._begin(batch)
+            if wait_logits is None:
+                break
             blocks = [chunk.sequence.blocks for chunk in batch.chunks]
-            self._in_flight.append(InFlightBatch(batch, blocks, self._executor.begin(batch)))
+            self._in_flight.append(InFlightBatch(batch, blocks, wait_logits))
             self.scheduler.mark_begun(batch)
             for chunk in batch.prefills:
                 chunk.sequence.began_s = chunk.sequence.began_s or now_s
@@ -235,6 +250,19 @@ class EngineCore:
         if self._in_flight or self.scheduler.running or not self.scheduler.waiting:
             return False
         return self.kv_transfers is not None and self.kv_transfers.let_go_of_prefix()
+
+    def _begin(self, batch: Batch) -> abc.Callable[[], Tensor] | None:
+        """Begin to compute `batch`; return None if a more urgent request interrupted it."""
+        # A draft model has recorded more of the sequences than would be computed.
+        has_model = self.speculation is not None and self.speculation.model is not None
+        if self._was_interrupted or has_model or not batch.may_be_interrupted:
+            self._was_interrupted = False
+            return self._executor.begin(batch)
+        try:
+            return self._executor.begin(batch, self.interrupt)
+        except StepInterrupted:
+            self._was_interrupted = True
+            return None
 
     def _draft(self) -> None:
         """Have drafts made for the next step, if it may verify any."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from nodeagent.engine.architecture.decoder_shape import DecoderShape
 from nodeagent.engine.kernels.attention_backend import AttentionLayout, LayerKV
 from nodeagent.engine.kernels.matrix_formats import QuantisedMatrix, RowsInFile
+from nodeagent.engine.kernels.step_interrupt import StepInterrupt
 
 
 class Linear(Protocol):
@@ -62,8 +63,12 @@ class FusedLayers(Protocol):
         sin: Tensor,
         layout: AttentionLayout,
         wanted: Tensor,
+        interrupt: StepInterrupt | None = None,
     ) -> Tensor:
-        """Take the rows of `x` through all layers, in place; return the rows `wanted`."""
+        """Take the rows of `x` through all layers, in place; return the rows `wanted`.
+
+        Raises StepInterrupted if `interrupt` is set before the last layer.
+        """
         ...
 
 

@@ -19,6 +19,7 @@ from nodeagent.engine.kernels.linear_backend import (
     Linear,
     LinearBackend,
 )
+from nodeagent.engine.kernels.step_interrupt import StepInterrupt
 from nodeagent.engine.model.lora import ActiveAdapters, LoraLinear
 from nodeagent.engine.model.rotary import RotaryTable, inverse_frequencies
 from nodeagent.engine.model.weight_loader import WeightLoader
@@ -133,6 +134,8 @@ class Llama:
         weights = WeightLoader(source, device, dtype, linear_backend, shard, communicator)
         self.record_states: Callable[[int, Tensor], None] | None = None
         """Called with the index of each layer and its input, if set."""
+        self.interrupt: StepInterrupt | None = None
+        """Ends a step between two layers, if set: then `forward` raises StepInterrupted."""
         self.adapters = weights.adapters or ActiveAdapters()
         embedding_shape = (shape.vocabulary, shape.hidden)
         table: EmbeddingTable = torch.empty(0)
@@ -183,10 +186,12 @@ class Llama:
         is_plain_step = self._state_recorder is None and not self.adapters.current
         if self._fused is not None and is_plain_step and self._fused.can_run(layout):
             wanted = rows if is_last else torch.arange(len(x))
-            x = self._fused.run(x, kv, cos, sin, layout, wanted)
+            x = self._fused.run(x, kv, cos, sin, layout, wanted, self.interrupt)
         else:
             x = self._run_layers(x, kv, cos, sin, layout)
             x = x[rows] if is_last else x
+        if self.interrupt is not None:
+            self.interrupt.check()
         logits = None
         if self._head is not None:
             normed = self._row_ops.rms_norm(x, self._norm, self.shape.rms_epsilon)
@@ -205,6 +210,8 @@ class Llama:
     ) -> Tensor:
         ops, epsilon, record = self._row_ops, self.shape.rms_epsilon, self._state_recorder
         for index, layer, layer_kv in zip(self._shard.layers, self._layers, kv, strict=True):
+            if self.interrupt is not None:
+                self.interrupt.check()
             if record is not None:
                 record(index, x)
             normed = ops.rms_norm(x, layer.attention_norm, epsilon)

@@ -93,6 +93,13 @@ class Batch:
         return self.verifies + self.prefills
 
     @property
+    def may_be_interrupted(self) -> bool:
+        """True if it computes sequences that yield, and no prompt of others."""
+        return any(chunk.sequence.yields for chunk in self.chunks) and all(
+            chunk.sequence.yields for chunk in self.prefills
+        )
+
+    @property
     def tokens(self) -> int:
         """The number of tokens that the step computes."""
         return len(self.decodes) + sum(chunk.tokens for chunk in self.segments)

@@ -16,7 +16,7 @@ Rule 5: a request with several answers is admitted as a whole: its first sequenc
 prompt, and the slots of its forks are reserved until they start.
 Rule 6: sequences of the lowest priority (items of batches) take no part in a step that computes
 prompts of others, and steps that compute only their prompts are short: the next prompt of others
-has to wait for one.
+has to wait for one, unless it can interrupt it (rule 4 of `core/step.py`).
 Rule 7: with several batches in flight each has an even part of the decodes. Batches are computed in
 the order in which they began, so that KV counts as computed for every batch that begins later: the
 next chunk of a prompt need not wait for the one before.

@@ -13,6 +13,7 @@ from nodeagent.engine.architecture.decoder_shape import DecoderShape
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.distributed.collectives import Communicator
 from nodeagent.engine.distributed.shards import ModelShard
+from nodeagent.engine.kernels.step_interrupt import StepInterrupt
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.scheduler.batch import BlockCopy
 from nodeagent.engine.scheduler.forward_batch import ForwardBatch
@@ -45,8 +46,13 @@ class Rank0Executor:
         self._shards = [ModelShard(whole, split, rank) for rank in range(split.ranks)]
         self._adapters = AdapterDistributor(workers, runner, self._shards[0])
 
-    def begin(self, batch: ForwardBatch) -> Callable[[], Tensor]:
-        """Compute `batch` on all ranks; return a function that waits for its logits."""
+    def begin(
+        self, batch: ForwardBatch, interrupt: StepInterrupt | None = None
+    ) -> Callable[[], Tensor]:
+        """Compute `batch` on all ranks; return a function that waits for its logits.
+
+        `interrupt` has no effect: the other ranks would wait for this one.
+        """
         self._adapters.update(batch.chunks)
         command = run_step_command(batch)
         self._workers.broadcast(command)

@@ -21,7 +21,9 @@ from router.decide.admission.batch_room import PreemptedItem
 from router.inference_request import InferenceRequest
 
 RETRY_AFTER_S: Final = 5.0
-RETRY_AFTER_MAX_S: Final = 3600.0
+RETRY_AFTER_MAX_S: Final = 60.0
+"""An operator may raise a limit or a quota earlier than the error says. Until then the scheduler
+leases no item of a key whose quota is spent."""
 
 NOT_NOW: Final = frozenset(
     {

@@ -255,7 +255,7 @@ class OpenAiSurface:
         deployment = self.deployment(name, key)
         if deployment.kind != kind:
             raise ApiError(
-                ErrorCode.INVALID_REQUEST,
+                ErrorCode.WRONG_MODEL_KIND,
                 f"cannot use the model {name!r} with {path}: it is a model of kind"
                 f" {deployment.kind!r}, and this route needs one of kind {kind!r}",
                 param="model",

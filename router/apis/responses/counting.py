@@ -9,9 +9,9 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from router.apis.openai.decode import decode
 from router.apis.openai.schema import ModelField
 from router.apis.openai.surface import OpenAiSurface
+from router.apis.responses.tools import Tool
 from router.apis.responses.translate import (
     ITEMS_MAX,
-    FunctionTool,
     InputItem,
     NamedToolChoice,
     ReasoningSettings,
@@ -32,7 +32,7 @@ class InputTokensRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     model: ModelField
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=ITEMS_MAX)]
     instructions: str | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=1024)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningSettings | None = None

@@ -5,11 +5,13 @@ order: the response is created, items are added, filled and done one after the o
 event holds the whole response. Events are numbered.
 """
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from router.apis.responses.tools import CalledName, called_names
 from router.apis.responses.translate import ReasoningSettings, ResponsesRequest, TextFormat
 from router.dataplane import sse
 from router.dataplane.chunk import ChunkChoice, ChunkDelta, ToolCallDelta, decode_chunk, tool_calls
@@ -74,11 +76,14 @@ class FunctionCallItem:
 
     kind = "function_call"
 
-    def __init__(self, call: ToolCallDelta, id_suffix: str) -> None:
+    def __init__(
+        self, call: ToolCallDelta, id_suffix: str, called_names: Mapping[str, CalledName]
+    ) -> None:
         self.index = call.index
         self.id = f"fc_{id_suffix}"
         self._call_id = call.id or f"call_{id_suffix}"
-        self._name = call.function.name or ""
+        name = call.function.name or ""
+        self._namespace, self._name = called_names.get(name, ("", name))
         self._arguments = ""
 
     def body(self, status: str) -> dict[str, Any]:
@@ -90,6 +95,7 @@ class FunctionCallItem:
             "call_id": self._call_id,
             "name": self._name,
             "arguments": self._arguments,
+            **({"namespace": self._namespace} if self._namespace else {}),
         }
 
     def opening_events(self) -> list[ItemEvent]:
@@ -113,6 +119,7 @@ class ResponseEvents:
     def __init__(self, response: dict[str, Any]) -> None:
         """Begin with the result of `new_response`."""
         self._response = response
+        self._called_names = called_names(response["tools"])
         self._next_number = 0
         self._output: list[dict[str, Any]] = []
         self._item: TextItem | FunctionCallItem | None = None
@@ -185,7 +192,7 @@ class ResponseEvents:
             if not call.function.name:
                 # The end of a call that is complete already.
                 return b""
-            events = self._open_item(FunctionCallItem(call, self._id_suffix()))
+            events = self._open_item(FunctionCallItem(call, self._id_suffix(), self._called_names))
         return events + self._append(call.function.arguments) if call.function.arguments else events
 
     def _id_suffix(self) -> str:

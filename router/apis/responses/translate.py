@@ -20,6 +20,7 @@ from router.apis.openai.schema import (
     Temperature,
     TokenCount,
 )
+from router.apis.responses.tools import Tool, chat_name, chat_tools
 
 ITEMS_MAX: Final = 10_000
 StoredId = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
@@ -70,22 +71,9 @@ class InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     encrypted_content: Any = None
     caller: DirectFunctionCaller | None = None
     is_async: Literal[False] | None = msgspec.field(default=None, name="async")
-    namespace: None = None
+    namespace: str | None = None
+    """Of a function call, and of its output."""
     phase: None = None
-
-
-class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A function that the model may call. Unset fields are not repeated in the response."""
-
-    type: str
-    name: str = ""
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    allowed_callers: list[Literal["direct"]] | UnsetType | None = UNSET
-    is_async: Literal[False] | UnsetType | None = msgspec.field(default=UNSET, name="async")
-    defer_loading: Literal[False] | UnsetType | None = UNSET
-    output_schema: UnsetType | None = UNSET
 
 
 class NamedToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -151,12 +139,14 @@ class ResponsesRequest(RefusedOpenAiFields, frozen=True, kw_only=True, forbid_un
     temperature: Temperature | None = None
     top_p: Fraction | None = None
     stream: bool | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=1024)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
     metadata: dict[str, str] | None = None
+    client_metadata: dict[str, str] | None = None
+    """What Codex says about itself; it changes nothing, like `user`."""
     user: str | None = None
     options: RouterOptions | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
@@ -208,9 +198,7 @@ def to_chat(request: ResponsesRequest) -> bytes:
     if request.stream:
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
     if request.tools:
-        chat["tools"] = [
-            {"type": "function", "function": _function(tool)} for tool in request.tools
-        ]
+        chat["tools"] = chat_tools(request.tools)
     if isinstance(request.tool_choice, NamedToolChoice):
         chat["tool_choice"] = {"type": "function", "function": {"name": request.tool_choice.name}}
     elif request.tool_choice is not None and (request.tools or request.tool_choice != "auto"):
@@ -238,13 +226,6 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
         raise _invalid_field(
             "truncation", "'auto' is not supported: send an input that fits the context"
         )
-    for tool in request.tools or ():
-        if tool.type != "function":
-            raise _invalid_field(
-                "tools", f"type {tool.type[:60]!r} is not supported, only 'function'"
-            )
-        if not tool.name:
-            raise _invalid_field("tools", "a function needs a 'name', beside its 'type'")
 
 
 def check_items(items: Sequence[InputItem]) -> None:
@@ -266,10 +247,13 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
 def _add_messages(messages: list[dict[str, Any]], items: Sequence[InputItem]) -> None:
     """Append the messages of items. Raises ApiError 400."""
     for item in items:
+        if item.namespace and not item.type.startswith("function_call"):
+            raise _invalid_field("input", f"items of type {item.type[:60]!r} have no 'namespace'")
         if item.type == "message":
             messages.append({"role": item.role, "content": _content(item.content or "")})
         elif item.type == "function_call":
-            function = {"name": item.name, "arguments": item.arguments}
+            name = chat_name(item.namespace, item.name)
+            function = {"name": name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
@@ -306,16 +290,6 @@ def _text(content: Content) -> str:
                 "input", f"parts of type {part.type[:60]!r} are not supported, only text"
             )
     return "".join(part.text or part.refusal or "" for part in content)
-
-
-def _function(tool: FunctionTool) -> dict[str, Any]:
-    fields = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": tool.strict,
-    }
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _response_format(text_format: TextFormat) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from scheduler.store.client_objects.batch_items import (
     renew_leases,
     store_results,
     waiting_batches,
+    without_spent_quota,
 )
 from scheduler.store.client_objects.batches import StoredBatch, read_batch
 from scheduler.store.pool import Pool, transaction
@@ -113,6 +114,7 @@ class BatchService:
                 if request.wanted
                 else []
             )
+            waiting = await without_spent_quota(connection, waiting) if waiting else []
             leased = await leased_by_tenant(connection) if waiting else {}
             for batch_id, count in share_items(waiting, leased, request.wanted).items():
                 batch = await read_batch(connection, batch_id)

@@ -5,8 +5,11 @@ from typing import Final
 
 import msgspec
 
+from isochrone.wire.client_keys.key_table import budget_id
+from isochrone.wire.ids import KeyId, TenantId
 from isochrone.wire.peers.batches import ItemRef, ItemResult
 from scheduler.decide.batch_shares import WaitingBatch
+from scheduler.store.accounts.keys import live_keys
 from scheduler.store.pool import Connection, affected_rows
 
 ATTEMPTS_MAX: Final = 5
@@ -101,7 +104,7 @@ async def waiting_batches(
     """
     rows = await connection.fetch(
         """
-        SELECT b.batch_id, b.tenant_id, b.deployment, (
+        SELECT b.batch_id, b.tenant_id, b.key_id, b.deployment, (
             SELECT count(*) FROM (SELECT FROM batch_item i WHERE i.batch_id = b.batch_id
                 AND NOT is_done AND available_at <= now() LIMIT $2) counted) AS waiting
         FROM batch b
@@ -112,6 +115,24 @@ async def waiting_batches(
         limit,
     )
     return [WaitingBatch(**row) for row in rows]
+
+
+async def without_spent_quota(
+    connection: Connection, batches: Sequence[WaitingBatch]
+) -> list[WaitingBatch]:
+    """Return those batches whose key, and its tenant, may use more now.
+
+    Routers would refuse the items of the others, which would take places from items that can run.
+    """
+    keys = {KeyId(batch.key_id) for batch in batches}
+    budgets = {budget_id(TenantId(batch.tenant_id)) for batch in batches}
+    entries = await live_keys(connection, sorted(keys | budgets))
+    spent = {entry.key_id for entry in entries if entry.spent_until > 0}
+    return [
+        batch
+        for batch in batches
+        if not spent.intersection((KeyId(batch.key_id), budget_id(TenantId(batch.tenant_id))))
+    ]
 
 
 async def leased_by_tenant(connection: Connection) -> dict[str, int]:

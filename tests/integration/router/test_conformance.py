@@ -147,6 +147,7 @@ RESPONSES: Final = Surface(
     },
     {
         "access_programs": [],
+        "background_options": {"completion_window": "2h"},
         "context_management": [],
         "image": {},
         "moderation": {},

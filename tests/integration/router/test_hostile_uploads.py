@@ -43,6 +43,7 @@ async def test_hostile_documents_end_in_errors_and_chats_go_on(tmp_path: Path) -
         assert rows.pop("harmless.docx")["data"] == "harmless"
         assert rows.pop("deep.html")["data"] == "x"
         assert {row["format"] for row in rows.values()} == {"error"}, rows
+        assert "cells" in rows["far.xlsx"]["error"], "found out before its grid was filled"
         assert SECRET not in json.dumps(answer)
 
 

@@ -49,7 +49,7 @@ async def test_errors_have_workers_ai_numbers_and_format(tmp_path: Path) -> None
             ("none", b'{"prompt":"hi"}'): (404, 3042),
             ("", b'{"prompt":"hi"}'): (400, 5006),
             ("m" * 200, b'{"prompt":"hi"}'): (400, 5006),
-            ("tiny", b'{"text":"hi"}'): (400, 5006),
+            ("tiny", b'{"text":"hi"}'): (400, 5007),
         }
         for (model, body), (status, number) in expected.items():
             async with bench.http.post(f"{bench.url}/ai/run/{model}", data=body) as response:

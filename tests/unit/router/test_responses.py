@@ -4,7 +4,7 @@ import json
 from typing import Any, get_args
 
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseFunctionToolCall, ResponseStreamEvent
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.apis.openai.decode import decode
@@ -41,6 +41,51 @@ def test_a_text_becomes_a_user_message() -> None:
     assert chat_body["messages"][0] == {"role": "system", "content": "be brief"}
     assert (chat_body["max_tokens"], chat_body["temperature"], chat_body["stream"]) == (9, 0, True)
     assert chat_body["stream_options"] == {"include_usage": True}
+
+
+CRM = {
+    "type": "namespace",
+    "name": "crm",
+    "description": "About customers.",
+    "tools": [
+        {"type": "function", "name": "find", "description": "Finds one."},
+        {"type": "function", "name": "f", "parameters": {"type": "object"}},
+    ],
+}
+
+
+def test_functions_of_a_namespace_are_called_by_both_names() -> None:
+    call = {"type": "function_call", "call_id": "a", "namespace": "crm", "name": "find"}
+    output = {"type": "function_call_output", "call_id": "a", "namespace": "crm", "output": "Ada"}
+    body = chat(tools=[TOOL, CRM], input=[{**call, "arguments": "{}"}, output])
+    assert [tool["function"] for tool in body["tools"][1:]] == [
+        {"name": "crm__find", "description": "About customers.\nFinds one."},
+        {
+            "name": "crm__f",
+            "description": "About customers.",
+            "parameters": {"type": "object"},
+        },
+    ]
+    assert body["messages"][0]["tool_calls"][0]["function"]["name"] == "crm__find"
+
+    called = [
+        {"index": n, "id": str(n), "function": {"name": name, "arguments": "{}"}}
+        for n, name in enumerate(("crm__f", "f"))
+    ]
+    complete = {"choices": [{"message": {"tool_calls": called}, "finish_reason": "tool_calls"}]}
+    events = ResponseEvents(a_new_response(tools=[TOOL, CRM]))
+    answer = json.loads(events.translate_body(json.dumps(complete).encode()))
+    response = Response.model_validate(answer, strict=True)
+    first, second = response.output
+    assert isinstance(first, ResponseFunctionToolCall)
+    assert isinstance(second, ResponseFunctionToolCall)
+    assert [(one.namespace, one.name) for one in (first, second)] == [("crm", "f"), (None, "f")]
+    assert answer["tools"][1]["name"] == "crm"
+
+
+def test_what_describes_the_client_changes_nothing() -> None:
+    about = {"client_metadata": {"installation": "x"}, "metadata": {"a": "b"}, "user": "u"}
+    assert chat(**about) == chat()
 
 
 def test_input_items_become_messages_tool_calls_and_tool_outputs() -> None:
@@ -154,8 +199,17 @@ def test_the_default_choice_of_no_tools_is_left_out(fields: Any, sent: str | Non
         ({"previous_response_id": "../etc"}, "previous_response_id"),
         ({"conversation": {"id": ""}}, "conversation.id"),
         ({"truncation": "auto"}, "truncation"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search", "external_web_access": False}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].function"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [CRM, CRM]}, "tools"),
+        ({"tools": [CRM, {**TOOL, "name": "crm__f"}]}, "tools"),
+        ({"tools": [{**CRM, "name": "n" * 63}]}, "tools"),
+        (
+            {"tools": [{**CRM, "tools": [{"type": "custom", "name": "c"}]}]},
+            "tools[0].tools[0].type",
+        ),
+        ({"input": [{"role": "user", "content": "x", "namespace": "crm"}]}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
     ],
 )

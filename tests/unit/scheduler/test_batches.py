@@ -17,6 +17,7 @@ from scheduler.decide.batch_lines import (
     run_response,
 )
 from scheduler.decide.batch_shares import WaitingBatch, share_items
+from scheduler.decide.batch_steps import DueStep, next_steps
 from scheduler.state.files.batch_input import BatchInput, has_more_lines
 
 CHAT = "/v1/chat/completions"
@@ -147,14 +148,37 @@ def test_lines_that_are_not_blank_are_counted(text: bytes, count: int) -> None:
 
 def test_tenants_take_turns_and_the_oldest_batch_of_each_comes_first() -> None:
     batches = [
-        WaitingBatch("a1", "a", "m", 100),
-        WaitingBatch("a2", "a", "m", 100),
-        WaitingBatch("b1", "b", "m", 2),
-        WaitingBatch("b2", "b", "m", 9),
-        WaitingBatch("c1", "c", "other", 9),
+        WaitingBatch("a1", "a", "key", "m", 100),
+        WaitingBatch("a2", "a", "key", "m", 100),
+        WaitingBatch("b1", "b", "key", "m", 2),
+        WaitingBatch("b2", "b", "key", "m", 9),
+        WaitingBatch("c1", "c", "key", "other", 9),
     ]
     assert share_items(batches, {}, {"m": 10}) == {"a1": 5, "b1": 2, "b2": 3}
     assert share_items(batches, {"a": 8}, {"m": 10}) == {"a1": 1, "b1": 2, "b2": 7}
     assert share_items(batches, {}, {"m": 500}) == {"a1": 100, "a2": 100, "b1": 2, "b2": 9}
     assert share_items(batches, {}, {"other": 1, "none": 5}) == {"c1": 1}
     assert share_items(batches, {}, {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("due", "running", "started"),
+    [
+        ("", "", ""),
+        ("aaaa", "", "aa"),
+        ("aaab", "", "aab"),
+        ("aabc", "aa", "bc"),
+        ("aabcd", "aa", "bc"),
+        ("abab", "b", "aba"),
+        ("abc", "aabb", ""),
+        ("a", "bbc", "a"),
+    ],
+)
+def test_steps_of_tenants_run_beside_each_other(due: str, running: str, started: str) -> None:
+    steps = [DueStep(str(number), tenant) for number, tenant in enumerate(due)]
+    chosen = next_steps(steps, running)
+    assert sorted(step.tenant_id for step in chosen) == sorted(started)
+    for tenant in set(due):
+        own = [step for step in steps if step.tenant_id == tenant]
+        of_tenant = [step for step in chosen if step.tenant_id == tenant]
+        assert of_tenant == own[: len(of_tenant)], "the oldest first"

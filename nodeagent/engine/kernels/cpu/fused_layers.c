@@ -9,6 +9,8 @@
 
 #include <stdlib.h>
 
+#define INTERRUPTED 1 /* returned instead of 0; -1 is a lack of memory */
+
 /* A matrix, as `multiply` takes it. */
 struct matrix {
     const uint8_t *packed;
@@ -23,6 +25,7 @@ struct layer {
 };
 
 struct step {
+    const int64_t *interrupt; /* set by another thread to end the step; may be NULL */
     float *x,
         *buffer; /* x is [rows, hidden]; the buffer holds all intermediate results of a layer */
     const float *cos, *sin;
@@ -143,9 +146,17 @@ static int64_t run_layer(const struct layer *layer, const struct step *step, int
     return 0;
 }
 
+static int is_interrupted(const struct step *step) {
+    return step->interrupt && __atomic_load_n(step->interrupt, __ATOMIC_RELAXED);
+}
+
 static void run_all(void *arguments) {
     struct run *run = arguments;
     for (int64_t at = 0; at < run->count && !run->failed; at++) {
+        if (is_interrupted(run->step)) {
+            run->failed = INTERRUPTED;
+            return;
+        }
         run->failed = run_layer(run->layers + at, run->step, at == 0, at + 1 == run->count);
         __atomic_fetch_add(run->step->layers_computed, 1, __ATOMIC_RELAXED);
     }

@@ -18,6 +18,7 @@ from nodeagent.engine.kernels.cpu.attention import AttentionPieces
 from nodeagent.engine.kernels.cpu.library import KV_FORMS, CpuKernels
 from nodeagent.engine.kernels.cpu.native_matrix import NativeMatrix
 from nodeagent.engine.kernels.linear_backend import DenseLayer, Linear
+from nodeagent.engine.kernels.step_interrupt import StepInterrupt, StepInterrupted
 
 
 class _MatrixStruct(Structure):
@@ -29,7 +30,9 @@ class _MatrixStruct(Structure):
 _NORMS = ("attention_norm", "mlp_norm", "bias", "head_norms")
 _MATRICES = ("query_key_value", "output", "gate_up", "down")
 _STEP_TENSORS = ("x", "buffer", "cos", "sin", "slots", "tables", "pieces", "wanted")
-_STEP_POINTERS = (*_STEP_TENSORS, "layers_computed")
+_STEP_POINTERS = ("interrupt", *_STEP_TENSORS, "layers_computed")
+_INTERRUPTED = 1
+"""What `run_layers` returns when a step was interrupted."""
 _STEP_SIZES = ("rows", "hidden", "heads", "kv_heads", "dim", "block_tokens", "table_width")
 _STEP_COUNTS = ("pieces_count", "window", "wanted_count", "threads", "kv_form")
 
@@ -89,8 +92,12 @@ class CpuFusedLayers:
         sin: Tensor,
         layout: AttentionLayout,
         wanted: Tensor,
+        interrupt: StepInterrupt | None = None,
     ) -> Tensor:
-        """Take the rows of `x` through all layers, in place; return the rows `wanted`."""
+        """Take the rows of `x` through all layers, in place; return the rows `wanted`.
+
+        Raises StepInterrupted if `interrupt` is set before the last layer.
+        """
         plan, shape = layout.plan, self._shape
         assert isinstance(plan, AttentionPieces)
         if kv is not self._kv:
@@ -100,6 +107,7 @@ class CpuFusedLayers:
         buffer = torch.empty(len(x) * self._buffer_per_row)
         tensors = (x, buffer, cos, sin, layout.write_slots, plan.tables, plan.pieces, wanted)
         step = _StepStruct(
+            None if interrupt is None else interrupt.address,
             *(tensor.data_ptr() for tensor in tensors),
             layer_count.ADDRESS,
             *(len(x), shape.hidden, shape.heads, shape.kv_heads, shape.head_dim),
@@ -110,7 +118,10 @@ class CpuFusedLayers:
             KV_FORMS[kv[0].pages.dtype],
             shape.rms_epsilon,
         )
-        if self._run(self._structs, len(self._structs), byref(step)):
+        failed = self._run(self._structs, len(self._structs), byref(step))
+        if failed == _INTERRUPTED:
+            raise StepInterrupted
+        if failed:
             raise MemoryError(f"cannot compute {len(x)} rows: no memory for their rounded copy")
         return x[: len(wanted)]
 

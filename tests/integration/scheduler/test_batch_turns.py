@@ -1,0 +1,184 @@
+"""Batches take turns: a large or broken one delays no other, nor does one without a quota."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import BinaryIO
+
+import pytest
+
+from isochrone.wire.admin import LimitsBody
+from scheduler.decide.batch_limits import BatchLimits
+from scheduler.decide.batch_shares import WaitingBatch
+from scheduler.loops.advance_batches import AdvanceBatches
+from scheduler.state.files.batch_folder import BatchFolder
+from scheduler.store.accounts import tenant_budgets
+from scheduler.store.client_objects.batch_items import waiting_batches, without_spent_quota
+from scheduler.store.client_objects.batches import add_batch, open_batches
+from scheduler.store.pool import Pool, transaction, using
+from tests.builders import a_deployment
+from tests.integration.scheduler.test_quotas import (
+    KEY,
+    a_usage,
+    limited,
+    record,
+    sum_quotas,
+    with_key,
+)
+from tests.system.harness import until
+
+__all__ = ["with_key"]
+
+MODEL = a_deployment().name
+
+
+class SlowFolder(BatchFolder):
+    """A folder in which some files cannot be read yet, and some never."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.may_read = threading.Event()
+        self.opened: list[str] = []
+
+    def open(self, file_id: str) -> BinaryIO:
+        self.opened.append(file_id)
+        if "broken" in file_id:
+            raise OSError("the disk is gone")
+        if "large" in file_id:
+            self.may_read.wait(60)
+        return super().open(file_id)
+
+
+class Turns:
+    """The job under test, with its folder."""
+
+    def __init__(self, pool: Pool, folder: SlowFolder) -> None:
+        self.pool = pool
+        self.folder = folder
+        self.nudges = 0
+        self.lease = SimpleNamespace(is_acting=True)
+        self.job = AdvanceBatches(
+            pool=pool,
+            lease=self.lease,  # type: ignore[arg-type]
+            folder=folder,
+            limits=BatchLimits(),
+            nudge=self._nudge,
+        )
+
+    def _nudge(self) -> None:
+        self.nudges += 1
+
+    async def begin(self, name: str, tenant_id: str = "acme") -> None:
+        """Create a batch of one item."""
+        body = {"model": MODEL, "messages": []}
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+        def write() -> None:
+            with self.folder.writing(name) as output:
+                output.write(json.dumps(line).encode())
+
+        await asyncio.to_thread(write)
+        async with transaction(self.pool) as connection:
+            await add_batch(
+                connection,
+                batch_id=name,
+                tenant_id=tenant_id,
+                key_id=KEY,
+                endpoint="/v1/chat/completions",
+                input_file_id=name,
+                metadata={},
+                expires_after_s=3600,
+            )
+
+    async def statuses(self) -> dict[str, str]:
+        async with using(self.pool) as connection:
+            return {batch.batch_id: batch.status for batch in await open_batches(connection)}
+
+    async def until_begun(self, *names: str) -> None:
+        """Take turns until these batches are in progress."""
+
+        async def have_begun() -> bool:
+            await self.job.run_once()
+            statuses = await self.statuses()
+            return all(statuses[name] == "in_progress" for name in names)
+
+        await until(f"{names} have begun", have_begun)
+
+    async def waiting(self) -> Sequence[str]:
+        async with using(self.pool) as connection:
+            batches: list[WaitingBatch] = await waiting_batches(connection, [MODEL], 10)
+            return [one.batch_id for one in await without_spent_quota(connection, batches)]
+
+
+@pytest.fixture
+async def turns(with_key: Pool, tmp_path: Path) -> AsyncIterator[Turns]:
+    folder = SlowFolder(tmp_path)
+    turns = Turns(with_key, folder)
+    try:
+        yield turns
+    finally:
+        folder.may_read.set()
+        await turns.job.close()
+
+
+async def test_batches_begin_while_a_large_one_is_read(turns: Turns) -> None:
+    await turns.begin("large-1")
+    await turns.job.run_once()
+    await turns.begin("small-1")
+    await turns.begin("small-2", "other")
+    await turns.until_begun("small-1", "small-2")
+    assert (await turns.statuses())["large-1"] == "validating"
+    assert turns.nudges, "the end of a step asks for the next turn"
+    turns.folder.may_read.set()
+    await turns.until_begun("large-1")
+    assert turns.folder.opened.count("large-1") == 2, "to count its lines, and to read them"
+
+
+async def test_a_step_ends_with_the_lease_and_is_repeated(turns: Turns) -> None:
+    await turns.begin("large-1")
+    await turns.job.run_once()
+    turns.lease.is_acting = False
+    await turns.job.run_once()
+    turns.folder.may_read.set()
+    async with using(turns.pool) as connection:
+        assert await connection.fetchval("SELECT count(*) FROM batch_item") == 0
+    assert await turns.statuses() == {"large-1": "validating"}
+    turns.lease.is_acting = True
+    await turns.until_begun("large-1")
+
+
+async def test_a_batch_that_cannot_be_read_delays_no_other(turns: Turns) -> None:
+    await turns.begin("broken-1")
+    await turns.begin("small-1")
+    await turns.job.run_once()
+    failures = 0
+    while (await turns.statuses())["small-1"] != "in_progress":
+        try:
+            await turns.job.run_once()
+        except OSError:
+            failures += 1
+    assert failures, "its failure is reported"
+
+
+async def test_items_without_a_quota_are_not_leased_until_it_is_raised(turns: Turns) -> None:
+    await turns.begin("of-acme")
+    await turns.begin("of-other", "other")
+    await turns.until_begun("of-acme", "of-other")
+    assert await turns.waiting() == ["of-acme", "of-other"]
+    async with transaction(turns.pool) as connection:
+        limits = LimitsBody(tokens_per_day=300)
+        await tenant_budgets.put_budget(connection, "acme", limits, None)
+    await record(turns.pool, a_usage("q1"), a_usage("q2"))
+    await sum_quotas(turns.pool)
+    assert await turns.waiting() == ["of-other"], "the tenant's budget is used up"
+    await record(turns.pool, a_usage("q3"))
+    await sum_quotas(turns.pool)
+    assert await turns.waiting() == [], "and the quota of the key"
+    await limited(turns.pool, tokens_per_day=1000)
+    assert await turns.waiting() == ["of-other"]
+    async with transaction(turns.pool) as connection:
+        await tenant_budgets.put_budget(connection, "acme", LimitsBody(tokens_per_day=1000), None)
+    assert await turns.waiting() == ["of-acme", "of-other"]
