@@ -81,6 +81,7 @@ from nodeagent.decide.handoff import (
 from nodeagent.decide.kv_quota import NO_KV_LIMITS, KvQuota, KvRateLimits
 from nodeagent.disaggregation.handshake_leg import AnswerContext, NoPrefillReplica
 from nodeagent.disaggregation.kv_windows import WindowLeases
+from nodeagent.disaggregation.store_copies import StoreCopies
 from nodeagent.drivers.driver import TOKENIZE_PATH
 from nodeagent.host.awake_memory import CannotWake
 from nodeagent.host.cache_salts import CacheSalts
@@ -137,6 +138,7 @@ class DataPlaneServer:
         quota = KvQuota(kv_limits)
         self._windows = WindowLeases(supervisor.replicas.get, monotonic)
         self._decode_legs = DecodeLegs(peer_replicas, quota, self._windows)
+        self._store_copies = StoreCopies(quota, monotonic)
         self._kv_sharing = KvSharingRoutes(
             self._find_sharing, peer_replicas, quota, self._windows, monotonic
         )
@@ -158,6 +160,7 @@ class DataPlaneServer:
 
     async def _close(self, app: web.Application) -> None:
         await self._kv_sharing.close()
+        await self._store_copies.close()
         await self._peer_replicas.close()
 
     def _find_sharing(self, request: web.Request) -> SharingReplica:
@@ -360,9 +363,11 @@ class DataPlaneServer:
                 response = await self._relay_answer(
                     request, replica, answer, reservation, running, leg
                 )
-            copy = prefix_copy(leg) if response.status == 200 else None
-            if copy is not None:
-                self._kv_sharing.offer_copy(copy)
+            if response.status == 200:
+                if prompt := self._decode_legs.computed_prompt(request, replica, engine, leg):
+                    self._store_copies.offer(prompt)
+                elif copy := prefix_copy(leg):
+                    self._kv_sharing.offer_copy(copy)
             return response
         except NoPrefillReplica as error:
             raise RequestRefused("loading", 503) from error

@@ -211,6 +211,13 @@ def require_one_node(spec: ReplicaSpec, reason: str) -> None:
         raise UnknownOption(f"cannot start {driver} over {nodes} nodes: {reason}")
 
 
+def require_store_ports(launch: EngineLaunch) -> StorePorts:
+    """Return the ports of the PoP's store of KV. Raises UnknownOption if this node has none."""
+    if launch.store_ports is None:
+        raise UnknownOption("cannot share KV: plaintext_kv_store_ports is not set on this node")
+    return launch.store_ports
+
+
 def check_options(spec: ReplicaSpec) -> None:
     """Raise UnknownOption if a deployment has options that its driver cannot use.
 

@@ -29,12 +29,12 @@ from nodeagent.drivers.driver import (
     UNLOAD_ADAPTER_PATH,
     EngineCommand,
     EngineLaunch,
-    StorePorts,
     UnknownOption,
     check_options,
     cpu_threads,
     flags,
     read_prometheus,
+    require_store_ports,
     visible_devices,
     with_spare_seats,
 )
@@ -247,12 +247,6 @@ def _transfer_environment(launch: EngineLaunch, connector: str) -> dict[str, str
     return variables
 
 
-def _store_ports(launch: EngineLaunch) -> StorePorts:
-    if launch.store_ports is None:
-        raise UnknownOption("cannot share KV: plaintext_kv_store_ports is not set on this node")
-    return launch.store_ports
-
-
 def _store_transfer_config(launch: EngineLaunch) -> str:
     """Return the configuration with which the engine reads and writes the PoP's store.
 
@@ -280,7 +274,7 @@ def _store_config(launch: EngineLaunch) -> bytes:
     return msgspec.json.encode(
         {
             "metadata_server": "P2PHANDSHAKE",
-            "master_server_address": f"127.0.0.1:{_store_ports(launch).master}",
+            "master_server_address": f"127.0.0.1:{require_store_ports(launch).master}",
             "protocol": "tcp",
             "device_name": "",
             "global_segment_size": store_bytes(launch.spec.engine) - STORE_BUFFER_BYTES,
@@ -294,7 +288,7 @@ def _store_environment(launch: EngineLaunch) -> dict[str, str]:
 
     Without a fixed hash seed each engine would name the same blocks in another way.
     """
-    ports = _store_ports(launch)
+    ports = require_store_ports(launch)
     first, last = str(ports.first), str(ports.last)
     return {
         "MOONCAKE_CONFIG_PATH": str(launch.folder / STORE_CONFIG),
