@@ -53,5 +53,11 @@ def sharing_problem(engine: EngineSettings) -> str:
                     f" {name} out"
                 )
         if engine.nodes > 1:
-            return f"share_kv of {engine.driver} needs replicas of one node each"
+            return f"{store_use(engine)} needs replicas of one node each"
     return ""
+
+
+def store_use(engine: EngineSettings) -> str:
+    """Return what makes replicas of this engine use a store, in words."""
+    by_option = capabilities_of(engine.driver).kv_store_by_option
+    return f"share_kv of {engine.driver}" + (f" with {STORE_BYTES_OPTION}" if by_option else "")

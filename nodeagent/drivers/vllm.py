@@ -65,6 +65,11 @@ MOONCAKE_ABORT_S: Final = 60
 
 STORE_CONFIG: Final = "mooncake.json"
 
+EVENTS_OPTION: Final = "kv_events_config"
+EVENTS_SOCKET: Final = "kv-events.sock"
+KEEPS_EVICTED: Final = frozenset({"kv_transfer_config", "kv_offloading_size"})
+"""Options with which what the prefix cache evicts may still be found in a tier below it."""
+
 
 class VllmDriver:
     """Starts vLLM's OpenAI server on a loopback port."""
@@ -107,6 +112,9 @@ class VllmDriver:
             options["kv_transfer_config"] = _store_transfer_config(launch)
         if connector:
             options["kv_transfer_config"] = _transfer_config(launch, connector)
+        events = _events_socket(launch, options)
+        if events:
+            options[EVENTS_OPTION] = _events_config(events)
         # Engines exchange KV only if their models' paths are the same (NIXL's compatibility hash),
         # and the names of blocks in a store begin with the last part of that path.
         link = f"model-{spec.artifact.digest[:16]}" if connector or shares_kv else ""
@@ -140,6 +148,7 @@ class VllmDriver:
             },
             files={STORE_CONFIG: _store_config(launch)} if shares_kv else {},
             kv_address=_kv_address(launch) if connector else None,
+            kv_events=events,
             model_link=link,
             # Else most of its parsers hold a required call to the tool's name only, not to the
             # schema of its parameters (--tool-strict-level).
@@ -177,6 +186,32 @@ class VllmDriver:
             store_hit_tokens_total=int(found.get("vllm:external_prefix_cache_hits_total", 0)),
             steps_total=int(found.get("vllm:iteration_tokens_total_count", 0)),
         )
+
+
+def _events_socket(launch: EngineLaunch, options: Mapping[str, str]) -> str:
+    """Return where the engine says what its prefix cache stores and evicts; "" if it does not."""
+    spec = launch.spec
+    below = KEEPS_EVICTED.intersection(options) and CONNECTOR_OPTION not in spec.engine.options
+    is_off = options.get("enable_prefix_caching", "true").lower() not in TRUE
+    if not spec.leads or EVENTS_OPTION in options or below or is_off:
+        return ""
+    # With several ranks of data, each would need a socket of its own.
+    if options.get("data_parallel_size", "1") != "1":
+        return ""
+    return str(launch.folder / EVENTS_SOCKET)
+
+
+def _events_config(socket: str) -> str:
+    """Return the configuration of events. Those that are not read in time are dropped soon."""
+    return json.dumps(
+        {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"ipc://{socket}",
+            "buffer_steps": 1,
+            "hwm": 1000,
+        }
+    )
 
 
 def _device_options(spec: ReplicaSpec) -> dict[str, str]:

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -45,6 +46,7 @@ from nodeagent.host.engine_folder import make_folders, remove_folders, temporary
 from nodeagent.host.engine_log import LOG
 from nodeagent.host.engine_ports import free_port, other_listener
 from nodeagent.host.engine_record import EngineRecord, write_record
+from nodeagent.host.kv_events import KvEventReader
 from nodeagent.host.open_session import open_session
 from nodeagent.host.processes import (
     Child,
@@ -112,6 +114,10 @@ class EngineProcess:
             headers={"authorization": f"Bearer {key}"} if (key := record.command.api_key) else None,
         )
         self._exit_watcher = asyncio.create_task(self._watch_exit())
+        self._kv_events = KvEventReader(Path(record.command.kv_events), time.monotonic)
+        """Follows what the engine's prefix cache stores and evicts, if it says that."""
+        if record.command.kv_events:
+            self._kv_events.start(is_new=child is not None)
 
     @property
     def pid(self) -> int:
@@ -203,9 +209,12 @@ class EngineProcess:
         path = self._driver.stats_path or self._ready_path
         status, body = await self._request("GET", path, PROBE_TIMEOUT_S)
         try:
-            return self._driver.read_stats(body) if status == 200 else None
+            stats = self._driver.read_stats(body) if status == 200 else None
         except msgspec.DecodeError:
             return None
+        if stats is None or not self.record.command.kv_events:
+            return stats
+        return msgspec.structs.replace(stats, prefix_evicted_age_s=self._kv_events.age_s())
 
     async def metrics(self) -> str:
         """Return the engine's Prometheus metrics page, or "" if it has none."""
@@ -287,6 +296,7 @@ class EngineProcess:
         """Stop watching the process and leave it running."""
         self._on_release()
         self._exit_watcher.cancel()
+        await self._kv_events.stop()
         await self._http.close()
 
     async def _watch_exit(self) -> None:
