@@ -42,7 +42,9 @@ KEEP_PATH: Final = "/kv/keep"
 
 STORE_LOCATE_PATH: Final = "/kv/store/locate"
 STORE_KEEP_PATH: Final = "/kv/store/keep"
-"""Node to its engine: how much of a chain the PoP's store has, and have the store keep a chain."""
+STORE_FETCH_PATH: Final = "/kv/store/fetch/"
+"""Node to its engine: how much of a chain the PoP's store has; have the store keep a chain; and
+fetch the next `?blocks=N` of the prompt that waits for a transfer, whose id follows."""
 
 DIGEST_BYTES: Final = 32
 CHAIN_BLOCKS_MAX: Final = 16_384

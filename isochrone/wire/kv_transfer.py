@@ -7,8 +7,7 @@ That node answers with the blocks of the prompt as they are computed (CONTENT_TY
 
 GET describes the prompt (ExpectedPrompt; with `?digests=1` also its blocks), POST takes blocks
 (ReceivedBlocks), and DELETE tells the engine to compute what has not arrived. POST with `?shared=1`
-takes blocks that the PoP shares: a part of the prompt, so that the request goes on waiting. POST
-with `?store=N` has the engine fetch N blocks from the PoP's store, as such a part.
+takes blocks that the PoP shares: a part of the prompt, so that the request goes on waiting.
 
 Between two engines of one node, the contents of blocks go through a window, memory that both map.
 The agent issues a lease for it (WINDOW), and tells its own engine where the other one gives the

@@ -81,7 +81,6 @@ from nodeagent.decide.handoff import (
 from nodeagent.decide.kv_quota import NO_KV_LIMITS, KvQuota, KvRateLimits
 from nodeagent.disaggregation.handshake_leg import AnswerContext, NoPrefillReplica
 from nodeagent.disaggregation.kv_windows import WindowLeases
-from nodeagent.disaggregation.store_copies import StoreCopies
 from nodeagent.drivers.driver import TOKENIZE_PATH
 from nodeagent.host.awake_memory import CannotWake
 from nodeagent.host.cache_salts import CacheSalts
@@ -138,7 +137,6 @@ class DataPlaneServer:
         quota = KvQuota(kv_limits)
         self._windows = WindowLeases(supervisor.replicas.get, monotonic)
         self._decode_legs = DecodeLegs(peer_replicas, quota, self._windows)
-        self._store_copies = StoreCopies(quota, monotonic)
         self._kv_sharing = KvSharingRoutes(
             self._find_sharing, peer_replicas, quota, self._windows, monotonic
         )
@@ -160,7 +158,6 @@ class DataPlaneServer:
 
     async def _close(self, app: web.Application) -> None:
         await self._kv_sharing.close()
-        await self._store_copies.close()
         await self._peer_replicas.close()
 
     def _find_sharing(self, request: web.Request) -> SharingReplica:
@@ -365,7 +362,7 @@ class DataPlaneServer:
                 )
             if response.status == 200:
                 if prompt := self._decode_legs.computed_prompt(request, replica, engine, leg):
-                    self._store_copies.offer(prompt)
+                    self._kv_sharing.store_copies.offer(prompt)
                 elif copy := prefix_copy(leg):
                     self._kv_sharing.offer_copy(copy)
             return response

@@ -68,7 +68,7 @@ class StoreFetch:
 
         Of a fetch that takes too long, the blocks that came are used, and count as the engine's.
         """
-        path = f"{kv_transfer.TRANSFERS_PATH}{transfer}?store={plan.blocks}"
+        path = f"{kv_sharing.STORE_FETCH_PATH}{transfer}?blocks={plan.blocks}"
         began_s, blocks = self._clock(), 0
         try:
             async with (

@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import signal
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -46,7 +45,7 @@ from nodeagent.host.engine_folder import make_folders, remove_folders, temporary
 from nodeagent.host.engine_log import LOG
 from nodeagent.host.engine_ports import free_port, other_listener
 from nodeagent.host.engine_record import EngineRecord, write_record
-from nodeagent.host.kv_events import KvEventReader
+from nodeagent.host.kv_events import follow_kv_events
 from nodeagent.host.open_session import open_session
 from nodeagent.host.processes import (
     Child,
@@ -114,10 +113,7 @@ class EngineProcess:
             headers={"authorization": f"Bearer {key}"} if (key := record.command.api_key) else None,
         )
         self._exit_watcher = asyncio.create_task(self._watch_exit())
-        self._kv_events = KvEventReader(Path(record.command.kv_events), time.monotonic)
-        """Follows what the engine's prefix cache stores and evicts, if it says that."""
-        if record.command.kv_events:
-            self._kv_events.start(is_new=child is not None)
+        self._kv_events = follow_kv_events(record.command.kv_events, is_new=child is not None)
 
     @property
     def pid(self) -> int:
@@ -206,15 +202,11 @@ class EngineProcess:
 
     async def stats(self) -> EngineStats | None:
         """Return the engine's statistics, or None if it returns none that can be read."""
-        path = self._driver.stats_path or self._ready_path
-        status, body = await self._request("GET", path, PROBE_TIMEOUT_S)
-        try:
-            stats = self._driver.read_stats(body) if status == 200 else None
-        except msgspec.DecodeError:
-            return None
-        if stats is None or not self.record.command.kv_events:
-            return stats
-        return msgspec.structs.replace(stats, prefix_evicted_age_s=self._kv_events.age_s())
+        status, body = await self._request("GET", self._driver.stats_path or self._ready_path)
+        with suppress(msgspec.DecodeError):
+            if status == OK:
+                return self._kv_events.with_reach(self._driver.read_stats(body))
+        return None
 
     async def metrics(self) -> str:
         """Return the engine's Prometheus metrics page, or "" if it has none."""
@@ -266,7 +258,7 @@ class EngineProcess:
         return bool(path) and (await self._request("POST", path, timeout_s))[0] == OK
 
     async def _request(
-        self, method: str, path: str, timeout_s: float, body: Any = None
+        self, method: str, path: str, timeout_s: float = PROBE_TIMEOUT_S, body: Any = None
     ) -> tuple[int, bytes]:
         """Return status and body of an answer, or (0, b"") if it is not complete in time."""
         try:

@@ -12,12 +12,15 @@ use.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from isochrone.wire.engine import EngineStats
 from nodeagent.decide.cache_reach import CacheReach
 from nodeagent.host.zmq_events import WrongFrames, subscribed
 
@@ -97,6 +100,12 @@ class KvEventReader:
         self._reach = CacheReach(self._clock() if is_new else None)
         self._task = asyncio.create_task(self._run())
 
+    def with_reach(self, stats: EngineStats) -> EngineStats:
+        """Return an engine's statistics with how far back its cache reaches, if events say it."""
+        if self._task is None:
+            return stats
+        return msgspec.structs.replace(stats, prefix_evicted_age_s=self.age_s())
+
     async def stop(self) -> None:
         """Read nothing more."""
         if self._task is not None:
@@ -113,13 +122,9 @@ class KvEventReader:
         """Read events until the task is cancelled; connect again whenever that is needed."""
         while True:
             try:
-                async with subscribed(self._socket, BATCH_BYTES_MAX) as subscription:
-                    self.is_connected = True
-                    while True:
-                        self._take(await subscription.receive())
-            except (OSError, EOFError):
-                # The engine has not begun to publish yet, or has ended.
-                pass
+                # The engine may not publish yet, or may have ended.
+                with suppress(OSError, EOFError):
+                    await self._follow()
             except (WrongFrames, msgspec.DecodeError) as error:
                 fields = {"socket": str(self._socket), "reason": str(error)}
                 log.warning("cannot read an engine's KV events", extra={"fields": fields})
@@ -128,7 +133,21 @@ class KvEventReader:
                 self.is_connected = False
             await asyncio.sleep(CONNECT_AGAIN_S)
 
+    async def _follow(self) -> None:
+        async with subscribed(self._socket, BATCH_BYTES_MAX) as subscription:
+            self.is_connected = True
+            while True:
+                self._take(await subscription.receive())
+
     def _take(self, frames: list[bytes]) -> None:
         batch = frames[-1]
         self.bytes_total += len(batch)
         apply_batch(batch, self._reach, self._clock())
+
+
+def follow_kv_events(socket: str, *, is_new: bool) -> KvEventReader:
+    """Begin to read the events of an engine that publishes them at `socket`; "" if it does not."""
+    reader = KvEventReader(Path(socket), time.monotonic)
+    if socket:
+        reader.start(is_new=is_new)
+    return reader

@@ -26,6 +26,7 @@ import msgspec
 from isochrone.wire import headers
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.kv_sharing import KV_FOUND, FoundTokens, parse_found
+from ops.attack.two_leg_nodes import AttackFailed
 from tests.engines.embedded_store import EmbeddedNode, embedded_nodes
 from tests.engines.store_nodes import move_master
 from tests.system.harness import until
@@ -39,10 +40,6 @@ WITHIN_S: Final = 0.4
 CLEAN_S: Final = 120.0
 
 
-class AttackFailed(Exception):
-    """A token was lost, repeated or leaked."""
-
-
 class StoreAnswer(NamedTuple):
     """An answer: its text, "" if there is none, and where its prompt's KV was found."""
 
@@ -50,7 +47,7 @@ class StoreAnswer(NamedTuple):
     found: FoundTokens
 
 
-class KillOutcome(NamedTuple):
+class StoreKillOutcome(NamedTuple):
     """How the requests of one instant ended."""
 
     whole: int
@@ -87,7 +84,7 @@ async def ask(node: EmbeddedNode, prompt: Sequence[int], tenant: str) -> StoreAn
 
 async def attack_once(
     nodes: Sequence[EmbeddedNode], victim: str, instant: int, seed: int
-) -> KillOutcome:
+) -> StoreKillOutcome:
     """Kill one part while requests are under way; return how these ended."""
     chance = random.Random(f"{seed} {victim} {instant}")
     name, tenant = f"{victim}, instant {instant}", f"{victim} {instant}"
@@ -121,7 +118,7 @@ async def attack_once(
                 raise AttackFailed(f"{name}: {answer.text!r}, not {alone[number].text!r}")
             rounded += 1
     await wait_clean(nodes, name, chance)
-    return KillOutcome(
+    return StoreKillOutcome(
         whole=sum(bool(answer.text) for answer in answers),
         failed=sum(not answer.text for answer in answers),
         store_tokens=sum(answer.found.store for answer in answers),
@@ -182,9 +179,9 @@ async def wait_clean(nodes: Sequence[EmbeddedNode], name: str, chance: random.Ra
 
 async def attack(
     instants: Sequence[int], seed: int, victims: Sequence[str]
-) -> dict[str, list[KillOutcome]]:
+) -> dict[str, list[StoreKillOutcome]]:
     """Run the attack; return the outcomes of each victim. Raises AttackFailed."""
-    outcomes: dict[str, list[KillOutcome]] = {victim: [] for victim in victims}
+    outcomes: dict[str, list[StoreKillOutcome]] = {victim: [] for victim in victims}
     async with embedded_nodes("a", "b", "c") as nodes:
         for instant in instants:
             for victim in victims:
@@ -198,7 +195,7 @@ async def attack(
     return outcomes
 
 
-def format_table(outcomes: dict[str, list[KillOutcome]]) -> list[str]:
+def format_table(outcomes: dict[str, list[StoreKillOutcome]]) -> list[str]:
     """Return the lines of a table: a row for each victim."""
     rows = [
         "| killed | instants | answers whole | failed at the killed engine | prompt tokens from the"

@@ -107,7 +107,7 @@ async def format_of(node: EmbeddedNode, prompt: list[int]) -> tuple[str, int]:
 
 def digests_of(prompt: Sequence[int]) -> tuple[bytes, ...]:
     salt = SALTS.salt_of("t").encode()
-    sequence = TokenSequence(0, tuple(prompt), StopConditions(1, frozenset()), salt)
+    sequence = TokenSequence(0, list(prompt), StopConditions(1, frozenset()), salt)
     return tuple(sequence.block_digests(PROMPT_BLOCKS))
 
 

@@ -25,7 +25,7 @@ from nodeagent.engine.kvcache.block_seal import SEAL_BYTES, seal
 
 log = logging.getLogger(__name__)
 
-CALLS_MAX: Final = 4
+CALLS_MAX: Final = 8
 PAUSE_S: Final = 1.0
 JOIN_AGAIN_S: Final = 2.0
 _HEAD_BYTES: Final = 64
@@ -140,7 +140,7 @@ class StoreTier:
         names = [self._name(fingerprint, digest) for digest in digests]
         with self._call() as client, self._reading:
             if client is None:
-                return self._reads[:0]
+                return torch.empty(0, self._block_bytes, dtype=torch.uint8)
             whole = client.get(names, [self._object(self._reads, n) for n in range(len(names))])
             blocks = sum(1 for _ in takewhile(bool, whole))
             if not blocks:
@@ -152,7 +152,8 @@ class StoreTier:
                     blocks = number
                     break
             self.read_total += blocks
-            return self._reads[:blocks, _HEAD_BYTES : _HEAD_BYTES + self._block_bytes].clone()
+            read: Tensor = self._reads[:blocks, _HEAD_BYTES : _HEAD_BYTES + self._block_bytes]
+            return read.clone()
 
     def write(self, digests: Sequence[bytes], contents: Tensor) -> int:
         """Store the blocks [blocks, ...], `part_blocks` at most; return how many are stored."""

@@ -51,10 +51,6 @@ EXPECT_TIMEOUT_S: Final = 30.0
 """How long a description waits for the request that it describes."""
 
 
-ReadStore = Callable[[Sequence[bytes]], Awaitable[torch.Tensor]]
-"""Returns the first of these blocks [blocks, ...] from the PoP's store."""
-
-
 class WaitingPrompt:
     """A request whose KV is being transferred.
 
@@ -97,7 +93,6 @@ class KvReceiver:
         self._store_blocks_max = max(1, STORE_BYTES_MAX // form.block_bytes)
         self._shared_blocks_max = max(1, SHARED_BYTES_MAX // form.block_bytes)
         self._storing = asyncio.Lock()
-        self._read_store: ReadStore | None = None
         self.complete_total = 0
         self.wrong_total = 0
 
@@ -107,10 +102,6 @@ class KvReceiver:
         app.router.add_get(path, self._describe, allow_head=False)
         app.router.add_post(path, self._receive)
         app.router.add_delete(path, self._give_up)
-
-    def use_store(self, read: ReadStore) -> None:
-        """Take blocks from the PoP's store, too."""
-        self._read_store = read
 
     @asynccontextmanager
     async def hold(self, transfer: str, prepared: PreparedRequest) -> AsyncIterator[WaitingPrompt]:
@@ -164,7 +155,7 @@ class KvReceiver:
         except TimeoutError:
             raise _unknown_transfer() from None
         fingerprint = await asyncio.to_thread(self._form.fingerprint)
-        waiting = self._get(transfer)
+        waiting = self.get(transfer)
         return json_response(
             kv_transfer.ExpectedPrompt(
                 prompt_tokens=waiting.tokens,
@@ -180,15 +171,13 @@ class KvReceiver:
 
     async def _give_up(self, request: web.Request) -> web.Response:
         """Let a request begin with what has arrived."""
-        self._get(request.match_info["transfer"]).may_begin.set()
+        self.get(request.match_info["transfer"]).may_begin.set()
         return web.Response(status=204)
 
     async def _receive(self, request: web.Request) -> web.Response:
         """Store the blocks in the body; the request begins once the transfer is complete."""
         transfer = request.match_info["transfer"]
-        waiting = self._get(transfer)
-        if "store" in request.query:
-            return await self._receive_from_store(request, transfer, waiting)
+        waiting = self.get(transfer)
         is_shared = "shared" in request.query
         # The end of a broken transfer may be noticed after the next one begins.
         async with waiting.receiving:
@@ -213,31 +202,6 @@ class KvReceiver:
             waiting.may_begin.set()
         return json_response(received)
 
-    async def _receive_from_store(
-        self, request: web.Request, transfer: str, waiting: WaitingPrompt
-    ) -> web.Response:
-        """Fetch blocks of the prompt from the PoP's store, until one is missing or wrong there."""
-        wanted = request.query["store"]
-        if not (self._read_store and wanted.isascii() and wanted.isdigit() and len(wanted) <= 5):
-            raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot fetch {wanted[:40]!r} KV blocks")
-        async with waiting.receiving:
-            if waiting.may_begin.is_set():
-                raise _unknown_transfer()
-            first = waiting.held.in_all_tiers
-            left = waiting.digests[first : first + int(wanted)]
-            blocks = 0
-            while left:
-                contents = await self._read_store(left[: self._shared_blocks_max])
-                if not len(contents):
-                    break
-                digests, left = left[: len(contents)], left[len(contents) :]
-                await self._store(transfer, waiting, digests, contents, is_shared=True)
-                blocks += len(digests)
-        received = kv_transfer.ReceivedBlocks(
-            blocks=blocks, transfer_bytes=blocks * self._form.block_bytes, cached_tokens=0
-        )
-        return json_response(received)
-
     async def _read(
         self,
         transfer: str,
@@ -257,7 +221,7 @@ class KvReceiver:
         )
 
         async def store(blocks: Sequence[ReceivedBlock]) -> None:
-            await self._store_received(transfer, waiting, blocks)
+            await self._store(transfer, waiting, blocks)
             await _release(window, blocks)
 
         part_blocks = self._part_blocks(self._store_blocks_max, window)
@@ -293,7 +257,7 @@ class KvReceiver:
         )
 
         async def store(blocks: Sequence[ReceivedBlock]) -> None:
-            await self._store_received(transfer, waiting, blocks, is_shared=True)
+            await self._store(transfer, waiting, blocks, is_shared=True)
             await _release(window, blocks)
 
         part_blocks = self._part_blocks(self._shared_blocks_max, window)
@@ -303,7 +267,7 @@ class KvReceiver:
             blocks=blocks, transfer_bytes=blocks * self._form.block_bytes, cached_tokens=0
         )
 
-    async def _store_received(
+    async def _store(
         self,
         transfer: str,
         waiting: WaitingPrompt,
@@ -313,17 +277,19 @@ class KvReceiver:
     ) -> None:
         contents = contents_of(blocks, self._form)
         digests = [waiting.digests[block.number] for block in blocks]
-        await self._store(transfer, waiting, digests, contents, is_shared=is_shared)
+        await self.store_blocks(transfer, waiting, digests, contents, is_shared=is_shared)
 
-    async def _store(
+    async def store_blocks(
         self,
         transfer: str,
         waiting: WaitingPrompt,
         digests: Sequence[bytes],
         contents: torch.Tensor,
         *,
-        is_shared: bool,
+        is_shared: bool = True,
     ) -> None:
+        """Store the next blocks of a waiting prompt. Raises ApiError if it is gone, or none is
+        free."""
         async with self._storing:
             call = self._worker.call(
                 lambda core: _store(core, transfer, digests, contents, is_shared=is_shared)
@@ -353,7 +319,8 @@ class KvReceiver:
             return HeldPrefix(0, 0)
         return HeldPrefix(transfers.count_on_device(digests), transfers.count_prefix(digests))
 
-    def _get(self, transfer: str) -> WaitingPrompt:
+    def get(self, transfer: str) -> WaitingPrompt:
+        """Return the prompt that waits for a transfer. Raises ApiError 404 if none does."""
         waiting = self._waiting.get(transfer)
         if waiting is None:
             raise _unknown_transfer()

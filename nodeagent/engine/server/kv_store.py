@@ -13,14 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
 from aiohttp import web
-from torch import Tensor
 
-from isochrone.wire import kv_sharing
+from isochrone.wire import kv_sharing, kv_transfer
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.kvcache.store_tier import CALLS_MAX, StoreTier
 from nodeagent.engine.kvcache.tier_setup import KvBlockForm
 from nodeagent.engine.server.http_routes import json_response
-from nodeagent.engine.server.kv_receiving import KvReceiver
+from nodeagent.engine.server.kv_receiving import SHARED_BYTES_MAX, KvReceiver
 from nodeagent.engine.server.kv_sharing import KvSharing, read_query
 
 CLOSE_S: Final = 2.0
@@ -38,6 +37,7 @@ class KvStoreRoutes:
         self._store = store
         self._receiver = receiver
         self._sharing = sharing
+        self._part_blocks = max(1, SHARED_BYTES_MAX // form.block_bytes)
         self._threads = ThreadPoolExecutor(CALLS_MAX + 1, "kv-store")
         self._keeping = asyncio.Lock()
 
@@ -47,7 +47,7 @@ class KvStoreRoutes:
         app.on_cleanup.append(self._close)
         app.router.add_post(kv_sharing.STORE_LOCATE_PATH, self._locate)
         app.router.add_post(kv_sharing.STORE_KEEP_PATH, self._keep)
-        self._receiver.use_store(self._read)
+        app.router.add_post(kv_sharing.STORE_FETCH_PATH + "{transfer}", self._fetch)
 
     async def _start(self, app: web.Application) -> None:
         self._store.start()
@@ -64,10 +64,29 @@ class KvStoreRoutes:
             kv_sharing.LocatedBlocks(blocks=blocks, block_bytes=self._form.block_bytes)
         )
 
-    async def _read(self, digests: Sequence[bytes]) -> Tensor:
-        """Return the first of these blocks [blocks, ...]; none if the store lacks the first."""
-        contents = await self._run(self._store.read, digests)
-        return contents.view(self._form.dtype).view(-1, *self._form.shape)
+    async def _fetch(self, request: web.Request) -> web.Response:
+        """Fetch blocks of a waiting prompt, until one is missing or wrong in the store."""
+        transfer, wanted = request.match_info["transfer"], request.query.get("blocks", "")
+        if not (wanted.isascii() and wanted.isdigit() and len(wanted) <= 5):
+            raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot fetch {wanted[:40]!r} KV blocks")
+        waiting = self._receiver.get(transfer)
+        # What another transfer brings meanwhile would be stored twice.
+        async with waiting.receiving:
+            first = waiting.held.in_all_tiers
+            left = waiting.digests[first : first + int(wanted)]
+            blocks = 0
+            while left:
+                contents = await self._run(self._store.read, left[: self._part_blocks])
+                count = len(contents)
+                if not count:
+                    break
+                contents = contents.view(self._form.dtype).view(-1, *self._form.shape)
+                await self._receiver.store_blocks(transfer, waiting, left[:count], contents)
+                blocks, left = blocks + count, left[count:]
+        received = kv_transfer.ReceivedBlocks(
+            blocks=blocks, transfer_bytes=blocks * self._form.block_bytes, cached_tokens=0
+        )
+        return json_response(received)
 
     async def _keep(self, request: web.Request) -> web.Response:
         """Store what the store lacks of a chain that this engine has."""

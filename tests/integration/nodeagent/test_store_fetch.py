@@ -61,7 +61,7 @@ class Engine:
         return web.Response(body=msgspec.json.encode(located))
 
     async def move(self, request: web.Request) -> web.Response:
-        wanted = request.query["store"]
+        wanted = request.query["blocks"]
         self.wanted.append(wanted)
         self.clock.now_s += self.took_s
         blocks = 0 if self.fails else int(wanted)
@@ -83,7 +83,7 @@ async def serving(engine: Engine) -> AsyncIterator[aiohttp.ClientSession]:
     app = web.Application()
     app.router.add_post(kv_sharing.STORE_LOCATE_PATH, engine.locate)
     app.router.add_post(kv_sharing.STORE_KEEP_PATH, engine.keep)
-    app.router.add_post(kv_transfer.TRANSFERS_PATH + "{transfer}", engine.move)
+    app.router.add_post(kv_sharing.STORE_FETCH_PATH + "{transfer}", engine.move)
     async with (
         serve_http(app, "127.0.0.1", 0) as port,
         aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 from isochrone.wire.errors import ApiError
+from nodeagent.engine.server.kv_store import KvStoreRoutes
 from tests.unit.engine.test_abandoned_transfers import PROMPT, Receiving
 from tests.unit.engine.test_kv_receiving import turns
 
 TRANSFER = "0" * 32
-FETCHED_OFTEN = 2_000
+FETCHED_OFTEN = 1_000
 
 
 class StoreReads:
@@ -23,16 +25,16 @@ class StoreReads:
     def __init__(self) -> None:
         self.stored = 3
         self.asked: list[int] = []
-        self.may_answer = asyncio.Event()
+        self.may_answer = threading.Event()
         self.may_answer.set()
         self.given = 0
 
-    async def __call__(self, digests: Sequence[bytes]) -> torch.Tensor:
+    def read(self, digests: Sequence[bytes]) -> torch.Tensor:
         self.asked.append(len(digests))
-        await self.may_answer.wait()
+        self.may_answer.wait()
         blocks = min(2, len(digests), self.stored - self.given)
         self.given += blocks
-        return torch.ones(blocks, 1)
+        return torch.ones(blocks, 1).view(torch.uint8)
 
 
 class Waiting:
@@ -41,7 +43,10 @@ class Waiting:
     def __init__(self) -> None:
         self.receiving = Receiving()
         self.store = StoreReads()
-        self.receiving.receiver.use_store(self.store)
+        store: Any = self.store
+        sharing: Any = None
+        receiver = self.receiving.receiver
+        self.routes = KvStoreRoutes(receiver._form, store, receiver, sharing)
         self.request: asyncio.Task[None]
 
     async def begin(self) -> None:
@@ -57,14 +62,12 @@ class Waiting:
         await turns()
 
     async def fetch(self, wanted: str) -> int:
-        http: Any = SimpleNamespace(
-            match_info={"transfer": TRANSFER}, query={"store": wanted}, headers={}
-        )
-        response: Any = await self.receiving.receiver._receive(http)
+        http: Any = SimpleNamespace(match_info={"transfer": TRANSFER}, query={"blocks": wanted})
+        response: Any = await self.routes._fetch(http)
         return int(json.loads(response.body)["blocks"])
 
     async def held(self) -> tuple[int, int]:
-        return self.receiving.receiver._waiting[TRANSFER].held
+        return self.receiving.receiver.get(TRANSFER).held
 
     async def leave(self) -> None:
         self.request.cancel()
@@ -106,13 +109,19 @@ async def test_a_wrong_number_of_blocks_is_refused(wanted: str) -> None:
     await waiting.leave()
 
 
-async def test_without_a_store_nothing_is_fetched() -> None:
+async def test_for_a_request_that_is_gone_nothing_is_fetched() -> None:
     waiting = Waiting()
-    waiting.receiving.receiver._read_store = None
-    await waiting.begin()
-    with pytest.raises(ApiError, match="cannot fetch"):
+    with pytest.raises(ApiError, match="cannot find this transfer"):
         await waiting.fetch("3")
+    await waiting.begin()
+    waiting.store.may_answer.clear()
+    fetching = asyncio.create_task(waiting.fetch("3"))
+    await turns()
     await waiting.leave()
+    waiting.store.may_answer.set()
+    with pytest.raises(ApiError, match="cannot take KV blocks"):
+        await fetching
+    assert waiting.receiving.pool.used_blocks == 0
 
 
 async def test_fetches_that_are_given_up_leave_nothing() -> None:
@@ -129,6 +138,7 @@ async def test_fetches_that_are_given_up_leave_nothing() -> None:
             await turns(2)
         fetching.cancel()
         await asyncio.wait({fetching})
+        waiting.store.may_answer.set()
         await waiting.leave()
         waiting.receiving.pool.forget_cached()
     assert asyncio.all_tasks() == {asyncio.current_task()}
