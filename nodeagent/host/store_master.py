@@ -46,7 +46,7 @@ STEADY_S: Final = 60.0
 
 def missing_master() -> str:
     """Return what the store's master lacks on this node, or ""."""
-    if _program():
+    if store_master_program():
         return ""
     return (
         f"{PROGRAM} is neither on the PATH of the agent nor in its environment: install Mooncake"
@@ -54,7 +54,7 @@ def missing_master() -> str:
     )
 
 
-def _program() -> str:
+def store_master_program() -> str:
     """Return the path of the master's program, "" if it is not installed."""
     beside = str(Path(sys.executable).parent)
     return shutil.which(PROGRAM) or shutil.which(PROGRAM, path=beside) or ""
@@ -125,7 +125,7 @@ class StoreMaster:
         self._folder.mkdir(mode=0o700, exist_ok=True, parents=True)
         port = free_port([])
         arguments = (
-            _program() or PROGRAM,
+            store_master_program() or PROGRAM,
             *("--rpc_address=127.0.0.1", f"--rpc_port={port}"),
             *("--metrics_host=127.0.0.1", f"--metrics_port={free_port([port])}"),
             f"--client_ttl={CLIENT_TTL_S}",

@@ -15,6 +15,7 @@ from nodeagent.decide.reconcile import STORE_KEY, reconcile, store_client_key
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import EngineCommand, EngineLaunch, StorePorts, UnknownOption
 from nodeagent.drivers.vllm import EVENTS_SOCKET, STORE_CONFIG
+from nodeagent.host.store_master import missing_master, store_master_program
 from ops.engines.mooncake import CUDA_EVENT, NO_EVENT_ON_CPU, without_cuda_event
 from tests.builders import GIB, a_spec
 from tests.unit.nodeagent.test_decide import an_assignment
@@ -171,3 +172,18 @@ def test_the_event_of_cuda_is_created_on_gpus_only() -> None:
     assert without_cuda_event(changed) == changed
     with pytest.raises(ValueError, match="not that of the vLLM tested here"):
         without_cuda_event("another version\n")
+
+
+def test_the_master_is_found_on_the_path_or_beside_the_agents_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_path, beside = tmp_path / "path", tmp_path / "environment"
+    monkeypatch.setenv("PATH", str(on_path))
+    monkeypatch.setattr("sys.executable", str(beside / "python"))
+    assert missing_master().startswith("mooncake_master is neither on the PATH of the agent nor")
+    for folder in (beside, on_path):
+        folder.mkdir()
+        program = folder / "mooncake_master"
+        program.touch(0o755)
+        assert missing_master() == ""
+        assert store_master_program() == str(program)
