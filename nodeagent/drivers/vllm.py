@@ -67,6 +67,9 @@ STORE_CONFIG: Final = "mooncake.json"
 
 EVENTS_OPTION: Final = "kv_events_config"
 EVENTS_SOCKET: Final = "kv-events.sock"
+EVENTS_VERSIONS: Final = VersionRange(first=(0, 32), before=VERSIONS.before)
+"""With events, releases long before these keep the KV of all layers alike, so that models with
+sliding windows need more memory."""
 KEEPS_EVICTED: Final = frozenset({"kv_transfer_config", "kv_offloading_size"})
 """Options with which what the prefix cache evicts may still be found in a tier below it."""
 
@@ -197,6 +200,8 @@ def _events_socket(launch: EngineLaunch, options: Mapping[str, str]) -> str:
         return ""
     # With several ranks of data, each would need a socket of its own.
     if options.get("data_parallel_size", "1") != "1":
+        return ""
+    if installed_version.problem("vllm", EVENTS_VERSIONS):
         return ""
     return str(launch.folder / EVENTS_SOCKET)
 

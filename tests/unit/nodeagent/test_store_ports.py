@@ -73,8 +73,17 @@ def read_config_of(command: EngineCommand) -> EngineConfig:
     return msgspec.json.decode(command.files["config.json"], type=EngineConfig)
 
 
-def test_an_engine_that_cannot_say_what_it_evicts_publishes_no_events() -> None:
+def test_an_engine_that_cannot_say_what_it_evicts_publishes_no_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     alone = EngineSettings(driver="vllm", kv_memory_bytes=GIB)
+    version = "0.31.2"
+    monkeypatch.setattr(
+        "nodeagent.drivers.installed_version.problem",
+        lambda program, versions: versions.problem(version),
+    )
+    assert started(alone).kv_events == ""
+    version = "0.32.0"
     command = started(alone)
     assert command.kv_events == f"/run/r1/{EVENTS_SOCKET}"
     given = json.loads(command.arguments[command.arguments.index("--kv-events-config") + 1])
