@@ -1,6 +1,7 @@
 """A real vLLM says what its prefix cache stores and evicts; the agent knows how far it reaches."""
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Final
@@ -12,7 +13,7 @@ from isochrone.wire.model import EngineSettings
 from nodeagent.drivers.driver import COMPLETIONS_PATH
 from nodeagent.host.engines import EngineProcess
 from tests.builders import GIB, a_spec
-from tests.engines.real_engines import MODEL, needs_vllm, post, running_engine
+from tests.engines.real_engines import MODEL, VLLM_COMMANDS, needs_vllm, post, running_engine
 from tests.integration.nodeagent.test_two_legs import artifact_of
 from tests.system.harness import until
 
@@ -42,7 +43,10 @@ async def since_s(engine: EngineProcess) -> float | None:
     return time.monotonic() - age_s if age_s >= 0 else None
 
 
-async def test_the_agent_knows_what_a_vllm_has_evicted(tmp_path: Path) -> None:
+async def test_the_agent_knows_what_a_vllm_has_evicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{VLLM_COMMANDS}:{os.environ['PATH']}")
     engine_settings = EngineSettings(driver="vllm", kv_memory_bytes=KV_BYTES)
     spec = a_spec(
         engine=engine_settings,
