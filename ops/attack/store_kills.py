@@ -35,6 +35,8 @@ VICTIMS: Final = ("master", "moving master", "member")
 PROMPTS: Final = 5
 PROMPT_TOKENS: Final = 200
 OUTPUT_TOKENS: Final = 8
+TOKENS: Final = 60
+"""Prompts are of tokens below this one."""
 WITHIN_S: Final = 0.4
 """The requests of an instant begin within this time, and the part is killed within it."""
 CLEAN_S: Final = 120.0
@@ -88,7 +90,7 @@ async def attack_once(
     """Kill one part while requests are under way; return how these ended."""
     chance = random.Random(f"{seed} {victim} {instant}")
     name, tenant = f"{victim}, instant {instant}", f"{victim} {instant}"
-    prompts = [[chance.randrange(3, 200) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+    prompts = [[chance.randrange(1, TOKENS) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
     alone = await asyncio.gather(*(ask(nodes[0], one, f"alone {tenant}") for one in prompts))
     if not all(answer.text for answer in alone):
         raise AttackFailed(f"{name}: no answer before the attack")
@@ -160,7 +162,7 @@ async def wait_clean(nodes: Sequence[EmbeddedNode], name: str, chance: random.Ra
 
     async def shares() -> bool:
         first, second = chance.sample(nodes, 2)
-        prompt = [chance.randrange(3, 200) for _ in range(PROMPT_TOKENS)]
+        prompt = [chance.randrange(1, TOKENS) for _ in range(PROMPT_TOKENS)]
         written = await ask(first, prompt, "after")
         await asyncio.sleep(0.3)
         read = await ask(second, prompt, "after")

@@ -110,7 +110,7 @@ def without_transfer_fields(body: bytes, request: OpenAiRequest) -> bytes:
     """Return the body without the fields in which engines tell each other where KV is.
 
     They name hosts to pull from: a client that could set them would have an engine connect to any.
-    vLLM also finds them among the entries of NESTED_FIELDS, and stops at one of a wrong type.
+    vLLM also finds them among the entries of NESTED_FIELDS, and answers 500 to a wrong type.
     """
     if isinstance(request, EmbeddingRequest | RerankRequest):
         return body
