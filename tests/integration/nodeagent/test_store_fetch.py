@@ -131,9 +131,14 @@ async def test_what_is_missing_here_is_fetched_from_the_store() -> None:
     engine = Engine(clock)
     async with serving(engine) as http:
         reader = StoreReader(http, clock)
-        assert await reader.fetch() == FetchedPrefix("store", 18, pytest.approx(0.01))
+        fetched = await reader.fetch()
+        assert fetched is not None
+        assert (fetched.place, fetched.blocks) == ("store", 18)
+        assert fetched.waited_s == pytest.approx(0.01)
         engine.stored = 7
-        assert await reader.fetch() == FetchedPrefix("store", 5, pytest.approx(0.01))
+        fetched = await reader.fetch()
+        assert fetched is not None
+        assert (fetched.place, fetched.blocks) == ("store", 5)
         assert engine.wanted == ["18", "5"]
         # A new prompt: nothing is known of it.
         engine.stored, unknown = 0, outcome("no_copy")
