@@ -239,7 +239,7 @@ async def test_how_much_is_here_is_said_during_a_step_and_a_part_waits_for_one()
     assert isinstance(answer.body, bytes)
     located = msgspec.json.decode(answer.body, type=LocatedBlocks)
     assert (located.blocks, located.keep_blocks_max) == (6, 2)
-    reading = asyncio.create_task(sharing._read(CHAIN, None))
+    reading = asyncio.create_task(sharing.read_part(CHAIN))
     await turns()
     assert transfers.held_blocks == 0
     worker.step()
@@ -249,7 +249,7 @@ async def test_how_much_is_here_is_said_during_a_step_and_a_part_waits_for_one()
     assert transfers.held_blocks == 0
     # One that is given up holds nothing, whether the step thread has begun with it or not.
     for has_begun in (False, True):
-        reading = asyncio.create_task(sharing._read(CHAIN, None))
+        reading = asyncio.create_task(sharing.read_part(CHAIN))
         await turns()
         if has_begun:
             worker.step()

@@ -86,7 +86,7 @@ class KvSharing:
 
     async def _locate(self, request: web.Request) -> web.Response:
         """Say how much of a chain's prefix this engine has."""
-        digests = await _digests(request)
+        digests = await read_query(request)
         transfers = self._transfers
         fingerprint = await asyncio.to_thread(self._form.fingerprint)
         located = kv_sharing.LocatedBlocks(
@@ -99,7 +99,7 @@ class KvSharing:
 
     async def _send(self, request: web.Request) -> web.StreamResponse:
         """Stream the blocks of a chain's prefix, from the first that the receiver lacks."""
-        digests = await _digests(request)
+        digests = await read_query(request)
         first = request.headers.get(kv_transfer.FIRST_BLOCK, "0")
         if not (first.isascii() and first.isdigit() and len(first) <= 9):
             raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use first block {first[:40]!r}")
@@ -133,7 +133,7 @@ class KvSharing:
 
         async def read_from(first: int) -> ReadPart:
             room = await writer.room(len(digests) - first)
-            contents = await self._read(digests[first : first + room.blocks], room.out)
+            contents = await self.read_part(digests[first : first + room.blocks], room.out)
             return ReadPart(contents, writer.fit(room, len(contents)))
 
         sent = 0
@@ -153,8 +153,11 @@ class KvSharing:
             reading.cancel()
             await asyncio.wait({reading})
 
-    async def _read(self, digests: Sequence[bytes], out: Tensor | None) -> Tensor:
-        """Return the first of these blocks [blocks, ...], at least one."""
+    async def read_part(self, digests: Sequence[bytes], out: Tensor | None = None) -> Tensor:
+        """Return the first of these blocks [blocks, ...], at least one.
+
+        Raises ConnectionResetError if the first is in no tier any more.
+        """
         contents = await self._read_beside_steps(digests, out)
         if contents is None:
             call = self._worker.call(lambda core: _read_prefix(core, digests))
@@ -245,7 +248,7 @@ class KvSharing:
         self._streams += 1
 
 
-async def _digests(request: web.Request) -> tuple[bytes, ...]:
+async def read_query(request: web.Request) -> tuple[bytes, ...]:
     """Read a query. Raises ApiError 400."""
     if (request.content_length or 0) > kv_sharing.QUERY_BYTES_MAX:
         raise ApiError(ErrorCode.INVALID_REQUEST, "cannot use this query: it is too long")
