@@ -107,7 +107,7 @@ KV_FETCH_BYTES = Counter(
     "isochrone_node_kv_fetch_bytes", "Bytes of KV fetched from other replicas.", registry=REGISTRY
 )
 KV_COPIES = Counter(
-    "isochrone_node_kv_copies", "Prefixes of which another replica should keep a copy, by outcome.",
+    "isochrone_node_kv_copies", "Prefixes that a replica or the store should keep, by outcome.",
     ["outcome"], registry=REGISTRY,
 )  # fmt: skip
 KV_SHARES_REFUSED = Counter(

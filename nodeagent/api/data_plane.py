@@ -361,9 +361,11 @@ class DataPlaneServer:
                 response = await self._relay_answer(
                     request, replica, answer, reservation, running, leg
                 )
-            copy = prefix_copy(leg) if response.status == 200 else None
-            if copy is not None:
-                self._kv_sharing.offer_copy(copy)
+            if response.status == 200:
+                if prompt := self._decode_legs.computed_prompt(request, replica, engine, leg):
+                    self._kv_sharing.store_copies.offer(prompt)
+                elif copy := prefix_copy(leg):
+                    self._kv_sharing.offer_copy(copy)
             return response
         except NoPrefillReplica as error:
             raise RequestRefused("loading", 503) from error

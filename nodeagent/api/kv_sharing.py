@@ -27,6 +27,7 @@ from nodeagent.decide.requests.handoff import PeerReplicaLost
 from nodeagent.decide.requests.kv_quota import KvQuota, KvUser
 from nodeagent.disaggregation.kv_fetch import RelayToPeer, length_header
 from nodeagent.disaggregation.kv_windows import WindowLeases
+from nodeagent.disaggregation.store_copies import StoreCopies
 from nodeagent.host.engines.engine_process import EngineProcess
 
 BODY_TIMEOUT_S: Final = 10.0
@@ -80,6 +81,8 @@ class KvSharingRoutes:
         self._clock = clock
         self._copies: asyncio.Queue[PrefixCopy] = asyncio.Queue(COPIES_QUEUED_MAX)
         self._copying: asyncio.Task[None] | None = None
+        self.store_copies = StoreCopies(quota, clock)
+        """What goes to the PoP's store."""
         self._keeping = asyncio.Lock()
         self._paused_until_s: dict[NodeId, float] = {}
         """For each node, the time until which no copies are sent to it."""
@@ -92,6 +95,7 @@ class KvSharingRoutes:
 
     async def close(self) -> None:
         """Make no more copies."""
+        await self.store_copies.close()
         if self._copying is not None:
             self._copying.cancel()
             await asyncio.wait({self._copying})

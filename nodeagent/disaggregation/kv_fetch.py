@@ -34,6 +34,7 @@ from nodeagent.decide.requests.kv_fetch import (
 )
 from nodeagent.decide.requests.kv_quota import KvQuota, KvUser
 from nodeagent.disaggregation.kv_windows import WindowLease
+from nodeagent.disaggregation.store_fetch import STORE, StoreFetch
 from nodeagent.host.engines.open_session import open_session
 
 NODES_MAX: Final = 256
@@ -78,6 +79,8 @@ class FetchRates:
 
     def __init__(self) -> None:
         self._rates: dict[NodeId, FetchRate] = {}
+        self.store = FetchRate()
+        """The rate of the PoP's store."""
         self.running = 0
 
     def of(self, node_id: NodeId) -> FetchRate:
@@ -99,12 +102,15 @@ class PrefixFetcher:
         user: KvUser,
         clock: Callable[[], float],
         lease_window: LeaseWindow = lambda _: nullcontext(WindowLease()),
+        store: StoreFetch | None = None,
     ) -> None:
         """Fetch into `engine` for `user`. `clock` returns monotonic seconds.
 
-        `lease_window` leases a window to a transfer from a replica of this node.
+        `lease_window` leases a window to a transfer from a replica of this node. `store` is
+        the PoP's store, if the engine belongs to one.
         """
         self._lease_window = lease_window
+        self._store = store
         self._engine = engine
         self._peers = peers
         self._rates = rates
@@ -126,7 +132,8 @@ class PrefixFetcher:
         missing = expected.digests[expected.held_blocks :]
         began_s = self._clock()
         asked = [peer for peer in holders.others if self._rates.of(peer.node_id).may_ask(began_s)]
-        if not missing or not asked:
+        store = self._store if self._store is not None and self._store.may_ask() else None
+        if not missing or not (asked or store):
             return None
         prompt = MissingPrefix(
             expected.held_blocks,
@@ -135,11 +142,14 @@ class PrefixFetcher:
             expected.block_bytes,
             holders.here.token_us,
         )
-        found = await asyncio.gather(
-            *[self._locate(peer, missing, expected, prompt.locate_timeout_s) for peer in asked]
-        )
+        timeout_s = prompt.locate_timeout_s
+        asking = [self._locate(peer, missing, expected, timeout_s) for peer in asked]
+        if store is not None:
+            asking.append(store.locate(missing, expected.held_blocks, timeout_s))
+        found = await asyncio.gather(*asking)
         found = [
-            holder._replace(keeps_copy=holder.peer.replica_id == holders.store) for holder in found
+            holder._replace(keeps_copy=True) if holder.peer.replica_id == holders.store else holder
+            for holder in found
         ]
         now_s = self._clock()
         limits = FetchLimits(
@@ -157,12 +167,14 @@ class PrefixFetcher:
         span.set(names.REPLICA, plan.peer.replica_id)
         self._rates.running += 1
         try:
-            blocks = await self._move(transfer, expected, plan)
+            is_stored = plan.peer is STORE
+            move = self._move_from_store if is_stored else self._move
+            blocks = await move(transfer, expected, plan)
         finally:
             self._rates.running -= 1
         outcome = FetchChoice.FETCH.value if blocks == plan.blocks else FAILED
         metrics.KV_FETCHES.labels(outcome).inc()
-        place = "store" if plan.peer.replica_id == holders.store else "peer"
+        place = "store" if is_stored or plan.peer.replica_id == holders.store else "peer"
         span.set(names.KV_OUTCOME, outcome)
         span.set(names.KV_PLACE, place)
         span.set(names.KV_BLOCKS, blocks)
@@ -196,6 +208,20 @@ class PrefixFetcher:
             return PrefixHolder(peer, 0, rate)
         blocks = expected.held_blocks + located.blocks if located.blocks > 0 else 0
         return PrefixHolder(peer, blocks, rate)
+
+    async def _move_from_store(
+        self, transfer: str, expected: kv_transfer.ExpectedPrompt, plan: FetchPlan
+    ) -> int:
+        """Have the engine fetch blocks from the PoP's store; return how many came."""
+        assert self._store is not None
+        began_s = self._clock()
+        blocks = await self._store.move(transfer, expected.block_bytes, plan)
+        now_s, moved_bytes = self._clock(), blocks * expected.block_bytes
+        self._quota.take(self._user, moved_bytes, now_s)
+        metrics.KV_FETCH_SECONDS.observe(now_s - began_s)
+        metrics.KV_FETCH_BYTES.inc(moved_bytes)
+        current_span().set(names.KV_BYTES, moved_bytes)
+        return blocks
 
     async def _move(
         self, transfer: str, expected: kv_transfer.ExpectedPrompt, plan: FetchPlan

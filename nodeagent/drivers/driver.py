@@ -87,8 +87,9 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     `keep_alive` each request has a connection of its own.
     `standby` is the command of a spare process that can become this engine: `arguments` up to
     their first option, and `--standby`. Engines of other nodes meet it at `kv_address` to transfer
-    KV. Its HTTP server is on loopback, except with an `api_key` that all requests must have. With a
-    `model_link` it works in its own folder, where a link of that name leads to the model.
+    KV. It publishes what its prefix cache stores and evicts at the socket `kv_events`, if that is
+    given. Its HTTP server is on loopback, except with an `api_key` that all requests must have.
+    With a `model_link` it works in its own folder, where a link of that name leads to the model.
 
     `ready_path` and `metrics_path` replace the driver's. With a `model_name` requests call the
     model so. Unless it `may_force_tools`, requests that require a call of a tool are refused, and
@@ -106,6 +107,7 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     keep_alive: bool = True
     standby: tuple[str, ...] = ()
     kv_address: KvAddress | None = None
+    kv_events: str = ""
     api_key: str = ""
     model_link: str = ""
     ready_path: str = ""
@@ -211,6 +213,13 @@ def require_one_node(spec: ReplicaSpec, reason: str) -> None:
     if spec.group is not None:
         driver, nodes = spec.engine.driver, spec.group.nodes
         raise UnknownOption(f"cannot start {driver} over {nodes} nodes: {reason}")
+
+
+def require_store_ports(launch: EngineLaunch) -> StorePorts:
+    """Return the ports of the PoP's store of KV. Raises UnknownOption if this node has none."""
+    if launch.store_ports is None:
+        raise UnknownOption("cannot share KV: plaintext_kv_store_ports is not set on this node")
+    return launch.store_ports
 
 
 def check_options(spec: ReplicaSpec) -> None:

@@ -5,9 +5,10 @@ from typing import Any, Final
 
 import msgspec
 
-from isochrone.wire.engines.engine import EngineConfig, EngineStats
+from isochrone.wire.engines.engine import EngineConfig, EngineStats, KvStorePlace
 from isochrone.wire.engines.engine_options import ENGINE_OPTIONS
 from isochrone.wire.http import headers
+from isochrone.wire.kv.kv_store import uses_kv_store
 from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.drivers.driver import (
     LOAD_ADAPTER_PATH,
@@ -18,6 +19,7 @@ from nodeagent.drivers.driver import (
     UnknownOption,
     check_options,
     missing_package,
+    require_store_ports,
     visible_devices,
 )
 from nodeagent.drivers.handshake import Handshake
@@ -25,6 +27,9 @@ from nodeagent.drivers.handshake import Handshake
 KV_BYTES_UNPLANNED: Final = 512 * 1024 * 1024
 """The KV cache of a replica without a planned size: the mock engine's, which needs none, or one
 that a scheduler of an older release placed."""
+
+STORE_PACKAGE: Final = "mooncake"
+"""What the engine imports to join a store of KV."""
 
 
 class EmbeddedDriver:
@@ -95,6 +100,8 @@ class EmbeddedDriver:
             "sleeps": launch.spec.overcommit > 1,
             "options": self._engine_options(launch),
         }
+        if uses_kv_store(launch.spec.engine):
+            values["kv_store"] = _store_place(launch)
         known = ENGINE_OPTIONS["embedded"].names
         values.update(
             {name: value for name, value in launch.spec.engine.options.items() if name in known}
@@ -107,6 +114,13 @@ class EmbeddedDriver:
 
     def _engine_options(self, launch: EngineLaunch) -> dict[str, str]:
         return {}
+
+
+def _store_place(launch: EngineLaunch) -> KvStorePlace:
+    ports = require_store_ports(launch)
+    return KvStorePlace(
+        master_port=ports.master, host=launch.host, first_port=ports.first, last_port=ports.last
+    )
 
 
 def _with_parallelism(config: EngineConfig, launch: EngineLaunch) -> EngineConfig:

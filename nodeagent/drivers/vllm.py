@@ -29,12 +29,12 @@ from nodeagent.drivers.driver import (
     UNLOAD_ADAPTER_PATH,
     EngineCommand,
     EngineLaunch,
-    StorePorts,
     UnknownOption,
     check_options,
     cpu_threads,
     flags,
     read_prometheus,
+    require_store_ports,
     visible_devices,
     with_spare_seats,
 )
@@ -64,6 +64,14 @@ MOONCAKE_ABORT_S: Final = 60
 
 
 STORE_CONFIG: Final = "mooncake.json"
+
+EVENTS_OPTION: Final = "kv_events_config"
+EVENTS_SOCKET: Final = "kv-events.sock"
+EVENTS_VERSIONS: Final = VersionRange(first=(0, 32), before=VERSIONS.before)
+"""With events, releases long before these keep the KV of all layers alike, so that models with
+sliding windows need more memory."""
+KEEPS_EVICTED: Final = frozenset({"kv_transfer_config", "kv_offloading_size"})
+"""Options with which what the prefix cache evicts may still be found in a tier below it."""
 
 
 class VllmDriver:
@@ -107,6 +115,9 @@ class VllmDriver:
             options["kv_transfer_config"] = _store_transfer_config(launch)
         if connector:
             options["kv_transfer_config"] = _transfer_config(launch, connector)
+        events = _events_socket(launch, options)
+        if events:
+            options[EVENTS_OPTION] = _events_config(events)
         # Engines exchange KV only if their models' paths are the same (NIXL's compatibility hash),
         # and the names of blocks in a store begin with the last part of that path.
         link = f"model-{spec.artifact.digest[:16]}" if connector or shares_kv else ""
@@ -140,6 +151,7 @@ class VllmDriver:
             },
             files={STORE_CONFIG: _store_config(launch)} if shares_kv else {},
             kv_address=_kv_address(launch) if connector else None,
+            kv_events=events,
             model_link=link,
             may_be_strict=may_be_strict("vllm", options),
             # Else most of its parsers hold a required call to the tool's name only, not to the
@@ -178,6 +190,34 @@ class VllmDriver:
             store_hit_tokens_total=int(found.get("vllm:external_prefix_cache_hits_total", 0)),
             steps_total=int(found.get("vllm:iteration_tokens_total_count", 0)),
         )
+
+
+def _events_socket(launch: EngineLaunch, options: Mapping[str, str]) -> str:
+    """Return where the engine says what its prefix cache stores and evicts; "" if it does not."""
+    spec = launch.spec
+    below = KEEPS_EVICTED.intersection(options) and CONNECTOR_OPTION not in spec.engine.options
+    is_off = options.get("enable_prefix_caching", "true").lower() not in TRUE
+    if not spec.leads or EVENTS_OPTION in options or below or is_off:
+        return ""
+    # With several ranks of data, each would need a socket of its own.
+    if options.get("data_parallel_size", "1") != "1":
+        return ""
+    if installed_version.problem("vllm", EVENTS_VERSIONS):
+        return ""
+    return str(launch.folder / EVENTS_SOCKET)
+
+
+def _events_config(socket: str) -> str:
+    """Return the configuration of events. Those that are not read in time are dropped soon."""
+    return json.dumps(
+        {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"ipc://{socket}",
+            "buffer_steps": 1,
+            "hwm": 1000,
+        }
+    )
 
 
 def _device_options(spec: ReplicaSpec) -> dict[str, str]:
@@ -248,12 +288,6 @@ def _transfer_environment(launch: EngineLaunch, connector: str) -> dict[str, str
     return variables
 
 
-def _store_ports(launch: EngineLaunch) -> StorePorts:
-    if launch.store_ports is None:
-        raise UnknownOption("cannot share KV: plaintext_kv_store_ports is not set on this node")
-    return launch.store_ports
-
-
 def _store_transfer_config(launch: EngineLaunch) -> str:
     """Return the configuration with which the engine reads and writes the PoP's store.
 
@@ -281,7 +315,7 @@ def _store_config(launch: EngineLaunch) -> bytes:
     return msgspec.json.encode(
         {
             "metadata_server": "P2PHANDSHAKE",
-            "master_server_address": f"127.0.0.1:{_store_ports(launch).master}",
+            "master_server_address": f"127.0.0.1:{require_store_ports(launch).master}",
             "protocol": "tcp",
             "device_name": "",
             "global_segment_size": store_bytes(launch.spec.engine) - STORE_BUFFER_BYTES,
@@ -295,7 +329,7 @@ def _store_environment(launch: EngineLaunch) -> dict[str, str]:
 
     Without a fixed hash seed each engine would name the same blocks in another way.
     """
-    ports = _store_ports(launch)
+    ports = require_store_ports(launch)
     first, last = str(ports.first), str(ports.last)
     return {
         "MOONCAKE_CONFIG_PATH": str(launch.folder / STORE_CONFIG),

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import shutil
 import signal
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -45,9 +46,18 @@ STEADY_S: Final = 60.0
 
 def missing_master() -> str:
     """Return what the store's master lacks on this node, or ""."""
-    if shutil.which(PROGRAM):
+    if store_master_program():
         return ""
-    return f"{PROGRAM} is not on the PATH of the agent: install Mooncake beside vLLM"
+    return (
+        f"{PROGRAM} is neither on the PATH of the agent nor in its environment: install Mooncake"
+        " beside the engine"
+    )
+
+
+def store_master_program() -> str:
+    """Return the path of the master's program, "" if it is not installed."""
+    beside = str(Path(sys.executable).parent)
+    return shutil.which(PROGRAM) or shutil.which(PROGRAM, path=beside) or ""
 
 
 class _MasterRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +125,7 @@ class StoreMaster:
         self._folder.mkdir(mode=0o700, exist_ok=True, parents=True)
         port = free_port([])
         arguments = (
-            PROGRAM,
+            store_master_program() or PROGRAM,
             *("--rpc_address=127.0.0.1", f"--rpc_port={port}"),
             *("--metrics_host=127.0.0.1", f"--metrics_port={free_port([port])}"),
             f"--client_ttl={CLIENT_TTL_S}",

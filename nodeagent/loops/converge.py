@@ -6,9 +6,11 @@ from typing import Final, NamedTuple
 
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.peers.report import Refusal, ReplicaState
-from nodeagent.decide.replicas.reconcile import STORE_KEY, command_key, reconcile
+from nodeagent.decide.replicas.reconcile import STORE_KEY, command_key, reconcile, store_client_key
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.configured_command import ConfiguredCommand
+from nodeagent.drivers.driver import missing_package
+from nodeagent.drivers.embedded import STORE_PACKAGE
 from nodeagent.host.store_master import missing_master
 from nodeagent.node import NodeState
 from nodeagent.supervisor import Supervisor
@@ -90,7 +92,11 @@ class ConvergeJob:
     def _missing(self) -> dict[str, str]:
         """Return what each driver's engine lacks on this node, and a store of KV. Blocks."""
         ports = "" if self._has_store_ports else "plaintext_kv_store_ports is not set on this node"
-        return {**_missing_by_driver(self._commands), STORE_KEY: ports or missing_master()}
+        store = {
+            STORE_KEY: ports or missing_master(),
+            store_client_key("embedded"): missing_package(STORE_PACKAGE),
+        }
+        return {**_missing_by_driver(self._commands), **store}
 
     def _update_refusals(self, refusals: tuple[Refusal, ...]) -> None:
         """Report these refusals, and those of the last REFUSAL_REPORT_S."""

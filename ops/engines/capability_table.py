@@ -91,7 +91,11 @@ def _transfer(one: EngineCapabilities) -> str:
 
 
 def _sharing(one: EngineCapabilities) -> str:
-    return (one.kv_store or "nodes' API") if one.shares_kv else "no"
+    if not one.shares_kv:
+        return "no"
+    if one.kv_store_by_option:
+        return f"nodes' API; with `kv_store_bytes` also {one.kv_store}"
+    return one.kv_store or "nodes' API"
 
 
 def _tokens(count: int) -> str:

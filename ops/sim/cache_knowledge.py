@@ -2,11 +2,12 @@
 
     python -m ops.sim.cache_knowledge [--data FOLDER] [--requests N] [--draws N ...] [--age S ...]
 
-Our own choice with four kinds of knowledge, over the oracle. `estimate`: a router's own history
+Our own choice with five kinds of knowledge, over the oracle. `estimate`: a router's own history
 alone; it assumes the size of each cache, and learns it from answers. `reach`: load reports also say
-since when a cache has all that was used, which is what routers do. `prefixes`: they say instead
-which prefixes that several prompts have in common were stored and evicted. `exact`: every cache,
-and every prompt that waits there, as it is now.
+since when a cache has all that was used, which is what routers do. `events`: the same, as a node
+computes it for an engine that says only which blocks it stores and evicts. `prefixes`: they say
+instead which prefixes that several prompts have in common were stored and evicted. `exact`: every
+cache, and every prompt that waits there, as it is now.
 """
 
 import argparse
@@ -17,14 +18,17 @@ from typing import Final, NamedTuple
 
 from ops.sim import data
 from ops.sim.cache_policies import PrefixesPolicy
+from ops.sim.event_reach import EventReplica
 from ops.sim.hard_table import ORACLES, PreparedWorld, TableOptions, best_of, prepare
 from ops.sim.hard_worlds import WORLDS
 from ops.sim.measure import RunFigures, summarize
+from ops.sim.replica import SimulatedReplica
 from ops.sim.run import Simulation
 
 POLICIES: Final = {
     "estimate": "estimate",
     "reach": "ours",
+    "events": "ours",
     "prefixes": "prefixes",
     "exact": "exact",
 }
@@ -62,10 +66,12 @@ def run_row(
 ) -> KnowledgeRow:
     """Run once and compare with the oracle."""
     speed = prepared.speed(LOAD)
-    run = Simulation(prepared.fleet, prepared.requests, speed, age_s, POLICIES[knowledge])
+    kind = EventReplica if knowledge == "events" else SimulatedReplica
+    fleet, policy = prepared.fleet, POLICIES[knowledge]
+    run = Simulation(fleet, prepared.requests, speed, age_s, policy, replica_kind=kind)
     figures = summarize(knowledge, run.run())
     reports_per_s = len(prepared.fleet.sites) / (age_s / 2)
-    bytes_per_s = REPORT_FIELD_BYTES * reports_per_s if knowledge == "reach" else 0.0
+    bytes_per_s = REPORT_FIELD_BYTES * reports_per_s if policy == "ours" else 0.0
     heard = [policy.bytes_heard for policy in run.policies if isinstance(policy, PrefixesPolicy)]
     if heard:
         bytes_per_s = fmean(heard) / run.now_s
@@ -90,14 +96,21 @@ def print_rows(world: str, age_s: float, rows: dict[str, list[KnowledgeRow]]) ->
         )
 
 
-def run_world(folder: Path, world: str, requests: int, draws: Sequence[int], age_s: float) -> None:
+def run_world(
+    folder: Path,
+    world: str,
+    requests: int,
+    draws: Sequence[int],
+    age_s: float,
+    kinds: Sequence[str] = tuple(POLICIES),
+) -> None:
     """Run one world at one age of information, with all draws."""
     (hard,) = (hard for hard in WORLDS if hard.name == world)
     rows: dict[str, list[KnowledgeRow]] = {}
     for draw in draws:
         prepared = prepare(hard, TableOptions(folder, requests, draw, (LOAD,), (age_s,), ()))
         oracle = best_of([prepared.run(name, LOAD, 1.0, draw) for name in ORACLES])
-        for knowledge in POLICIES:
+        for knowledge in kinds:
             row = run_row(prepared, oracle, knowledge, age_s)
             rows.setdefault(knowledge, []).append(row)
     print_rows(world, age_s, rows)
@@ -111,6 +124,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, nargs="*", default=list(DRAWS))
     parser.add_argument("--age", type=float, nargs="*", default=[1.0], help="in seconds")
     parser.add_argument("--world", default="", help="only worlds with this in their name")
+    parser.add_argument("--knowledge", nargs="*", choices=tuple(POLICIES), default=tuple(POLICIES))
     arguments = parser.parse_args()
     print("| world | age, s | knowledge | p50 | p90 | p99 | hits, points | bytes/s to a router |")
     print("|---|---|---|---|---|---|---|---|")
@@ -118,7 +132,12 @@ def main() -> None:
         if arguments.world in world:
             for age_s in arguments.age:
                 run_world(
-                    data.folder(arguments.data), world, arguments.requests, arguments.draws, age_s
+                    data.folder(arguments.data),
+                    world,
+                    arguments.requests,
+                    arguments.draws,
+                    age_s,
+                    arguments.knowledge,
                 )
 
 

@@ -124,9 +124,12 @@ class PrefixCache:
         while self._blocks and self._tokens > tokens_max:
             block, tokens = self._blocks.popitem(last=False)
             self._tokens -= tokens
-            self.evicted_used_at_s = self._used_at_s.pop(block)
+            self._note_evicted(block)
             if self._next_block.pop(block, 0) == SEVERAL:
                 self.events.append(SharedPrefixEvent(self.now_s, (block,), False))
+
+    def _note_evicted(self, block: int) -> None:
+        self.evicted_used_at_s = self._used_at_s.pop(block)
 
 
 class KvPool(PrefixCache):

@@ -52,7 +52,9 @@ async def pair() -> AsyncIterator[TwoLegs]:
         patch.setenv("PYTHONPATH", str(NIXL))
         patch.setattr("nodeagent.api.peer_replicas.PROBE_TIMEOUT_S", 10.0)
         patch.setattr("nodeagent.decide.requests.prefill_leg.TIMEOUT_MIN_S", 120.0)
-        nodes = [await stack.enter_async_context(a_node(READY_S)) for _ in range(2)]
+        # Each engine's busy thread may keep the other one's step waiting for seconds.
+        starting = [a_node(READY_S, stall_s=60.0) for _ in range(2)]
+        nodes = [await stack.enter_async_context(one) for one in starting]
         for node, name in zip(nodes, ("d", "p1"), strict=True):
             spec = a_spec(
                 name,

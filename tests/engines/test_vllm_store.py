@@ -11,28 +11,25 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import pytest_asyncio
 
-from isochrone.service.loop import Loop
 from isochrone.wire.http import headers
-from isochrone.wire.ids import DeviceId, NodeId, ReplicaId
+from isochrone.wire.ids import DeviceId, ReplicaId
 from isochrone.wire.models.model import EngineSettings
-from isochrone.wire.peers.assignment import StoreMasterPlace
 from nodeagent import metrics
-from nodeagent.api.peer_replicas import PeerReplicaClient
-from nodeagent.api.store_relay import StoreRelay, dial_through
-from nodeagent.drivers.driver import StorePorts
-from nodeagent.host.store_master import StoreMaster
-from nodeagent.loops.supervise_store import SuperviseStore
 from tests.builders import GIB, a_spec
 from tests.engines.real_engines import MODEL, READY_S, VLLM_COMMANDS, needs_vllm
-from tests.integration.nodeagent.test_data_plane import Node, a_node
+from tests.engines.store_nodes import (
+    StoreNode,
+    move_master,
+    needs_mooncake,
+    runs_only_at,
+    serving,
+)
 from tests.integration.nodeagent.test_two_legs import artifact_of, is_warm
-from tests.ports import free_port
 from tests.system.harness import until
 
 PROMPT_TOKENS: Final = 579
@@ -44,38 +41,13 @@ FOUND_S: Final = 60.0
 pytestmark = [
     needs_vllm,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        not (VLLM_COMMANDS / "mooncake_master").exists(),
-        reason="no Mooncake beside vLLM: run `python -m ops.engines.mooncake`",
-    ),
+    needs_mooncake,
     pytest.mark.asyncio(loop_scope="session"),
 ]
 
 
-class StoreNode:
-    """A node whose agent takes part in the PoP's store, and may run its master."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name = name
-        self.place: StoreMasterPlace | None = None
-        self.master = StoreMaster(folder)
-        self.peers = PeerReplicaClient(None, time.monotonic)
-        self.relay = StoreRelay(
-            NodeId(name), lambda: self.place, lambda: self.master.port, dial_through(self.peers)
-        )
-        ports = [free_port() for _ in range(12)]
-        self.ports = StorePorts(master=ports[0], first=ports[1], last=ports[-1])
-        self.node: Node
-
-    def supervise(self) -> Loop:
-        job = SuperviseStore(
-            NodeId(self.name),
-            lambda: self.place,
-            self.master,
-            self.relay.drop_stale,
-            time.monotonic,
-        )
-        return Loop("supervise_store", job.run_once, 0.2)
+class VllmNode(StoreNode):
+    """A node with a vLLM."""
 
     async def ask(self, prompt: list[int], tenant: str = "t") -> dict[str, Any]:
         """Send a request as a router does; return the answer, complete and of status 200."""
@@ -102,7 +74,7 @@ class StoreNode:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def pop(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[StoreNode, ...]]:
+async def pop(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[VllmNode, ...]]:
     artifact = artifact_of(MODEL)
     engine = EngineSettings(
         driver="vllm",
@@ -112,22 +84,12 @@ async def pop(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[S
         share_kv=True,
     )
     folder = tmp_path_factory.mktemp("store")
-    nodes = tuple(StoreNode(name, folder / name) for name in ("a", "b"))
+    nodes = tuple(VllmNode(name, folder / name) for name in ("a", "b"))
     async with AsyncExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("PATH", f"{VLLM_COMMANDS}:{os.environ['PATH']}")
         patch.setattr("nodeagent.api.peer_replicas.PROBE_TIMEOUT_S", 10.0)
-        for one in nodes:
-            # Without the master a look-up may take five seconds.
-            started = a_node(READY_S, store_ports=one.ports, stall_s=15.0, attach=one.relay.attach)
-            one.node = await stack.enter_async_context(started)
-            stack.push_async_callback(one.peers.close)
-            stack.push_async_callback(one.master.stop)
-            await stack.enter_async_context(one.relay.listening(one.ports.master))
-        move_master(nodes, nodes[0])
-        for one in nodes:
-            loop = asyncio_task(one.supervise())
-            stack.push_async_callback(cancelled, loop)
+        await stack.enter_async_context(serving(nodes))
         for one in nodes:
             spec = a_spec(
                 one.name,
@@ -143,26 +105,11 @@ async def pop(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[S
         yield nodes
 
 
-def asyncio_task(loop: Loop) -> "asyncio.Task[None]":
-    return asyncio.create_task(loop.run())
-
-
-async def cancelled(task: "asyncio.Task[None]") -> None:
-    task.cancel()
-    await asyncio.wait({task})
-
-
-def move_master(nodes: tuple[StoreNode, ...], to: StoreNode) -> None:
-    """Give all nodes the assignment that names `to`."""
-    for one in nodes:
-        one.place = StoreMasterPlace(node_id=NodeId(to.name), address=to.node.address)
-
-
 def a_prompt(seed: int) -> list[int]:
     return [1000 + (37 * n + 101 * seed) % 5000 for n in range(PROMPT_TOKENS)]
 
 
-async def found_by_other(first: StoreNode, second: StoreNode, seeds: range) -> int:
+async def found_by_other(first: VllmNode, second: VllmNode, seeds: range) -> int:
     """Have `first` read new prompts until `second` finds one of them in the store.
 
     Returns how many tokens it found. A block is written after its answer.
@@ -180,7 +127,7 @@ def store_tokens() -> float:
 
 
 async def test_what_one_engine_has_read_another_finds_in_the_store(
-    pop: tuple[StoreNode, ...],
+    pop: tuple[VllmNode, ...],
 ) -> None:
     a, b = pop
     before = store_tokens()
@@ -205,7 +152,7 @@ async def test_what_one_engine_has_read_another_finds_in_the_store(
 
 
 async def test_requests_go_on_without_the_master_and_hits_return_with_it(
-    pop: tuple[StoreNode, ...],
+    pop: tuple[VllmNode, ...],
 ) -> None:
     a, b = pop
     pid = a.master._record.pid if a.master._record else 0
@@ -221,19 +168,15 @@ async def test_requests_go_on_without_the_master_and_hits_return_with_it(
 
 
 async def test_hits_return_after_the_master_has_moved_to_another_node(
-    pop: tuple[StoreNode, ...],
+    pop: tuple[VllmNode, ...],
 ) -> None:
     a, b = pop
     move_master(pop, b)
-    await until("the master runs at b", partial(_runs_only_at, b, a), 20.0)
+    await until("the master runs at b", partial(runs_only_at, b, a), 20.0)
     assert await found_by_other(a, b, range(40, 52)) == STORED_TOKENS
 
 
-async def _runs_only_at(here: StoreNode, elsewhere: StoreNode) -> bool:
-    return bool(here.master.port) and not elsewhere.master.port
-
-
-async def test_a_lost_member_takes_only_its_own_blocks_along(pop: tuple[StoreNode, ...]) -> None:
+async def test_a_lost_member_takes_only_its_own_blocks_along(pop: tuple[VllmNode, ...]) -> None:
     a, b = pop
     seeds = range(60, 70)
     for seed in seeds:

@@ -16,6 +16,19 @@ Seconds = Annotated[float, Meta(gt=0)]
 Quantisation = Literal["auto", "file", "int8", "none"]
 
 
+class KvStorePlace(msgspec.Struct, frozen=True, kw_only=True):
+    """The PoP's store of KV, as one engine reaches it.
+
+    Its master is at `master_port` on loopback. The engine listens at a port from `first_port` to
+    `last_port`, and other engines reach it at `host`.
+    """
+
+    master_port: int
+    host: str
+    first_port: int
+    last_port: int
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The configuration of one engine process: its model, its socket and its limits.
 
@@ -31,7 +44,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     KV cache: `kv_dtype` is its data type (default: `dtype`); fp8 has one scale per head and token.
     Evicted blocks go to `kv_host_bytes` of host memory and `kv_file_bytes` of files below
-    `kv_folder`; 0 disables a tier.
+    `kv_folder`; 0 disables a tier. With `kv_store` the engine belongs to its PoP's store of KV, to
+    which it gives `kv_store_bytes` of host memory.
 
     With `sleeps` the copy of the weights that a sleep needs is written at the start, so that the
     first sleep takes no longer than others.
@@ -66,6 +80,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_host_bytes: Annotated[int, Meta(ge=0)] = 0
     kv_file_bytes: Annotated[int, Meta(ge=0)] = 0
     kv_folder: str = ""
+    kv_store_bytes: Annotated[int, Meta(ge=0)] = 0
+    kv_store: KvStorePlace | None = None
     context_tokens_max: Positive = 2048
     batch_tokens_max: Positive = 256
     interval_ms: Positive = 250

@@ -84,8 +84,10 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     KV, which is `transfer_default` unless the deployment says otherwise; "" if it always can.
     `transfer_choices` are its other values. `shares_kv` says whether replicas use each other's KV
     of prompts without a request that has two legs: over the nodes' API, or through `kv_store`, a
-    vendor's store to which all of them belong. `resumes` says which interrupted answers it
-    continues exactly: SEEDED (greedy and seeded), INEXACT (with another text), or "" for none.
+    vendor's store to which all of them belong. With `kv_store_by_option` they always use the nodes'
+    API, and the store if the deployment sets `kv_store_bytes`. `resumes` says which interrupted
+    answers it continues exactly: SEEDED (greedy and seeded), INEXACT (with another text), or "" for
+    none.
     `salt` says where it reads the tenant's cache salt, and `priority` whether it orders its own
     queue by priority. With `preempts`, a waiting request also takes the place of a running one
     of lower priority. With `sleeps_on_cpu` its sleep frees memory on CPUs, too.
@@ -120,6 +122,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     transfer_choices: tuple[str, ...] = ()
     shares_kv: bool = False
     kv_store: str = ""
+    kv_store_by_option: bool = False
     over_nodes: bool = False
     limits_all_requests: bool = False
     adapters: Literal["", "with_option", "always"] = ""
@@ -170,6 +173,8 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         roles=ALL_ROLES,
         handshake="frames over HTTP",
         shares_kv=True,
+        kv_store="Mooncake Store",
+        kv_store_by_option=True,
         refuses_unknown_fields=True,
         over_nodes=True,
         adapters="always",
@@ -367,6 +372,8 @@ def sleep_problem(engine: EngineSettings) -> str:
         return "a replica over several nodes cannot sleep"
     if engine.driver == "embedded" and (engine.devices > 1 or engine.options.get("draft_path")):
         return "embedded cannot sleep with several devices or a draft model"
+    if engine.driver == "embedded" and engine.options.get("kv_store_bytes"):
+        return "embedded cannot sleep with kv_store_bytes: the memory stays in the store"
     return ""
 
 

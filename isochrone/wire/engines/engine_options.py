@@ -100,11 +100,13 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
                 "kv_host_bytes",
                 "kv_file_bytes",
                 "kv_folder",
+                "kv_store_bytes",
                 "memory_max_bytes",
                 "adapters_max",
                 "adapter_memory_bytes",
             }
         ),
+        numbers=frozenset({"kv_store_bytes"}),
         config=EngineConfig,
     ),
     "mock": EngineOptions(

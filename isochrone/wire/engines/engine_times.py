@@ -1,7 +1,8 @@
 """How an engine spent the time of a traced request: a header of its answer, from engine to node.
 
 The engine exports no spans. It answers a request that has a `traceparent` with the times up to the
-head of the answer, which a stream has with its first token; the node makes spans of them.
+head of the answer, which a stream has with its first token, and a prefill leg with its first
+blocks; the node makes spans of them.
 """
 
 from math import isfinite

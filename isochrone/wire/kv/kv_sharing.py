@@ -40,6 +40,12 @@ LOCATE_PATH: Final = "/kv/locate"
 BLOCKS_PATH: Final = "/kv/blocks"
 KEEP_PATH: Final = "/kv/keep"
 
+STORE_LOCATE_PATH: Final = "/kv/store/locate"
+STORE_KEEP_PATH: Final = "/kv/store/keep"
+STORE_FETCH_PATH: Final = "/kv/store/fetch/"
+"""Node to its engine: how much of a chain the PoP's store has; have the store keep a chain; and
+fetch the next `?blocks=N` of the prompt that waits for a transfer, whose id follows."""
+
 DIGEST_BYTES: Final = 32
 CHAIN_BLOCKS_MAX: Final = 16_384
 """Blocks of one query: 262,144 tokens, in half a megabyte."""

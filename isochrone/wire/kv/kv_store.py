@@ -10,11 +10,21 @@ STORE_BYTES: Final = 1024 * MIB
 """The host memory that each replica gives to the store, unless its deployment says otherwise."""
 STORE_BUFFER_BYTES: Final = 128 * MIB
 """The host memory that a replica's own client of the store takes besides."""
+STORE_COPIES: Final = 2
+"""The copies that the embedded engine has the store keep of each block, each in the memory of
+another engine where there are so many: so a block outlives one of them."""
 
 
 def uses_kv_store(engine: EngineSettings) -> bool:
-    """Return whether replicas share KV through a vendor's store, not over the nodes' API."""
-    return engine.share_kv and bool(capabilities_of(engine.driver).kv_store)
+    """Return whether replicas share KV through a vendor's store.
+
+    Those of an engine that also shares it over the nodes' API do so if their deployment says how
+    much memory each gives to the store.
+    """
+    one = capabilities_of(engine.driver)
+    if not engine.share_kv or not one.kv_store:
+        return False
+    return not one.kv_store_by_option or STORE_BYTES_OPTION in engine.options
 
 
 def store_bytes(engine: EngineSettings) -> int:
@@ -37,11 +47,17 @@ def sharing_problem(engine: EngineSettings) -> str:
         return f"share_kv needs an engine that sends KV: {engine.driver} does not, {known} do"
     if uses_kv_store(engine):
         for name in (one.transfer_option, "kv_transfer_config"):
-            if name in engine.options:
+            if name and name in engine.options:
                 return (
                     f"share_kv makes a kv_transfer_config of its own ({one.kv_store}): leave"
                     f" {name} out"
                 )
         if engine.nodes > 1:
-            return f"share_kv of {engine.driver} needs replicas of one node each"
+            return f"{store_use(engine)} needs replicas of one node each"
     return ""
+
+
+def store_use(engine: EngineSettings) -> str:
+    """Return what makes replicas of this engine use a store, in words."""
+    by_option = capabilities_of(engine.driver).kv_store_by_option
+    return f"share_kv of {engine.driver}" + (f" with {STORE_BYTES_OPTION}" if by_option else "")

@@ -57,6 +57,7 @@ ADDRESS_PATH: Final = "/kv/address"
 
 ENGINE_FIELDS: Final = (
     "kv_transfer_params",
+    "ec_transfer_params",
     "disaggregated_params",
     "bootstrap_host",
     "bootstrap_port",
@@ -64,6 +65,9 @@ ENGINE_FIELDS: Final = (
 )
 """The fields of a request in which engines tell each other where KV is. They name hosts to pull
 from, so that only nodes may set them: a client's are removed."""
+
+NESTED_FIELDS: Final = "vllm_xargs"
+"""A field of vLLM's requests whose entries stand beside those of ENGINE_FIELDS in the engine."""
 
 
 class KvAddress(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,11 +14,13 @@ from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.kv import kv_sharing, kv_transfer
+from isochrone.wire.kv.kv_store import uses_kv_store
 from nodeagent import metrics
 from nodeagent.api.inference_paths import GENERATION_PATHS
 from nodeagent.api.kv_sharing import PrefixCopy
 from nodeagent.api.request.answer_relay import EVENT_STREAM
 from nodeagent.api.request.handoff_notice import announce_prefill
+from nodeagent.api.request.request_estimates import prefill_estimate
 from nodeagent.decide.requests.admission import TokenReservation
 from nodeagent.decide.requests.kv_quota import KvQuota, KvUser
 from nodeagent.decide.requests.prefill_leg import (
@@ -29,8 +31,15 @@ from nodeagent.decide.requests.prefill_leg import (
     is_too_short,
 )
 from nodeagent.disaggregation.handshake_leg import AnswerContext, HandshakeLeg
-from nodeagent.disaggregation.kv_fetch import FetchRates, PrefixFetcher, parse_holders
+from nodeagent.disaggregation.kv_fetch import (
+    FetchRates,
+    KvHolders,
+    PrefixFetcher,
+    parse_holders,
+)
 from nodeagent.disaggregation.kv_windows import WindowLeases
+from nodeagent.disaggregation.store_copies import ComputedPrompt
+from nodeagent.disaggregation.store_fetch import StoreFetch
 from nodeagent.disaggregation.two_legs import LegRequest, PrefillLeg, PrefillPeers
 from nodeagent.disaggregation.usage_rewriter import UsageRewriter, rewrite_json
 from nodeagent.host.engines.engine_process import EngineProcess
@@ -83,6 +92,8 @@ class DecodeLegs:
             return None
         if handshake is not None:
             holders = None
+        elif holders is None and uses_kv_store(replica.spec.engine):
+            holders = _only_store(request, replica.spec.replica_id)
         if len(replicas) > 1 and is_too_short(replicas[0]) and not needs_prefill:
             metrics.PREFILL_LEGS.labels(LegChoice.SHORT).inc()
             current_span().set(names.PREFILL_OUTCOME, LegChoice.SHORT.value)
@@ -124,19 +135,52 @@ class DecodeLegs:
         fetcher = self._fetcher(request, replica, engine)
         return PrefillLeg(engine.http, self._peers, rate, leg_request, monotonic, fetcher)
 
+    def computed_prompt(
+        self,
+        request: web.Request,
+        replica: ManagedReplica,
+        engine: EngineProcess,
+        leg: DecodeLeg | None,
+    ) -> ComputedPrompt | None:
+        """Return an answered prompt that the PoP's store should keep, if any."""
+        expected = leg.expected if leg is not None else None
+        if expected is None or not uses_kv_store(replica.spec.engine):
+            return None
+        return ComputedPrompt(engine.http, _kv_user(request, replica), expected.digests)
+
     def _fetcher(
         self, request: web.Request, replica: ManagedReplica, engine: EngineProcess
     ) -> PrefixFetcher:
-        user = KvUser(replica.spec.deployment_id, request.headers.get(headers.CACHE_SALT, ""))
         return PrefixFetcher(
             engine.http,
             self._peers,
             self._fetch_rates,
             self._quota,
-            user,
+            _kv_user(request, replica),
             monotonic,
             lambda source: self._windows.lease(source, replica),
+            self._store_of(replica, engine),
         )
+
+    def _store_of(self, replica: ManagedReplica, engine: EngineProcess) -> StoreFetch | None:
+        if not uses_kv_store(replica.spec.engine):
+            return None
+        return StoreFetch(engine.http, self._fetch_rates.store, monotonic)
+
+
+def _kv_user(request: web.Request, replica: ManagedReplica) -> KvUser:
+    return KvUser(replica.spec.deployment_id, request.headers.get(headers.CACHE_SALT, ""))
+
+
+def _only_store(request: web.Request, own: ReplicaId) -> KvHolders | None:
+    """Return the holders of a prompt whose prefix only the PoP's store may have.
+
+    None for a prompt that is computed faster than the store is asked.
+    """
+    tokens, prefill_ms = prefill_estimate(request)
+    token_us = 1000 * prefill_ms // max(1, tokens or 0)
+    here = PeerReplica(own, NodeId(""), "", tokens or 0, prefill_ms, token_us)
+    return None if is_too_short(here) else KvHolders(here, (), ReplicaId(""))
 
 
 def answer_context(

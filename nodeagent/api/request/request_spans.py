@@ -98,7 +98,8 @@ def traced_answer(post: PostToEngine, sent: Mapping[str, str]) -> AnswerContext:
 async def _in_a_span(
     post: PostToEngine, sent: dict[str, str]
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    with child_span("decode", SpanKind.CLIENT) as span:
+    name = "compute kv" if kv_transfer.LEG in sent else "decode"
+    with child_span(name, SpanKind.CLIENT) as span:
         span.add_to(sent)
         async with post(headers=sent) as answer:
             span.set(names.STATUS, answer.status)

@@ -23,6 +23,11 @@ STORE_KEY: Final = "kv_store"
 """The key of what a store of KV lacks on the node, among what engines lack."""
 
 
+def store_client_key(driver: str) -> str:
+    """Return the key of what a driver's engine lacks to join a store of KV."""
+    return f"{STORE_KEY} of {driver}"
+
+
 class ReconcileSteps(msgspec.Struct, frozen=True, kw_only=True):
     """The steps of one turn: replicas to stop, then to start, and those refused with a reason."""
 
@@ -166,7 +171,8 @@ def _refusal_reason(
     else:
         missing = missing_by_driver.get(driver, f"this node has no driver {driver!r}")
     if not missing and uses_kv_store(spec.engine):
-        missing = missing_by_driver.get(STORE_KEY, "")
+        client = missing_by_driver.get(store_client_key(driver), "")
+        missing = missing_by_driver.get(STORE_KEY, "") or client
     if missing:
         return f"cannot run {spec.replica_id}: {missing}"
     if spec.group is None:

@@ -22,7 +22,7 @@ from nodeagent.engine.kvcache.block_mover import BlockMover, DeviceBlocks
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.scheduler.sequence import Sequence as TokenSequence
 
-OnComputed = Callable[[int], None]
+OnComputed = Callable[[int, float], None]
 """Called on the step thread with the number of blocks that can be read or have been read."""
 
 
@@ -103,7 +103,7 @@ class KvTransfers:
             blocks = sequence.blocks[outgoing.next_block : computed]
             outgoing.held.extend(self._pool.add_reference(blocks))
             outgoing.next_block = computed
-            outgoing.on_computed(computed)
+            outgoing.on_computed(computed, sequence.began_s)
 
     def read_outgoing(self, number: int, count: int, out: Tensor | None = None) -> Tensor | None:
         """Return the next `count` blocks on the host [blocks, ...], and let go of them.

@@ -15,17 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-import xxhash
+from nodeagent.engine.kvcache.block_seal import DIGEST_BYTES, SEAL_BYTES, seal
 
 log = logging.getLogger(__name__)
 
 TAKES_NOTHING: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Errors of a disk that may take files again later, so that an engine starts nevertheless."""
-
-_MAGIC: Final = b"isochrone-kv-1\n"
-_CHECKSUM_BYTES: Final = 16
-_DIGEST_BYTES: Final = 32
-_HEADER_BYTES: Final = len(_MAGIC) + _DIGEST_BYTES + _CHECKSUM_BYTES
 
 
 class FileTier:
@@ -36,7 +31,7 @@ class FileTier:
     ) -> None:
         self._model_fingerprint = model_fingerprint
         self._block_bytes = block_bytes
-        self._files_max = bytes_max // (_HEADER_BYTES + block_bytes)
+        self._files_max = bytes_max // (SEAL_BYTES + block_bytes)
         self._folder = folder / model_fingerprint.hex()
         self._files: OrderedDict[bytes, None] = OrderedDict()
         self._lock = threading.Lock()
@@ -63,12 +58,12 @@ class FileTier:
     @property
     def used_bytes(self) -> int:
         """The bytes of all files."""
-        return len(self._files) * (_HEADER_BYTES + self._block_bytes)
+        return len(self._files) * (SEAL_BYTES + self._block_bytes)
 
     def write(self, digest: bytes, content: bytes | memoryview) -> bool:
         """Store a block; return False if the disk refuses it."""
         path = self._path(digest)
-        header = _MAGIC + digest + self._checksum(digest, content)
+        header = seal(self._model_fingerprint, digest, content)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -105,7 +100,7 @@ class FileTier:
         path = self._path(digest)
         try:
             with path.open("rb") as file:
-                header = file.read(_HEADER_BYTES)
+                header = file.read(SEAL_BYTES)
                 # Reads one block at most, however large the file has become.
                 content = bytearray(self._block_bytes)
                 is_whole = file.readinto(content) == len(content) and not file.read(1)
@@ -113,7 +108,7 @@ class FileTier:
             # Another process that uses this folder may have deleted the file.
             self._forget(digest)
             return None
-        if not is_whole or header != _MAGIC + digest + self._checksum(digest, content):
+        if not is_whole or header != seal(self._model_fingerprint, digest, content):
             self.corrupt_total += 1
             _remove(path)
             self._forget(digest)
@@ -128,11 +123,6 @@ class FileTier:
             fields = {"path": str(path), "why": str(error)}
             log.warning("cannot write a KV block", extra={"fields": fields})
         self._last_write_failed = True
-
-    def _checksum(self, digest: bytes, content: bytes | bytearray | memoryview) -> bytes:
-        checksum = xxhash.xxh3_128(self._model_fingerprint + digest)
-        checksum.update(content)
-        return checksum.digest()
 
     def _path(self, digest: bytes) -> Path:
         name = digest.hex()
@@ -164,8 +154,8 @@ class FileTier:
             with suppress(FileNotFoundError):
                 # Another process that uses this folder may have deleted the file.
                 stat = path.stat()
-                file_bytes = _HEADER_BYTES + self._block_bytes
-                if (len(digest), stat.st_size) == (_DIGEST_BYTES, file_bytes):
+                file_bytes = SEAL_BYTES + self._block_bytes
+                if (len(digest), stat.st_size) == (DIGEST_BYTES, file_bytes):
                     found.append((stat.st_mtime, digest))
                 else:
                     _remove(path)

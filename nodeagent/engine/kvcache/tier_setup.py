@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -11,6 +12,7 @@ from typing import Final
 import torch
 
 from isochrone.wire.engines.engine import EngineConfig
+from isochrone.wire.kv.kv_store import STORE_BUFFER_BYTES
 from nodeagent.engine.architecture.decoder_shape import DecoderShape
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.kvcache.block_mover import BlockMover, DeviceBlocks
@@ -18,6 +20,8 @@ from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.engine.kvcache.host_tier import HostTier
 from nodeagent.engine.kvcache.kv_format import KvFormat
+from nodeagent.engine.kvcache.mooncake_client import MooncakeClient
+from nodeagent.engine.kvcache.store_tier import StoreTier
 
 KV_VERSION: Final = 1
 """Raised when a release computes or lays out KV otherwise than the one before for the same
@@ -100,6 +104,21 @@ def open_tiers(
                 f"cannot keep KV in {config.kv_folder}: {error.strerror or error}"
             ) from error
     return BlockMover(device, host, files)
+
+
+def open_store(config: EngineConfig, form: KvBlockForm) -> StoreTier | None:
+    """Return the PoP's store of KV, which the engine has yet to join; None without one."""
+    place, segment_bytes = config.kv_store, config.kv_store_bytes
+    if place is None or not segment_bytes:
+        return None
+    return StoreTier(
+        lambda: MooncakeClient(place, segment_bytes),
+        form.fingerprint,
+        form.block_bytes,
+        # The other half is for the library, and for blocks between this buffer and the device.
+        STORE_BUFFER_BYTES // 2,
+        time.monotonic,
+    )
 
 
 def model_fingerprint(path: Path, settings: str) -> bytes:

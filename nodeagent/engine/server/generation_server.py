@@ -22,6 +22,7 @@ from nodeagent.engine.core.generation import GenerationDelta
 from nodeagent.engine.core.generation_thread import GenerationThread
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.staging_memory import StagingMemory
+from nodeagent.engine.kvcache.tier_setup import open_store
 from nodeagent.engine.loading import LoadedEngine
 from nodeagent.engine.scheduler.sequence import FinishReason
 from nodeagent.engine.server.adapters import AdapterRegistry
@@ -30,6 +31,7 @@ from nodeagent.engine.server.kv.kv_reading import SHARED_BYTES_MAX
 from nodeagent.engine.server.kv.kv_receiving import KvReceiver
 from nodeagent.engine.server.kv.kv_sending import KvSender
 from nodeagent.engine.server.kv.kv_sharing import KvSharing
+from nodeagent.engine.server.kv.kv_store import KvStoreRoutes
 from nodeagent.engine.server.kv.kv_windows import KvWindows
 from nodeagent.engine.server.open_requests import OpenRequest, OpenRequests
 from nodeagent.engine.server.openai.request_body import read_chat, read_completion
@@ -94,6 +96,7 @@ class GenerationServer(ModelServer):
             staging,
             config.client_stall_s,
         )
+        self.kv_store = open_store(config, loaded.kv_blocks)
 
     def fail_all(self, message: str) -> None:
         """End every open request with an error."""
@@ -110,6 +113,9 @@ class GenerationServer(ModelServer):
         app.on_cleanup.append(self._close_parts)
         self.kv_receiver.attach(app)
         self.kv_sharing.attach(app)
+        if self.kv_store is not None:
+            form, store = self.loaded.kv_blocks, self.kv_store
+            KvStoreRoutes(form, store, self.kv_receiver, self.kv_sharing).attach(app)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.complete)
         app.router.add_post("/sleep", self.fall_asleep)
@@ -140,6 +146,7 @@ class GenerationServer(ModelServer):
             **self.kv_receiver.counts(),
             **self.kv_sharing.counts(),
             **self.kv_windows.counts(),
+            **(self.kv_store.counts() if self.kv_store is not None else {}),
             **(speculation.counts() if speculation is not None else {}),
             "adapters": len(self.adapters.names),
             "adapters_kept": self.adapters.cached,

@@ -51,6 +51,7 @@ from nodeagent.host.engines.engine_ports import free_port, other_listener
 from nodeagent.host.engines.engine_record import EngineRecord, write_record
 from nodeagent.host.engines.open_session import open_session
 from nodeagent.host.engines.standby import StandbyProcess
+from nodeagent.host.kv_events import follow_kv_events
 from nodeagent.host.processes import (
     Child,
     boot_id,
@@ -116,6 +117,7 @@ class EngineProcess:
             headers={"authorization": f"Bearer {key}"} if (key := record.command.api_key) else None,
         )
         self._exit_watcher = asyncio.create_task(self._watch_exit())
+        self._kv_events = follow_kv_events(record.command.kv_events, is_new=child is not None)
 
     @property
     def pid(self) -> int:
@@ -205,12 +207,11 @@ class EngineProcess:
 
     async def stats(self) -> EngineStats | None:
         """Return the engine's statistics, or None if it returns none that can be read."""
-        path = self._driver.stats_path or self._ready_path
-        status, body = await self._request("GET", path, PROBE_TIMEOUT_S)
-        try:
-            return self._driver.read_stats(body) if status == 200 else None
-        except msgspec.DecodeError:
-            return None
+        status, body = await self._request("GET", self._driver.stats_path or self._ready_path)
+        with suppress(msgspec.DecodeError):
+            if status == OK:
+                return self._kv_events.with_reach(self._driver.read_stats(body))
+        return None
 
     async def metrics(self) -> str:
         """Return the engine's Prometheus metrics page, or "" if it has none."""
@@ -262,7 +263,7 @@ class EngineProcess:
         return bool(path) and (await self._request("POST", path, timeout_s))[0] == OK
 
     async def _request(
-        self, method: str, path: str, timeout_s: float, body: Any = None
+        self, method: str, path: str, timeout_s: float = PROBE_TIMEOUT_S, body: Any = None
     ) -> tuple[int, bytes]:
         """Return status and body of an answer, or (0, b"") if it is not complete in time."""
         try:
@@ -292,6 +293,7 @@ class EngineProcess:
         """Stop watching the process and leave it running."""
         self._on_release()
         self._exit_watcher.cancel()
+        await self._kv_events.stop()
         await self._http.close()
 
     async def _watch_exit(self) -> None:

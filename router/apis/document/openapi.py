@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from isochrone.ttft_order import TTFT_MS_MAX
 from isochrone.wire.http import headers
-from isochrone.wire.kv.kv_transfer import ENGINE_FIELDS
+from isochrone.wire.kv.kv_transfer import ENGINE_FIELDS, NESTED_FIELDS
 from router.apis.document import answers
 from router.apis.document.public_route import JSON, PublicRoute, Surface
 from router.apis.document.routes import ROUTES
@@ -119,7 +119,7 @@ def _documented(route: PublicRoute) -> Any:
         return route.body
     fields: list[Any] = []
     for field in info:
-        if field.name in ENGINE_FIELDS:
+        if field.name in ENGINE_FIELDS or field.name == NESTED_FIELDS:
             continue
         kind = route.fields.get(field.name, Any if field.type is msgspec.Raw else field.type)
         if field.required:

@@ -15,7 +15,7 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http import headers
 from isochrone.wire.http.invalid_field import invalid_field
 from isochrone.wire.http.json_body import UnsafeJson, check_json_body
-from isochrone.wire.kv.kv_transfer import ENGINE_FIELDS
+from isochrone.wire.kv.kv_transfer import ENGINE_FIELDS, NESTED_FIELDS
 from router.apis.openai.prompt import OpenAiRequest, count_answers
 from router.apis.openai.schema import (
     ChatRequest,
@@ -111,13 +111,20 @@ def without_transfer_fields(body: bytes, request: OpenAiRequest) -> bytes:
     """Return the body without the fields in which engines tell each other where KV is.
 
     They name hosts to pull from: a client that could set them would have an engine connect to any.
+    vLLM also finds them among the entries of NESTED_FIELDS, and answers 500 to a wrong type.
     """
     if isinstance(request, EmbeddingRequest | RerankRequest):
         return body
     given = [name for name in ENGINE_FIELDS if bytes(getattr(request, name))]
-    if not given:
+    nested = bytes(getattr(request, NESTED_FIELDS))
+    if not given and not nested.startswith(b"{"):
         return body
     fields: dict[str, Any] = _FIELDS.decode(body)
+    if nested.startswith(b"{"):
+        entries: dict[str, Any] = _FIELDS.decode(nested)
+        fields[NESTED_FIELDS] = {
+            name: entries[name] for name in entries if name not in ENGINE_FIELDS
+        }
     return msgspec.json.encode({name: fields[name] for name in fields if name not in given})
 
 

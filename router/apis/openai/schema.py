@@ -102,6 +102,8 @@ class _GenerationRequest(RefusedOpenAiFields, frozen=True, kw_only=True):
     seed: int | None = None
     options: RouterOptions | None = None
     kv_transfer_params: msgspec.Raw = msgspec.Raw()
+    ec_transfer_params: msgspec.Raw = msgspec.Raw()
+    vllm_xargs: msgspec.Raw = msgspec.Raw()
     disaggregated_params: msgspec.Raw = msgspec.Raw()
     bootstrap_host: msgspec.Raw = msgspec.Raw()
     bootstrap_port: msgspec.Raw = msgspec.Raw()

@@ -21,7 +21,7 @@ from isochrone.wire.engines.engine_capabilities import (
 from isochrone.wire.engines.engine_options import ENGINE_OPTIONS
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId, PopId
-from isochrone.wire.kv.kv_store import sharing_problem, uses_kv_store
+from isochrone.wire.kv.kv_store import sharing_problem, store_use, uses_kv_store
 from isochrone.wire.models.model import (
     AUTO_ROLES,
     KIND_FEATURES,
@@ -318,7 +318,7 @@ def roles_problem(engine: EngineSettings, policy: PlacementPolicy) -> str:
     if reason := sharing_problem(engine):
         return reason
     if uses_kv_store(engine) and policy.roles != UNIFIED_ROLES:
-        return f"share_kv of {engine.driver} needs replicas without roles: set roles to unified"
+        return f"{store_use(engine)} needs replicas without roles: set roles to unified"
     if policy.roles == UNIFIED_ROLES:
         return transfer_problem(engine)
     known = ", ".join(name for name, able in ENGINE_CAPABILITIES.items() if able.sends_kv)

@@ -228,11 +228,6 @@ async def test_the_master_runs_where_the_assignment_says_and_nowhere_else(
         await agent.peers.close()
 
 
-def test_a_node_without_mooncake_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert missing_master().startswith("mooncake_master is not on the PATH of the agent: install")
-
-
 async def kill(master: StoreMaster) -> None:
     """Kill a master as the kernel would, and wait until it is gone."""
     record = master._record

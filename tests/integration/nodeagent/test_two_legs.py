@@ -287,7 +287,11 @@ async def check_trace(fleet: TwoLegs, spans: list[Span]) -> None:
     under = {span.name for span in spans if span.parent_id == own["decode"].context.span_id}
     assert under == {"relay", "engine wait kv", "engine queue", "engine prefill"}
     elsewhere = {span.name for span in spans if span.parent_id == other.context.span_id}
-    assert elsewhere == {"admission", "decode"}
+    assert elsewhere == {"admission", "compute kv"}
+    computing = of[("", "compute kv")]
+    steps = [span for span in spans if span.parent_id == computing.context.span_id]
+    assert {span.name for span in steps} == {"engine queue", "engine prefill", "relay"}
+    assert all(step.began_s < step.ended_s for step in steps)
     assert (serve.attributes[names.NODE], other.attributes[names.NODE]) == ("d", "p1")
     assert serve.attributes[names.PREFILL_OUTCOME] == "prefill"
     assert own["prefill"].attributes[names.REPLICA] == "p1"

@@ -16,6 +16,7 @@ from isochrone.service.trust.joining import join
 from isochrone.wire.client_keys.keys import format_key
 from isochrone.wire.http import headers
 from isochrone.wire.ids import Generation, KeyId, ModelId, TenantId
+from isochrone.wire.kv.kv_transfer import ENGINE_FIELDS
 from isochrone.wire.models.model import Artifact, ArtifactFile
 from isochrone.wire.peers.adapter import CONFIG_FILE, AdapterEntry, parse_request_adapter
 from isochrone.wire.peers.control import PeerRole
@@ -193,6 +194,15 @@ async def test_a_preempted_item_is_sent_again_and_says_how_often(bench: BatchBen
         model="tiny", max_tokens=3, messages=[{"role": "user", "content": "hi"}]
     )
     assert headers.PREEMPTIONS not in bench.node.request_headers[-1]
+
+
+async def test_a_line_cannot_name_hosts_to_pull_kv_from(bench: BatchBench) -> None:
+    named = dict.fromkeys(ENGINE_FIELDS, "evil")
+    batch = await bench.run(a_line("one", **named, vllm_xargs={**named, "kept": 1}))
+    assert batch.request_counts.completed == 1
+    (body,) = bench.node.bodies
+    assert b"evil" not in body
+    assert json.loads(body)["vllm_xargs"] == {"kept": 1}
 
 
 async def test_all_endpoints_are_answered(bench: BatchBench) -> None:

@@ -615,8 +615,14 @@ async def test_a_clients_own_transfer_fields_do_not_reach_an_engine(tmp_path: Pa
         async with bench.http.post(path, data=escaped, headers=head) as got:
             assert got.status == 200
         assert b"evil" not in bench.nodes[0].bodies[1]
+        # vLLM takes the fields from among these entries, too.
+        nested = {"kv_transfer_params": "evil", "ec_transfer_params": ["evil"], "kept": 1}
+        async with bench.chat(vllm_xargs=nested) as got:
+            assert got.status == 200
+        assert json.loads(bench.nodes[0].bodies[2])["vllm_xargs"] == {"kept": 1}
         # Other surfaces refuse the fields, or leave them out of what they translate.
-        named = dict.fromkeys(ENGINE_FIELDS, "evil")
+        named: dict[str, Any] = dict.fromkeys(ENGINE_FIELDS, "evil")
+        named["vllm_xargs"] = dict.fromkeys(ENGINE_FIELDS, "evil")
         chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
         for surface, fields in (
             ("/v1/completions", {"model": "tiny", "prompt": "x"}),

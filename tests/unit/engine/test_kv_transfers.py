@@ -69,7 +69,7 @@ class TransferMachine(RuleBasedStateMachine):
             self.memory.rows[block] = block
         self.sent[self.count] = first
         self.transfers.open_outgoing(
-            self.count, OutgoingBlocks(first, blocks, lambda computed: None)
+            self.count, OutgoingBlocks(first, blocks, lambda computed, began_s: None)
         )
 
     @rule(data=st.data())
@@ -173,7 +173,7 @@ def test_a_hundred_thousand_abandoned_transfers_leave_nothing() -> None:
 
     def abandon(number: int) -> None:
         sequence = a_sequence(pool, number, 2)
-        transfers.open_outgoing(number, OutgoingBlocks(0, 2, lambda computed: None))
+        transfers.open_outgoing(number, OutgoingBlocks(0, 2, lambda computed, began_s: None))
         sequence.published_blocks = 2
         transfers.hold_computed(sequence)
         pool.release(sequence.blocks)

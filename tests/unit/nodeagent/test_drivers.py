@@ -183,7 +183,8 @@ def test_a_flag_is_given_without_a_value(
 ) -> None:
     arguments = DRIVERS[driver].command(a_launch(driver, **{option: value})).arguments
     assert not expected or expected in arguments
-    assert not any(absent in argument for argument in arguments if argument != expected)
+    others = [one for one in arguments if one != expected and not one.startswith("{")]
+    assert not any(absent in argument for argument in others)
 
 
 def with_memory(

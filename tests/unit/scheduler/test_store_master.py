@@ -1,5 +1,6 @@
 """The node that runs the master of a PoP's store of KV."""
 
+import msgspec
 import pytest
 
 from isochrone.wire.ids import NodeId, PopId, ReplicaId
@@ -8,6 +9,10 @@ from scheduler.api.admin.deployments import roles_problem
 from scheduler.decide.capacity.replica_capacity import overhead_bytes
 from scheduler.decide.membership import StoreMember, store_masters
 from tests.builders import GIB, a_model
+
+EMBEDDED_IN_STORE = EngineSettings(
+    driver="embedded", share_kv=True, options={"kv_store_bytes": str(GIB)}
+)
 
 
 def a_member(name: str, at: float, *, is_away: bool = False, pop: str = "ams") -> StoreMember:
@@ -50,6 +55,15 @@ def test_replicas_placed_at_once_are_ordered_by_name() -> None:
     [
         (EngineSettings(driver="vllm", share_kv=True), ""),
         (EngineSettings(driver="embedded", share_kv=True, nodes=2, devices=2), ""),
+        (EMBEDDED_IN_STORE, ""),
+        (
+            msgspec.structs.replace(EMBEDDED_IN_STORE, nodes=2, devices=2),
+            "share_kv of embedded with kv_store_bytes needs replicas of one node each",
+        ),
+        (
+            msgspec.structs.replace(EMBEDDED_IN_STORE, share_kv=False),
+            "kv_store_bytes is for replicas that share KV: add share_kv",
+        ),
         (EngineSettings(driver="llama_cpp", share_kv=True), "share_kv needs an engine that sends"),
         (
             EngineSettings(driver="vllm", share_kv=True, options={"kv_connector": "nixl"}),
@@ -78,6 +92,9 @@ def test_a_vllm_that_shares_kv_has_no_roles() -> None:
     shared = EngineSettings(driver="vllm", share_kv=True)
     reason = roles_problem(shared, PlacementPolicy(roles="prefill=1,decode=1"))
     assert reason == "share_kv of vllm needs replicas without roles: set roles to unified"
+    reason = roles_problem(EMBEDDED_IN_STORE, PlacementPolicy(roles="prefill=1,decode=1"))
+    expected = "share_kv of embedded with kv_store_bytes needs replicas without roles"
+    assert reason == f"{expected}: set roles to unified"
 
 
 def test_the_memory_that_a_replica_gives_to_the_store_is_planned() -> None:
@@ -91,3 +108,5 @@ def test_the_memory_that_a_replica_gives_to_the_store_is_planned() -> None:
     assert overhead_bytes(model, EngineSettings(driver="embedded", share_kv=True)) == (
         overhead_bytes(model, embedded)
     )
+    given = overhead_bytes(model, EMBEDDED_IN_STORE) - overhead_bytes(model, embedded)
+    assert given == GIB + GIB // 8

@@ -168,7 +168,7 @@ class KvReceiver:
         except TimeoutError:
             raise _unknown_transfer() from None
         fingerprint = await self._form.read_fingerprint()
-        waiting = self._get(transfer)
+        waiting = self.get(transfer)
         return json_response(
             kv_transfer.ExpectedPrompt(
                 prompt_tokens=waiting.tokens,
@@ -184,13 +184,13 @@ class KvReceiver:
 
     async def _give_up(self, request: web.Request) -> web.Response:
         """Let a request begin with what has arrived."""
-        self._get(request.match_info["transfer"]).may_begin.set()
+        self.get(request.match_info["transfer"]).may_begin.set()
         return web.Response(status=204)
 
     async def _receive(self, request: web.Request) -> web.Response:
         """Store the blocks in the body; the request begins once the transfer is complete."""
         transfer = request.match_info["transfer"]
-        waiting = self._get(transfer)
+        waiting = self.get(transfer)
         is_shared = "shared" in request.query
         # The end of a broken transfer may be noticed after the next one begins.
         async with waiting.receiving:
@@ -293,6 +293,19 @@ class KvReceiver:
     ) -> None:
         contents = contents_of(blocks, self._form)
         digests = [waiting.digests[block.number] for block in blocks]
+        await self.store_blocks(transfer, waiting, digests, contents, is_shared=is_shared)
+
+    async def store_blocks(
+        self,
+        transfer: str,
+        waiting: WaitingPrompt,
+        digests: Sequence[bytes],
+        contents: torch.Tensor,
+        *,
+        is_shared: bool = True,
+    ) -> None:
+        """Store the next blocks of a waiting prompt. Raises ApiError if it is gone, or none is
+        free."""
         async with self._storing:
             call = self._worker.call(
                 lambda core: _store(core, transfer, digests, contents, is_shared=is_shared)
@@ -322,7 +335,8 @@ class KvReceiver:
             return HeldPrefix(0, 0)
         return HeldPrefix(transfers.count_on_device(digests), transfers.count_prefix(digests))
 
-    def _get(self, transfer: str) -> WaitingPrompt:
+    def get(self, transfer: str) -> WaitingPrompt:
+        """Return the prompt that waits for a transfer. Raises ApiError 404 if none does."""
         waiting = self._waiting.get(transfer)
         if waiting is None:
             raise _unknown_transfer()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from isochrone.service.threads import run_to_completion
 from isochrone.wire.engines.engine import EngineConfig
+from isochrone.wire.engines.engine_times import ENGINE_TIMES, EngineTimes, format_times
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.kv import kv_transfer
 from nodeagent.engine.core.generation import GenerationDelta
@@ -58,12 +59,24 @@ class ComputedBlocks:
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._is_over = False
+        self._arrived_s = time.monotonic()
+        self._began_s = self._first_s = 0.0
         self.ended_s = 0.0
         self.blocks = 0
 
-    def record(self, blocks: int) -> None:
-        """Note that `blocks` are computed. Called on the step thread."""
+    def record(self, blocks: int, began_s: float) -> None:
+        """Note that `blocks` are computed of a prompt that was begun at `began_s`. Called on the
+        step thread."""
+        if not self._first_s:
+            self._began_s, self._first_s = max(began_s, self._arrived_s), time.monotonic()
         self._loop.call_soon_threadsafe(self._set, blocks)
+
+    def times(self) -> EngineTimes:
+        """Return how the time until the first blocks was spent: those after them follow while the
+        answer is sent."""
+        return EngineTimes(
+            queue=self._began_s - self._arrived_s, prefill=self._first_s - self._began_s
+        )
 
     def end(self) -> None:
         """Note that no more will be computed."""
@@ -171,6 +184,7 @@ class KvSender:
                     raise_failure(ended.result())
                     raise ConnectionResetError("the prompt was not computed")
                 if sent == head.first_block:
+                    writer.response.headers[ENGINE_TIMES] = format_times(computed.times())
                     await writer.begin(head)
                 sent += part.blocks
                 reading = read_from(sent)

@@ -12,8 +12,8 @@ there are such tiers. They evict nothing that this engine computed.
 
 import asyncio
 import itertools
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
 
 import msgspec
 import torch
@@ -49,6 +49,8 @@ from nodeagent.engine.server.kv.kv_writing import BlockRoom, BlockWriter, ReadPa
 
 STREAMS_MAX: Final = 8
 """Streams of shared blocks at a time, in both directions together."""
+
+Read = TypeVar("Read")
 
 _QUERY: Final = msgspec.msgpack.Decoder(kv_sharing.BlockQuery)
 
@@ -95,7 +97,7 @@ class KvSharing:
 
     async def _locate(self, request: web.Request) -> web.Response:
         """Say how much of a chain's prefix this engine has."""
-        digests = await _digests(request)
+        digests = await read_query(request)
         transfers = self._transfers
         fingerprint = await self._form.read_fingerprint()
         located = kv_sharing.LocatedBlocks(
@@ -108,7 +110,7 @@ class KvSharing:
 
     async def _send(self, request: web.Request) -> web.StreamResponse:
         """Stream the blocks of a chain's prefix, from the first that the receiver lacks."""
-        digests = await _digests(request)
+        digests = await read_query(request)
         first = request.headers.get(kv_transfer.FIRST_BLOCK, "0")
         if not (first.isascii() and first.isdigit() and len(first) <= 9):
             raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use first block {first[:40]!r}")
@@ -163,11 +165,21 @@ class KvSharing:
             reading.cancel()
             await asyncio.wait({reading})
 
+    async def read_part(self, digests: Sequence[bytes]) -> Tensor:
+        """Return the first of these blocks [blocks, ...], at least one.
+
+        Raises ConnectionResetError if the first is in no tier any more.
+        """
+        contents = await self._read_beside_steps(digests, None, lambda contents: contents)
+        return contents if contents is not None else await self._read_between_steps(digests)
+
     async def _read(
         self, writer: BlockWriter, digests: Sequence[bytes], room: BlockRoom
     ) -> ReadPart:
-        """Read the first of these blocks, at least one."""
-        part = await self._read_beside_steps(writer, digests, room)
+        """Read the first of these blocks, at least one, as they go into a stream."""
+        part = await self._read_beside_steps(
+            digests, room.out, lambda contents: writer.encode(digests, contents, room)
+        )
         if part is None:
             contents = await self._read_between_steps(digests)
             part = await run_to_completion(writer.encode, digests, contents, room)
@@ -187,9 +199,12 @@ class KvSharing:
         return torch.frombuffer(content, dtype=self._form.dtype).view(1, *self._form.shape)
 
     async def _read_beside_steps(
-        self, writer: BlockWriter, digests: Sequence[bytes], room: BlockRoom
-    ) -> ReadPart | None:
-        """Read those on the device while steps run; None if the step thread must."""
+        self, digests: Sequence[bytes], out: Tensor | None, then: Callable[[Tensor], Read]
+    ) -> Read | None:
+        """Read those on the device while steps run, and return what `then` makes of them.
+
+        They are copied to `out`, if it is given. None if the step thread must read.
+        """
         transfers = self._transfers
         if transfers is None or not transfers.count_on_device(digests[:1]):
             return None
@@ -199,12 +214,8 @@ class KvSharing:
             held = await asyncio.wrap_future(opening)
             if not held:
                 return None
-
-            def read() -> ReadPart:
-                contents = transfers.read_held(held, room.out[: len(held)])
-                return writer.encode(digests, contents, room)
-
-            return await run_to_completion(read)
+            place = out[: len(held)] if out is not None else None
+            return await run_to_completion(lambda: then(transfers.read_held(held, place)))
         finally:
             self._worker.call(lambda core: _close_reading(core, reader))
 
@@ -269,7 +280,7 @@ class KvSharing:
         self._streams += 1
 
 
-async def _digests(request: web.Request) -> tuple[bytes, ...]:
+async def read_query(request: web.Request) -> tuple[bytes, ...]:
     """Read a query. Raises ApiError 400."""
     if (request.content_length or 0) > kv_sharing.QUERY_BYTES_MAX:
         raise ApiError(ErrorCode.INVALID_REQUEST, "cannot use this query: it is too long")

@@ -1,0 +1,231 @@
+"""The store tier: KV blocks in the PoP's store (Mooncake Store), shared by all engines of a model.
+
+Each engine gives memory to the store. The store's master says in which engine's memory a block is,
+and engines copy blocks from each other's memory. A block has two copies where two engines live, so
+that it outlives one of them.
+
+Rule 1: a block is named by the model's fingerprint and its digest, a chain over the tenant's salt
+and the tokens, and is sealed: what does not fit its seal is deleted, and counts as missing.
+Rule 2: nothing here runs on the step thread. Each call may block for seconds while the master or
+an engine is lost; while CALLS_MAX calls block, and for PAUSE_S after a failure, the store is empty.
+Rule 3: the engine serves before it has joined the store, and without it.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from nodeagent.engine.kvcache.block_seal import SEAL_BYTES, seal
+
+log = logging.getLogger(__name__)
+
+CALLS_MAX: Final = 8
+PAUSE_S: Final = 1.0
+JOIN_AGAIN_S: Final = 2.0
+_HEAD_BYTES: Final = 64
+"""The place of the seal before the content, which begins at a multiple of the numbers' size."""
+
+
+class StoreLost(Exception):
+    """The store could not be asked, or answered with an error."""
+
+
+class StoreClient(Protocol):
+    """The store of the PoP, by names of objects. Each call may block for seconds."""
+
+    def exist(self, names: Sequence[str]) -> list[bool]:
+        """Say which objects exist. Raises StoreLost."""
+        ...
+
+    def get(self, names: Sequence[str], places: Sequence[Tensor]) -> list[bool]:
+        """Copy objects to `places`; say which came whole."""
+        ...
+
+    def put(self, names: Sequence[str], places: Sequence[Tensor]) -> list[bool]:
+        """Store objects, if there is room; say which are stored."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Delete an object, if it exists."""
+        ...
+
+    def register(self, buffer: Tensor) -> None:
+        """Prepare memory that all `places` lie in. Raises StoreLost."""
+        ...
+
+    def close(self) -> None:
+        """Leave the store, and take the memory that was given to it back."""
+        ...
+
+
+Join = Callable[[], StoreClient]
+"""Joins the store, and gives memory to it. Raises StoreLost."""
+
+
+class StoreTier:
+    """The blocks of one model in the store. Safe to call from any thread."""
+
+    def __init__(
+        self,
+        join: Join,
+        fingerprint: Callable[[], bytes],
+        block_bytes: int,
+        buffer_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """`fingerprint` may read files. Of `buffer_bytes`, half is for reading and half for
+        writing, one block each at least. `clock` returns monotonic seconds."""
+        self._join, self._fingerprint, self._clock = join, fingerprint, clock
+        self._block_bytes = block_bytes
+        self._slot_bytes = _HEAD_BYTES + -(-block_bytes // _HEAD_BYTES) * _HEAD_BYTES
+        self.part_blocks = max(1, buffer_bytes // 2 // self._slot_bytes)
+        """The most blocks of one read or write."""
+        buffer = torch.empty(2, self.part_blocks, self._slot_bytes, dtype=torch.uint8)
+        self._buffer, (self._reads, self._writes) = buffer, buffer
+        self._reading, self._writing = threading.Lock(), threading.Lock()
+        self._counting = threading.Lock()
+        self._calls = 0
+        self._paused_until_s = 0.0
+        self._client: StoreClient | None = None
+        self._closing = threading.Event()
+        self.put_total = self.refused_total = self.read_total = self.wrong_total = 0
+
+    def start(self) -> None:
+        """Join the store on a thread of its own, however long that takes."""
+        threading.Thread(target=self._keep_joining, name="kv-store-join", daemon=True).start()
+
+    def close(self, timeout_s: float) -> None:
+        """Leave the store, which may take long without its master: wait `timeout_s` at most."""
+        self._closing.set()
+        client, self._client = self._client, None
+        if client is not None:
+            leaving = threading.Thread(target=client.close, name="kv-store-leave", daemon=True)
+            leaving.start()
+            leaving.join(timeout_s)
+
+    def counts(self) -> dict[str, float]:
+        """Return the metrics, by name."""
+        return {
+            "kv_store_joined": int(self._client is not None),
+            "kv_store_put_blocks_total": self.put_total,
+            "kv_store_refused_blocks_total": self.refused_total,
+            "kv_store_read_blocks_total": self.read_total,
+            "kv_store_wrong_blocks_total": self.wrong_total,
+        }
+
+    def count_prefix(self, digests: Sequence[bytes]) -> int:
+        """Return how many blocks of a chain's prefix the store has."""
+        return sum(1 for _ in takewhile(bool, self._exist(digests)))
+
+    def missing(self, digests: Sequence[bytes]) -> list[bytes]:
+        """Return the blocks that the store lacks; none while it cannot be used."""
+        found = self._exist(digests)
+        if self._client is None or self._clock() < self._paused_until_s:
+            return []
+        return [digest for digest, exists in zip(digests, found, strict=True) if not exists]
+
+    def read(self, digests: Sequence[bytes]) -> Tensor:
+        """Return the blocks of a chain's prefix [blocks, bytes], `part_blocks` at most.
+
+        It ends before the first block that is missing or wrong.
+        """
+        digests = digests[: self.part_blocks]
+        fingerprint = self._fingerprint()
+        names = [self._name(fingerprint, digest) for digest in digests]
+        with self._call() as client, self._reading:
+            if client is None:
+                return torch.empty(0, self._block_bytes, dtype=torch.uint8)
+            whole = client.get(names, [self._object(self._reads, n) for n in range(len(names))])
+            blocks = sum(1 for _ in takewhile(bool, whole))
+            if not blocks:
+                self._pause()
+            for number in range(blocks):
+                if not self._is_sealed(fingerprint, digests[number], self._reads[number]):
+                    self.wrong_total += 1
+                    client.delete(names[number])
+                    blocks = number
+                    break
+            self.read_total += blocks
+            read: Tensor = self._reads[:blocks, _HEAD_BYTES : _HEAD_BYTES + self._block_bytes]
+            return read.clone()
+
+    def write(self, digests: Sequence[bytes], contents: Tensor) -> int:
+        """Store the blocks [blocks, ...], `part_blocks` at most; return how many are stored."""
+        fingerprint = self._fingerprint()
+        names = [self._name(fingerprint, digest) for digest in digests]
+        flat = contents.contiguous().view(torch.uint8).view(len(names), -1)
+        with self._call() as client, self._writing:
+            if client is None:
+                return 0
+            for row, digest, content in zip(self._writes, digests, flat, strict=False):
+                sealed = seal(fingerprint, digest, _bytes(content))
+                row[:SEAL_BYTES] = torch.frombuffer(bytearray(sealed), dtype=torch.uint8)
+                row[_HEAD_BYTES : _HEAD_BYTES + self._block_bytes] = content
+            stored = client.put(names, [self._object(self._writes, n) for n in range(len(names))])
+        self.put_total += sum(stored)
+        self.refused_total += len(stored) - sum(stored)
+        return sum(stored)
+
+    def _exist(self, digests: Sequence[bytes]) -> list[bool]:
+        fingerprint = self._fingerprint()
+        with self._call() as client:
+            if client is not None:
+                try:
+                    return client.exist([self._name(fingerprint, digest) for digest in digests])
+                except StoreLost:
+                    self._pause()
+        return [False] * len(digests)
+
+    @contextmanager
+    def _call(self) -> Iterator[StoreClient | None]:
+        """Count a call; yield None if the store is not to be used now."""
+        with self._counting:
+            is_paused = self._clock() < self._paused_until_s or self._calls >= CALLS_MAX
+            self._calls += 1
+        try:
+            yield None if is_paused else self._client
+        finally:
+            with self._counting:
+                self._calls -= 1
+
+    def _pause(self) -> None:
+        self._paused_until_s = self._clock() + PAUSE_S
+
+    def _keep_joining(self) -> None:
+        is_said = False
+        while not self._closing.is_set():
+            try:
+                client = self._join()
+                client.register(self._buffer)
+            except StoreLost as error:
+                if not is_said:
+                    fields = {"reason": str(error)}
+                    log.warning("cannot join the KV store yet", extra={"fields": fields})
+                is_said = True
+                self._closing.wait(JOIN_AGAIN_S)
+                continue
+            self._client = client
+            log.info("joined the KV store")
+            return
+
+    def _object(self, rows: Tensor, number: int) -> Tensor:
+        return rows[number, : _HEAD_BYTES + self._block_bytes]
+
+    def _is_sealed(self, fingerprint: bytes, digest: bytes, row: Tensor) -> bool:
+        content = _bytes(row[_HEAD_BYTES : _HEAD_BYTES + self._block_bytes])
+        return bytes(_bytes(row[:SEAL_BYTES])) == seal(fingerprint, digest, content)
+
+    def _name(self, fingerprint: bytes, digest: bytes) -> str:
+        return f"isochrone-{fingerprint.hex()}-{digest.hex()}"
+
+
+def _bytes(row: Tensor) -> memoryview:
+    """Return contiguous bytes on the host without a copy."""
+    content: memoryview = row.numpy().data
+    return content
