@@ -41,7 +41,7 @@ from openai.types.responses import (
 from isochrone.wire.errors import ApiError
 from router.apis.document.routes import ROUTES
 from router.apis.openai.decode import decode
-from router.apis.responses import translate
+from router.apis.responses import tools, translate
 from router.apis.responses.translate import RESPONSES_REQUEST
 
 INCLUDE: Final = frozenset({"include"})
@@ -160,7 +160,8 @@ def test_each_kind_of_run_is_decided() -> None:
 
 _ITEM: Final = response_input_item_param
 WITHIN: Final = (
-    (translate.FunctionTool, responses.FunctionToolParam),
+    (tools.FunctionTool, responses.FunctionToolParam),
+    (tools.NamespaceTool, responses.NamespaceToolParam),
     (translate.NamedToolChoice, responses.ToolChoiceFunctionParam),
     (translate.TextSettings, responses.ResponseTextConfigParam),
     (translate.TextFormat, responses.ResponseFormatTextJSONSchemaConfigParam),
@@ -182,6 +183,7 @@ WITHIN: Final = (
 @pytest.mark.parametrize(("kind", "params"), WITHIN)
 def test_each_field_within_a_response_is_decided(kind: Any, params: Any) -> None:
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    known.add(kind.__struct_config__.tag_field)
     assert set(params.__annotations__) - known == set(), "decide these: honoured or refused"
     assert kind.__struct_config__.forbid_unknown_fields
 
