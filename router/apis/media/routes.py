@@ -14,7 +14,7 @@ from router.apis.media.surface import read_media_request
 from router.apis.openai.surface import OpenAiSurface
 from router.dataplane.http_messages import HttpRequest, ResponseWriter
 from router.dataplane.upload_spool import SpooledBody
-from router.decide.fair_bytes import FairBytes
+from router.decide.admission.fair_bytes import FairBytes
 from router.pipeline import RequestPipeline
 
 FULL_RETRY_AFTER_S: Final = 5.0

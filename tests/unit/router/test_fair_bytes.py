@@ -1,7 +1,7 @@
 """How tenants share the memory for sounds that are relayed."""
 
 from isochrone.wire.ids import TenantId
-from router.decide.fair_bytes import FairBytes
+from router.decide.admission.fair_bytes import FairBytes
 
 FLOOD, SMALL = TenantId("flood"), TenantId("small")
 
