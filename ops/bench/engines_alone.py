@@ -1,7 +1,7 @@
 """Compares engines over HTTP without a router, in turn, many streams at once.
 
     python -m ops.bench.engines_alone [--folder .engines] [--engines "embedded Q4_0 int8" ...]
-        [--clients 32] [--rounds 5]
+        [--clients 32] [--rounds 5] [--tokens 64]
 
 The agent's own code starts each engine as a deployment would (drivers, threads, memory), all of
 them at once; in each round every one of them in turn answers the streams of all clients, and the
@@ -80,13 +80,13 @@ def formats(engines: Path, clients: int) -> dict[str, Format]:
     return {name: one for name, one in every.items() if one.model.exists()}
 
 
-async def first_token_s(engine: EngineProcess, prompt: str) -> float:
-    """Stream one answer to its end; return the seconds to its first token."""
+async def first_token_s(engine: EngineProcess, prompt: str, answer_tokens: int) -> float:
+    """Stream one answer of so many tokens to its end; return the seconds to its first token."""
     body = {
         "model": engine.record.spec.name,
         "messages": [{"role": "user", "content": prompt}],
         "temperature": 0,
-        "max_tokens": ANSWER_TOKENS,
+        "max_tokens": answer_tokens,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -102,21 +102,25 @@ async def first_token_s(engine: EngineProcess, prompt: str) -> float:
             if b'"completion_tokens":' in line:
                 usage = msgspec.json.decode(line[6:])["usage"] or {}
                 tokens = usage.get("completion_tokens", tokens)
-    if tokens != ANSWER_TOKENS or not first_s:
+    if tokens != answer_tokens or not first_s:
         raise SystemExit(f"cannot measure: an answer has {tokens} tokens instead of all")
     return first_s
 
 
-async def one_round(engine: EngineProcess, clients: int, draw: random.Random) -> RoundFigures:
+async def one_round(
+    engine: EngineProcess, clients: int, answer_tokens: int, draw: random.Random
+) -> RoundFigures:
     """Have an engine answer all clients at once."""
     prompts = [
         f"{draw.random()} {' '.join(draw.choice(WORDS) for _ in range(PROMPT_WORDS))}"
         for _ in range(clients)
     ]
     cpu_s, started_s = processor_s(engine.pid), time.monotonic()
-    firsts_s = await asyncio.gather(*(first_token_s(engine, prompt) for prompt in prompts))
+    firsts_s = await asyncio.gather(
+        *(first_token_s(engine, prompt, answer_tokens) for prompt in prompts)
+    )
     took_s = time.monotonic() - started_s
-    tokens = clients * ANSWER_TOKENS
+    tokens = clients * answer_tokens
     return RoundFigures(
         tokens / took_s,
         1000 * (processor_s(engine.pid) - cpu_s) / tokens,
@@ -133,7 +137,9 @@ def processor_s(group: int) -> float:
     return ticks / TICKS_PER_S
 
 
-async def compare(every: Mapping[str, Format], clients: int, rounds: int) -> None:
+async def compare(
+    every: Mapping[str, Format], clients: int, rounds: int, answer_tokens: int
+) -> None:
     """Run the rounds and print the table."""
     draw = random.Random(7)
     async with AsyncExitStack() as stack:
@@ -151,11 +157,11 @@ async def compare(every: Mapping[str, Format], clients: int, rounds: int) -> Non
             )
             running = running_engine(spec, one.model.resolve(), Path(folder))
             engines[name] = await stack.enter_async_context(running)
-            await one_round(engines[name], clients, draw)
+            await one_round(engines[name], clients, answer_tokens, draw)
         seen: dict[str, list[RoundFigures]] = {name: [] for name in engines}
         for _ in range(rounds):
             for name, engine in engines.items():
-                seen[name].append(await one_round(engine, clients, draw))
+                seen[name].append(await one_round(engine, clients, answer_tokens, draw))
                 print(name, seen[name][-1], file=sys.stderr, flush=True)
         print(table(seen))
 
@@ -192,6 +198,7 @@ def main() -> None:
     )
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=ANSWER_TOKENS, help="of each answer")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
     commands = [str(folder / engine / "bin") for engine in ("vllm", "llama_cpp")]
@@ -203,7 +210,7 @@ def main() -> None:
     # One that is stopped must end its engines, which outlive it otherwise.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
-        asyncio.run(compare(every, arguments.clients, arguments.rounds))
+        asyncio.run(compare(every, arguments.clients, arguments.rounds, arguments.tokens))
     except aiohttp.ClientError as error:
         raise SystemExit(f"cannot measure: {error}") from error
     print(f"\n{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")

@@ -157,11 +157,16 @@ class GenerationThread(StepThread):
             self._wake.notify()
 
     def _run(self) -> None:
+        was_empty = False
         while self._receive():
             started_s = time.monotonic()
             output = self._step(started_s)
-            if not output.rows and not output.deltas:
+            # The first such step may have preempted sequences, which the next one admits.
+            is_empty = not output.rows and not output.deltas
+            if is_empty and was_empty:
                 self._wait_for_blocks()
+            was_empty = is_empty
+            if is_empty:
                 continue
             self._progress_s = time.monotonic()
             step_s = self._progress_s - started_s

@@ -23,6 +23,7 @@ from nodeagent.engine.server.open_requests import OpenRequests
 from nodeagent.engine.server.openai.generation_options import GenerationOptions
 from nodeagent.engine.server.prepared_request import PreparedRequest, TokenisedPrompt
 from tests.unit.engine.byte_vocabulary import VOCABULARY
+from tests.unit.engine.test_step import Script, generation
 
 OPTIONS = GenerationOptions(SamplingParams(), 4, (), frozenset(), False, True, False)
 
@@ -249,3 +250,29 @@ def test_an_old_rate_is_forgotten_and_measured_anew() -> None:
     rates.record_step(StepOutput([], 100, 0, 100), 0.1, later_s)
     assert rates.are_known(later_s)
     assert rates.prefill.per_s == 1000.0, "the next step measures the real rate"
+
+
+def test_a_thread_without_free_blocks_sleeps_until_some_are_released(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It took a whole core, and counted steps, so that no agent noticed requests that hang."""
+    monkeypatch.setattr("nodeagent.engine.core.generation_thread.BLOCKED_WAIT_S", 60.0)
+    pool, answered, slept = BlockPool(4), threading.Event(), threading.Event()
+    engine = EngineCore(Script({1: [65, 66]}), BatchScheduler(StepLimits(8, 2), pool))  # type: ignore[arg-type]
+    held = pool.allocate((), 4)
+    assert held is not None
+    worker = GenerationThread(engine, lambda deltas: answered.set(), lambda: None)
+    wait_for_blocks = worker._wait_for_blocks
+
+    def record() -> None:
+        slept.set()
+        wait_for_blocks()
+
+    worker._wait_for_blocks = record  # type: ignore[method-assign]
+    worker.start()
+    worker.submit(generation(1, 2))
+    assert slept.wait(5)
+    assert worker.counts()["steps_total"] == 0
+    worker.call(lambda core: core.scheduler.pool.release(held)).result(5)
+    assert answered.wait(5)
+    assert worker.stop(5)

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from isochrone.wire.ids import DeviceId
+from isochrone.wire.models.gguf_shape import gguf_shape
 from isochrone.wire.models.model import CatalogModel, EngineSettings
 from isochrone.wire.models.model_shape import shape_of
 from isochrone.wire.peers.report import NodeDevice
@@ -17,6 +18,7 @@ from scheduler.decide.placement.planner import plan_deployments
 from scheduler.decide.whatif.explain import explain_placement
 from tests.builders import a_cluster, a_deployment, a_model, a_node
 from tests.unit.scheduler.test_capacity import LLAMA_8B as LLAMA_CONFIG
+from tests.unit.wire.test_gguf_shape import LLAMA_8B as GGUF_LLAMA_8B
 
 LLAMA: CatalogModel = msgspec.structs.replace(
     a_model("llama"), shape=shape_of(LLAMA_CONFIG), weights_bytes=int(16e9), context_tokens=131_072
@@ -171,3 +173,13 @@ def test_the_type_of_the_kv_cache_counts_for_a_model_without_dimensions(
     )
     sizes = replica_sizes(SMALL_GGUF, engine, "cpu", 8 * GIB)
     assert sizes.kv_tokens == int(GIB / (SMALL_GGUF.kv_bytes_per_token * bits / 16))
+
+
+def test_a_gguf_model_is_estimated_by_its_parameters() -> None:
+    """By its 4.9 GB at 16 bits it would be a third as large, and prefill three times as fast."""
+    gguf = msgspec.structs.replace(
+        LLAMA, shape=gguf_shape(GGUF_LLAMA_8B), weights_bytes=4_900_000_000
+    )
+    engine = EngineSettings(driver="llama_cpp")
+    packed, whole = (replica_sizes(model, engine, "h100-80g", H100) for model in (gguf, LLAMA))
+    assert packed.prefill_tokens_per_s == pytest.approx(whole.prefill_tokens_per_s, rel=0.05)
