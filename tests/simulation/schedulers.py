@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from hashlib import sha256
 from pathlib import Path
@@ -207,7 +208,9 @@ class SimScheduler:
         state = app._make_state(config, database, nudges)
         planner: Any = SimPlanner(PlannerServer(database.pool, config.liveness), self._world)
         made = app.Composition(
-            config, database, state, planner, authority, nudges, NodeReportCache(), None
+            *(config, database, state, planner, authority, nudges, NodeReportCache()),
+            batches=None,
+            running=AsyncExitStack(),
         )
         jobs = [job for job in app._periodic_loops(made, None) if job.name in JOBS]
         for job in jobs:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from nodeagent.engine.kernels.attention_backend import AttentionLayout, LayerKV
+from nodeagent.engine.kernels.step_interrupt import StepInterrupt
 from nodeagent.engine.model.llama import LlamaAttention, LlamaMlp
 from nodeagent.engine.model.lora import ActiveAdapters
 from nodeagent.engine.model.rotary import RotaryTable, inverse_frequencies
@@ -107,6 +108,8 @@ class Eagle3:
         """Read the head. `embed` is the served model's, used unless the head has its own."""
         shape = self.shape = head.shape
         self.adapters = ActiveAdapters()
+        self.interrupt: StepInterrupt | None = None
+        """Not read: a head is one layer, which is computed to its end."""
         self._uses_own_states = False
         self._features = features
         self._norm_first = head.config.norm_before_residual

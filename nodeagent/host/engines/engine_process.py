@@ -48,7 +48,7 @@ from nodeagent.host.engines.engine_folder import (
 )
 from nodeagent.host.engines.engine_log import LOG
 from nodeagent.host.engines.engine_ports import free_port, other_listener
-from nodeagent.host.engines.engine_record import EngineRecord, write_record
+from nodeagent.host.engines.engine_record import EngineRecord, surviving_engines, write_record
 from nodeagent.host.engines.open_session import open_session
 from nodeagent.host.engines.standby import StandbyProcess
 from nodeagent.host.kv_events import follow_kv_events
@@ -56,8 +56,6 @@ from nodeagent.host.processes import (
     Child,
     boot_id,
     ended_by,
-    group_that_writes,
-    is_alive,
     kill_remaining,
     signal_group,
     spawn,
@@ -421,30 +419,7 @@ class EngineProcesses:
 
     def survivors(self) -> list[EngineRecord]:
         """Return the engines of an earlier agent that still run; clean up after all others."""
-        survivors = []
-        for path in sorted(self._folder.glob("*/process.json")):
-            try:
-                record = msgspec.json.decode(path.read_bytes(), type=EngineRecord)
-            except (OSError, msgspec.DecodeError) as error:
-                fields = {"path": str(path), "reason": str(error)}
-                log.warning("cannot read an engine's record", extra={"fields": fields})
-                # Its replica is unknown, and it would occupy its devices for ever.
-                pid = group_that_writes(path.parent / LOG)
-                signal_group(pid, start_time(pid), signal.SIGKILL)
-                remove_folders(path.parent)
-                continue
-            if record.boot in ("", boot_id()):
-                if not record.pid:
-                    pid = group_that_writes(path.parent / LOG)
-                    record = msgspec.structs.replace(record, pid=pid, started=start_time(pid))
-                if record.pid and is_alive(record.pid, record.started):
-                    survivors.append(record)
-                    continue
-                # The group's leader is gone, but its children may still run.
-                signal_group(record.pid, record.started, signal.SIGKILL)
-                kill_remaining(path.parent / LOG)
-            remove_folders(path.parent)
-        return survivors
+        return surviving_engines(self._folder)
 
     def adopt(self, record: EngineRecord) -> EngineProcess:
         """Take over a running engine of an earlier agent."""

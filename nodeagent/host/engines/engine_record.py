@@ -1,5 +1,7 @@
 """What is on disk of a running engine, so that a later agent finds it again."""
 
+import logging
+import signal
 from pathlib import Path
 
 import msgspec
@@ -7,6 +9,18 @@ import msgspec
 from isochrone.service.files import write_atomic
 from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.drivers.driver import EngineCommand
+from nodeagent.host.engines.engine_folder import remove_folders
+from nodeagent.host.engines.engine_log import LOG
+from nodeagent.host.processes import (
+    boot_id,
+    group_that_writes,
+    is_alive,
+    kill_remaining,
+    signal_group,
+    start_time,
+)
+
+log = logging.getLogger(__name__)
 
 
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,3 +40,32 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
 def write_record(folder: Path, record: EngineRecord) -> None:
     """Write `process.json` into an engine's folder. Raises OSError."""
     write_atomic(folder / "process.json", msgspec.json.encode(record))
+
+
+def surviving_engines(folder: Path) -> list[EngineRecord]:
+    """Return the engines of an earlier agent that still run, by the records in their folders below
+    `folder`; clean up after all others."""
+    survivors: list[EngineRecord] = []
+    for path in sorted(folder.glob("*/process.json")):
+        try:
+            record = msgspec.json.decode(path.read_bytes(), type=EngineRecord)
+        except (OSError, msgspec.DecodeError) as error:
+            fields = {"path": str(path), "reason": str(error)}
+            log.warning("cannot read an engine's record", extra={"fields": fields})
+            # Its replica is unknown, and it would occupy its devices for ever.
+            pid = group_that_writes(path.parent / LOG)
+            signal_group(pid, start_time(pid), signal.SIGKILL)
+            remove_folders(path.parent)
+            continue
+        if record.boot in ("", boot_id()):
+            if not record.pid:
+                pid = group_that_writes(path.parent / LOG)
+                record = msgspec.structs.replace(record, pid=pid, started=start_time(pid))
+            if record.pid and is_alive(record.pid, record.started):
+                survivors.append(record)
+                continue
+            # The group's leader is gone, but its children may still run.
+            signal_group(record.pid, record.started, signal.SIGKILL)
+            kill_remaining(path.parent / LOG)
+        remove_folders(path.parent)
+    return survivors
