@@ -177,7 +177,7 @@ class RankableDocument(msgspec.Struct, frozen=True):
     """
 
     text: str
-    content: None = None
+    content: UnsetType | None = UNSET
 
 
 class RerankRequest(_NonGenerating, frozen=True, kw_only=True):

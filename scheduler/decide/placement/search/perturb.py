@@ -56,35 +56,37 @@ class Perturbation:
         self._effort = effort
 
     def run(self) -> bool:
-        """Force replicas off their sites, then to each other site, the largest first, one of each
+        """Force replicas off their sites and to each other site, the largest first, one of each
         site; stop at the first change that lowers the cost, and return whether there was one.
 
-        The first takes one attempt for each replica, the second one for each of its sites.
+        Deployment by deployment: either of the two may need the whole budget for all of them.
         """
-        return self.force_off() or self._force_each_elsewhere()
-
-    def _force_each_elsewhere(self) -> bool:
-        for state in self._draft.largest_first():
-            one_per_site = {replica.site: replica for replica in state.new_replicas()}
-            for replica in one_per_site.values():
-                for site in np.flatnonzero(state.needs.site_capacity > 0):
-                    if site == replica.site:
-                        continue
-                    if not self._effort.spend(10):
-                        return False
-                    if self._force_to(replica, int(site)):
-                        return True
-        return False
+        return any(
+            self._force_off_sites(state) or self._force_elsewhere(state)
+            for state in self._draft.largest_first()
+        )
 
     def force_off(self) -> bool:
         """Force replicas off their sites until that lowers the cost; return whether it did."""
-        for state in self._draft.largest_first():
-            one_per_site = {replica.site: replica for replica in state.new_replicas()}
-            for replica in one_per_site.values():
-                if not self._effort.spend(FORCED_OFF_EFFORT):
+        return any(map(self._force_off_sites, self._draft.largest_first()))
+
+    def _force_elsewhere(self, state: DeploymentState) -> bool:
+        for replica in _one_per_site(state):
+            for site in np.flatnonzero(state.needs.site_capacity > 0):
+                if site == replica.site:
+                    continue
+                if not self._effort.spend(10):
                     return False
-                if self._force_off(replica):
+                if self._force_to(replica, int(site)):
                     return True
+        return False
+
+    def _force_off_sites(self, state: DeploymentState) -> bool:
+        for replica in _one_per_site(state):
+            if not self._effort.spend(FORCED_OFF_EFFORT):
+                return False
+            if self._force_off(replica):
+                return True
         return False
 
     def _force_off(self, replica: PlannedReplica) -> bool:
@@ -182,3 +184,7 @@ class Perturbation:
             return None
         draft.take(state, gain)
         return evicted
+
+
+def _one_per_site(state: DeploymentState) -> list[PlannedReplica]:
+    return list({replica.site: replica for replica in state.new_replicas()}.values())
