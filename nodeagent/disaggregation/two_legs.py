@@ -132,6 +132,7 @@ class PrefillLeg:
         """The part of the prompt's prefix that another replica had."""
         self.expected: kv_transfer.ExpectedPrompt | None = None
         """The prompt, as soon as the engine has described it."""
+        self._is_closing = False
         self._task = asyncio.create_task(self._run())
 
     @property
@@ -140,7 +141,8 @@ class PrefillLeg:
         return self._request.holders
 
     async def close(self) -> None:
-        """End the leg."""
+        """End the leg, with or after its request."""
+        self._is_closing = True
         self._task.cancel()
         await asyncio.wait({self._task})
         if not self._task.cancelled():
@@ -288,7 +290,8 @@ class PrefillLeg:
                     asyncio.timeout(ENGINE_TIMEOUT_S),
                     engine.delete(self._path) as answer,
                 ):
-                    if answer.status != UNKNOWN_TRANSFER:
+                    # A request that has ended is not known any more.
+                    if answer.status != UNKNOWN_TRANSFER or self._is_closing:
                         return
             await asyncio.sleep(min(BEGIN_PAUSE_MAX_S, BEGIN_PAUSE_S * 2**attempt))
 

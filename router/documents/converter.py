@@ -34,24 +34,16 @@ class ConvertedDocument(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-class _Waiting(Ticket):
-    """A document that waits; `turn` is done when it may be converted, and counts as running."""
-
-    __slots__ = ("is_running", "turn")
-
-    def __init__(self, tenant_id: TenantId) -> None:
-        super().__init__(LANE, tenant_id, tokens=1)
-        self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.is_running = False
-
-
 class DocumentConverter:
     """Bounds the conversions of one router process."""
 
     def __init__(self, command: Callable[[str], list[str]] | None = None) -> None:
         """Convert with `command`, which is given the extension; by default the module `child`."""
         self._command = command or _child
-        self._waiting: FairQueue[_Waiting] = FairQueue(WAITING_MAX, WAITING_BYTES_MAX)
+        self._waiting: FairQueue[Ticket] = FairQueue(WAITING_MAX, WAITING_BYTES_MAX)
+        self._turns: dict[Ticket, asyncio.Future[None]] = {}
+        """Of each document that waits. It is done when the document may be converted, and counts
+        as running."""
         self._running = 0
 
     async def convert(self, tenant_id: TenantId, name: str, document: bytes) -> ConvertedDocument:
@@ -69,30 +61,34 @@ class DocumentConverter:
 
     async def _take_turn(self, tenant_id: TenantId) -> None:
         """Wait until another document may be converted, and count it. Raises ApiError 429."""
-        waiting = _Waiting(tenant_id)
+        ticket = Ticket(LANE, tenant_id, tokens=1)
         try:
-            ousted = self._waiting.push(waiting)
+            ousted = self._waiting.push(ticket)
         except QueueFull:
             raise _busy() from None
-        if ousted is not None and not ousted.turn.done():
-            ousted.turn.set_exception(_busy())
+        if ousted is not None and not (lost := self._turns[ousted]).done():
+            lost.set_exception(_busy())
+        turn = self._turns[ticket] = asyncio.get_running_loop().create_future()
         self._begin_next()
         try:
-            await waiting.turn
+            await turn
         except asyncio.CancelledError:
-            self._waiting.remove(waiting)
-            if waiting.is_running:
+            self._waiting.remove(ticket)
+            # Its turn may have come just before its client left.
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self._running -= 1
                 self._begin_next()
             raise
+        finally:
+            del self._turns[ticket]
 
     def _begin_next(self) -> None:
         while self._running < AT_ONCE_MAX and (first := self._waiting.head(LANE)) is not None:
             self._waiting.take(first, asyncio.get_running_loop().time())
-            if not first.turn.done():  # its client may have left just now
+            turn = self._turns[first]
+            if not turn.done():  # its client may have left just now
                 self._running += 1
-                first.is_running = True
-                first.turn.set_result(None)
+                turn.set_result(None)
 
     async def _run(self, extension: str, document: bytes) -> ConvertedDocument:
         pipe = asyncio.subprocess.PIPE
