@@ -1,5 +1,6 @@
 """The prefill leg of a request whose engine dies, and is replaced, while the request waits."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import SimpleNamespace
@@ -99,3 +100,14 @@ async def test_a_request_that_its_engine_reads_late_is_told_to_begin() -> None:
         await leg._task
         assert engine.has_begun
         await leg.close()
+
+
+async def test_a_leg_whose_request_has_ended_waits_for_no_engine() -> None:
+    """Else its request counts as in flight, without a token, and the agent kills the engine."""
+    engine = LateEngine(unknown=1_000_000)
+    leg = a_leg(engine)
+    await asyncio.sleep(0)
+    asked = engine.unknown
+    await leg.close()
+    assert not engine.has_begun
+    assert engine.unknown >= asked - 1
