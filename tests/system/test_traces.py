@@ -42,8 +42,10 @@ WHOLE = {
     (*SERVE, "prefill", "transfer kv"),
     (*SERVE, "prefill", "serve"),
     (*SERVE, "prefill", "serve", "admission"),
-    (*SERVE, "prefill", "serve", "decode"),
-    (*SERVE, "prefill", "serve", "decode", "relay"),
+    (*SERVE, "prefill", "serve", "compute kv"),
+    (*SERVE, "prefill", "serve", "compute kv", "engine queue"),
+    (*SERVE, "prefill", "serve", "compute kv", "engine prefill"),
+    (*SERVE, "prefill", "serve", "compute kv", "relay"),
     (*SERVE, "decode"),
     (*SERVE, "decode", "relay"),
 }
