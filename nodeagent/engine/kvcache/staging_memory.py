@@ -1,7 +1,7 @@
 """Host memory for the parts of a transfer: used again instead of allocated for each part.
 
-The allocator returns memory of this size to the system, and the kernel zeroes each page that it
-gives out anew. That took more CPU time than all copies of a transfer.
+The allocator returns memory of this size to the system, and the kernel zeroes each page that
+it gives out again. That took more CPU time than all copies of a transfer.
 """
 
 import weakref
