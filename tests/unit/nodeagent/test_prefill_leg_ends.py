@@ -49,6 +49,7 @@ class LateEngine:
     def __init__(self, unknown: int) -> None:
         self.unknown = unknown
         self.has_begun = False
+        self.is_asked = asyncio.Event()
 
     @asynccontextmanager
     async def get(self, path: str) -> AsyncIterator[Any]:
@@ -57,6 +58,7 @@ class LateEngine:
     @asynccontextmanager
     async def delete(self, path: str) -> AsyncIterator[Any]:
         self.unknown -= 1
+        self.is_asked.set()
         self.has_begun = self.unknown < 0
         yield SimpleNamespace(status=204 if self.has_begun else 404)
 
@@ -106,7 +108,7 @@ async def test_a_leg_whose_request_has_ended_waits_for_no_engine() -> None:
     """Else its request counts as in flight, without a token, and the agent kills the engine."""
     engine = LateEngine(unknown=1_000_000)
     leg = a_leg(engine)
-    await asyncio.sleep(0)
+    await engine.is_asked.wait()
     asked = engine.unknown
     await leg.close()
     assert not engine.has_begun
