@@ -44,7 +44,10 @@ async def test_it_reads_decides_and_answers(planner: PlannerClient) -> None:
     assert explained is not None
     assert [here.replica_id for here in explained.here] == ["r1"]
     assert await planner.explain(HEARD, DeploymentId("nowhere")) is None
-    assert (await planner.learn(Epoch(1))).is_new
+    # A call returns after a while, with a part of the slots, where the machine is busy.
+    while (learned := await planner.learn(Epoch(1))).is_behind:
+        pass
+    assert learned.is_new
     assert await planner.plan_prefetch(HEARD) == await planner.plan_prefetch(HEARD)
 
 
