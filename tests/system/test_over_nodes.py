@@ -129,7 +129,7 @@ async def test_the_parts_of_a_replica_start_and_fail_together() -> None:
         async def is_up() -> bool:
             return await parts(fleet) == {"ams-1": "warm", "ams-2": "warm"}
 
-        await until("both parts are warm", is_up, BACK_S)
+        await until("both parts are warm", is_up, 3 * BACK_S)
         headers = {"authorization": f"Bearer {fleet.key}"}
         async with aiohttp.ClientSession(fleet.endpoint("sin"), headers=headers) as http:
 
