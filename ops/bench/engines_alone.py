@@ -2,6 +2,8 @@
 
     python -m ops.bench.engines_alone [--folder .engines] [--engines "embedded Q4_0 int8" ...]
         [--clients 32] [--rounds 5] [--tokens 64]
+    python -m ops.bench.engines_alone --engines "llama.cpp Q4_0: threads=1 OMP_WAIT_POLICY=ACTIVE"
+        "llama.cpp Q4_0"
 
 The agent's own code starts each engine as a deployment would (drivers, threads, memory), all of
 them at once; in each round every one of them in turn answers the streams of all clients, and the
@@ -9,6 +11,9 @@ others are idle. No two prompts have a prefix in common, and nothing is drafted:
 random words repeat themselves. Besides tokens/s it prints the processor time of the engine's
 processes for each token, which other work on the machine changes less. The ratio is to the last
 engine, of the same round; its median counts.
+
+After a colon an engine gets options of its own, and environment variables in capitals: so one
+engine's settings are compared with each other.
 """
 
 import argparse
@@ -24,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
+from unittest.mock import patch
 
 import aiohttp
 import msgspec
@@ -50,6 +56,7 @@ class Format(NamedTuple):
     driver: str
     model: Path
     options: Mapping[str, str]
+    environment: Mapping[str, str] = {}
 
 
 class RoundFigures(NamedTuple):
@@ -78,6 +85,25 @@ def formats(engines: Path, clients: int) -> dict[str, Format]:
         ),
     }
     return {name: one for name, one in every.items() if one.model.exists()}
+
+
+def chosen_formats(known: Mapping[str, Format], names: Sequence[str]) -> dict[str, Format]:
+    """Return the formats of these rows: a known name, or one with further settings after a colon.
+
+    Raises SystemExit if one is unknown.
+    """
+    chosen = {}
+    for name in names:
+        base, _, settings = name.partition(":")
+        if base not in known:
+            raise SystemExit(f"cannot run {base!r}; there are {', '.join(known)}")
+        pairs = [setting.partition("=")[::2] for setting in settings.split()]
+        one = known[base]
+        chosen[name] = one._replace(
+            options={**one.options, **{key: value for key, value in pairs if not key.isupper()}},
+            environment={key: value for key, value in pairs if key.isupper()},
+        )
+    return chosen
 
 
 async def first_token_s(engine: EngineProcess, prompt: str, answer_tokens: int) -> float:
@@ -156,7 +182,8 @@ async def compare(
                 ),
             )
             running = running_engine(spec, one.model.resolve(), Path(folder))
-            engines[name] = await stack.enter_async_context(running)
+            with patch.dict(os.environ, one.environment):
+                engines[name] = await stack.enter_async_context(running)
             await one_round(engines[name], clients, answer_tokens, draw)
         seen: dict[str, list[RoundFigures]] = {name: [] for name in engines}
         for _ in range(rounds):
@@ -203,10 +230,7 @@ def main() -> None:
     folder = arguments.folder.resolve()
     commands = [str(folder / engine / "bin") for engine in ("vllm", "llama_cpp")]
     os.environ["PATH"] = os.pathsep.join([*commands, os.environ["PATH"]])
-    found = formats(folder, arguments.clients)
-    if missing := [name for name in arguments.engines if name not in found]:
-        raise SystemExit(f"cannot run {', '.join(missing)}; there are {', '.join(found)}")
-    every = {name: found[name] for name in arguments.engines}
+    every = chosen_formats(formats(folder, arguments.clients), arguments.engines)
     # One that is stopped must end its engines, which outlive it otherwise.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
