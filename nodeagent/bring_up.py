@@ -6,6 +6,7 @@ from typing import Final
 
 from nodeagent.host.engines.engine_log import TRIM_INTERVAL_S, trim_log
 from nodeagent.host.engines.engine_process import EngineProcess
+from nodeagent.host.engines.step_probe import measure_step
 
 POLL_INTERVAL_S: Final = 0.1
 GUARD_INTERVAL_S: Final = 1.0
@@ -45,14 +46,17 @@ async def wait_ready(
 async def warm_up(engine: EngineProcess) -> str:
     """Request one token before the engine gets traffic, because its first takes longest.
 
-    Returns why the engine cannot be used, or "". An error that it answers is left to the watch,
-    which sends canaries of its own and judges them.
+    Then measures how long its steps may take. Returns why the engine cannot be used, or "". An
+    error that it answers is left to the watch, which sends canaries of its own and judges them.
     """
     stats = await engine.stats()
     if stats is None:
         return ""
     for _ in range(FIRST_TOKEN_TRIES):
-        if await engine.canary(stats.kind) or not engine.problem:
+        if await engine.canary(stats.kind):
+            await measure_step(engine, stats.kind)
+            return ""
+        if not engine.problem:
             return ""
         if engine.exited.is_set():
             return f"{engine.exit_reason} at its first request"

@@ -384,7 +384,7 @@ class Supervisor:
                 async with self.awake.use(replica.spec.replica_id, is_test=True):
                     succeeded = await engine.canary(stats.kind)
                 watch = health.after_canary(watch, succeeded=succeeded)
-            stall_s = engine.stall_s or self._config.stall_s
+            stall_s = max(engine.stall_s or self._config.stall_s, engine.step_limit_s)
             problem = health.kill_reason(watch, stall_s=stall_s, in_flight=running)
             if problem:
                 return f"{problem}: {engine.canary_problem}" if engine.canary_problem else problem

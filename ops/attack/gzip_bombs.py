@@ -5,6 +5,7 @@ ratio, from a key that is limited to 1 request a minute and from one without lim
 come from a process of their own, so that the probes do not wait for them.
 """
 
+import argparse
 import asyncio
 import gzip
 import multiprocessing
@@ -88,5 +89,11 @@ async def run() -> None:
             await asyncio.to_thread(attacker.join)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Read the arguments and attack."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     asyncio.run(run())
+
+
+if __name__ == "__main__":
+    main()

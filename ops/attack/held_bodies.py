@@ -3,6 +3,7 @@
 `python -m ops.attack.held_bodies`: sent in large parts, and in chunks of 2 bytes.
 """
 
+import argparse
 import asyncio
 import sys
 from contextlib import suppress
@@ -54,5 +55,11 @@ async def run() -> None:
                 task.result().close()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Read the arguments and attack."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     asyncio.run(run())
+
+
+if __name__ == "__main__":
+    main()

@@ -49,7 +49,7 @@ async def attack(seconds: float) -> str:
 
 def main() -> None:
     """Run the attack and print its figure."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     sys.stdout.write(asyncio.run(attack(parser.parse_args().seconds)) + "\n")
 

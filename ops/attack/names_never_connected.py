@@ -72,7 +72,7 @@ async def attack(names: int, kills: int) -> str:
 
 def main() -> None:
     """Run the attack and print its figure."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--names", type=int, default=40)
     parser.add_argument("--kills", type=int, default=12)
     arguments = parser.parse_args()

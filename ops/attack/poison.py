@@ -1,12 +1,15 @@
 """Poison requests: one tenant's request makes each engine fail that processes it.
 
-`python -m ops.attack.poison` starts a fleet with two mock engines. One tenant streams answers
+    python -m ops.attack.poison
+
+Starts a fleet with two mock engines. One tenant streams answers
 without pause; another sends the same poison request every few seconds, which kills the engine at
 its first token. A third tenant's request kills in the middle of its stream, and that of a fourth
-goes to two routers in turn. Prints how many engines
-were lost and how many of the other tenant's answers failed. Takes about two minutes.
+goes to two routers in turn. Prints how many engines were lost and how many of the other tenant's
+answers failed. Takes about two minutes.
 """
 
+import argparse
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
@@ -104,8 +107,8 @@ async def attack(fleet: Fleet) -> tuple[str, LostEngines, Load]:
     return summary, lost, load
 
 
-async def main() -> None:
-    """Run the attack and print one line."""
+async def run() -> None:
+    """Start a fleet, attack it and print one line."""
     async with a_fleet() as fleet:
         await fleet.deploy(replicas=ENGINES, options={"itl_ms": "10", "ttft_ms": "50"})
         summary, _, load = await attack(fleet)
@@ -113,5 +116,11 @@ async def main() -> None:
     print(f"{summary}; the other tenant: {failed} of {len(load.ended)} answers failed")
 
 
+def main() -> None:
+    """Read the arguments and attack."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    asyncio.run(run())
+
+
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

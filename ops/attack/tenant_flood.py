@@ -6,7 +6,8 @@ Starts a scheduler, a node with one engine (the embedded one with the demo's set
 vLLM with as many seats), and a router. Probes are sent alone, and then beside the flood in
 alternating phases: with a key of another tenant, and with a key of the flooding tenant, for which
 every queue is first come, first served. Prints the times to first token and the tokens per second
-that the engine generated meanwhile, for both tenants together. With `--sessions` each request of
+that the engine generated meanwhile, for both tenants together, and at what time of their phase the
+slowest probes were sent. With `--sessions` each request of
 the flood names a session of its own.
 """
 
@@ -41,6 +42,7 @@ SETTLE_S = 12.0
 PROBE_PAUSE_S = 0.5
 REFUSED_PAUSE_S = 0.5
 READY_S = 300.0
+SLOWEST = 6
 OTHER_TENANT, SAME_TENANT = "another tenant", "the same tenant"
 
 
@@ -49,6 +51,9 @@ class PhaseFigures:
     """The probes' times to first token in seconds, and what the engine generated meanwhile."""
 
     ttft_s: list[float] = field(default_factory=list)
+    sent_s: list[float] = field(default_factory=list)
+    """The time of each probe since its phase began."""
+
     tokens: int = 0
     seconds: float = 0.0
 
@@ -134,6 +139,7 @@ class FloodedFleet:
         """Send one probe after the other for some seconds."""
         before, began_s = await self.tokens_generated(), time.perf_counter()
         while time.perf_counter() - began_s < seconds:
+            found.sent_s.append(time.perf_counter() - began_s)
             found.ttft_s.append(await self.probe_s(self.keys[name]))
             await asyncio.sleep(PROBE_PAUSE_S)
         found.tokens += await self.tokens_generated() - before
@@ -217,6 +223,7 @@ async def run(given: argparse.Namespace) -> None:
     print(f" its statuses {dict(flooded.flood_statuses)}, {flooded.probes_refused} probes refused")
     print(f"load average {os.getloadavg()[0]:.1f}\n")
     print("\n".join(table(found)))
+    print(f"\nslowest of another tenant: {slowest(found[OTHER_TENANT])}")
 
 
 def table(found: Mapping[str, PhaseFigures]) -> list[str]:
@@ -235,6 +242,12 @@ def table(found: Mapping[str, PhaseFigures]) -> list[str]:
             f" | {rate} |"
         )
     return lines
+
+
+def slowest(figures: PhaseFigures) -> str:
+    """Return the slowest probes, each with the time of its phase at which it was sent."""
+    pairs = sorted(zip(figures.ttft_s, figures.sent_s, strict=True), reverse=True)
+    return ", ".join(f"{ttft_s:.3f} s at {sent_s:.1f} s" for ttft_s, sent_s in pairs[:SLOWEST])
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -7,6 +7,7 @@ time of the thread, because on a shared machine the wall clock also includes oth
 Prints the table of ops/bench/choice.md.
 """
 
+import argparse
 import gc
 import random
 import statistics
@@ -232,6 +233,7 @@ def table_row(name: str, values: list[float]) -> str:
 
 def main() -> None:
     """Time each case and print the table."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     gc.collect()
     gc.freeze()
     print("| case | p50 us | p90 us | p99 us |\n|---|---|---|---|")

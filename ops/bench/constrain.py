@@ -6,9 +6,9 @@ xgrammar is not a dependency of this project; it is measured if it is installed.
 document. Both libraries follow the tokens of the document, in alternating rounds.
 """
 
+import argparse
 import importlib.util
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -159,8 +159,11 @@ def contestants(
 
 def main() -> None:
     """Print the table for the model at the path given."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path, metavar="MODEL")
+    arguments = parser.parse_args()
     torch.set_num_threads(2)
-    source = open_checkpoint(Path(sys.argv[1]))
+    source = open_checkpoint(arguments.model)
     vocabulary = read_vocabulary(source)
     source.close()
     print("| schema | library | compile ms | mask us | mask p99 us | accept us |")

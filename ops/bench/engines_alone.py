@@ -2,6 +2,8 @@
 
     python -m ops.bench.engines_alone [--folder .engines] [--engines "embedded Q4_0 int8" ...]
         [--clients 32] [--rounds 5] [--tokens 64]
+    python -m ops.bench.engines_alone --engines "llama.cpp Q4_0: threads=1 OMP_WAIT_POLICY=ACTIVE"
+        "llama.cpp Q4_0"
 
 The agent's own code starts each engine as a deployment would (drivers, threads, memory), all of
 them at once; in each round every one of them in turn answers the streams of all clients, and the
@@ -9,6 +11,11 @@ others are idle. No two prompts have a prefix in common, and nothing is drafted:
 random words repeat themselves. Besides tokens/s it prints the processor time of the engine's
 processes for each token, which other work on the machine changes less. The ratio is to the last
 engine, of the same round; its median counts.
+
+After a colon an engine gets options of its own, and environment variables in capitals: so one
+engine's settings are compared with each other. If the last engine runs with several settings, the
+ratio is to the best of them in each round: llama.cpp runs with the agent's setting, with which
+threads that wait for each other sleep, and as OpenMP would start it, with threads that spin first.
 """
 
 import argparse
@@ -24,6 +31,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
+from unittest.mock import patch
 
 import aiohttp
 import msgspec
@@ -32,7 +40,7 @@ from isochrone.wire.ids import DeviceId
 from isochrone.wire.models.model import EngineSettings
 from nodeagent.drivers.driver import CHAT_PATH
 from nodeagent.host.engines.engine_process import EngineProcess
-from nodeagent.host.processes import group_members
+from nodeagent.host.processes import group_members, signal_group
 from ops.engines.vllm_cpu import ROOT
 from tests.builders import GIB, a_spec
 from tests.engines.real_engines import running_engine
@@ -41,6 +49,9 @@ PROMPT_WORDS: Final = 12
 ANSWER_TOKENS: Final = 64
 CONTEXT_TOKENS: Final = 512
 WORDS: Final = ("river", "stone", "cloud", "market", "winter", "letter", "garden", "silver")
+SPINNING: Final = "llama.cpp Q4_0: GOMP_SPINCOUNT=300000"
+"""With OpenMP's own default."""
+
 TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 
 
@@ -50,6 +61,7 @@ class Format(NamedTuple):
     driver: str
     model: Path
     options: Mapping[str, str]
+    environment: Mapping[str, str] = {}
 
 
 class RoundFigures(NamedTuple):
@@ -78,6 +90,25 @@ def formats(engines: Path, clients: int) -> dict[str, Format]:
         ),
     }
     return {name: one for name, one in every.items() if one.model.exists()}
+
+
+def chosen_formats(known: Mapping[str, Format], names: Sequence[str]) -> dict[str, Format]:
+    """Return the formats of these rows: a known name, or one with further settings after a colon.
+
+    Raises SystemExit if one is unknown.
+    """
+    chosen = {}
+    for name in names:
+        base, _, settings = name.partition(":")
+        if base not in known:
+            raise SystemExit(f"cannot run {base!r}; there are {', '.join(known)}")
+        pairs = [setting.partition("=")[::2] for setting in settings.split()]
+        one = known[base]
+        chosen[name] = one._replace(
+            options={**one.options, **{key: value for key, value in pairs if not key.isupper()}},
+            environment={key: value for key, value in pairs if key.isupper()},
+        )
+    return chosen
 
 
 async def first_token_s(engine: EngineProcess, prompt: str, answer_tokens: int) -> float:
@@ -142,8 +173,14 @@ async def compare(
 ) -> None:
     """Run the rounds and print the table."""
     draw = random.Random(7)
+    engines: dict[str, EngineProcess] = {}
+
+    def kill_all() -> None:
+        # All at once: there may be little time, and each is cleaned up after the one before.
+        for engine in engines.values():
+            signal_group(engine.pid, engine.record.started, signal.SIGKILL)
+
     async with AsyncExitStack() as stack:
-        engines: dict[str, EngineProcess] = {}
         for name, one in every.items():
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="alone"))
             spec = a_spec(
@@ -156,7 +193,9 @@ async def compare(
                 ),
             )
             running = running_engine(spec, one.model.resolve(), Path(folder))
-            engines[name] = await stack.enter_async_context(running)
+            with patch.dict(os.environ, one.environment):
+                engines[name] = await stack.enter_async_context(running)
+            stack.callback(kill_all)
             await one_round(engines[name], clients, answer_tokens, draw)
         seen: dict[str, list[RoundFigures]] = {name: [] for name in engines}
         for _ in range(rounds):
@@ -167,17 +206,26 @@ async def compare(
 
 
 def table(seen: Mapping[str, Sequence[RoundFigures]]) -> str:
-    """Return the medians of the rounds as a Markdown table; ratios are to the last engine."""
-    last = list(seen.values())[-1]
+    """Return the medians of the rounds as a Markdown table.
+
+    Ratios are to the last engine, to the best of its settings in each round.
+    """
+    last = list(seen)[-1].partition(":")[0]
+    rivals = [rounds for name, rounds in seen.items() if name.partition(":")[0] == last]
+    fastest = [max(one.tokens_per_s for one in at_once) for at_once in zip(*rivals, strict=True)]
+    cheapest = [
+        min(one.cpu_ms_per_token for one in at_once) for at_once in zip(*rivals, strict=True)
+    ]
     lines = [
         "| | tokens/s | ratio | processor ms a token | ratio | TTFT p50 ms |",
         "|---|---|---|---|---|---|",
     ]
     for name, rounds in seen.items():
-        pairs = list(zip(rounds, last, strict=True))
-        faster = statistics.median(one.tokens_per_s / other.tokens_per_s for one, other in pairs)
+        faster = statistics.median(
+            one.tokens_per_s / most for one, most in zip(rounds, fastest, strict=True)
+        )
         cheaper = statistics.median(
-            other.cpu_ms_per_token / one.cpu_ms_per_token for one, other in pairs
+            least / one.cpu_ms_per_token for one, least in zip(rounds, cheapest, strict=True)
         )
         middle = [statistics.median(values) for values in zip(*rounds, strict=True)]
         lines.append(
@@ -194,7 +242,7 @@ def main() -> None:
     parser.add_argument(
         "--engines",
         nargs="+",
-        default=["embedded Q4_0", "embedded Q4_0 int8, KV fp16", "llama.cpp Q4_0"],
+        default=["embedded Q4_0", "embedded Q4_0 int8, KV fp16", SPINNING, "llama.cpp Q4_0"],
     )
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
@@ -203,10 +251,7 @@ def main() -> None:
     folder = arguments.folder.resolve()
     commands = [str(folder / engine / "bin") for engine in ("vllm", "llama_cpp")]
     os.environ["PATH"] = os.pathsep.join([*commands, os.environ["PATH"]])
-    found = formats(folder, arguments.clients)
-    if missing := [name for name in arguments.engines if name not in found]:
-        raise SystemExit(f"cannot run {', '.join(missing)}; there are {', '.join(found)}")
-    every = {name: found[name] for name in arguments.engines}
+    every = chosen_formats(formats(folder, arguments.clients), arguments.engines)
     # One that is stopped must end its engines, which outlive it otherwise.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:

@@ -6,6 +6,7 @@ Prints the table of ops/bench/guards.md. All cases run in one process and take t
 of the machine affects all of them; the best turn is what the code costs.
 """
 
+import argparse
 import gc
 import hashlib
 import time
@@ -137,6 +138,7 @@ def guess() -> tuple[int, float, float]:
 
 def main() -> None:
     """Measure and print."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     rows = {name: (case, list[float]()) for name, case in cases().items()}
     for _ in range(TURNS):
         for case, taken_us in rows.values():

@@ -1,6 +1,7 @@
 """Measures many models on one node whose device holds a few of them, against one that holds all.
 
-    python -m ops.bench.overcommit [--models 13] [--overcommit 4] [--requests 120] [--seed 0]
+    python -m ops.bench.overcommit [--models 13] [--overcommit 4] [--requests 40] [--seed 0]
+    python -m ops.bench.overcommit --requests 120 --prompts 100 1000
     python -m ops.bench.overcommit --requests 55 --prompts 100 --without-wakes
     python -m ops.bench.overcommit --models 5 --overcommit 2.5 --trace 30 --prompts
 
@@ -12,6 +13,10 @@ from the pairs of the same request on both nodes (bootstrap) are within it. A wa
 one whose weights were dropped from the page cache before. `--trace` sends that many requests, each
 to a sleeping model and then a second one to the same model, awake, and shows where the time of the
 first goes; without lengths after `--prompts` there is no load.
+
+Takes up to 5 minutes on two quiet cores: a load takes 2 x `--requests` x `--interval-s` for each
+length of `--prompts`, and the starts and wakes two minutes. Each row is printed as soon as it is
+measured, and the ratio so far after each block of requests, to standard error.
 """
 
 import argparse
@@ -22,6 +27,7 @@ import platform
 import random
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -316,7 +322,7 @@ def _row(name: str, values: Sequence[float]) -> str:
 async def run_loads(nodes: Sequence[BenchNode], load: Sequence[PlannedRequest]) -> list[LoadResult]:
     """Send a load to each of the nodes, BLOCK requests to one and then to the next.
 
-    So both nodes meet the same other work of the machine.
+    So both nodes meet the same other work of the machine. Prints the ratio so far.
     """
     found = [LoadResult([], 0) for _ in nodes]
     for first in range(0, len(load), BLOCK):
@@ -327,14 +333,28 @@ async def run_loads(nodes: Sequence[BenchNode], load: Sequence[PlannedRequest]) 
             done = await run_load(node, shifted)
             before = found[index]
             found[index] = LoadResult(before.ttft_ms + done.ttft_ms, before.asleep + done.asleep)
+        resident, shared = found[0], found[-1]
+        done_of_all = f"{len(shared.ttft_ms)} of {len(load)} requests"
+        print(f"{done_of_all}: {ratio_in_words(resident, shared)}", file=sys.stderr, flush=True)
     return found
+
+
+def ratio_in_words(resident: LoadResult, shared: LoadResult) -> str:
+    """Return the ratio of the two p90, its interval, and how many requests met a sleeping model."""
+    ratio = quantile(shared.ttft_ms, 0.9) / quantile(resident.ttft_ms, 0.9)
+    least, most = ratio_interval(list(zip(resident.ttft_ms, shared.ttft_ms, strict=True)))
+    share = shared.asleep / len(shared.ttft_ms)
+    return (
+        f"p90 ratio {ratio:.2f} ({least:.2f} to {most:.2f});"
+        f" {100 * share:.0f} % of the requests found their model asleep"
+    )
 
 
 async def measure(arguments: argparse.Namespace) -> None:
     """Run both nodes and print the table."""
     models = arguments.models
     whole = models * REPLICA_BYTES
-    print("| | n | p50 ms | p90 ms | most ms |\n|---|---|---|---|---|")
+    print("| | n | p50 ms | p90 ms | most ms |\n|---|---|---|---|---|", flush=True)
     async with (
         a_node(models, 1.0, whole) as all_resident,
         a_node(models, arguments.overcommit, int(whole / arguments.overcommit)) as node,
@@ -356,14 +376,7 @@ async def measure(arguments: argparse.Namespace) -> None:
             resident, shared = await run_loads((all_resident, node), load)
             print(_row(f"TTFT, {tokens} words, all resident", resident.ttft_ms))
             print(_row(f"TTFT, {tokens} words, over-committed", shared.ttft_ms))
-            ratio = quantile(shared.ttft_ms, 0.9) / quantile(resident.ttft_ms, 0.9)
-            least, most = ratio_interval(list(zip(resident.ttft_ms, shared.ttft_ms, strict=True)))
-            share = shared.asleep / len(load)
-            print(
-                f"\n{tokens} words: p90 ratio {ratio:.2f} ({least:.2f} to {most:.2f});"
-                f" {100 * share:.0f} % of the requests found their model asleep\n",
-                flush=True,
-            )
+            print(f"\n{tokens} words: {ratio_in_words(resident, shared)}\n", flush=True)
     print(f"{os.cpu_count()} cores, {platform.platform()}, Python {platform.python_version()}")
 
 
@@ -372,9 +385,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", type=int, default=13)
     parser.add_argument("--overcommit", type=float, default=4.0)
-    parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--interval-s", type=float, default=2.0)
-    parser.add_argument("--prompts", type=int, nargs="*", default=[100, 1000])
+    parser.add_argument("--prompts", type=int, nargs="*", default=[100])
     parser.add_argument("--trace", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0, help="another load")
     parser.add_argument("--without-wakes", action="store_true", help="measure only the load")

@@ -8,6 +8,7 @@ throughput of the same setting: a request takes its share of the device for its 
 in a batch for its output. Full load means as many sequences as the KV cache holds.
 """
 
+import argparse
 from statistics import median
 from typing import Final, NamedTuple
 
@@ -118,6 +119,7 @@ def estimated_tokens_per_s(row: PublishedRate) -> float:
 
 def main() -> None:
     """Print the table and how many estimates are within the goal."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print("| model | bits | devices | in / out | load | published tok/s | estimated | ratio |")
     print("|---|---|---|---|---|---|---|---|")
     ratios = []

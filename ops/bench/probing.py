@@ -191,26 +191,26 @@ def make_table(nodes: int, port: int) -> RouteTable:
 
 
 class AgeWatch:
-    """The time at which each node's load was true, as reported to the router."""
+    """The time at which each node's load was true, as far as the router knows it."""
 
-    def __init__(self, fleet: FleetState) -> None:
+    def __init__(self, fleet: FleetState, trip_s: float) -> None:
+        """Let `trip_s` be how long an answer is on its way from a node to the router."""
         self.true_at_s: dict[NodeId, float] = {}
         self._fleet = fleet
-        self._record = fleet.nodes.record_answer
-        fleet.nodes.record_answer = self._note  # type: ignore[method-assign]
-        self._record_round_trip = fleet.nodes.record_round_trip
-        fleet.nodes.record_round_trip = self._note_ping  # type: ignore[method-assign]
+        self._trip_s = trip_s
 
-    def _note(self, node_id: NodeId, now_s: float) -> None:
-        self.true_at_s[node_id] = max(now_s, self.true_at_s.get(node_id, 0.0))
-        self._record(node_id, now_s)
+    def read(self) -> None:
+        """Read what the router knows now.
 
-    def _note_ping(self, node_id: NodeId, rtt_ms: float, now_s: float) -> None:
-        self.true_at_s[node_id] = now_s - rtt_ms / 2000
-        self._record_round_trip(node_id, rtt_ms, now_s)
+        The attribute is read because a compiled class's methods cannot be replaced.
+        """
+        # A node that does not answer any more keeps the time of its last answer.
+        for node_id, at_s in self._fleet.nodes._answered_at_s.items():
+            self.true_at_s[node_id] = at_s - self._trip_s
 
     def ages_s(self) -> list[float]:
         """Return the age of every load now, sorted."""
+        self.read()
         now_s = self._fleet.clock()
         return sorted(now_s - at_s for at_s in self.true_at_s.values())
 
@@ -218,7 +218,7 @@ class AgeWatch:
 class Probing:
     """The two jobs of a router that learn loads, on `clock`."""
 
-    def __init__(self, nodes: int, port: int, clock: Callable[[], float]) -> None:
+    def __init__(self, nodes: int, port: int, clock: Callable[[], float], trip_s: float) -> None:
         """Know `nodes` nodes, all of which listen on `port`."""
         self._clock = clock
         fleet = self._fleet = FleetState(PopId("p000"), clock, "router-1")
@@ -251,7 +251,7 @@ class Probing:
             Loop("probe", prober.run_once, INTERVAL_S, jitter=jitter),
         )
         self._close = poller.close
-        self._watch = AgeWatch(fleet)
+        self._watch = AgeWatch(fleet, trip_s)
         fleet.adopt(make_table(nodes, port))
         self._nodes = nodes
 
@@ -260,8 +260,9 @@ class Probing:
         began_s, clock, watch = self._clock(), self._clock, self._watch
         self._deadlines.start()
         jobs = [asyncio.create_task(job.run()) for job in self._jobs]
-        while len(watch.true_at_s) < self._nodes and clock() < FIRST_MAX_S + began_s:  # noqa: ASYNC110
+        while len(watch.true_at_s) < self._nodes and clock() < FIRST_MAX_S + began_s:
             await asyncio.sleep(0.05)
+            watch.read()
         known_s = clock() - began_s
         # The first ages are those of the start.
         await asyncio.sleep(2 * INTERVAL_S)
@@ -317,7 +318,7 @@ def measure(nodes: int, rtt_s: float, for_s: float) -> dict[str, float]:
         simulated = SimulatedNodes(rtt_s, loop.time)
         port = await loop.run_elsewhere(lambda: loop.create_task(serve_nodes(simulated)))
         began_s = loop.time()
-        figures = await Probing(nodes, port, loop.time).run(for_s, loop.cpu_s)
+        figures = await Probing(nodes, port, loop.time, rtt_s / 2).run(for_s, loop.cpu_s)
         seconds = loop.time() - began_s
         figures["pings_per_s"] = max(simulated.pings.values()) / seconds
         figures["elsewhere"] = loop.elsewhere_s / seconds
@@ -334,7 +335,9 @@ def measure_live(nodes: int, rtt_s: float, for_s: float) -> dict[str, float]:
     process.start()
 
     async def run() -> dict[str, float]:
-        return await Probing(nodes, ours.recv(), time.monotonic).run(for_s, time.process_time)
+        return await Probing(nodes, ours.recv(), time.monotonic, rtt_s / 2).run(
+            for_s, time.process_time
+        )
 
     try:
         began_s = time.monotonic()

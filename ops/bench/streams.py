@@ -4,6 +4,7 @@
 12 s. Memory is the RSS of the router process, before the streams open and with all of them open.
 """
 
+import argparse
 import asyncio
 import resource
 import sys
@@ -64,9 +65,8 @@ async def open_streams(count: int, key: bytes) -> list[StreamClient]:
     return clients
 
 
-async def main() -> None:
+async def measure(count: int) -> None:
     """Open the streams, measure, and print."""
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 5000
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with tempfile.TemporaryDirectory() as name:
@@ -104,5 +104,12 @@ async def main() -> None:
             )
 
 
+def main() -> None:
+    """Read the arguments and measure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("streams", type=int, nargs="?", default=5000, metavar="STREAMS")
+    uvloop.run(measure(parser.parse_args().streams))
+
+
 if __name__ == "__main__":
-    uvloop.run(main())
+    main()

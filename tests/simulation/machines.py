@@ -66,7 +66,7 @@ class EngineHandle:
     pid = 0
     is_adopted = False
     problem = ""
-    stall_s = 0.0
+    stall_s = step_limit_s = 0.0
 
     def __init__(self, node: "SimNode", engine: SimEngine) -> None:
         self.record = SimpleNamespace(spec=engine.spec)

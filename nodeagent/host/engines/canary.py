@@ -51,6 +51,45 @@ PROMPT_CANARY: Final = Canary(
 """For a chat model without a chat template, such as a base model: it refuses chats with 400."""
 
 
+LONG_WORDS: Final = 64
+"""The words of a long canary: so many that reading them takes longer than everything else, and so
+few that a slow processor needs seconds at most."""
+
+
+def long_canary(canary: Canary, word: str) -> Canary:
+    """Return a canary of text generation with a prompt of many words, which begins with `word`."""
+    text = " ".join([word, *(str(number) for number in range(LONG_WORDS))])
+    prompt = {"prompt": text} if "prompt" in canary.body else {}
+    chat = {"messages": [{"role": "user", "content": text}]} if "messages" in canary.body else {}
+    return canary._replace(body={**canary.body, **prompt, **chat})
+
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: int | None = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+def tokens_read(answer: bytes) -> int:
+    """Return how many tokens of the prompt an answer's engine has read; 0 if it does not say so."""
+    try:
+        usage = msgspec.json.decode(answer, type=_Answer).usage
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return 0
+    if usage is None:
+        return 0
+    details = usage.prompt_tokens_details
+    cached = (details.cached_tokens or 0) if details is not None else 0
+    return max(0, usage.prompt_tokens - cached)
+
+
 def has_list(answer: bytes, name: str) -> bool:
     """Say whether an answer is a JSON object with a list `name` that is not empty."""
     try:

@@ -143,6 +143,11 @@ class EngineProcess:
         return self.record.command.stall_s
 
     @property
+    def step_limit_s(self) -> float:
+        """How long one step of this engine may take; 0 if that is not known."""
+        return self.record.step_limit_s
+
+    @property
     def model_name(self) -> str:
         """The `model` that requests to the engine must name; "" if any name will do."""
         return self.record.command.model_name

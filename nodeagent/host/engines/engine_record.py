@@ -27,7 +27,8 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `process.json`. `pid` is 0 until the process has started.
 
     `started` is the process's start time in clock ticks since boot, and `boot` the id of that boot:
-    after a reboot the process id belongs to another process.
+    after a reboot the process id belongs to another process. `step_limit_s` is how long a step may
+    take (decide/replicas/step_limit.py), 0 if that is not known.
     """
 
     pid: int = 0
@@ -35,6 +36,7 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     boot: str = ""
     command: EngineCommand
     spec: ReplicaSpec
+    step_limit_s: float = 0.0
 
 
 def write_record(folder: Path, record: EngineRecord) -> None:

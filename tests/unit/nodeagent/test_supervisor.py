@@ -15,8 +15,9 @@ from isochrone.wire.peers.report import ReplicaState
 from nodeagent import supervisor as module
 from nodeagent.config import NodeConfig
 from nodeagent.decide.replicas import backoff
-from nodeagent.drivers.driver import UnknownOption
+from nodeagent.drivers.driver import EngineCommand, UnknownOption
 from nodeagent.host.artifacts.download import ArtifactError
+from nodeagent.host.engines.engine_record import EngineRecord
 from nodeagent.supervisor import ManagedReplica, Supervisor
 from tests.builders import a_spec
 
@@ -50,7 +51,8 @@ class FakeEngine:
     pid = 1
     is_adopted = False
     problem = canary_problem = ""
-    stall_s = 0.0
+    stall_s = step_limit_s = 0.0
+    record = EngineRecord(command=EngineCommand(arguments=(), base_url=""), spec=a_spec())
 
     def __init__(self) -> None:
         self.exited = asyncio.Event()
