@@ -175,6 +175,11 @@ class Endpoint(NamedTuple):
     takes_file: bool = False
     """Whether its body is a file of any size, not JSON. The function gets an UploadedFile."""
 
+    @property
+    def query_names(self) -> tuple[str, ...]:
+        """Its query parameters, with those of all lists."""
+        return (*self.query, "limit", "cursor") if self.is_list else self.query
+
 
 def list_endpoint(
     read: Callable[..., Awaitable[Sequence[Any]]], id_field: str, *queries: str
@@ -226,6 +231,7 @@ def endpoint_handler(
         return await _respond(endpoint, context, http, raw, body)
 
     async def handle(http: web.Request) -> web.Response:
+        _check_query(endpoint, http)
         try:
             return await answer(http)
         except UNAVAILABLE as error:
@@ -248,6 +254,15 @@ def endpoint_handler(
             ) from error
 
     return handle
+
+
+def _check_query(endpoint: Endpoint, http: web.Request) -> None:
+    """Raise ApiError 400 for a query parameter that the endpoint would ignore."""
+    for name in http.query:
+        if name not in endpoint.query_names:
+            known = ", ".join(endpoint.query_names) or "none"
+            message = f"cannot use the query parameter {name[:80]!r}: this path has {known}"
+            raise ApiError(ErrorCode.INVALID_REQUEST, message, param=name[:80])
 
 
 async def _respond_to_file(

@@ -93,8 +93,7 @@ def _parameters(endpoint: Endpoint) -> list[dict[str, Any]]:
         {"name": name, "in": "path", "required": True, "schema": text}
         for name in _PATH_PARAMETER.findall(endpoint.path)
     ]
-    queries = [*endpoint.query, *(("limit", "cursor") if endpoint.is_list else ())]
-    for name in queries:
+    for name in endpoint.query_names:
         schema = {"type": "integer", "minimum": 1, "maximum": 500} if name == "limit" else text
         parameters.append({"name": name, "in": "query", "schema": schema})
     if endpoint.method in ("PUT", "DELETE"):

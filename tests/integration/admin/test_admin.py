@@ -395,3 +395,34 @@ async def test_a_key_is_limited_to_regions_that_exist(admin: Admin, pool: Pool) 
     assert entry.regions == ("NL", "ams")
     (event,) = (await admin.ask("GET", "/v1/events?limit=1")).body["data"]
     assert (event["kind"], event["after"]["regions"]) == ("key.create", ["NL", "ams"])
+
+
+async def test_a_key_keeps_the_ids_of_deployments_given_by_id_or_name(
+    admin: Admin, pool: Pool
+) -> None:
+    await catalogued(admin)
+    named = {**a_deployment_body(), "name": "@cf/acme/chat"}
+    assert (await admin.ask("POST", "/v1/deployments", named)).status == 201
+    for given in ("d", "@cf/acme/chat"):
+        body = {"tenant_id": "acme", "deployments": [given]}
+        made = (await admin.ask("POST", "/v1/keys", body)).body
+        assert made["deployments"] == ["d"]
+        async with using(pool) as connection:
+            (entry,) = await live_keys(connection, [made["key_id"]])
+        assert entry.deployments == ("d",)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/v1/usage?tenant=acme", "tenant"),
+        ("/v1/events?limit=1&subjects=d", "subjects"),
+        ("/v1/nodes/n?cursor=", "cursor"),
+        ("/v1/keys?x%22=", 'x"'),
+    ],
+)
+async def test_an_unknown_query_parameter_is_refused(admin: Admin, path: str, name: str) -> None:
+    refused = await admin.ask("GET", path)
+    assert refused.status == 400
+    assert refused.body["error"]["param"] == name
+    assert "cannot use the query parameter" in refused.body["error"]["message"]
