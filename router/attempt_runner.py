@@ -107,11 +107,15 @@ class AttemptRunner:
             outside = fleet.directory.replicas_outside(request.key.regions)
             excluded |= outside
         version = fleet.draw_version(deployment, request.session or request.request_id, outside)
+        full = NO_REPLICAS
+        if context.is_refused_if_busy:
+            full = fleet.in_flight.full_batches(routing.replicas.slots)
+            excluded |= full
         routes = rank(snapshot, query, excluded | version.excluded)
         if not routes and version.may_fall_back:
             routes = rank(snapshot, query, excluded)
         readers = routing.prefill_replicas
-        is_refused = bool(context.excluded.refused)
+        is_refused = bool(context.excluded.refused or full)
         if (
             readers
             and not (deployment.needs_prefill or is_refused)

@@ -236,6 +236,16 @@ class RequestContext:
         """Whether the last attempt is still to be counted; failures are counted as they happen."""
         return self.attempt is not None and self.attempt.state not in FAULTY
 
+    @property
+    def is_refused_if_busy(self) -> bool:
+        """Whether its client does not want it to wait, in an engine's queue either.
+
+        The items of batches may: their number there is limited.
+        """
+        request = self.request
+        is_begun = self.stream.generated.tokens > 0
+        return request.reject_if_busy and request.preemptions < 0 and not is_begun
+
     def prepare_resumption(self) -> bool:
         """Make the next attempt ask for the rest of the answer; return False if it cannot."""
         if not self.stream.prepare_resumption(self.request):

@@ -49,7 +49,7 @@ def limit_options(command: F) -> F:
     "--deployment",
     "deployments",
     multiple=True,
-    help="A deployment that the key may use; repeatable (default: all).",
+    help="A deployment that the key may use, by id or name; repeatable (default: all).",
 )
 @click.option(
     "--region",

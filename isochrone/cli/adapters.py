@@ -42,7 +42,9 @@ def adapters_list(obj: CliContext, tenant: str | None) -> None:
 @adapters.command("upload")
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--tenant", required=True, help="Whose adapter it is.")
-@click.option("--model", required=True, help="The deployment for whose model it was made.")
+@click.option(
+    "--model", required=True, help="The deployment, by id or name, for whose model it was made."
+)
 @click.option("--name", required=True, help="How requests name it: MODEL:NAME, or `lora`.")
 @click.option("--description", default="")
 @click.option("--public", is_flag=True, help="Let all tenants use it.")

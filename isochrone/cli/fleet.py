@@ -107,7 +107,9 @@ def nodes_join_token(
     "--serial", default="", help="Serial of one certificate, in hex (default: all of this name)."
 )
 @click.option("--reason", default="", help="A comment that `revocations` shows.")
-@click.option("--unknown", is_flag=True, help="Also a name that the database does not know.")
+@click.option(
+    "--unknown", is_flag=True, help="Also a name or serial that the database does not know."
+)
 @click.pass_obj
 def revoke(obj: CliContext, name: str, role: str, serial: str, reason: str, unknown: bool) -> None:
     """Revoke the certificates of a node or router.

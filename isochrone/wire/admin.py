@@ -111,12 +111,13 @@ class JoinTokenView(msgspec.Struct, frozen=True, kw_only=True):
 class RevocationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A certificate to revoke, by its serial in hex; without a serial, all those of `name`.
 
-    A name that the database does not know is refused without `may_be_unknown`.
+    A name that the database does not know is refused without `may_be_unknown`, and so is a serial
+    that is not that of the certificate used last.
     """
 
     role: PeerRole
     name: Name
-    serial: Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{0,40}}{END}")] = ""
+    serial: Annotated[str, msgspec.Meta(pattern=f"^[0-9A-Fa-f]{{0,40}}{END}")] = ""
     reason: Annotated[str, msgspec.Meta(max_length=200)] = ""
     may_be_unknown: bool = False
 
@@ -229,6 +230,7 @@ class TenantBudgetView(msgspec.Struct, frozen=True, kw_only=True):
 class KeyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The request body for a new key: its tenant, the deployments it may use, and its limits.
 
+    `deployments` are ids or names; the key keeps the ids, and empty is all of them.
     `regions` are the PoPs or countries where its requests may be processed; empty for all.
     """
 

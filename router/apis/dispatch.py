@@ -18,6 +18,7 @@ from isochrone.wire.peers.routes import KeyEntry
 from router.apis.auxiliary_server import forward_to_auxiliary
 from router.apis.batches.queued_runs import answer_queued_run, is_queued_run
 from router.apis.batches.relay import is_batch_path, relay_to_batch_service
+from router.apis.document.query_check import check_query
 from router.apis.media.routes import MediaRoutes
 from router.apis.media.schema import MEDIA_PATHS
 from router.apis.messages.adapter import MESSAGES_PATHS, is_messages, read_messages_request
@@ -50,7 +51,10 @@ INFERENCE_PATHS: Final = (
     | {RESPONSES_PATH, INPUT_TOKENS_PATH, MODERATIONS_PATH}
     | MEDIA_PATHS
 )
-WORKERS_AI_ROUTES: Final = "POST /ai/run/{model} and /ai/v1/..., " + ", ".join(AUXILIARY_PATHS)
+WORKERS_AI_ROUTES: Final = ", ".join(
+    ("POST /ai/run/{model} and /ai/v1/...", *AUXILIARY_PATHS, "/ai/finetunes")
+)
+MODELS_PATH: Final = "/v1/models"
 REQUEST_ID: Final = headers.REQUEST_ID.encode()
 ANTHROPIC_VERSION: Final = headers.ANTHROPIC_VERSION.encode()
 
@@ -136,22 +140,20 @@ class ApiDispatcher:
         path = request.path
         if request.method == b"OPTIONS":
             return _answer_preflight(client)
+        ids = self._request_ids.next(request.header(REQUEST_ID))
+        request.request_id, request.client_request_id = ids
+        if request.query:
+            check_query(request.method.decode(), _openai_path(path), request.query)
         if path not in INFERENCE_PATHS:
+            request.sent_path = path
             request.path = path = _openai_path(path)
             if not _is_inference(path):
                 if is_batch_path(path):
-                    sent_id = request.header(REQUEST_ID)
-                    _, request.client_request_id = self._request_ids.next(sent_id)
                     return relay_to_batch_service(self._batches, request, client)
                 if is_stored_path(path):
-                    sent_id = request.header(REQUEST_ID)
-                    ids = self._request_ids.next(sent_id)
-                    request.request_id, request.client_request_id = ids
                     return self._stored.answer(request, client)
                 if is_workers_ai(path):
                     if finetunes := finetune_path(path):
-                        sent_id = request.header(REQUEST_ID)
-                        _, request.client_request_id = self._request_ids.next(sent_id)
                         return relay_finetunes(
                             *(self._batches, self._openai, finetunes, request, client)
                         )
@@ -161,13 +163,15 @@ class ApiDispatcher:
                     raise _not_found(request, WORKERS_AI_ROUTES)
                 if is_messages(path):
                     raise _not_found(request, "POST /v1/messages and /v1/messages/count_tokens")
+                if not path.startswith(MODELS_PATH):
+                    # The error for an unknown path names the one that the client sent.
+                    request.path = request.sent_path
                 return forward_to_auxiliary(self._upstream, request, client)
-        sent_id = request.header(REQUEST_ID)
-        request.request_id, request.client_request_id = self._request_ids.next(sent_id)
         if request.method != b"POST":
+            method, named = request.method.decode(), request.named_path
             raise ApiError(
                 ErrorCode.METHOD_NOT_ALLOWED,
-                f"cannot use the method {request.method.decode()} for {path}: use POST",
+                f"cannot use the method {method} for {named}: use POST",
                 headers={"allow": "POST"},
             )
         if is_queued_run(request, path):
@@ -203,7 +207,7 @@ class ApiDispatcher:
 
 def _not_found(request: HttpRequest, routes: str) -> ApiError:
     """Return the error for an unknown path of a surface, which has `routes`."""
-    message = f"cannot find {request.method.decode()} {request.path[:200]}: the routes of this API"
+    message = f"cannot find {request.method.decode()} {request.named_path}: the routes of this API"
     return ApiError(ErrorCode.NOT_FOUND, f"{message} are {routes}")
 
 

@@ -23,19 +23,20 @@ class HttpRequest:
 
     `key` is the API key, None on a route that needs none. `request_id` is unique;
     `client_request_id` is the id in the response, and two requests may share it. Both ids are empty
-    until the dispatcher sets them. `arrived_s` is monotonic seconds. `held_bytes` are the bytes of
+    until the dispatcher sets them. `sent_path` is the client's path if `path` is that of a surface
+    below it, else empty. `arrived_s` is monotonic seconds. `held_bytes` are the bytes of
     the body that count against the limits of unfinished bodies.
     """
 
     __slots__ = (
         "arrived_s", "body", "client_request_id", "headers", "held_bytes", "is_http10",
-        "keep_alive", "key", "method", "path", "query", "request_id", "upload",
+        "keep_alive", "key", "method", "path", "query", "request_id", "sent_path", "upload",
     )  # fmt: skip
 
     def __init__(self) -> None:
         """Start with an empty request: the reader fills it in."""
         self.method = b""
-        self.path = self.query = ""
+        self.path = self.sent_path = self.query = ""
         self.headers: HeaderFields = {}
         self.body = b""
         self.key: KeyEntry | None = None
@@ -45,6 +46,11 @@ class HttpRequest:
         self.arrived_s = 0.0
         self.held_bytes = 0
         self.request_id = self.client_request_id = ""
+
+    @property
+    def named_path(self) -> str:
+        """The path as errors name it: the client's, shortened."""
+        return (self.sent_path or self.path)[:200]
 
     def header(self, name: bytes) -> str:
         """Return a header's value, or an empty string."""

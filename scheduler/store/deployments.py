@@ -44,6 +44,12 @@ async def get_deployment_by_name(connection: Connection, name: str) -> Deploymen
     return _deployment(row) if row else None
 
 
+async def find_deployment(connection: Connection, id_or_name: str) -> DeploymentView | None:
+    """Return a deployment by its id or, if none has this id, by what clients call it."""
+    found = await get_deployment(connection, id_or_name)
+    return found or await get_deployment_by_name(connection, id_or_name)
+
+
 async def deployment_names(connection: Connection) -> frozenset[str]:
     """Return what clients call the deployments."""
     rows = await connection.fetch("SELECT name FROM deployment WHERE deleted_at IS NULL")

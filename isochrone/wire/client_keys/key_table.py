@@ -53,7 +53,7 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A client's key as routers hold it: with the SHA-256 of the secret, without the secret.
 
-    `deployments` lists those that the key may use; empty means all. `regions` are the PoPs or
+    `deployments` are the ids of those that the key may use; empty means all. `regions` are PoPs or
     countries that may process its requests; empty means all. `expires_at` is Unix time, 0 for
     never. A quota of the key is used up until `spent_until` (Unix time).
 

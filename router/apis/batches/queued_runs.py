@@ -1,7 +1,7 @@
 """`POST /ai/run/{model}?queueRequest=true`: Workers AI's batches, on those of the scheduler."""
 
 from typing import Annotated, Any, Final
-from urllib.parse import parse_qs, quote
+from urllib.parse import quote
 
 import msgspec
 from msgspec import Meta
@@ -11,10 +11,12 @@ from isochrone.wire.http import headers
 from isochrone.wire.peers import batches as wire
 from router.apis.batches.relay import in_a_task
 from router.apis.openai.decode import decode
-from router.apis.workers_ai.adapter import model_of
+from router.apis.query_flags import flag
+from router.apis.workers_ai.adapter import REJECT_IF_BUSY, model_of
 from router.batch_client import BatchClient
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
 
+QUEUE_REQUEST: Final = "queueRequest"
 REQUESTS_MAX: Final = 10_000
 REFERENCE_CHARS_MAX: Final = 256
 
@@ -34,16 +36,12 @@ _TEXT: Final = msgspec.json.Decoder(str | None)
 
 def is_queued_run(request: HttpRequest, path: str) -> bool:
     """Return whether a request queues runs, or asks for queued ones. Raises ApiError."""
-    if "queueRequest" not in request.query or model_of(path) is None:
+    if not request.query or model_of(path) is None or not flag(request.query, QUEUE_REQUEST):
         return False
-    value = parse_qs(request.query).get("queueRequest", ["false"])[-1]
-    if value.lower() not in ("true", "false"):
-        raise ApiError(
-            ErrorCode.INVALID_REQUEST,
-            f"cannot use 'queueRequest': expected true or false, got {value[:20]!r}",
-            param="queueRequest",
-        )
-    return value.lower() == "true"
+    if flag(request.query, REJECT_IF_BUSY):
+        reason = f"a queued request waits for capacity; leave out '{REJECT_IF_BUSY}'"
+        raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot queue: {reason}", param=REJECT_IF_BUSY)
+    return True
 
 
 async def answer_queued_run(

@@ -31,18 +31,21 @@ _ROUTES: Final = tuple((re.compile(path), methods) for path, methods in _METHODS
 """The methods of each path that is relayed."""
 
 
-def check_route(method: str, path: str) -> None:
-    """Raise ApiError 404 or 405 for a route that the scheduler does not have."""
+def check_route(method: str, path: str, named_path: str) -> None:
+    """Raise ApiError 404 or 405 for a route that the scheduler does not have.
+
+    The error names the path `named_path`.
+    """
     for pattern, methods in _ROUTES:
         if pattern.fullmatch(path):
             if method not in methods:
                 raise ApiError(
                     ErrorCode.METHOD_NOT_ALLOWED,
-                    f"cannot use the method {method} for {path}: use {' or '.join(methods)}",
+                    f"cannot use the method {method} for {named_path}: use {' or '.join(methods)}",
                     headers={"allow": ", ".join(methods)},
                 )
             return
-    raise ApiError(ErrorCode.NOT_FOUND, f"cannot find {method} {path}: there is no such path")
+    raise ApiError(ErrorCode.NOT_FOUND, f"cannot find {method} {named_path}: there is no such path")
 
 
 def is_batch_path(path: str) -> bool:
@@ -58,7 +61,7 @@ async def relay_to_batch_service(
         # Anthropic's files are other objects.
         raise ApiError(
             ErrorCode.NOT_FOUND,
-            f"cannot serve {request.path[:80]} to a client of Anthropic's API: files here are"
+            f"cannot serve {request.named_path} to a client of Anthropic's API: files here are"
             " OpenAI's, for batches. Send images as base64 blocks and documents as plain text",
         )
     await in_a_task(_relay(client, request, writer))
@@ -89,7 +92,7 @@ def body_of(request: HttpRequest) -> Iterator[Any]:
 async def _relay(client: BatchClient, request: HttpRequest, writer: ResponseWriter) -> None:
     key = request.key
     assert key is not None
-    check_route(request.method.decode(), request.path)
+    check_route(request.method.decode(), request.path, request.named_path)
     if is_batch_path(request.path):
         client.require_batches()
     sent = {wire.TENANT: key.tenant_id, wire.KEY: key.key_id}

@@ -326,7 +326,7 @@ WORKERS_AI: Final = (
         "Run a model; with queueRequest=true queue requests, or poll for their results",
         surface="workers_ai",
         body=QueuedRequests,
-        query={"queueRequest": bool},
+        query={"queueRequest": bool, "rejectIfBusy": bool},
         answer=Any,
         media_types=(EVENTS,),
     ),

@@ -50,7 +50,7 @@ def auxiliary_app(
 
     async def list_models(request: web.Request) -> web.Response:
         key = key_of(request)
-        allowed = [entry for entry in fleet.directory.deployments if may_use(key, entry.name)]
+        allowed = [entry for entry in fleet.directory.deployments if may_use(key, entry)]
         if headers.ANTHROPIC_VERSION in request.headers:
             chats = [entry for entry in allowed if entry.kind == "chat"]
             return json_response(models_page(chats, request.query_string, surface.unix_clock()))

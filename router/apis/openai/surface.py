@@ -117,9 +117,9 @@ class OpenAiSurface:
     def deployment(self, name: str, key: KeyEntry) -> DeploymentEntry:
         """Return a deployment. Raises ApiError 404, also if the key may not use it."""
         entry = self._fleet.directory.deployment(name)
-        if entry is None or not may_use(key, name):
+        if entry is None or not may_use(key, entry):
             deployments = self._fleet.directory.deployments
-            usable = (known.name for known in deployments if may_use(key, known.name))
+            usable = (known.name for known in deployments if may_use(key, known))
             named = ", ".join(islice(usable, MODELS_NAMED)) or "none"
             raise ApiError(
                 ErrorCode.MODEL_NOT_FOUND,
@@ -138,7 +138,7 @@ class OpenAiSurface:
         found = [
             entry
             for entry in self._fleet.directory.deployments
-            if entry.kind == kind and may_use(key, entry.name)
+            if entry.kind == kind and may_use(key, entry)
         ]
         if len(found) != 1:
             names = ", ".join(entry.name for entry in found[:MODELS_NAMED]) or "none"

@@ -11,6 +11,7 @@ from isochrone.wire.http import headers
 from isochrone.wire.peers import batches
 from router.apis.batches.relay import in_a_task, relay_to_batch_service
 from router.apis.openai.decode import decode
+from router.apis.query_flags import flag
 from router.apis.responses.adapter import PATH
 from router.apis.responses.items import identified, parse_items
 from router.apis.responses.replay import FINAL, closing_events, opening_events
@@ -73,8 +74,8 @@ class StoredRoutes:
         for name in _NOT_HONOURED:
             if any(value != "reasoning.encrypted_content" for value in query.get(name, ())):
                 raise _invalid("include", "no other fields of an item are stored")
-        is_stream = _flag(query, "stream")
-        if _flag(query, "include_obfuscation"):
+        is_stream = flag(request.query, "stream")
+        if flag(request.query, "include_obfuscation"):
             raise _invalid("include_obfuscation", "events are not padded")
         if request.method == b"GET" and is_stream and _RESPONSE.fullmatch(request.path):
             await self._follow(request, _starting_after(query), writer)
@@ -131,13 +132,6 @@ def _with_ids(request: HttpRequest) -> bytes:
     parse_items(items, "items")
     stored = identified(items, request.request_id[:32], "items")
     return msgspec.json.encode(_FIELDS.decode(request.body) | {"items": stored})
-
-
-def _flag(query: dict[str, list[str]], name: str) -> bool:
-    values = query.get(name, ["false"])
-    if values[-1].lower() not in ("true", "false"):
-        raise _invalid(name, f"expected true or false, got {values[-1][:20]!r}")
-    return values[-1].lower() == "true"
 
 
 def _starting_after(query: dict[str, list[str]]) -> int:

@@ -12,6 +12,7 @@ from isochrone.wire.peers.routes import DeploymentEntry
 from router.apis.openai.moderations import classes_of
 from router.apis.openai.schema import CLASSIFY_PATH, EMBEDDINGS_PATH
 from router.apis.openai.surface import OpenAiSurface
+from router.apis.query_flags import flag
 from router.apis.responses.adapter import read_responses_request
 from router.apis.translating_writer import TranslatingWriter
 from router.apis.workers_ai.translate import (
@@ -27,6 +28,7 @@ from router.apis.workers_ai.translate import (
 from router.dataplane.http_messages import HttpRequest, ResponseWriter
 from router.inference_request import InferenceRequest
 
+REJECT_IF_BUSY: Final = "rejectIfBusy"
 _PATH: Final = re.compile(r"^(?:/client/v4/accounts/[^/]{1,64})?/ai/run/(.*)$")
 
 
@@ -54,6 +56,16 @@ def read_run_request(
 
     Raises ApiError if the request is invalid.
     """
+    inference, translating = _read(openai, request, writer)
+    # The AI SDK's provider sends options in the query, which are in the body for other clients.
+    if request.query and flag(request.query, REJECT_IF_BUSY):
+        inference.reject_if_busy = True
+    return inference, translating
+
+
+def _read(
+    openai: OpenAiSurface, request: HttpRequest, writer: ResponseWriter
+) -> tuple[InferenceRequest, ResponseWriter]:
     if is_responses_request(request.body):
         return _read_responses_request(openai, request, writer)
     model = model_of(request.path) or ""

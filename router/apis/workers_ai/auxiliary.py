@@ -114,7 +114,7 @@ def add_catalog_routes(routes: EnvelopeRoutes, surface: OpenAiSurface, fleet: Fl
     """Add the lists of what a key may use."""
 
     def usable(key: KeyEntry) -> list[DeploymentEntry]:
-        return [entry for entry in fleet.directory.deployments if may_use(key, entry.name)]
+        return [entry for entry in fleet.directory.deployments if may_use(key, entry)]
 
     async def models(request: web.Request, key: KeyEntry) -> WorkersAiReply:
         query = _query(request, ModelQuery)

@@ -49,7 +49,7 @@ async def relay_finetunes(
     if method not in allowed:
         raise ApiError(
             ErrorCode.METHOD_NOT_ALLOWED,
-            f"cannot use the method {method} for {path}: use {' or '.join(allowed)}",
+            f"cannot use the method {method} for {request.named_path}: use {' or '.join(allowed)}",
             headers={"allow": ", ".join(allowed)},
         )
     if not client.access.has_batches:

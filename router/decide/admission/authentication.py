@@ -5,7 +5,7 @@ from typing import Final
 
 from isochrone.wire.client_keys.keys import is_same_secret, parse_key
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.peers.routes import KeyEntry, KeyTable
+from isochrone.wire.peers.routes import DeploymentEntry, KeyEntry, KeyTable
 
 _NO_SECRET_SHA256: Final = "0" * 64
 
@@ -54,9 +54,9 @@ class AuthenticationCache:
         return entry
 
 
-def may_use(entry: KeyEntry, deployment: str) -> bool:
-    """Say whether the key may use the deployment of this name."""
-    return not entry.deployments or deployment in entry.deployments
+def may_use(entry: KeyEntry, deployment: DeploymentEntry) -> bool:
+    """Say whether the key may use a deployment. Keys name deployments by their ids."""
+    return not entry.deployments or deployment.deployment_id in entry.deployments
 
 
 def _incorrect_key(reason: str) -> ApiError:

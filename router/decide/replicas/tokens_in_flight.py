@@ -8,7 +8,7 @@ waits only for what the replica cannot have read yet.
 """
 
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from typing import Final, NamedTuple
 
 from isochrone.wire.ids import ReplicaId
@@ -248,6 +248,15 @@ class InFlightLedger:
         load = self._get_or_create(replica_id)
         load.sequences_max = sequences_max
         load.others_requests = max(0, requests - load.requests)
+
+    def full_batches(self, replica_ids: Iterable[ReplicaId]) -> Set[ReplicaId]:
+        """Return the replicas whose engine runs as many requests as it can, as far as is known."""
+        full = set()
+        for replica_id in replica_ids:
+            load = self._loads.get(replica_id)
+            if load is not None and 0 < load.sequences_max <= load.requests + load.others_requests:
+                full.add(replica_id)
+        return full
 
     def record_other_routers(
         self,

@@ -13,6 +13,7 @@ from scheduler.api.client_objects.adapter_intake import AdapterIntake, NewAdapte
 from scheduler.store.catalogue import EtagMoved
 from scheduler.store.client_objects import adapters as store
 from scheduler.store.client_objects.adapters import AdapterNodes, StoredAdapter
+from scheduler.store.deployments import find_deployment
 
 NODES_SHOWN: Final = 100
 KIND: Final = "adapter"
@@ -35,7 +36,9 @@ async def read_adapter(request: AdminRequest) -> AdapterView:
 async def create_adapter(request: AdminRequest) -> AdapterView:
     """Describe an adapter of a tenant for the model of a deployment; its files follow."""
     body: NewAdapterBody = request.body
-    new = NewAdapter(body.tenant_id, body.model, body.name, body.description, body.public)
+    found = await find_deployment(request.connection, body.model)
+    model = found.name if found is not None else body.model
+    new = NewAdapter(body.tenant_id, model, body.name, body.description, body.public)
     view = await _view(request, await _intake(request).add(request.connection, new))
     await request.record("adapter.create", view.adapter_id, after=view)
     return view

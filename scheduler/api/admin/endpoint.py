@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 
 BODY_BYTES_MAX: Final = 1024 * 1024
 BODY_TIMEOUT_S: Final = 10.0
+WHOLE_MAX: Final = float(2**53)
+"""Above it, floats are not exact whole numbers."""
+
 LIMIT_DEFAULT: Final = 100
 LIMIT_MAX: Final = 500
 ID_ALPHABET: Final = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -175,6 +178,11 @@ class Endpoint(NamedTuple):
     takes_file: bool = False
     """Whether its body is a file of any size, not JSON. The function gets an UploadedFile."""
 
+    @property
+    def query_names(self) -> tuple[str, ...]:
+        """Its query parameters, with those of all lists."""
+        return (*self.query, "limit", "cursor") if self.is_list else self.query
+
 
 def list_endpoint(
     read: Callable[..., Awaitable[Sequence[Any]]], id_field: str, *queries: str
@@ -220,12 +228,13 @@ def endpoint_handler(
         body = None
         if decoder is not None:
             try:
-                body = codec.decode_json(raw, decoder)
+                body = _decode(raw, decoder)
             except codec.MalformedFrame as error:
                 raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error
         return await _respond(endpoint, context, http, raw, body)
 
     async def handle(http: web.Request) -> web.Response:
+        _check_query(endpoint, http)
         try:
             return await answer(http)
         except UNAVAILABLE as error:
@@ -248,6 +257,38 @@ def endpoint_handler(
             ) from error
 
     return handle
+
+
+def _decode(raw: bytes, decoder: "msgspec.json.Decoder[Any]") -> Any:
+    """Decode a body, in which a whole number may be written `1.0`. Raises MalformedFrame."""
+    try:
+        return codec.decode_json(raw, decoder)
+    except codec.MalformedFrame:
+        try:
+            whole = msgspec.json.encode(_with_whole_numbers(msgspec.json.decode(raw)))
+        except (msgspec.DecodeError, RecursionError, ValueError):
+            whole = raw
+        return codec.decode_json(whole, decoder)
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """Return a JSON value with an int in place of each whole float, as JSON Schema counts them."""
+    if isinstance(value, dict):
+        return {name: _with_whole_numbers(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_whole_numbers(inner) for inner in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) <= WHOLE_MAX:
+        return int(value)
+    return value
+
+
+def _check_query(endpoint: Endpoint, http: web.Request) -> None:
+    """Raise ApiError 400 for a query parameter that the endpoint would ignore."""
+    for name in http.query:
+        if name not in endpoint.query_names:
+            known = ", ".join(endpoint.query_names) or "none"
+            message = f"cannot use the query parameter {name[:80]!r}: this path has {known}"
+            raise ApiError(ErrorCode.INVALID_REQUEST, message, param=name[:80])
 
 
 async def _respond_to_file(

@@ -47,12 +47,28 @@ async def create_revocation(request: AdminRequest) -> RevocationView:
             " database lost it, for example restored from a backup, repeat with --unknown",
             param="name",
         )
+    # Certificates are compared by serials as Python prints them; OpenSSL prints `0A`.
+    serial = f"{int(body.serial, 16):x}" if body.serial else ""
+    if serial and not body.may_be_unknown:
+        await _check_serial(request, body, serial)
     created = await identities.revoke(
-        request.connection, body.role, body.name, serial=body.serial, reason=body.reason
+        request.connection, body.role, body.name, serial=serial, reason=body.reason
     )
     await request.record_change(f"{body.role.value}.revoke", body.name, after=created)
     request.context.nudge_disconnect()
     return created
+
+
+async def _check_serial(request: AdminRequest, body: RevocationBody, serial: str) -> None:
+    """Raise ApiError 404 if the peer last used a certificate with another serial."""
+    last = await identities.last_serial(request.connection, body.role, body.name)
+    if serial != last:
+        raise ApiError(
+            ErrorCode.NOT_FOUND,
+            f"cannot revoke serial {serial}: {body.name} last used certificate"
+            f" {last or '(none yet)'}; if it had this one before, repeat with --unknown",
+            param="serial",
+        )
 
 
 async def list_revocations(request: AdminRequest) -> Page:

@@ -19,14 +19,22 @@ from scheduler.api.admin.endpoint import (
 )
 from scheduler.store.accounts import keys
 from scheduler.store.cluster import read_pops
-from scheduler.store.deployments import get_deployment
+from scheduler.store.deployments import find_deployment
 
 
 async def create_key(request: AdminRequest) -> KeyView:
     """Create an API key; its text is shown only in this response."""
     body: KeyBody = request.body
-    for name in body.deployments:
-        require_found(await get_deployment(request.connection, name), "deployment", name)
+    # Routers compare ids: a deployment's name can change.
+    deployments = tuple(
+        [
+            require_found(
+                await find_deployment(request.connection, named), "deployment", named
+            ).deployment_id
+            for named in body.deployments
+        ]
+    )
+    body = msgspec.structs.replace(body, deployments=deployments)
     await _check_regions(request, body.regions)
     key_id = KeyId(new_id())
     text = format_key(key_id, secrets.token_bytes(32))

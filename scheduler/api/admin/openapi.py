@@ -2,15 +2,34 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from isochrone.wire.errors import ErrorCode
 from scheduler.api.admin.access import OPEN_PATHS
-from scheduler.api.admin.endpoint import Endpoint
+from scheduler.api.admin.endpoint import LIMIT_DEFAULT, LIMIT_MAX, Endpoint
 
 _PATH_PARAMETER = re.compile(r"\{(\w+)(?::[^}]*)?\}")
+
+_TEXT: Final = {"type": "string"}
+_ETAG: Final = {"type": "string", "pattern": r'^(\*|(W/)?"[0-9]{1,18}")$'}
+_IDEMPOTENCY_KEY: Final = {"type": "string", "pattern": "^[!-~]{1,128}$"}
+_DAY: Final = {"type": "string", "format": "date", "pattern": "^2[0-9]{3}-[0-9]{2}-[0-9]{2}$"}
+
+_QUERY_SCHEMAS: Final[dict[str, dict[str, Any]]] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": LIMIT_MAX, "default": LIMIT_DEFAULT},
+    "cursor": {
+        "type": "string",
+        "pattern": "^[A-Za-z0-9_-]*={0,2}$",
+        "description": "`next_cursor` of the page before, as this API returned it",
+    },
+    "from": _DAY,
+    "to": _DAY,
+    "by": {"enum": ["key", "tenant"], "default": "key"},
+    "per": {"enum": ["total", "day"], "default": "total"},
+}
+"""The schemas of query parameters that are not any text."""
 
 
 def document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any]:
@@ -88,19 +107,18 @@ def _operation(endpoint: Endpoint, by_type: dict[Any, dict[str, Any]]) -> dict[s
 
 
 def _parameters(endpoint: Endpoint) -> list[dict[str, Any]]:
-    text = {"type": "string"}
     parameters = [
-        {"name": name, "in": "path", "required": True, "schema": text}
+        {"name": name, "in": "path", "required": True, "schema": _TEXT}
         for name in _PATH_PARAMETER.findall(endpoint.path)
     ]
-    queries = [*endpoint.query, *(("limit", "cursor") if endpoint.is_list else ())]
-    for name in queries:
-        schema = {"type": "integer", "minimum": 1, "maximum": 500} if name == "limit" else text
-        parameters.append({"name": name, "in": "query", "schema": schema})
+    parameters += [
+        {"name": name, "in": "query", "schema": _QUERY_SCHEMAS.get(name, _TEXT)}
+        for name in endpoint.query_names
+    ]
     if endpoint.method in ("PUT", "DELETE"):
-        parameters.append({"name": "If-Match", "in": "header", "schema": text})
+        parameters.append({"name": "If-Match", "in": "header", "schema": _ETAG})
     if endpoint.method == "POST":
-        parameters.append({"name": "Idempotency-Key", "in": "header", "schema": text})
+        parameters.append({"name": "Idempotency-Key", "in": "header", "schema": _IDEMPOTENCY_KEY})
     return parameters
 
 

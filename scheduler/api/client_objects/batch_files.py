@@ -106,7 +106,7 @@ class FileEndpoints:
                 purpose=request.query.get("purpose", ""),
                 after=request.query.get("after", ""),
                 limit=limit + 1,
-                newest=request.query.get("order", "desc") != "asc",
+                newest=not parse_order(request),
             )
             if not files and (after := request.query.get("after")):
                 require_after(await read_file(connection, tenant_id, after), after)
@@ -190,6 +190,18 @@ def parse_limit(request: web.Request, default: int, largest: int) -> int:
             param="limit",
         )
     return int(text)
+
+
+def parse_order(request: web.Request) -> bool:
+    """Return whether a list is wanted with its oldest item first. Raises ApiError 400."""
+    order = request.query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot use 'order': expected asc or desc, got {order[:20]!r}",
+            param="order",
+        )
+    return order == "asc"
 
 
 def require_after(named: object | None, after: str) -> None:

@@ -10,13 +10,12 @@ from isochrone.service.network.http_server import read_body
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http.invalid_field import decode_public
 from isochrone.wire.http.public_bodies import AddItems, CreateConversation, UpdateConversation
-from scheduler.api.client_objects.batch_files import parse_limit, require_after
+from scheduler.api.client_objects.batch_files import parse_limit, parse_order, require_after
 from scheduler.api.client_objects.responses import (
     LIST_LIMIT_DEFAULT,
     LIST_LIMIT_MAX,
     check_storage,
     items_response,
-    parse_order,
 )
 from scheduler.decide.response_items import ItemPage, stored_items
 from scheduler.decide.response_limits import ResponseLimits

@@ -16,7 +16,7 @@ from isochrone.wire.peers.responses import (
     LeasedResponses,
     LeaseResponses,
 )
-from scheduler.api.client_objects.batch_files import parse_limit, require_after
+from scheduler.api.client_objects.batch_files import parse_limit, parse_order, require_after
 from scheduler.decide.response_items import (
     ItemPage,
     ended_body,
@@ -244,18 +244,6 @@ async def check_storage(
     reason = storage_refusal(use.count, use.size_bytes, new_bytes, limits)
     if reason is not None:
         raise ApiError(ErrorCode.QUOTA_EXCEEDED, f"cannot store: {reason}")
-
-
-def parse_order(request: web.Request) -> bool:
-    """Return whether a list is wanted with its oldest item first. Raises ApiError 400."""
-    order = request.query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise ApiError(
-            ErrorCode.INVALID_REQUEST,
-            f"cannot use 'order': expected asc or desc, got {order[:20]!r}",
-            param="order",
-        )
-    return order == "asc"
 
 
 def items_response(page: ItemPage) -> web.Response:

@@ -220,6 +220,16 @@ async def is_known_name(connection: Connection, role: PeerRole, name: str) -> bo
     return bool(found)
 
 
+async def last_serial(connection: Connection, role: PeerRole, name: str) -> str:
+    """Return the serial of the certificate that a peer registered with last, or an empty text."""
+    table, column = PEER_TABLES[role]
+    found: str | None = await connection.fetchval(
+        f"SELECT certificate_serial FROM {table} WHERE {column} = $1",  # noqa: S608
+        name,
+    )
+    return found or ""
+
+
 async def readmit(connection: Connection, role: PeerRole, name: str) -> bool:
     """Let a revoked name join again; old certificates stay revoked. False if it was not revoked."""
     table, column = PEER_TABLES[role]

@@ -47,7 +47,9 @@ async def test_an_operator_manages_the_adapters_of_tenants(admin: Admin, tmp_pat
     assert (made["public"], made["model_id"], made["nodes"]) == (False, "tiny", [])
     files = [folder / CONFIG_FILE, folder / WEIGHTS_FILE]
     assert made["size_bytes"] == sum(file.stat().st_size for file in files)
-    other = await cli(admin, *upload, "other", "--name", "mine", "--public")
+    by_id = ("upload", str(folder), "--model", "tiny", "--tenant")
+    other = await cli(admin, *by_id, "other", "--name", "mine", "--public")
+    assert other["model"] == MODEL
     assert [row["adapter_id"] for row in await cli(admin, "list", "--tenant", "acme")] == [
         made["adapter_id"]
     ]

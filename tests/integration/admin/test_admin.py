@@ -7,10 +7,12 @@ import resource
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
 import pytest
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from openapi_spec_validator import validate
 
 from isochrone.wire.models.artifact import manifest_digest
@@ -395,3 +397,90 @@ async def test_a_key_is_limited_to_regions_that_exist(admin: Admin, pool: Pool) 
     assert entry.regions == ("NL", "ams")
     (event,) = (await admin.ask("GET", "/v1/events?limit=1")).body["data"]
     assert (event["kind"], event["after"]["regions"]) == ("key.create", ["NL", "ams"])
+
+
+async def test_a_key_keeps_the_ids_of_deployments_given_by_id_or_name(
+    admin: Admin, pool: Pool
+) -> None:
+    await catalogued(admin)
+    named = {**a_deployment_body(), "name": "@cf/acme/chat"}
+    assert (await admin.ask("POST", "/v1/deployments", named)).status == 201
+    for given in ("d", "@cf/acme/chat"):
+        body = {"tenant_id": "acme", "deployments": [given]}
+        made = (await admin.ask("POST", "/v1/keys", body)).body
+        assert made["deployments"] == ["d"]
+        async with using(pool) as connection:
+            (entry,) = await live_keys(connection, [made["key_id"]])
+        assert entry.deployments == ("d",)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/v1/usage?tenant=acme", "tenant"),
+        ("/v1/events?limit=1&subjects=d", "subjects"),
+        ("/v1/nodes/n?cursor=", "cursor"),
+        ("/v1/keys?x%22=", 'x"'),
+    ],
+)
+async def test_an_unknown_query_parameter_is_refused(admin: Admin, path: str, name: str) -> None:
+    refused = await admin.ask("GET", path)
+    assert refused.status == 400
+    assert refused.body["error"]["param"] == name
+    assert "cannot use the query parameter" in refused.body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "name", "values"),
+    [
+        ("GET", "/v1/usage", "by", ("key", "tenant", "day", "")),
+        ("GET", "/v1/usage", "per", ("total", "day", "key")),
+        ("GET", "/v1/usage", "from", ("2026-13-01", "1999-01-01", "soon")),
+        ("GET", "/v1/keys", "limit", ("1", "500", "0", "501", "x")),
+        ("GET", "/v1/keys", "cursor", ("", "YWJj", "a b", "%")),
+        ("DELETE", "/v1/pops/{pop}", "If-Match", ('"1"', 'W/"7"', "*", "one", '"\u00b2"')),
+        ("POST", "/v1/keys", "Idempotency-Key", ("a", "~" * 128, "a" * 129, "a b")),
+    ],
+)
+async def test_the_document_accepts_no_parameter_that_is_refused(
+    admin: Admin, method: str, path: str, name: str, values: tuple[str, ...]
+) -> None:
+    document = (await admin.ask("GET", "/openapi.json", token=None)).body
+    (parameter,) = (
+        given
+        for given in document["paths"][path][method.lower()]["parameters"]
+        if given["name"] == name
+    )
+    checker = Draft202012Validator(
+        parameter["schema"], format_checker=Draft202012Validator.FORMAT_CHECKER
+    )
+    sent = {"tenant_id": "t"} if method == "POST" else None
+    accepted = []
+    for value in values:
+        target = path.replace("{pop}", "xyz")
+        fields: dict[str, Any] = {}
+        if parameter["in"] == "query":
+            target += f"?{name}={quote(value)}"
+        else:
+            fields[name.replace("-", "_")] = value
+        answer = await admin.ask(method, target, sent, **fields)
+        is_refused = answer.status == 400 or "not an ETag" in str(answer.body)
+        typed = int(value) if name == "limit" and value.isdigit() else value
+        if checker.is_valid(typed):
+            accepted.append(value)
+            assert not is_refused, (value, answer)
+    assert len(accepted) < len(values)
+
+
+async def test_a_whole_number_may_be_written_as_a_float(admin: Admin) -> None:
+    made = await admin.ask(
+        "POST", "/v1/keys", raw=b'{"tenant_id":"t","limits":{"concurrency":3.0}}'
+    )
+    assert (made.status, made.body["limits"]["concurrency"]) == (201, 3)
+    refused = await admin.ask(
+        "POST", "/v1/keys", raw=b'{"tenant_id":"t","limits":{"concurrency":1.5}}'
+    )
+    assert refused.status == 400
+    assert "`int`" in refused.body["error"]["message"]
+    deep = await admin.ask("POST", "/v1/keys", raw=b'{"limits":1.0,"note":' + b"[" * 100_000)
+    assert deep.status == 400

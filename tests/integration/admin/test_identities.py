@@ -102,7 +102,12 @@ async def test_one_certificate_is_revoked_by_its_serial_and_the_name_stays_valid
         await until("welcome", thief.is_welcome)
         shown = (await admin.ask("GET", "/v1/nodes/n1")).body
         assert shown["certificate_serial"] == serial_of(stolen)
-        body = {"role": "agent", "name": "n1", "serial": serial_of(stolen), "reason": "stolen"}
+        body = {"role": "agent", "name": "n1", "serial": "ab12", "reason": "stolen"}
+        mistyped = await admin.ask("POST", "/v1/revocations", body)
+        assert mistyped.status == 404
+        assert serial_of(stolen) in mistyped.body["error"]["message"]
+        # As OpenSSL prints it.
+        body["serial"] = f"0{serial_of(stolen).upper()}"[-40:]
         assert (await admin.ask("POST", "/v1/revocations", body)).status == 201
         await until("the conversation is cut", thief.is_refused, 5.0)
         assert "revoked" in thief.link.last_refusal

@@ -18,6 +18,7 @@ from isochrone.wire.peers.routes import KeyLimits, RolloutEntry
 from isochrone.wire.peers.usage import RequestOutcome, UsageRow
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import Bench, a_bench, a_key, a_route, a_table
+from tests.system.harness import until
 
 
 def frames(text: str) -> list[Any]:
@@ -265,6 +266,38 @@ async def test_the_next_replica_serves_when_the_nearest_is_full_and_then_429(
         await until_idle(bench)
         (row,) = bench.app.recorder.take_demand() or [None]
         assert row is None or row.refused <= 2
+
+
+async def test_a_request_that_is_not_to_wait_passes_over_full_batches(tmp_path: Path) -> None:
+    nodes = [FakeNode("near"), FakeNode("far", "iad")]
+    async with a_bench(tmp_path, nodes, probe_interval_s=0.05) as bench:
+        loads = bench.app.fleet.in_flight
+
+        async def report(*running: int) -> None:
+            for node, number in zip(nodes, running, strict=True):
+                node.loads = f"r-{node.name} p=0;d=0;r={number};w=0;u=0;o=0;e=0;s=2"
+
+            async def are_known() -> bool:
+                known = [loads.load_of(ReplicaId(f"r-{node.name}")) for node in nodes]
+                return [load.others_requests for load in known] == list(running) and all(
+                    load.sequences_max == 2 for load in known
+                )
+
+            await until("the pings are answered", are_known)
+
+        async def served_by(**fields: object) -> str:
+            async with bench.chat(max_tokens=2, **fields) as response:
+                if response.status != 200:
+                    assert (await response.json())["error"]["message"].startswith("3040")
+                return response.headers.get("x-isochrone-node", str(response.status))
+
+        busy = {"options": {"rejectIfBusy": True}}
+        await report(1, 1)
+        assert await served_by(**busy) == "near"
+        await report(2, 1)
+        assert (await served_by(**busy), await served_by()) == ("far", "near")
+        await report(2, 3)
+        assert (await served_by(**busy), await served_by()) == ("429", "near")
 
 
 async def test_waiting_requests_are_served_as_soon_as_there_is_capacity(tmp_path: Path) -> None:

@@ -64,20 +64,69 @@ async def test_errors_have_workers_ai_numbers_and_format(tmp_path: Path) -> None
             assert (response.status, answer["errors"][0]["code"]) == (401, 10000)
         bench.nodes[0].refuse = "busy"
         busy = {"prompt": "hi", "options": {"rejectIfBusy": True}}
-        async with bench.http.post(f"{bench.url}/ai/run/tiny", json=busy) as response:
+        in_query = "/client/v4/accounts/a/ai/run/tiny?rejectIfBusy=true"
+        for path, body in (
+            ("/ai/run/tiny", busy),
+            (in_query, {"prompt": "hi"}),
+            (in_query, {"input": "hi"}),
+        ):
+            async with bench.http.post(f"{bench.url}{path}", json=body) as response:
+                answer = await response.json()
+                assert (response.status, answer["errors"][0]["code"]) == (429, 3040)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "name", "number"),
+    [
+        ("POST", "/client/v4/accounts/a/ai/run/@cf%2Fmeta%2Ftiny?seed=1", "seed", 5006),
+        ("POST", "/ai/run/tiny?rejectIfBusy=1", "rejectIfBusy", 5006),
+        ("GET", "/ai/finetunes?limit=1", "limit", 5006),
+        ("GET", "/ai/tomarkdown/supported?x=", "x", 5006),
+        ("POST", "/ai/v1/chat/completions?rejectIfBusy=true", "rejectIfBusy", None),
+        ("POST", "/v1/responses?include[]=x", "include[]", None),
+        ("GET", "/v1/batches?status=failed", "status", None),
+    ],
+)
+async def test_a_query_parameter_that_does_nothing_is_refused_by_name(
+    tmp_path: Path, method: str, path: str, name: str, number: int | None
+) -> None:
+    async with a_bench(tmp_path) as bench:
+        sent = {"headers": {"x-request-id": "mine"}, "json": {"prompt": "hi"}}
+        async with bench.http.request(method, f"{bench.url}{path}", **sent) as response:
             answer = await response.json()
-            assert (response.status, answer["errors"][0]["code"]) == (429, 3040)
+            assert (response.status, response.headers["x-request-id"]) == (400, "mine")
+        error = answer["errors"][0] if number else answer["error"]
+        assert f"'{name}'" in error["message"]
+        assert error["code"] == (number or "invalid_request")
+        assert number or error["param"] == name
 
 
 @pytest.mark.parametrize("path", ["/client/v4/accounts/a/ai/nothing", "/ai/nothing"])
 async def test_unknown_paths_answer_in_workers_ais_format(tmp_path: Path, path: str) -> None:
+    async with a_bench(tmp_path) as bench, bench.http.get(f"{bench.url}{path}") as response:
+        answer = await response.json()
+        assert (response.status, answer["errors"][0]["code"]) == (404, 7003)
+        assert answer["success"] is False
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/client/v4/accounts/a/ai/v1/nothing", 404),
+        ("POST", "/ai/v1/chat", 404),
+        ("GET", "/ai/v1/messages/m", 404),
+        ("GET", "/ai/v1/chat/completions", 405),
+        ("PUT", "/ai/v1/files", 405),
+    ],
+)
+async def test_an_error_names_the_path_that_the_client_sent(
+    tmp_path: Path, method: str, path: str, status: int
+) -> None:
     async with a_bench(tmp_path) as bench:
-        async with bench.http.get(f"{bench.url}{path}") as response:
-            answer = await response.json()
-            assert (response.status, answer["errors"][0]["code"]) == (404, 7003)
-            assert answer["success"] is False
-        async with bench.http.get(f"{bench.url}/client/v4/accounts/a/ai/v1/nothing") as response:
-            assert (await response.json())["error"]["code"] == "not_found"
+        async with bench.http.request(method, f"{bench.url}{path}") as response:
+            message = (await response.json())["error"]["message"]
+        assert response.status == status
+        assert f" {path}:" in message
 
 
 async def test_a_broken_stream_ends_with_an_error_event(tmp_path: Path) -> None:

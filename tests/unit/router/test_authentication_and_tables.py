@@ -86,7 +86,16 @@ def test_any_other_text_in_place_of_a_key_is_refused(header: str) -> None:
 def test_a_valid_key_may_use_its_deployments() -> None:
     key = a_key(expires_at=200.0, deployments=("a",))
     assert authenticate(KeyTable.of([key]), f"bearer  {TEXT} ", 100.0) is key
-    assert (may_use(key, "a"), may_use(key, "b"), may_use(a_key(), "b")) == (True, False, True)
+    its, other = (
+        DeploymentEntry(
+            deployment_id=DeploymentId(deployment_id),
+            name=name,
+            model_id=ModelId("m"),
+            context_tokens=4096,
+        )
+        for deployment_id, name in (("a", "@cf/acme/chat"), ("b", "a"))
+    )
+    assert (may_use(key, its), may_use(key, other), may_use(a_key(), other)) == (True, False, True)
 
 
 def test_a_cached_key_is_accepted_only_as_long_as_the_table_has_it() -> None:
