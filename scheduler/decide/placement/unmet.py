@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
 
+import msgspec
+
 from isochrone.wire.ids import NodeId
 from isochrone.wire.models.model import CatalogModel, Deployment, EngineSettings
 from scheduler.decide.capacity.device_classes import DeviceClass, class_of
@@ -19,6 +21,7 @@ from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
 from scheduler.decide.placement.fleet.slots import (
     FreeMemory,
     classes_with_space,
+    planned_memory_bytes,
     policy_contradiction,
     why_no_slot,
 )
@@ -33,6 +36,9 @@ from scheduler.decide.placement.search.role_pins import (
 
 NODES_SHOWN_MAX = 6
 """How many nodes' refusals one message lists."""
+
+NODES_COMPARED_MAX = 256
+"""Among how many nodes the one is found that lacks least memory."""
 
 UNSERVED_SHARE = 0.02
 """Less unserved load than this share is not reported."""
@@ -100,7 +106,9 @@ def no_slot_for_version(draft: PlacementDraft, state: DeploymentState) -> UnmetR
     """Return why a new version has not started: it starts beside the old one or not at all."""
     version = state.needs.deployment.version
     wanted = f"version {version}; until it finds a slot the one before it serves"
-    return _cannot_place(draft, state.needs, wanted)
+    unmet = _cannot_place(draft, state.needs, wanted)
+    room = _what_makes_room(draft, state)
+    return msgspec.structs.replace(unmet, reason=f"{unmet.reason}. {room}") if room else unmet
 
 
 def slot_refusals(
@@ -152,6 +160,45 @@ def _cannot_place(
     return UnmetRequirement(
         deployment_id=needs.deployment_id, reason=reason + (f". {never}" if never else "")
     )
+
+
+def _what_makes_room(draft: PlacementDraft, state: DeploymentState) -> str:
+    """Return which changes let a replica of a new version start; "" if memory is not what lacks.
+
+    The node is the one that lacks least among some.
+    """
+    needs = state.needs
+    deployment, engine = needs.deployment, needs.deployment.engine
+    lacking = list(islice(_lacking_bytes(draft, needs), NODES_COMPARED_MAX))
+    if not lacking or engine.nodes > 1:
+        return ""
+    lacks, node_id = min(lacking)
+    each = "" if engine.devices == 1 else f" on each of {engine.devices} devices"
+    ways = [f"free {gib(lacks)}{each} on {node_id}"]
+    if engine.kv_memory_bytes > lacks:
+        ways.append(f"set kv_memory_bytes to {engine.kv_memory_bytes - lacks} or less")
+    versions = {replica.placement.version for replica in state.replicas if replica.placement}
+    if deployment.version in versions and 1 < len(state.replicas) <= needs.replicas_min:
+        fewer = len(state.replicas) - 1
+        ways.append(f"set replicas_min to {fewer}, so that one of the version before may end first")
+    return f"To make room, {', or '.join(ways)}"
+
+
+def _lacking_bytes(draft: PlacementDraft, needs: DeploymentNeeds) -> Iterator[tuple[int, NodeId]]:
+    """Yield how much memory a replica lacks on each device, of nodes that could hold one if they
+    were empty."""
+    needed = planned_memory_bytes(needs.model, needs.deployment)
+    count = needs.deployment.engine.devices_per_node
+    for site, nodes in needs.eligible_nodes.items():
+        device_class = draft.fleet.sites[site].device_class
+        for node in nodes:
+            free = sorted(
+                max(0, draft.ledger.free[node.node_id, device.device_id])
+                for device in node.devices
+                if device.healthy and device.device_class == device_class
+            )
+            if len(free) >= count and free[-count] < needed:
+                yield needed - free[-count], node.node_id
 
 
 def _refusals(

@@ -120,6 +120,7 @@ async def a_node(
     store_ports: StorePorts | None = None,
     stall_s: float = 3.0,
     attach: Callable[[web.Application], None] = lambda _: None,
+    canary_interval_s: float = 10.0,
 ) -> AsyncIterator[Node]:
     folder = a_folder("iso-")
     (folder / "model").mkdir()
@@ -134,6 +135,7 @@ async def a_node(
         address="",
         stall_s=stall_s,
         load_timeout_s=load_timeout_s,
+        canary_interval_s=canary_interval_s,
     )
     supervisor = Supervisor(
         config=config,

@@ -262,8 +262,30 @@ def test_a_new_version_without_a_slot_beside_the_old_one_is_reported() -> None:
     (unmet,) = plan.unmet
     assert "version 2" in unmet.reason
     assert "the most free on one device is 2.00 GiB" in unmet.reason
+    assert unmet.reason.endswith(". To make room, free 3.25 GiB on n1")
     roomy = msgspec.structs.replace(full, nodes=(a_node("n1", "ams", gib=16.0),))
     assert plan_deployments(roomy).unmet == ()
+
+
+def test_a_version_without_a_slot_is_told_what_makes_room() -> None:
+    larger = a_deployment(version=2, engine=EngineSettings(kv_memory_bytes=4 * GIB))
+    nodes = (a_node("n1", "ams", gib=10.0), a_node("n2", "ams", gib=6.0))
+    cluster = a_cluster(
+        nodes=nodes,
+        models=(a_model(gib=2.0),),
+        deployments=(larger,),
+        placements=(a_placement("r1", "n1", memory_bytes=5 * GIB, age_s=1000.0),),
+    )
+    (unmet,) = plan_deployments(cluster).unmet
+    before, advice = unmet.reason.split(". To make room, ")
+    assert "n1: needs 6.25 GiB" in before
+    fits = 4 * GIB - 5 * GIB // 4
+    assert advice == f"free 1.25 GiB on n1, or set kv_memory_bytes to {fits} or less"
+    smaller = a_deployment(version=2, engine=EngineSettings(kv_memory_bytes=fits))
+    assert plan_deployments(msgspec.structs.replace(cluster, deployments=(smaller,))).unmet == ()
+    draining = tuple(msgspec.structs.replace(node, draining=True) for node in nodes)
+    (unmet,) = plan_deployments(msgspec.structs.replace(cluster, nodes=draining)).unmet
+    assert "make room" not in unmet.reason
 
 
 def test_an_old_version_that_may_not_end_and_blocks_its_successor_is_reported() -> None:
@@ -282,6 +304,7 @@ def test_an_old_version_that_may_not_end_and_blocks_its_successor_is_reported() 
     (unmet,) = plan.unmet
     assert "version 2" in unmet.reason
     assert "the most free on one device is 1.00 GiB" in unmet.reason
+    assert ". To make room, free 3.25 GiB on n1, or set replicas_min to 1, so" in unmet.reason
     roomy = msgspec.structs.replace(mixed, nodes=(a_node("n1", "ams", gib=16.0),))
     assert plan_deployments(roomy).unmet == ()
     one = a_deployment(version=2, replicas_min=1)
