@@ -22,6 +22,7 @@ from typing import Final
 
 HOT: Final = (
     "isochrone/wire/client_keys/keys.py",
+    "isochrone/wire/http/json_body.py",
     "router/admission_queue.py",
     "router/apis/dispatch.py",
     "router/apis/openai/decode.py",
@@ -47,6 +48,7 @@ HOT: Final = (
     "router/dataplane/sse.py",
     "router/dataplane/token_gatherer.py",
     "router/dataplane/token_pump.py",
+    "router/dataplane/upload_spool.py",
     "router/dataplane/upstream.py",
     "router/decide/[a-z]*.py",
     "router/decide/*/[a-z]*.py",

@@ -102,11 +102,11 @@ class ApiDispatcher:
         body whose key is over a limit. The refusal closes the connection, which costs less than
         reading such a body and more than reading a small one: that is refused once it is read.
         """
-        openai_path, is_inference = _openai_path(path), _is_inference(path)
-        if not is_inference and (
-            is_batch_path(openai_path) or is_stored_path(openai_path) or finetune_path(path)
-        ):
-            return self._openai.key_of(fields)
+        is_inference = _is_inference(path)
+        if not is_inference:
+            openai_path = _openai_path(path)
+            if is_batch_path(openai_path) or is_stored_path(openai_path) or finetune_path(path):
+                return self._openai.key_of(fields)
         if method != b"POST" or not (is_inference or auxiliary_path(path)):
             return None
         key = self._openai.key_of(fields)
@@ -174,13 +174,13 @@ class ApiDispatcher:
                 f"cannot use the method {method} for {named}: use POST",
                 headers={"allow": "POST"},
             )
-        if is_queued_run(request, path):
+        if request.query and is_queued_run(request, path):
             assert request.key is not None
             self._openai.base_deployment(model_of(path) or "", request.key)
             return answer_queued_run(self._batches, request, path, client)
         if path in MEDIA_PATHS:
             return self._media.answer(request, path, client)
-        if self._stored.is_needed(request, path):
+        if path == RESPONSES_PATH and self._stored.is_needed(request):
             return self._stored.create(request, client)
         inference, writer = self.read_inference(request, path, client)
         return self._pipeline.serve(inference, writer)

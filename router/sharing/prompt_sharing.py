@@ -7,6 +7,7 @@ sample.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -18,11 +19,18 @@ OUTBOX_PROMPTS_MAX: Final = 256
 
 
 class SharedPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """One prompt that a replica has read."""
+    """One prompt that a replica has read. `keys`, `ends` and `size` are its prefix keys."""
 
     deployment_id: DeploymentId
     replica_id: ReplicaId
-    prefix_keys: PrefixKeys
+    keys: Sequence[int]
+    ends: Sequence[int]
+    size: int
+
+    @property
+    def prefix_keys(self) -> PrefixKeys:
+        """Return the prefix keys of the prompt."""
+        return PrefixKeys(self.keys, self.ends, self.size)
 
 
 class SharedPrompts(msgspec.Struct, frozen=True, tag="prompts"):
@@ -44,7 +52,9 @@ class PromptOutbox:
     ) -> None:
         """Add an answered prompt, unless the replica had all of it cached before."""
         if self.is_open and keys.keys and round(sent.share * keys.size) < keys.ends[-1]:
-            self._rows.append(SharedPrompt(deployment_id, replica_id, keys))
+            self._rows.append(
+                SharedPrompt(deployment_id, replica_id, keys.keys, keys.ends, keys.size)
+            )
 
     def take(self) -> tuple[SharedPrompt, ...]:
         """Return the prompts and empty the outbox."""

@@ -18,6 +18,7 @@ from isochrone.wire.http.json_body import UnsafeJson, check_json_body
 from isochrone.wire.kv.kv_transfer import ENGINE_FIELDS, NESTED_FIELDS
 from router.apis.openai.prompt import OpenAiRequest, count_answers
 from router.apis.openai.schema import (
+    ABSENT,
     ChatRequest,
     ClassifyRequest,
     CompletionRequest,
@@ -113,10 +114,10 @@ def without_transfer_fields(body: bytes, request: OpenAiRequest) -> bytes:
     They name hosts to pull from: a client that could set them would have an engine connect to any.
     vLLM also finds them among the entries of NESTED_FIELDS, and answers 500 to a wrong type.
     """
-    if isinstance(request, EmbeddingRequest | RerankRequest):
+    if not (isinstance(request, ChatRequest) or isinstance(request, CompletionRequest)):  # noqa: SIM101 - a union would be made anew for each request
         return body
-    given = [name for name in ENGINE_FIELDS if bytes(getattr(request, name))]
-    nested = bytes(getattr(request, NESTED_FIELDS))
+    given = [name for name in ENGINE_FIELDS if getattr(request, name) is not ABSENT]
+    nested = bytes(request.vllm_xargs) if request.vllm_xargs is not ABSENT else b""
     if not given and not nested.startswith(b"{"):
         return body
     fields: dict[str, Any] = _FIELDS.decode(body)

@@ -88,6 +88,10 @@ class RefusedOpenAiFields(msgspec.Struct, frozen=True, kw_only=True):
     moderation: None = None
 
 
+ABSENT: Final = msgspec.Raw()
+"""The value of a field that a request does not have: this very object."""
+
+
 class _GenerationRequest(RefusedOpenAiFields, frozen=True, kw_only=True):
     model: ModelField
     max_tokens: TokenCount | None = None
@@ -101,13 +105,13 @@ class _GenerationRequest(RefusedOpenAiFields, frozen=True, kw_only=True):
     stop: StopTexts | None = None
     seed: int | None = None
     options: RouterOptions | None = None
-    kv_transfer_params: msgspec.Raw = msgspec.Raw()
-    ec_transfer_params: msgspec.Raw = msgspec.Raw()
-    vllm_xargs: msgspec.Raw = msgspec.Raw()
-    disaggregated_params: msgspec.Raw = msgspec.Raw()
-    bootstrap_host: msgspec.Raw = msgspec.Raw()
-    bootstrap_port: msgspec.Raw = msgspec.Raw()
-    bootstrap_room: msgspec.Raw = msgspec.Raw()
+    kv_transfer_params: msgspec.Raw = ABSENT
+    ec_transfer_params: msgspec.Raw = ABSENT
+    vllm_xargs: msgspec.Raw = ABSENT
+    disaggregated_params: msgspec.Raw = ABSENT
+    bootstrap_host: msgspec.Raw = ABSENT
+    bootstrap_port: msgspec.Raw = ABSENT
+    bootstrap_room: msgspec.Raw = ABSENT
 
 
 class ChatRequest(_GenerationRequest, frozen=True, kw_only=True):

@@ -168,7 +168,8 @@ class OpenAiSurface:
         kind = MODEL_KINDS.get(path, "chat")
         named = self._named_model(openai.model, key, path, kind)
         deployment, adapter = named.deployment, named.adapter
-        refuse_lacking(deployment, path, body)
+        if deployment.engine_lacks:
+            refuse_lacking(deployment, path, body)
         if isinstance(openai, ChatRequest):
             refuse_storing(openai.store)
             if has_parts(openai):
@@ -339,7 +340,9 @@ def ttft_ms_of(request: HttpRequest) -> int:
 
 def service_tier_of(openai: OpenAiRequest) -> str:
     """Return a request's `service_tier`, or ""."""
-    return openai.service_tier or "" if isinstance(openai, ChatRequest | CompletionRequest) else ""
+    if isinstance(openai, ChatRequest) or isinstance(openai, CompletionRequest):  # noqa: SIM101 - a union would be made anew for each request
+        return openai.service_tier or ""
+    return ""
 
 
 def traceparent_of(request: HttpRequest) -> str:

@@ -57,9 +57,9 @@ class StoredRoutes:
         self._client = client
         self._stored = stored
 
-    def is_needed(self, request: HttpRequest, path: str) -> bool:
+    def is_needed(self, request: HttpRequest) -> bool:
         """Return whether a request for a new response is answered here. Raises ApiError 400."""
-        return path == PATH and self._stored.is_needed(request.body)
+        return self._stored.is_needed(request.body)
 
     async def create(self, request: HttpRequest, writer: ResponseWriter) -> None:
         """Answer `POST /v1/responses`. Raises ApiError. An inline task."""

@@ -43,13 +43,15 @@ class AuthenticationCache:
 
     def authenticate(self, keys: KeyTable, authorization: bytes, now_unix_s: float) -> KeyEntry:
         """Return the entry of the key, or raise ApiError 401, as the function `authenticate`."""
-        if keys is not self._keys or len(self._entries) > 2 * len(keys):
+        if keys is not self._keys:
             self._keys, self._entries = keys, {}
         # BLAKE2 because hashlib's OpenSSL digests have a far higher cost per call.
         digest = blake2b(authorization).digest()
         entry = self._entries.get(digest)
         if entry is None or (entry.expires_at and entry.expires_at <= now_unix_s):
             entry = authenticate(keys, authorization.decode("latin-1"), now_unix_s)
+            if len(self._entries) > 2 * len(keys):
+                self._entries = {}
             self._entries[digest] = entry
         return entry
 

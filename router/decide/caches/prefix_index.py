@@ -14,7 +14,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence, Set
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 
 from isochrone.wire.http.body_loops import chained_hashes
 from router.decide.caches.cached_blocks import CachedBlocks, PromptUse, new_cached_blocks
@@ -47,42 +47,51 @@ HIT_RATIO_MIN: Final = 0.75
 _NOT_ZERO: Final = re.compile(rb"[^\0]")
 
 
-class PrefixKeys(NamedTuple):
+class PrefixKeys:
     """A prompt's chain of keys, the byte offset at which each block ends, and the prompt's size."""
 
-    keys: Sequence[int]
-    ends: Sequence[int]
-    size: int
+    __slots__ = ("ends", "keys", "size")
+
+    def __init__(self, keys: Sequence[int], ends: Sequence[int], size: int) -> None:
+        self.keys = keys
+        self.ends = ends
+        self.size = size
 
 
 NO_KEYS: Final = PrefixKeys((), (), 0)
 
 
-class PrefixMatch(NamedTuple):
+class PrefixMatch:
     """Replicas that hold the same share of a prompt, as a bit mask of their slots."""
 
-    mask: int
-    share: float
+    __slots__ = ("mask", "share")
+
+    def __init__(self, mask: int, share: float) -> None:
+        self.mask = mask
+        self.share = share
 
 
-class PrefixMatches(NamedTuple):
+class PrefixMatches:
     """How much of a prompt the replicas hold: all of them `all_share`, some of them more."""
 
-    all_share: float
-    longer: Sequence[PrefixMatch]
+    __slots__ = ("all_share", "longer")
+
+    def __init__(self, all_share: float, longer: Sequence[PrefixMatch]) -> None:
+        self.all_share = all_share
+        self.longer = longer
 
     def share_at(self, slot: int) -> float:
         """Return the share of the prompt that one replica holds."""
-        for mask, share in self.longer:
-            if mask >> slot & 1:
-                return share
+        for match in self.longer:
+            if match.mask >> slot & 1:
+                return match.share
         return self.all_share
 
 
 NO_MATCHES: Final = PrefixMatches(0.0, ())
 
 
-class SentPrompt(NamedTuple):
+class SentPrompt:
     """The index's expectation for a prompt when it was sent.
 
     `share` is the share expected to be cached; `age` is how much had been inserted into that cache
@@ -90,10 +99,13 @@ class SentPrompt(NamedTuple):
     blocks.
     """
 
-    slot: int
-    share: float
-    age: int
-    use: PromptUse
+    __slots__ = ("age", "share", "slot", "use")
+
+    def __init__(self, slot: int, share: float, age: int, use: PromptUse) -> None:
+        self.slot = slot
+        self.share = share
+        self.age = age
+        self.use = use
 
 
 def block_ends(size: int, block: int = BLOCK_BYTES, keys_max: int = KEYS_MAX) -> Sequence[int]:

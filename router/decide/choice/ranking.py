@@ -165,7 +165,8 @@ def rank(
 ) -> RankedRoutes:
     """Rank the replicas that have capacity, best first, without those `excluded`."""
     costs = slot_costs(snapshot, query, excluded)
-    best, second_ms = costs.best_two()
+    best_two = costs.best_two()
+    best, second_ms = best_two.slot, best_two.second_ms
     if best < 0:
         return RankedRoutes(snapshot, query, costs)
     first, reason = _choose(snapshot, query, costs, best, second_ms)
@@ -197,7 +198,7 @@ def _choose(
     reason = _place_reason(snapshot, slot)
     if is_new:
         return slot, f"session-new {reason}"
-    has_prefix = any(mask >> slot & 1 for mask, _ in query.matches.longer)
+    has_prefix = any(match.mask >> slot & 1 for match in query.matches.longer)
     return slot, f"prefix {reason}" if has_prefix else reason
 
 

@@ -100,9 +100,10 @@ def pool_matches(matches: PrefixMatches, table: ReplicaTable, fetch_value: float
         return matches
     best: dict[PopId, float] = {}
     masks: dict[float, int] = {}
-    for mask, share in matches.longer:
-        masks[share] = masks.get(share, 0) | mask
-        for slot in slots_of(mask):
+    for match in matches.longer:
+        share = match.share
+        masks[share] = masks.get(share, 0) | match.mask
+        for slot in slots_of(match.mask):
             route = table.routes[slot]
             if route is not None and share > best.get(route.pop, 0.0):
                 best[route.pop] = share

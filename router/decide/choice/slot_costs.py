@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable, Set
 from math import inf
-from typing import NamedTuple
 
 from isochrone.wire.ids import ReplicaId
 from router.decide.caches.prefix_index import NO_MATCHES
@@ -14,11 +13,14 @@ from router.decide.replicas.replica_table import RoutingSnapshot
 from router.decide.replicas.slot_columns import SlotValues
 
 
-class BestTwo(NamedTuple):
+class BestTwo:
     """The slot of lowest cost, -1 if none has capacity, and the second lowest cost."""
 
-    slot: int
-    second_ms: float
+    __slots__ = ("second_ms", "slot")
+
+    def __init__(self, slot: int, second_ms: float) -> None:
+        self.slot = slot
+        self.second_ms = second_ms
 
 
 class SlotCosts:
@@ -41,7 +43,8 @@ class SlotCosts:
 
     def best_two(self) -> BestTwo:
         """Return the slot of lowest cost, and the second lowest cost."""
-        return BestTwo(*self.values.best_two())
+        slot, second_ms = self.values.best_two()
+        return BestTwo(slot, second_ms)
 
 
 def slot_costs(snapshot: RoutingSnapshot, query: RouteQuery, excluded: Set[ReplicaId]) -> SlotCosts:
@@ -64,9 +67,9 @@ def _all_costs(snapshot: RoutingSnapshot, query: RouteQuery) -> SlotValues:
     work = charged * prefill_work(tokens, tokens * query.matches.all_share, depth_cost)
     columns = snapshot.columns
     costs = columns.costs(snapshot.now_ms, work, tokens + query.output_tokens)
-    for mask, share in query.matches.longer:
-        saved = work - charged * prefill_work(tokens, tokens * share, depth_cost)
-        columns.save(costs, _bits_of(mask), saved)
+    for match in query.matches.longer:
+        saved = work - charged * prefill_work(tokens, tokens * match.share, depth_cost)
+        columns.save(costs, _bits_of(match.mask), saved)
     if query.binding is not None and query.matches is NO_MATCHES:
         slot = snapshot.slots.get(query.binding.replica_id, -1)
         if slot >= 0:

@@ -23,7 +23,6 @@ from isochrone.wire.ids import DeploymentId, KeyId, ReplicaId
 from isochrone.wire.peers.usage import Usage
 from router import build, processes
 from router.app import SHARE_INTERVAL_S, open_router
-from router.decide.caches.prefix_index import PrefixKeys
 from router.processes import WorkerIdentity, WorkerPipe, WorkerPool
 from router.sharing.prompt_sharing import SharedPrompt, SharedPrompts
 from tests.cuts import held
@@ -123,9 +122,8 @@ async def test_a_process_that_does_not_read_uses_limited_memory() -> None:
     ours, theirs = socket.socketpair()
     main, other = WorkerPipe(ours, None), WorkerPipe(theirs, codec.decoder(SharedPrompts))
     await main.open()
-    row = SharedPrompt(
-        DeploymentId("d"), ReplicaId("r"), PrefixKeys([1] * 100_000, [1] * 100_000, 1)
-    )
+    keys = [1] * 100_000
+    row = SharedPrompt(DeploymentId("d"), ReplicaId("r"), keys, keys, 1)
     sent = sum(itertools.takewhile(bool, (main.write(SharedPrompts((row,))) for _ in range(100))))
     assert 0 < sent < 100
     # Once it reads again it gets all that was sent, and later messages.

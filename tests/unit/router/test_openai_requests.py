@@ -1,9 +1,20 @@
 """OpenAI request bodies: the prompt, the number of answers, and what is refused."""
 
+from typing import Any
+
+import msgspec
 import pytest
 
 from isochrone.wire.errors import ApiError
-from router.apis.openai.decode import CHAT, COMPLETION, EMBEDDING, RERANK, decode
+from isochrone.wire.kv.kv_transfer import ENGINE_FIELDS, NESTED_FIELDS
+from router.apis.openai.decode import (
+    CHAT,
+    COMPLETION,
+    EMBEDDING,
+    RERANK,
+    decode,
+    without_transfer_fields,
+)
 from router.apis.openai.prompt import count_answers, count_text_bytes, render_prompt
 
 TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
@@ -90,3 +101,23 @@ def test_a_document_to_rank_has_text_and_no_parts() -> None:
         # vLLM would read the parts instead of the text, and fetch what they link to.
         decode(documents % (b',"content":[' + link + b"]"), RERANK)
     assert refused.value.param == "documents[1].content"
+
+
+@pytest.mark.parametrize("name", [*ENGINE_FIELDS, NESTED_FIELDS])
+@pytest.mark.parametrize(
+    ("decoder", "start"),
+    [
+        (CHAT, b'{"model":"m", "messages":[{"role":"user","content":"hi"}]'),
+        (COMPLETION, b'{"model":"m", "prompt":"hi"'),
+    ],
+)
+def test_only_a_body_with_a_field_of_engines_is_written_anew(
+    decoder: msgspec.json.Decoder[Any], start: bytes, name: str
+) -> None:
+    plain = start + b"}"
+    assert without_transfer_fields(plain, decode(plain, decoder)) is plain
+    for value in (b"null", b"1", b'{"kv_transfer_params":1}'):
+        body = start + b',"' + name.encode() + b'":' + value + b"}"
+        sent = without_transfer_fields(body, decode(body, decoder))
+        assert b"kv_transfer_params" not in sent
+        assert (name.encode() in sent) is (name == NESTED_FIELDS)

@@ -87,7 +87,7 @@ def test_pooling_takes_nothing_from_a_replica(
         best = max((shares.get(other, 0.0) for other in pop), default=0.0)
         expected = max(share(table, own, name), value * best)
         assert share(table, pooled, name) == expected
-    masks = [mask for mask, _ in pooled.longer]
+    masks = [match.mask for match in pooled.longer]
     for first in range(len(masks)):
         assert all(not masks[first] & other for other in masks[first + 1 :])
 

@@ -139,7 +139,7 @@ def scanned(snapshot: RoutingSnapshot, query: RouteQuery, excluded: set[ReplicaI
         wait_ms = max(estimate.ready_at_ms - snapshot.now_ms, estimate.wait_min_ms)
         cost = work * estimate.ms_per_token + wait_ms
         cached = tokens * all_share
-        if any(mask >> slot & 1 for mask, _ in query.matches.longer):
+        if any(match.mask >> slot & 1 for match in query.matches.longer):
             cached = tokens * query.matches.share_at(slot)
         elif slot == bound_slot and query.binding is not None:
             cached = min(query.binding.cached_tokens, tokens)
