@@ -33,7 +33,6 @@ from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.api.pop_loads import PopLoadReader
 from nodeagent.api.request.answer_relay import (
     count_bytes,
-    first_chunk_of,
     loss_headers,
     refusal,
     relay_body,
@@ -400,7 +399,7 @@ class DataPlaneServer:
         if headers.GENERATED_TOKENS in request.headers and replica.engine is not None:
             response.headers[headers.RESUMED] = replica.engine.resumes
         chunks = answer.content.iter_any()
-        first_chunk = await first_chunk_of(answer, chunks, reservation)
+        first_chunk = await anext(chunks, b"")
         current_span().set_elapsed(names.FIRST_CHUNK_S)
         if kv_transfer.LEG not in request.headers:
             # The KV of a prompt begins to arrive before all of it is read.

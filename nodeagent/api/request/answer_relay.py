@@ -12,7 +12,6 @@ from aiohttp import web
 from isochrone.wire.http import headers
 from nodeagent import metrics
 from nodeagent.api.request.engine_trials import EngineRequest
-from nodeagent.decide.requests.admission import TokenReservation
 from nodeagent.supervisor import ManagedReplica
 
 WHOLE_BODY_BYTES_MAX: Final = 512 * 1024
@@ -37,15 +36,6 @@ def response_head(answer: aiohttp.ClientResponse, names: Sequence[str]) -> web.S
     if answer.content_length is not None:
         response.content_length = answer.content_length
     return response
-
-
-async def first_chunk_of(
-    answer: aiohttp.ClientResponse, chunks: AsyncIterator[bytes], reservation: TokenReservation
-) -> bytes:
-    """Return the beginning of an answer's body, which a stream has with its first token."""
-    if answer.content_type == EVENT_STREAM:
-        reservation.on_stream()
-    return await anext(chunks, b"")
 
 
 async def count_bytes(

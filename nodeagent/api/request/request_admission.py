@@ -140,8 +140,8 @@ async def seat(
         objective,
         yields=item is not None or request.headers.get(headers.PRIORITY) == headers.PRIORITY_LOWEST,
         item=item,
-    ) as signals:
-        reservation.on_stream, reservation.on_first_token = signals
+    ) as started:
+        reservation.on_first_token = started
         yield
 
 

@@ -266,7 +266,6 @@ class TokenReservation:
         "generates_for",
         "item",
         "on_first_token",
-        "on_stream",
         "output_tokens",
         "pending_prefill_tokens",
         "prefill_ms",
@@ -297,7 +296,6 @@ class TokenReservation:
         self.prefill_ms = prefill_ms
         self.admitted_s = admitted_s
         self.item = item
-        self.on_stream: Callable[[], None] = lambda: None
         self.on_first_token: Callable[[], None] = lambda: None
 
     @property

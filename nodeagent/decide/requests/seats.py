@@ -41,8 +41,7 @@ engine's steps stay short after a small tenant's prompt."""
 
 STARTED_AFTER_S: Final = 0.25
 """A request whose answer is not streamed counts as started this long after the time that its
-prompt is estimated to take. For a stream that would be wrong just when the engine's steps are slow:
-the flood's prompts would then fill the next one."""
+prompt is estimated to take."""
 
 
 def spare_seats(seats: int) -> int:

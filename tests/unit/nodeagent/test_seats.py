@@ -2,21 +2,14 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
-import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from isochrone.ttft_order import ttft_objective
 from isochrone.wire.models.model import EngineSettings
-from nodeagent.api.request.answer_relay import first_chunk_of
-from nodeagent.decide.requests.admission import ReplicaAdmission
 from nodeagent.decide.requests.seats import ACTIVE_S, SeatRequest, Seats, spare_seats
 from nodeagent.drivers import DRIVERS, sequences_max, spare_seats_of
 from nodeagent.drivers.driver import EngineLaunch
@@ -188,71 +181,6 @@ async def test_a_wait_that_is_cancelled_takes_no_seat() -> None:
     await asyncio.gather(tasks[0], tasks[2])
     assert order == ["a", "c"]
     assert not seats._seated
-
-
-class ManualTimer:
-    """A timer that the test ends itself."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self.is_cancelled = False
-        self._call = call
-
-    def cancel(self) -> None:
-        """Have it not called."""
-        self.is_cancelled = True
-
-    def elapse(self) -> None:
-        """Let its time pass."""
-        if not self.is_cancelled:
-            self._call()
-
-
-@pytest.mark.parametrize(
-    ("content_type", "calls"),
-    [("text/event-stream", ["stream", "chunk"]), ("application/json", ["chunk"])],
-)
-async def test_a_stream_is_known_by_its_head_before_its_first_token(
-    content_type: str, calls: list[str]
-) -> None:
-    reservation = ReplicaAdmission(1000).admit(1, 1)
-    assert reservation is not None
-    seen: list[str] = []
-    reservation.on_stream = lambda: seen.append("stream")
-
-    async def chunks() -> AsyncIterator[bytes]:
-        seen.append("chunk")
-        yield b"data"
-
-    answer = cast("aiohttp.ClientResponse", SimpleNamespace(content_type=content_type))
-    assert await first_chunk_of(answer, chunks(), reservation) == b"data"
-    assert seen == calls
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_stream_of_a_flood_has_begun_with_its_first_token_however_slow_a_step_is(
-    is_streamed: bool,
-) -> None:
-    timers: list[ManualTimer] = []
-
-    def set_timer(_: float, call: Callable[[], None]) -> ManualTimer:
-        timers.append(ManualTimer(call))
-        return timers[-1]
-
-    seats = EngineSeats(4, clock=lambda: 0.0, set_timer=set_timer)
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(seats.seat("small"))
-        await stack.enter_async_context(seats.seat("flood"))
-        second = await stack.enter_async_context(seats.seat("flood"))
-        third = asyncio.create_task(stack.enter_async_context(seats.seat("flood")))
-        await asyncio.wait([third], timeout=0)
-        if is_streamed:
-            second.is_streaming()
-        for timer in timers[1:]:
-            timer.elapse()
-        await asyncio.wait([third], timeout=0)
-        assert third.done() is not is_streamed
-        second.has_token()
-        await third
 
 
 @pytest.mark.parametrize(
