@@ -285,11 +285,11 @@ async def test_a_request_that_is_not_to_wait_passes_over_full_batches(tmp_path: 
 
             await until("the pings are answered", are_known)
 
-        async def served_by(**fields: object) -> str:
+        async def served_by(**fields: Any) -> str:
             async with bench.chat(max_tokens=2, **fields) as response:
                 if response.status != 200:
                     assert (await response.json())["error"]["message"].startswith("3040")
-                return response.headers.get("x-isochrone-node", str(response.status))
+                return str(response.headers.get("x-isochrone-node", response.status))
 
         busy = {"options": {"rejectIfBusy": True}}
         await report(1, 1)

@@ -91,8 +91,12 @@ async def test_a_query_parameter_that_does_nothing_is_refused_by_name(
     tmp_path: Path, method: str, path: str, name: str, number: int | None
 ) -> None:
     async with a_bench(tmp_path) as bench:
-        sent = {"headers": {"x-request-id": "mine"}, "json": {"prompt": "hi"}}
-        async with bench.http.request(method, f"{bench.url}{path}", **sent) as response:
+        async with bench.http.request(
+            method,
+            f"{bench.url}{path}",
+            headers={"x-request-id": "mine"},
+            json={"prompt": "hi"},
+        ) as response:
             answer = await response.json()
             assert (response.status, response.headers["x-request-id"]) == (400, "mine")
         error = answer["errors"][0] if number else answer["error"]
