@@ -65,12 +65,12 @@ async def test_errors_have_workers_ai_numbers_and_format(tmp_path: Path) -> None
         bench.nodes[0].refuse = "busy"
         busy = {"prompt": "hi", "options": {"rejectIfBusy": True}}
         in_query = "/client/v4/accounts/a/ai/run/tiny?rejectIfBusy=true"
-        for path, body in (
+        for path, sent in (
             ("/ai/run/tiny", busy),
             (in_query, {"prompt": "hi"}),
             (in_query, {"input": "hi"}),
         ):
-            async with bench.http.post(f"{bench.url}{path}", json=body) as response:
+            async with bench.http.post(f"{bench.url}{path}", json=sent) as response:
                 answer = await response.json()
                 assert (response.status, answer["errors"][0]["code"]) == (429, 3040)
 
