@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 BODY_BYTES_MAX: Final = 1024 * 1024
 BODY_TIMEOUT_S: Final = 10.0
+ETAG_PATTERN: Final = r'^(\*|(W/)?"[0-9]{1,18}")$'
 WHOLE_MAX: Final = float(2**53)
 """Above it, floats are not exact whole numbers."""
 
@@ -395,15 +396,14 @@ def _encode(result: EndpointResult) -> bytes:
 
 def _if_match(http: web.Request) -> int | None:
     """Return the ETag of an If-Match header; None if the request does not depend on one."""
-    text = http.headers.get("if-match", "").strip()
-    if text in ("", "*"):
-        return None
-    etag = parse_digits(text.removeprefix("W/").strip('"'))
-    if etag is None:
+    text = http.headers.get("if-match", "*").strip()
+    if not re.fullmatch(ETAG_PATTERN, text):
         raise ApiError(
-            ErrorCode.PRECONDITION_FAILED, "cannot change: If-Match is not an ETag of this API"
+            ErrorCode.INVALID_REQUEST,
+            f'cannot use If-Match: expected an ETag of this API, such as "3", got {text[:40]!r}',
+            param="If-Match",
         )
-    return etag
+    return None if text == "*" else int(text.strip('W/"'))
 
 
 def parse_digits(text: str) -> int | None:

@@ -8,12 +8,12 @@ import msgspec
 
 from isochrone.wire.errors import ErrorCode
 from scheduler.api.admin.access import OPEN_PATHS
-from scheduler.api.admin.endpoint import LIMIT_DEFAULT, LIMIT_MAX, Endpoint
+from scheduler.api.admin.endpoint import ETAG_PATTERN, LIMIT_DEFAULT, LIMIT_MAX, Endpoint
 
 _PATH_PARAMETER = re.compile(r"\{(\w+)(?::[^}]*)?\}")
 
 _TEXT: Final = {"type": "string"}
-_ETAG: Final = {"type": "string", "pattern": r'^(\*|(W/)?"[0-9]{1,18}")$'}
+_ETAG: Final = {"type": "string", "pattern": ETAG_PATTERN}
 _IDEMPOTENCY_KEY: Final = {"type": "string", "pattern": "^[!-~]{1,128}$"}
 _DAY: Final = {"type": "string", "format": "date", "pattern": "^2[0-9]{3}-[0-9]{2}-[0-9]{2}$"}
 

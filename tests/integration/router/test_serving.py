@@ -292,12 +292,12 @@ async def test_a_request_that_is_not_to_wait_passes_over_full_batches(tmp_path: 
                 return str(response.headers.get("x-isochrone-node", response.status))
 
         busy = {"options": {"rejectIfBusy": True}}
-        await report(1, 1)
+        await report(1, 2)
         assert await served_by(**busy) == "near"
         await report(2, 1)
-        assert (await served_by(**busy), await served_by()) == ("far", "near")
+        assert await served_by(**busy) == "far"
         await report(2, 3)
-        assert (await served_by(**busy), await served_by()) == ("429", "near")
+        assert (await served_by(**busy), await served_by() != "429") == ("429", True)
 
 
 async def test_waiting_requests_are_served_as_soon_as_there_is_capacity(tmp_path: Path) -> None:
