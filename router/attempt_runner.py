@@ -236,6 +236,7 @@ class AttemptRunner:
             prefill=ranked.uncached_tokens,
             decode=context.expected.output,
             prompt=context.expected.prompt,
+            is_batch_item=context.request.preemptions >= 0,
         )
         attempt.ranked = ranked
         attempt.sent_prompt = self._feedback.record_sent(ranked, context.request.prefix_keys)

@@ -277,8 +277,10 @@ class DataPlaneServer:
 
     def _queued(self, as_routed: headers.PeerReplica, replica: ManagedReplica) -> int:
         """Return the tokens queued before a request at a replica of this node, and its wake."""
-        queued_tokens = replica.admission.pending_prefill_tokens(monotonic())
-        return queued_before(as_routed, queued_tokens, replica.admission.wake_ms())
+        admission = replica.admission
+        queued_tokens = admission.pending_prefill_tokens(monotonic())
+        wait_ms = admission.sequence_wait_ms()
+        return queued_before(as_routed, queued_tokens, admission.wake_ms(), wait_ms)
 
     async def _relay_to_peer(
         self, request: web.Request, body: bytes, handoff: Handoff

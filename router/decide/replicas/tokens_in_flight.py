@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Set
 from typing import Final, NamedTuple
 
+from isochrone.sequence_wait import sequence_wait_ms
+from isochrone.wire.http.headers import ReportedLoad
 from isochrone.wire.ids import ReplicaId
 from router.decide.replicas.other_routers_load import OtherRoutersLoad
 
@@ -57,8 +59,8 @@ class Reservation:
     """One request's tokens at a replica. Releasing it a second time does nothing."""
 
     __slots__ = (
-        "_is_open", "_ledger", "decode_tokens", "output_tokens", "prefill_tokens", "replica_id",
-        "work_ms",
+        "_is_open", "_ledger", "decode_tokens", "is_batch_item", "output_tokens", "prefill_tokens",
+        "replica_id", "work_ms",
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +70,7 @@ class Reservation:
         prefill_tokens: int,
         decode_tokens: int,
         work_ms: float,
+        is_batch_item: bool,
     ) -> None:
         self._ledger = ledger
         self._is_open = True
@@ -76,6 +79,7 @@ class Reservation:
         self.decode_tokens = decode_tokens
         self.output_tokens = decode_tokens
         self.work_ms = work_ms
+        self.is_batch_item = is_batch_item
 
     def finish_prefill(self, at_s: float | None = None) -> None:
         """Note that the prompt is read: from now on only its KV cache takes space.
@@ -104,6 +108,8 @@ class ReplicaLoad:
         self.is_removed = False
         """The route table no longer has the replica: drop the account after its last answer."""
         self.requests = 0
+        self.batch_items = 0
+        """Those of the requests that are items of batches: a client's request preempts them."""
         self.prefill_tokens = 0
         self.decode_tokens = 0
         self.output_tokens = 0
@@ -117,8 +123,11 @@ class ReplicaLoad:
         self.others = OtherRoutersLoad()
         self.sequences_max = 0
         """How many requests the engine runs at once, as its node said last; 0 if unknown."""
+        self.sequence_ms = 0.0
+        """The time from the end of one of them to the next when it runs so many."""
         self.others_requests = 0
-        """Requests of other routers there when its node was pinged last."""
+        self.others_batch_items = 0
+        """Requests of other routers there when its node was pinged last, and the items of them."""
         self.history: deque[OwnTokens] = deque(maxlen=HISTORY_MAX)
 
     @property
@@ -127,6 +136,19 @@ class ReplicaLoad:
         if len(self.pending) < 2:
             return 0.0
         return max(0.0, self.pending_ms - next(iter(self.pending.values())))
+
+    @property
+    def clients_requests(self) -> int:
+        """Return the requests of clients there, of all routers."""
+        own = self.requests - self.batch_items
+        return own + self.others_requests - self.others_batch_items
+
+    @property
+    def sequence_wait_ms(self) -> float:
+        """Return how long a client's next request waits until the engine has a sequence."""
+        if not self.sequences_max:
+            return 0.0
+        return sequence_wait_ms(self.clients_requests, self.sequences_max, self.sequence_ms)
 
     def remove_pending(self, reservation: Reservation) -> bool:
         """Take a prompt out of the pending ones; return False if it is not among them."""
@@ -176,6 +198,7 @@ class InFlightLedger:
         work_ms: float = 0.0,
         arrives_s: float | None = None,
         others_ms: float = 0.0,
+        is_batch_item: bool = False,
     ) -> Reservation:
         """Count a request's tokens before it is sent.
 
@@ -184,13 +207,14 @@ class InFlightLedger:
         routers that wait there.
         """
         load = self._get_or_create(replica_id)
-        reservation = Reservation(self, replica_id, prefill, decode, work_ms)
+        reservation = Reservation(self, replica_id, prefill, decode, work_ms, is_batch_item)
         load.prefill_tokens += prefill
         load.decode_tokens += decode
         load.output_tokens += decode
         load.pending[reservation] = work_ms
         load.pending_ms += work_ms
         load.requests += 1
+        load.batch_items += is_batch_item
         load.is_removed = False
         if arrives_s is not None:
             begins_s = max(load.busy_until_s, arrives_s + others_ms / 1000)
@@ -243,18 +267,24 @@ class InFlightLedger:
             load.wake_ms = wake_ms
             self._on_change(replica_id)
 
-    def record_sequences(self, replica_id: ReplicaId, sequences_max: int, requests: int) -> None:
+    def record_sequences(self, replica_id: ReplicaId, reported: ReportedLoad) -> None:
         """Take the answer to a ping: the limit of sequences, and the requests of all routers."""
         load = self._get_or_create(replica_id)
-        load.sequences_max = sequences_max
-        load.others_requests = max(0, requests - load.requests)
+        wait_ms = load.sequence_wait_ms
+        load.sequences_max = reported.sequences_max
+        load.sequence_ms = float(reported.sequence_ms)
+        load.others_requests = max(0, reported.running - load.requests)
+        others_items = max(0, reported.batch_items - load.batch_items)
+        load.others_batch_items = min(others_items, load.others_requests)
+        if load.sequence_wait_ms != wait_ms:
+            self._on_change(replica_id)
 
     def full_batches(self, replica_ids: Iterable[ReplicaId]) -> Set[ReplicaId]:
-        """Return the replicas whose engine runs as many requests as it can, as far as is known."""
+        """Return the replicas whose engine runs as many requests of clients as it can."""
         full = set()
         for replica_id in replica_ids:
             load = self._loads.get(replica_id)
-            if load is not None and 0 < load.sequences_max <= load.requests + load.others_requests:
+            if load is not None and 0 < load.sequences_max <= load.clients_requests:
                 full.add(replica_id)
         return full
 
@@ -324,6 +354,7 @@ class InFlightLedger:
             f"{replica_id}: released more than reserved"
         )
         load.requests -= 1
+        load.batch_items -= reservation.is_batch_item
         if load.is_removed and not load.requests:
             del self._loads[replica_id]
         self._on_change(replica_id)
