@@ -44,15 +44,24 @@ class InFlightTokens(NamedTuple):
         )
 
 
-class OwnTokens:
-    """Tokens of this router at one replica at one moment: an entry of its history."""
+class OwnLoad:
+    """What this router had at one replica at one moment: an entry of its history."""
 
-    __slots__ = ("at_s", "output_tokens", "prefill_tokens")
+    __slots__ = ("at_s", "batch_items", "output_tokens", "prefill_tokens", "requests")
 
-    def __init__(self, at_s: float, prefill_tokens: int, output_tokens: int) -> None:
+    def __init__(
+        self,
+        at_s: float,
+        prefill_tokens: int = 0,
+        output_tokens: int = 0,
+        requests: int = 0,
+        batch_items: int = 0,
+    ) -> None:
         self.at_s = at_s
         self.prefill_tokens = prefill_tokens
         self.output_tokens = output_tokens
+        self.requests = requests
+        self.batch_items = batch_items
 
 
 class Reservation:
@@ -128,7 +137,7 @@ class ReplicaLoad:
         self.others_requests = 0
         self.others_batch_items = 0
         """Requests of other routers there when its node was pinged last, and the items of them."""
-        self.history: deque[OwnTokens] = deque(maxlen=HISTORY_MAX)
+        self.history: deque[OwnLoad] = deque(maxlen=HISTORY_MAX)
 
     @property
     def queued_ms(self) -> float:
@@ -160,20 +169,25 @@ class ReplicaLoad:
         self.pending_ms = self.pending_ms - work_ms if self.pending else 0.0
         return True
 
-    def note_own_tokens(self, at_s: float) -> None:
-        """Append this router's tokens to the history, as of `at_s`."""
-        self.history.append(OwnTokens(at_s, self.prefill_tokens, self.output_tokens))
+    def note_own_load(self, at_s: float) -> None:
+        """Append what this router has there to the history, as of `at_s`."""
+        self.history.append(self._own_load(at_s))
 
-    def own_tokens(self, at_s: float) -> OwnTokens:
-        """Return this router's tokens at `at_s`, as far back as the history reaches."""
+    def own_load(self, at_s: float) -> OwnLoad:
+        """Return what this router had there at `at_s`, as far back as the history reaches."""
         for entry in reversed(self.history):
             if entry.at_s <= at_s:
                 return entry
         if len(self.history) == HISTORY_MAX:
             return self.history[0]
         if self.history:
-            return OwnTokens(at_s, 0, 0)
-        return OwnTokens(at_s, self.prefill_tokens, self.output_tokens)
+            return OwnLoad(at_s)
+        return self._own_load(at_s)
+
+    def _own_load(self, at_s: float) -> OwnLoad:
+        return OwnLoad(
+            at_s, self.prefill_tokens, self.output_tokens, self.requests, self.batch_items
+        )
 
 
 class InFlightLedger:
@@ -219,7 +233,7 @@ class InFlightLedger:
         if arrives_s is not None:
             begins_s = max(load.busy_until_s, arrives_s + others_ms / 1000)
             load.busy_until_s = begins_s + work_ms / 1000
-            load.note_own_tokens(arrives_s)
+            load.note_own_load(arrives_s)
         self._on_change(replica_id)
         return reservation
 
@@ -250,7 +264,7 @@ class InFlightLedger:
 
         Tokens in the report beyond this router's own at that time belong to the other routers.
         """
-        own = self._get_or_create(replica_id).own_tokens(reported_at_s)
+        own = self._get_or_create(replica_id).own_load(reported_at_s)
         self.record_other_routers(
             replica_id,
             max(0, pending_prefill_tokens - own.prefill_tokens),
@@ -267,14 +281,16 @@ class InFlightLedger:
             load.wake_ms = wake_ms
             self._on_change(replica_id)
 
-    def record_sequences(self, replica_id: ReplicaId, reported: ReportedLoad) -> None:
+    def record_sequences(
+        self, replica_id: ReplicaId, reported: ReportedLoad, reported_at_s: float
+    ) -> None:
         """Take the answer to a ping: the limit of sequences, and the requests of all routers."""
         load = self._get_or_create(replica_id)
-        wait_ms = load.sequence_wait_ms
+        own, wait_ms = load.own_load(reported_at_s), load.sequence_wait_ms
         load.sequences_max = reported.sequences_max
         load.sequence_ms = float(reported.sequence_ms)
-        load.others_requests = max(0, reported.running - load.requests)
-        others_items = max(0, reported.batch_items - load.batch_items)
+        load.others_requests = max(0, reported.running - own.requests)
+        others_items = max(0, reported.batch_items - own.batch_items)
         load.others_batch_items = min(others_items, load.others_requests)
         if load.sequence_wait_ms != wait_ms:
             self._on_change(replica_id)
@@ -335,7 +351,7 @@ class InFlightLedger:
         reservation.decode_tokens += reservation.prefill_tokens
         reservation.prefill_tokens = 0
         if at_s is not None:
-            load.note_own_tokens(at_s)
+            load.note_own_load(at_s)
             load.busy_until_s = at_s + load.pending_ms / 1000
         self._on_change(reservation.replica_id)
 
@@ -348,13 +364,13 @@ class InFlightLedger:
         load.output_tokens -= reservation.output_tokens
         if load.remove_pending(reservation):
             load.busy_until_s -= reservation.work_ms / 1000
-        if at_s is not None:
-            load.note_own_tokens(at_s)
         assert load.prefill_tokens >= 0 and load.decode_tokens >= 0, (
             f"{replica_id}: released more than reserved"
         )
         load.requests -= 1
         load.batch_items -= reservation.is_batch_item
+        if at_s is not None:
+            load.note_own_load(at_s)
         if load.is_removed and not load.requests:
             del self._loads[replica_id]
         self._on_change(replica_id)

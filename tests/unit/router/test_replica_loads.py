@@ -46,6 +46,9 @@ def test_a_ping_reports_the_sequences_of_an_engine_and_requests_of_other_routers
     held = bench.attempts.reserve(a_route(OLD), prefill=400, decode=10)
     load = ReportedLoad(3000, 10, 5, 0, 2500, sequences_max=16)
     bench.probes.record_ping(NodeId(f"n-{OLD}"), RTT_MS, {OLD: load})
+    assert bench.fleet.in_flight.load_of(OLD).others_requests == 5, "ours was not there yet"
+    bench.now_s += RTT_MS / 1000
+    bench.probes.record_ping(NodeId(f"n-{OLD}"), RTT_MS, {OLD: load})
     found = bench.fleet.in_flight.load_of(OLD)
     assert (found.sequences_max, found.requests, found.others_requests) == (16, 1, 4)
     held.release(bench.now_s)
@@ -78,6 +81,7 @@ def test_a_request_waits_for_a_sequence_where_all_are_taken() -> None:
 def test_items_of_batches_keep_no_request_waiting() -> None:
     bench = Bench()
     own = bench.attempts.reserve(a_route(OLD), prefill=0, decode=10, is_batch_item=True)
+    bench.now_s += RTT_MS / 1000
     load = ReportedLoad(0, 0, 6, 0, 0, sequences_max=4, sequence_ms=500, batch_items=3)
     bench.probes.record_ping(NodeId(f"n-{OLD}"), RTT_MS, {OLD: load})
     found = bench.fleet.in_flight.load_of(OLD)
