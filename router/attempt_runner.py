@@ -303,9 +303,8 @@ class AttemptRunner:
     ) -> None:
         """Check and learn from a complete response or a first token; AttemptFailed otherwise."""
         head = exchange.response_head()
-        self._move_to(
-            context, attempt, routes, head.handed_off_to or attempt.target.route.replica_id
-        )
+        answered_by = head.handed_off_to or attempt.target.route.replica_id
+        self._move_to(context, attempt, routes, answered_by)
         attempt.end_prefill()
         ranked, reservation = attempt.ranked, attempt.reservation
         assert reservation is not None
