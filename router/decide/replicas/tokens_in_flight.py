@@ -9,6 +9,7 @@ waits only for what the replica cannot have read yet.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Set
+from time import monotonic
 from typing import Final, NamedTuple
 
 from isochrone.sequence_wait import sequence_wait_ms
@@ -101,7 +102,7 @@ class Reservation:
     def release(self, at_s: float | None = None) -> bool:
         """Give all tokens back; return False if that has happened already.
 
-        `at_s` is from when on the replica itself no longer counts them, if known.
+        `at_s` is from when on the replica itself no longer counts them; now, if that is unknown.
         """
         if not self._is_open:
             return False
@@ -197,8 +198,10 @@ class InFlightLedger:
         self,
         on_release: Callable[[ReplicaId], None] | None = None,
         on_change: Callable[[ReplicaId], None] | None = None,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         """Call `on_release` when a replica gets capacity, and `on_change` after any change."""
+        self._clock = clock
         self._loads: dict[ReplicaId, ReplicaLoad] = {}
         self._on_release = on_release or _ignore
         self._on_change = on_change or _ignore
@@ -369,8 +372,7 @@ class InFlightLedger:
         )
         load.requests -= 1
         load.batch_items -= reservation.is_batch_item
-        if at_s is not None:
-            load.note_own_load(at_s)
+        load.note_own_load(self._clock() if at_s is None else at_s)
         if load.is_removed and not load.requests:
             del self._loads[replica_id]
         self._on_change(replica_id)
