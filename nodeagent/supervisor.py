@@ -205,6 +205,7 @@ class Supervisor:
         """Start a replica, adopting its engine process if one survived an earlier agent."""
         replica = ManagedReplica(spec, self._clock)
         replica.admission.wake_ms = partial(self.awake.wake_ms, spec.replica_id)
+        replica.admission.decode_tokens_per_s = lambda: replica.profile.decode_tokens_per_s
         if survivor is not None:
             # Adopted before the task runs, so that a shutdown in between stops or releases it.
             replica.engine = self._engines.adopt(survivor)

@@ -236,6 +236,7 @@ class AttemptRunner:
             prefill=ranked.uncached_tokens,
             decode=context.expected.output,
             prompt=context.expected.prompt,
+            is_batch_item=context.request.preemptions >= 0,
         )
         attempt.ranked = ranked
         attempt.sent_prompt = self._feedback.record_sent(ranked, context.request.prefix_keys)
@@ -302,9 +303,8 @@ class AttemptRunner:
     ) -> None:
         """Check and learn from a complete response or a first token; AttemptFailed otherwise."""
         head = exchange.response_head()
-        self._move_to(
-            context, attempt, routes, head.handed_off_to or attempt.target.route.replica_id
-        )
+        answered_by = head.handed_off_to or attempt.target.route.replica_id
+        self._move_to(context, attempt, routes, answered_by)
         attempt.end_prefill()
         ranked, reservation = attempt.ranked, attempt.reservation
         assert reservation is not None

@@ -20,7 +20,13 @@ class AttemptFeedback:
         self._fleet = fleet
 
     def reserve(
-        self, route: Route, *, prefill: int, decode: int, prompt: int | None = None
+        self,
+        route: Route,
+        *,
+        prefill: int,
+        decode: int,
+        prompt: int | None = None,
+        is_batch_item: bool = False,
     ) -> Reservation:
         """Reserve a request's tokens before it is sent.
 
@@ -42,6 +48,7 @@ class AttemptFeedback:
             work_ms=replicas.prefill_time_ms(slot, prompt, prompt - prefill),
             arrives_s=now_s + fleet.nodes.rtt_ms(route) / 2000,
             others_ms=replicas.other_routers_ms(slot, load, now_s),
+            is_batch_item=is_batch_item,
         )
 
     def record_sent(self, ranked: RankedRoute, keys: PrefixKeys = NO_KEYS) -> SentPrompt | None:
@@ -196,7 +203,7 @@ class ProbeFeedback:
             load, route = loads.get(replica_id), fleet.directory.route(replica_id)
             if load is not None and route is not None:
                 fleet.record_load(route, load, answered_at_s)
-                fleet.in_flight.record_sequences(replica_id, load.sequences_max, load.running)
+                fleet.in_flight.record_sequences(replica_id, load, answered_at_s)
 
     def record_relayed(
         self, node_id: NodeId, age_s: float, loads: Mapping[ReplicaId, ReportedLoad]
@@ -216,7 +223,7 @@ class ProbeFeedback:
             deployment_ids.add(route.deployment_id)
             reported_at_s = now_s - age_s - fleet.nodes.rtt_ms(route) / 2000
             fleet.record_cache_age(route, load, reported_at_s)
-            fleet.in_flight.record_sequences(replica_id, load.sequences_max, load.running)
+            fleet.in_flight.record_sequences(replica_id, load, reported_at_s)
             if load.others_pending_prefill_tokens < 0:
                 continue
             fleet.in_flight.record_report(

@@ -276,9 +276,10 @@ class DataPlaneServer:
             return None
 
     def _queued(self, as_routed: headers.PeerReplica, replica: ManagedReplica) -> int:
-        """Return the tokens queued before a request at a replica of this node, and its wake."""
-        queued_tokens = replica.admission.pending_prefill_tokens(monotonic())
-        return queued_before(as_routed, queued_tokens, replica.admission.wake_ms())
+        """Return the tokens queued before a request at a replica of this node, and other waits."""
+        load = replica.admission
+        queued_tokens = load.pending_prefill_tokens(monotonic())
+        return queued_before(as_routed, queued_tokens, load.wake_ms(), load.sequence_wait_ms())
 
     async def _relay_to_peer(
         self, request: web.Request, body: bytes, handoff: Handoff

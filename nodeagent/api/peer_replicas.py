@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import aiohttp
 
+from isochrone.sequence_wait import sequence_wait_ms
 from isochrone.service.network.name_cache import CachedResolver, NameCache
 from isochrone.service.trust.tls import node_url
 from isochrone.wire.http import headers
@@ -71,7 +72,7 @@ class PeerReplicaClient:
     async def queued_tokens(
         self, replicas: Sequence[PeerReplica], timeout_s: float = 0.0
     ) -> dict[ReplicaId, int]:
-        """Return the tokens queued at each replica whose node answers in time, wakes included.
+        """Return the tokens queued at each replica whose node answers in time, with other waits.
 
         The time is `timeout_s`, or PROBE_TIMEOUT_S if that is longer.
         """
@@ -83,7 +84,7 @@ class PeerReplicaClient:
             ]
         by_id = {peer.replica_id: peer for peer in replicas}
         return {
-            name: queued_before(by_id[name], load.others_pending_prefill_tokens, load.wake_ms)
+            name: _queued_before(by_id[name], load)
             for probe in probes
             for name, load in probe.result().items()
             # A node of an older release reports -1 and gets no handoffs.
@@ -212,3 +213,10 @@ class PeerReplicaClient:
             allow_redirects=False,
             **options,
         )
+
+
+def _queued_before(replica: PeerReplica, load: headers.ReportedLoad) -> int:
+    """Return the tokens queued at a replica, with its other waits, as it answered a ping."""
+    clients = load.running - load.batch_items
+    wait_ms = sequence_wait_ms(clients, load.sequences_max, load.sequence_ms)
+    return queued_before(replica, load.others_pending_prefill_tokens, load.wake_ms, wait_ms)

@@ -16,9 +16,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
+from isochrone.sequence_wait import sequence_wait_ms
 from isochrone.wire.http.headers import ReportedLoad
 from nodeagent.decide.requests.preemption import BatchItem, in_order_of_preemption
 from nodeagent.decide.requests.prompt_progress import tokens_read
+from nodeagent.decide.requests.sequence_ends import SequenceEnds
 
 SURPLUS_SHARE: Final = 0.25
 """The generations admitted beyond the engine's sequences, as a share of them: the next one is there
@@ -54,6 +56,8 @@ class ReplicaAdmission:
         """True while the engine refuses new requests for lack of memory, whatever the tokens."""
         self.wake_ms: Callable[[], int] = lambda: 0
         """How long a request would wait for the replica to wake; 0 while it is awake."""
+        self.decode_tokens_per_s: Callable[[], float] = lambda: 0.0
+        """The measured speed of the engine with all its sequences; 0 if that is unknown."""
         self.cache_since_s: float | None = None
         """The engine's prefix cache has lost the blocks last used before this monotonic time, and
         has the others; None if the engine does not say."""
@@ -63,6 +67,7 @@ class ReplicaAdmission:
         """Number of requests whose prompt another replica reads: the engine waits with them."""
         self._generations: Counter[str] = Counter()
         """Number of generations in flight, by tenant."""
+        self._sequence_ends = SequenceEnds(sequences_max)
         self._prefill_tokens = 0
         self._pending_prefill_tokens = 0
         self._decode_tokens = 0
@@ -120,6 +125,7 @@ class ReplicaAdmission:
         self.running += 1
         if generates_for is not None:
             self._generations[generates_for] += 1
+            self._sequence_ends.record_begin(self._generations.total(), now_s)
         reservation = TokenReservation(
             self,
             prompt_tokens=prompt_tokens,
@@ -134,7 +140,7 @@ class ReplicaAdmission:
         self._in_prefill[reservation] = None
         if item is not None:
             self._items[item] = reservation
-            item.on_preempt(reservation.release)
+            item.on_preempt(reservation.preempt)
         return reservation
 
     def _make_room(
@@ -161,7 +167,7 @@ class ReplicaAdmission:
     def load(self, router: str = "", now_s: float = 0.0, *, is_ping: bool = False) -> ReportedLoad:
         """Return the load that answers carry; with `router`, also the load of all other routers.
 
-        Answers to pings also say how many requests the engine runs at once.
+        Answers to pings also say how many requests the engine runs at once, and how soon one ends.
         A closed replica reports its whole token limit as taken, so that no router sees capacity.
         """
         decode_tokens = self._decode_tokens + (self.tokens_max if self.is_closed else 0)
@@ -180,7 +186,27 @@ class ReplicaAdmission:
             wake_ms=self.wake_ms(),
             cache_age_ms=self._cache_age_ms(now_s),
             sequences_max=self.sequences_max if is_ping else 0,
+            sequence_ms=round(self._sequence_ms()) if is_ping else 0,
+            batch_items=len(self._items) if is_ping else 0,
         )
+
+    def sequence_wait_ms(self) -> float:
+        """Return how long a client's next generation waits until the engine has a sequence."""
+        clients = self.running - len(self._items)
+        return sequence_wait_ms(clients, self.sequences_max, self._sequence_ms())
+
+    def _sequence_ms(self) -> float:
+        """Return the time from the end of one sequence to the next when all are taken.
+
+        Before it is measured, it is the time in which the engine generates one expected answer.
+        """
+        measured_ms, generations = self._sequence_ends.mean_ms, self._generations.total()
+        if measured_ms is not None:
+            return measured_ms
+        tokens_per_s = self.decode_tokens_per_s()
+        if not generations or tokens_per_s <= 0:
+            return 0.0
+        return 1000 * self._decode_tokens / generations / tokens_per_s
 
     def _cache_age_ms(self, now_s: float) -> int:
         if self.cache_since_s is None or not now_s:
@@ -326,3 +352,13 @@ class TokenReservation:
         admission, self._admission = self._admission, None
         if admission is not None:
             admission._end_request(self)
+            if self.generates_for is not None:
+                admission._sequence_ends.record_end(admission._generations.total(), now_s)
+
+    def preempt(self) -> None:
+        """Release all tokens for another request, which takes its sequence."""
+        self.first_token()
+        admission, self._admission = self._admission, None
+        if admission is not None:
+            admission._end_request(self)
+            admission._sequence_ends.record_preemption()

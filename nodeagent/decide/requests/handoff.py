@@ -3,7 +3,8 @@
 A router knows the requests it sent itself, but learns late of those that other routers sent at the
 same time. The node that receives a request is one LAN round trip from all replicas of the PoP and
 can read their current queues, so it takes the last step of the routing decision. A replica that
-sleeps counts with the time that it needs to wake, because a router learns of a sleep late, too.
+sleeps counts with the time that it needs to wake, because a router learns of a sleep late, too, and
+one whose engine has no free sequence with the time until it has one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,9 +33,15 @@ def estimated_ttft_ms(replica: PeerReplica, queued_tokens: int) -> float:
     return replica.prefill_ms + queued_tokens * replica.token_us / 1000
 
 
-def queued_before(replica: PeerReplica, queued_tokens: int, wake_ms: int) -> int:
-    """Return the tokens that are queued before a request, and the time of a wake as tokens."""
-    return queued_tokens + 1000 * wake_ms // max(1, replica.token_us)
+def queued_before(
+    replica: PeerReplica, queued_tokens: int, wake_ms: int, sequence_wait_ms: float
+) -> int:
+    """Return the tokens that are queued before a request, and other waits as tokens.
+
+    Queued prompts are read while the request waits for a sequence, but not before a wake.
+    """
+    token_us = max(1, replica.token_us)
+    return max(queued_tokens, int(1000 * sequence_wait_ms) // token_us) + 1000 * wake_ms // token_us
 
 
 def is_worth_probing(local: PeerReplica, queued_tokens: int) -> bool:

@@ -9,8 +9,11 @@ waits only for what the replica cannot have read yet.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Set
+from time import monotonic
 from typing import Final, NamedTuple
 
+from isochrone.sequence_wait import sequence_wait_ms
+from isochrone.wire.http.headers import ReportedLoad
 from isochrone.wire.ids import ReplicaId
 from router.decide.replicas.other_routers_load import OtherRoutersLoad
 
@@ -42,23 +45,32 @@ class InFlightTokens(NamedTuple):
         )
 
 
-class OwnTokens:
-    """Tokens of this router at one replica at one moment: an entry of its history."""
+class OwnLoad:
+    """What this router had at one replica at one moment: an entry of its history."""
 
-    __slots__ = ("at_s", "output_tokens", "prefill_tokens")
+    __slots__ = ("at_s", "batch_items", "output_tokens", "prefill_tokens", "requests")
 
-    def __init__(self, at_s: float, prefill_tokens: int, output_tokens: int) -> None:
+    def __init__(
+        self,
+        at_s: float,
+        prefill_tokens: int = 0,
+        output_tokens: int = 0,
+        requests: int = 0,
+        batch_items: int = 0,
+    ) -> None:
         self.at_s = at_s
         self.prefill_tokens = prefill_tokens
         self.output_tokens = output_tokens
+        self.requests = requests
+        self.batch_items = batch_items
 
 
 class Reservation:
     """One request's tokens at a replica. Releasing it a second time does nothing."""
 
     __slots__ = (
-        "_is_open", "_ledger", "decode_tokens", "output_tokens", "prefill_tokens", "replica_id",
-        "work_ms",
+        "_is_open", "_ledger", "decode_tokens", "is_batch_item", "output_tokens", "prefill_tokens",
+        "replica_id", "work_ms",
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +80,7 @@ class Reservation:
         prefill_tokens: int,
         decode_tokens: int,
         work_ms: float,
+        is_batch_item: bool,
     ) -> None:
         self._ledger = ledger
         self._is_open = True
@@ -76,6 +89,7 @@ class Reservation:
         self.decode_tokens = decode_tokens
         self.output_tokens = decode_tokens
         self.work_ms = work_ms
+        self.is_batch_item = is_batch_item
 
     def finish_prefill(self, at_s: float | None = None) -> None:
         """Note that the prompt is read: from now on only its KV cache takes space.
@@ -88,7 +102,7 @@ class Reservation:
     def release(self, at_s: float | None = None) -> bool:
         """Give all tokens back; return False if that has happened already.
 
-        `at_s` is from when on the replica itself no longer counts them, if known.
+        `at_s` is from when on the replica itself no longer counts them; now, if that is unknown.
         """
         if not self._is_open:
             return False
@@ -104,6 +118,8 @@ class ReplicaLoad:
         self.is_removed = False
         """The route table no longer has the replica: drop the account after its last answer."""
         self.requests = 0
+        self.batch_items = 0
+        """Those of the requests that are items of batches: a client's request preempts them."""
         self.prefill_tokens = 0
         self.decode_tokens = 0
         self.output_tokens = 0
@@ -117,9 +133,12 @@ class ReplicaLoad:
         self.others = OtherRoutersLoad()
         self.sequences_max = 0
         """How many requests the engine runs at once, as its node said last; 0 if unknown."""
+        self.sequence_ms = 0.0
+        """The time from the end of one of them to the next when it runs so many."""
         self.others_requests = 0
-        """Requests of other routers there when its node was pinged last."""
-        self.history: deque[OwnTokens] = deque(maxlen=HISTORY_MAX)
+        self.others_batch_items = 0
+        """Requests of other routers there when its node was pinged last, and the items of them."""
+        self.history: deque[OwnLoad] = deque(maxlen=HISTORY_MAX)
 
     @property
     def queued_ms(self) -> float:
@@ -127,6 +146,19 @@ class ReplicaLoad:
         if len(self.pending) < 2:
             return 0.0
         return max(0.0, self.pending_ms - next(iter(self.pending.values())))
+
+    @property
+    def clients_requests(self) -> int:
+        """Return the requests of clients there, of all routers."""
+        own = self.requests - self.batch_items
+        return own + self.others_requests - self.others_batch_items
+
+    @property
+    def sequence_wait_ms(self) -> float:
+        """Return how long a client's next request waits until the engine has a sequence."""
+        if not self.sequences_max:
+            return 0.0
+        return sequence_wait_ms(self.clients_requests, self.sequences_max, self.sequence_ms)
 
     def remove_pending(self, reservation: Reservation) -> bool:
         """Take a prompt out of the pending ones; return False if it is not among them."""
@@ -138,20 +170,25 @@ class ReplicaLoad:
         self.pending_ms = self.pending_ms - work_ms if self.pending else 0.0
         return True
 
-    def note_own_tokens(self, at_s: float) -> None:
-        """Append this router's tokens to the history, as of `at_s`."""
-        self.history.append(OwnTokens(at_s, self.prefill_tokens, self.output_tokens))
+    def note_own_load(self, at_s: float) -> None:
+        """Append what this router has there to the history, as of `at_s`."""
+        self.history.append(self._own_load(at_s))
 
-    def own_tokens(self, at_s: float) -> OwnTokens:
-        """Return this router's tokens at `at_s`, as far back as the history reaches."""
+    def own_load(self, at_s: float) -> OwnLoad:
+        """Return what this router had there at `at_s`, as far back as the history reaches."""
         for entry in reversed(self.history):
             if entry.at_s <= at_s:
                 return entry
         if len(self.history) == HISTORY_MAX:
             return self.history[0]
         if self.history:
-            return OwnTokens(at_s, 0, 0)
-        return OwnTokens(at_s, self.prefill_tokens, self.output_tokens)
+            return OwnLoad(at_s)
+        return self._own_load(at_s)
+
+    def _own_load(self, at_s: float) -> OwnLoad:
+        return OwnLoad(
+            at_s, self.prefill_tokens, self.output_tokens, self.requests, self.batch_items
+        )
 
 
 class InFlightLedger:
@@ -161,8 +198,10 @@ class InFlightLedger:
         self,
         on_release: Callable[[ReplicaId], None] | None = None,
         on_change: Callable[[ReplicaId], None] | None = None,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         """Call `on_release` when a replica gets capacity, and `on_change` after any change."""
+        self._clock = clock
         self._loads: dict[ReplicaId, ReplicaLoad] = {}
         self._on_release = on_release or _ignore
         self._on_change = on_change or _ignore
@@ -176,6 +215,7 @@ class InFlightLedger:
         work_ms: float = 0.0,
         arrives_s: float | None = None,
         others_ms: float = 0.0,
+        is_batch_item: bool = False,
     ) -> Reservation:
         """Count a request's tokens before it is sent.
 
@@ -184,18 +224,19 @@ class InFlightLedger:
         routers that wait there.
         """
         load = self._get_or_create(replica_id)
-        reservation = Reservation(self, replica_id, prefill, decode, work_ms)
+        reservation = Reservation(self, replica_id, prefill, decode, work_ms, is_batch_item)
         load.prefill_tokens += prefill
         load.decode_tokens += decode
         load.output_tokens += decode
         load.pending[reservation] = work_ms
         load.pending_ms += work_ms
         load.requests += 1
+        load.batch_items += is_batch_item
         load.is_removed = False
         if arrives_s is not None:
             begins_s = max(load.busy_until_s, arrives_s + others_ms / 1000)
             load.busy_until_s = begins_s + work_ms / 1000
-            load.note_own_tokens(arrives_s)
+            load.note_own_load(arrives_s)
         self._on_change(replica_id)
         return reservation
 
@@ -226,7 +267,7 @@ class InFlightLedger:
 
         Tokens in the report beyond this router's own at that time belong to the other routers.
         """
-        own = self._get_or_create(replica_id).own_tokens(reported_at_s)
+        own = self._get_or_create(replica_id).own_load(reported_at_s)
         self.record_other_routers(
             replica_id,
             max(0, pending_prefill_tokens - own.prefill_tokens),
@@ -243,18 +284,26 @@ class InFlightLedger:
             load.wake_ms = wake_ms
             self._on_change(replica_id)
 
-    def record_sequences(self, replica_id: ReplicaId, sequences_max: int, requests: int) -> None:
+    def record_sequences(
+        self, replica_id: ReplicaId, reported: ReportedLoad, reported_at_s: float
+    ) -> None:
         """Take the answer to a ping: the limit of sequences, and the requests of all routers."""
         load = self._get_or_create(replica_id)
-        load.sequences_max = sequences_max
-        load.others_requests = max(0, requests - load.requests)
+        own, wait_ms = load.own_load(reported_at_s), load.sequence_wait_ms
+        load.sequences_max = reported.sequences_max
+        load.sequence_ms = float(reported.sequence_ms)
+        load.others_requests = max(0, reported.running - own.requests)
+        others_items = max(0, reported.batch_items - own.batch_items)
+        load.others_batch_items = min(others_items, load.others_requests)
+        if load.sequence_wait_ms != wait_ms:
+            self._on_change(replica_id)
 
     def full_batches(self, replica_ids: Iterable[ReplicaId]) -> Set[ReplicaId]:
-        """Return the replicas whose engine runs as many requests as it can, as far as is known."""
+        """Return the replicas whose engine runs as many requests of clients as it can."""
         full = set()
         for replica_id in replica_ids:
             load = self._loads.get(replica_id)
-            if load is not None and 0 < load.sequences_max <= load.requests + load.others_requests:
+            if load is not None and 0 < load.sequences_max <= load.clients_requests:
                 full.add(replica_id)
         return full
 
@@ -305,7 +354,7 @@ class InFlightLedger:
         reservation.decode_tokens += reservation.prefill_tokens
         reservation.prefill_tokens = 0
         if at_s is not None:
-            load.note_own_tokens(at_s)
+            load.note_own_load(at_s)
             load.busy_until_s = at_s + load.pending_ms / 1000
         self._on_change(reservation.replica_id)
 
@@ -318,12 +367,12 @@ class InFlightLedger:
         load.output_tokens -= reservation.output_tokens
         if load.remove_pending(reservation):
             load.busy_until_s -= reservation.work_ms / 1000
-        if at_s is not None:
-            load.note_own_tokens(at_s)
         assert load.prefill_tokens >= 0 and load.decode_tokens >= 0, (
             f"{replica_id}: released more than reserved"
         )
         load.requests -= 1
+        load.batch_items -= reservation.is_batch_item
+        load.note_own_load(self._clock() if at_s is None else at_s)
         if load.is_removed and not load.requests:
             del self._loads[replica_id]
         self._on_change(replica_id)

@@ -300,6 +300,22 @@ async def test_a_request_that_is_not_to_wait_passes_over_full_batches(tmp_path: 
         assert (await served_by(**busy), await served_by() != "429") == ("429", True)
 
 
+async def test_a_request_goes_where_a_sequence_is_free_sooner(tmp_path: Path) -> None:
+    nodes = [FakeNode("near"), FakeNode("far", "iad")]
+    nodes[1].ping_s = 0.1
+    async with a_bench(tmp_path, nodes, probe_interval_s=0.05) as bench:
+        for running, served_by in ((1, "near"), (3, "far")):
+            nodes[0].loads = f"r-near p=0;d=0;r={running};w=0;u=0;o=0;e=0;s=2;t=30000"
+
+            async def is_known(running: int = running) -> bool:
+                load = bench.app.fleet.in_flight.load_of(ReplicaId("r-near"))
+                return load.others_requests == running
+
+            await until("the ping is answered", is_known)
+            async with bench.chat(max_tokens=2) as response:
+                assert response.headers["x-isochrone-node"] == served_by
+
+
 async def test_waiting_requests_are_served_as_soon_as_there_is_capacity(tmp_path: Path) -> None:
     node = FakeNode()
     node.itl_s = 0.02

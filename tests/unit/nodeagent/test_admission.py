@@ -4,6 +4,7 @@ import pytest
 
 from isochrone.wire.models.model import EngineSettings
 from nodeagent.decide.requests.admission import ReplicaAdmission, TokenReservation
+from nodeagent.decide.requests.preemption import BatchItem
 from nodeagent.drivers import sequences_max
 from tests.builders import a_spec
 
@@ -46,6 +47,40 @@ def test_first_generations_of_many_tenants_are_bounded_too() -> None:
         if reservation is not None:
             reservation.release()
     assert not admission._generations
+
+
+def test_the_wait_for_a_sequence_is_that_of_the_expected_answers_until_one_has_ended() -> None:
+    admission = ReplicaAdmission(1_000_000, sequences_max=4)
+    assert admission.sequence_wait_ms() == 0.0
+    running = [admission.admit(5, 100, generates_for="a", now_s=10.0) for _ in range(4)]
+    assert admission.sequence_wait_ms() == 0.0, "the speed is unknown"
+    admission.decode_tokens_per_s = lambda: 50.0
+    assert admission.load(is_ping=True).sequence_ms == 2000
+    assert admission.sequence_wait_ms() == 2000.0
+    queued = admission.admit(5, 100, generates_for="a", now_s=11.0)
+    assert admission.sequence_wait_ms() == 2 * 2000.0
+    assert running[0] is not None and queued is not None
+    running[0].release(10.5)
+    assert admission.load(is_ping=True).sequence_ms == 500
+    assert admission.sequence_wait_ms() == 500.0
+    assert admission.load().sequence_ms == 0, "only pings have it"
+    queued.release(11.0)
+    assert admission.sequence_wait_ms() == 0.0
+
+
+def test_items_of_batches_do_not_make_a_client_wait_for_a_sequence() -> None:
+    admission = ReplicaAdmission(1_000_000, sequences_max=2)
+    admission.decode_tokens_per_s = lambda: 100.0
+    items = [BatchItem(0) for _ in range(3)]
+    for item in items:
+        assert admission.admit(5, 10, generates_for="a", now_s=1.0, item=item)
+    assert admission.load(is_ping=True).batch_items == 3
+    assert admission.sequence_wait_ms() == 0.0
+    for _ in range(2):
+        assert admission.admit(5, 10, generates_for="b", now_s=2.0)
+    assert admission.sequence_wait_ms() == 100.0
+    items[0].preempt()
+    assert admission.load(is_ping=True).sequence_ms == 100, "a preemption is no end of an answer"
 
 
 def test_without_a_known_limit_only_tokens_count() -> None:

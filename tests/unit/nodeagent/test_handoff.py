@@ -58,11 +58,24 @@ def test_peers_are_not_probed_while_the_local_queue_is_short() -> None:
 def test_the_time_to_wake_counts_like_a_queue_of_that_length() -> None:
     fast = a_peer("fast", token_us=500)
     for peer in (A, fast):
-        asleep = queued_before(peer, 7, wake_ms=120)
+        asleep = queued_before(peer, 7, wake_ms=120, sequence_wait_ms=0)
         waits_ms = estimated_ttft_ms(peer, asleep) - estimated_ttft_ms(peer, 7)
         assert waits_ms == 120
-    assert queued_before(A, 7, wake_ms=0) == 7
-    queues = {A.replica_id: queued_before(A, 0, wake_ms=300), B.replica_id: 100}
+    assert queued_before(A, 7, wake_ms=0, sequence_wait_ms=0) == 7
+    queues = {A.replica_id: queued_before(A, 0, 300, 0), B.replica_id: 100}
+    handoff = choose_handoff([A, B], queues, None)
+    assert handoff is not None
+    assert handoff.target is B
+
+
+def test_the_time_until_a_sequence_is_free_counts_beside_the_prompts_that_are_read_meanwhile() -> (
+    None
+):
+    fast = a_peer("fast", token_us=500)
+    assert queued_before(fast, 7, wake_ms=0, sequence_wait_ms=120.4) == 240
+    assert queued_before(fast, 900, wake_ms=0, sequence_wait_ms=120.4) == 900
+    assert queued_before(fast, 900, wake_ms=10, sequence_wait_ms=120.4) == 920
+    queues = {A.replica_id: queued_before(A, 0, 0, 300), B.replica_id: 100}
     handoff = choose_handoff([A, B], queues, None)
     assert handoff is not None
     assert handoff.target is B

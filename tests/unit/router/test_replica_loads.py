@@ -46,6 +46,9 @@ def test_a_ping_reports_the_sequences_of_an_engine_and_requests_of_other_routers
     held = bench.attempts.reserve(a_route(OLD), prefill=400, decode=10)
     load = ReportedLoad(3000, 10, 5, 0, 2500, sequences_max=16)
     bench.probes.record_ping(NodeId(f"n-{OLD}"), RTT_MS, {OLD: load})
+    assert bench.fleet.in_flight.load_of(OLD).others_requests == 5, "ours was not there yet"
+    bench.now_s += RTT_MS / 1000
+    bench.probes.record_ping(NodeId(f"n-{OLD}"), RTT_MS, {OLD: load})
     found = bench.fleet.in_flight.load_of(OLD)
     assert (found.sequences_max, found.requests, found.others_requests) == (16, 1, 4)
     held.release(bench.now_s)
@@ -53,6 +56,45 @@ def test_a_ping_reports_the_sequences_of_an_engine_and_requests_of_other_routers
     bench.attempts.record_answer_head(a_route(OLD), ReportedLoad(0, 0, 4, 0, 0))
     found = bench.fleet.in_flight.load_of(OLD)
     assert (found.sequences_max, found.requests, found.others_requests) == (16, 0, 4)
+
+
+def wait_ms(bench: Bench, name: ReplicaId) -> float:
+    estimate = bench.fleet.snapshot(D).estimates[bench.fleet.snapshot(D).slots[name]]
+    return estimate.wait_min_ms - estimate.base_ms
+
+
+def test_a_request_waits_for_a_sequence_where_all_are_taken() -> None:
+    bench = Bench()
+    load = ReportedLoad(0, 0, 3, 0, 0, sequences_max=4, sequence_ms=500)
+    bench.probes.record_ping(NodeId(f"n-{OLD}"), RTT_MS, {OLD: load})
+    assert wait_ms(bench, OLD) == 0.0
+    # Requests of this router count at once.
+    held = [bench.attempts.reserve(a_route(OLD), prefill=0, decode=10) for _ in range(3)]
+    assert wait_ms(bench, OLD) == 3 * 500.0
+    assert wait_ms(bench, NEW) == 0.0
+    ranked = rank(bench.fleet.snapshot(D), RouteQuery("a-request", 100, 10))
+    assert ranked[0].route.replica_id == NEW
+    held[0].release(bench.now_s)
+    assert wait_ms(bench, OLD) == 2 * 500.0
+
+
+def test_items_of_batches_keep_no_request_waiting() -> None:
+    bench = Bench()
+    own = bench.attempts.reserve(a_route(OLD), prefill=0, decode=10, is_batch_item=True)
+    bench.now_s += RTT_MS / 1000
+    load = ReportedLoad(0, 0, 6, 0, 0, sequences_max=4, sequence_ms=500, batch_items=3)
+    bench.probes.record_ping(NodeId(f"n-{OLD}"), RTT_MS, {OLD: load})
+    found = bench.fleet.in_flight.load_of(OLD)
+    assert (found.requests, found.batch_items) == (1, 1)
+    assert (found.others_requests, found.others_batch_items) == (5, 2)
+    assert found.clients_requests == 3
+    assert wait_ms(bench, OLD) == 0.0
+    assert not bench.fleet.in_flight.full_batches([OLD, NEW])
+    bench.attempts.reserve(a_route(OLD), prefill=0, decode=10)
+    assert wait_ms(bench, OLD) == 500.0
+    assert bench.fleet.in_flight.full_batches([OLD, NEW]) == {OLD}
+    own.release(bench.now_s)
+    assert bench.fleet.in_flight.load_of(OLD).batch_items == 0
 
 
 def test_the_load_in_a_refusal_is_not_taken_for_our_own() -> None:

@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
+from isochrone.wire.http.headers import ReportedLoad
 from isochrone.wire.ids import ReplicaId
 from router.decide.replicas.other_routers_load import LOAD_FRESH_S
 from router.decide.replicas.tokens_in_flight import InFlightLedger, Reservation
@@ -153,6 +154,23 @@ def test_a_report_is_compared_with_our_tokens_at_its_time() -> None:
     # An older report changes nothing.
     ledger.record_report(replica, 9000, 0, 1.2)
     assert ledger.tokens_at(replica, 3.0).others_prefill_tokens == 30
+
+
+def test_a_report_of_before_our_requests_ended_does_not_count_them_as_those_of_others() -> None:
+    now_s = 1.0
+    ledger, replica = InFlightLedger(clock=lambda: now_s), REPLICAS[0]
+    held = [ledger.reserve(replica, prefill=0, decode=50, arrives_s=1.0) for _ in range(3)]
+    now_s = 2.0
+    for reservation in held:
+        reservation.release()
+    report = ReportedLoad(0, 200, running=4, waiting=0, sequences_max=2, sequence_ms=100)
+    ledger.record_report(replica, 0, 200, 1.5)
+    ledger.record_sequences(replica, report, 1.5)
+    assert ledger.tokens_at(replica, 1.5).others_decode_tokens == 50
+    assert ledger.load_of(replica).others_requests == 1
+    assert ledger.load_of(replica).sequence_wait_ms == 0.0
+    ledger.record_sequences(replica, report, 2.5)
+    assert ledger.load_of(replica).others_requests == 4
 
 
 def test_a_report_of_the_others_load_alone_is_taken_as_it_is() -> None:
