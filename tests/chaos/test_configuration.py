@@ -37,7 +37,7 @@ async def shared() -> AsyncIterator[Fleet]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def fleet(shared: Fleet) -> Fleet:
     await only_two_are_left(shared)
-    shared.baseline_kib = shared.memory_kib()
+    shared.note_baseline()
     return shared
 
 
