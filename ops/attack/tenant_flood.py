@@ -1,6 +1,6 @@
 """One tenant floods an engine; how long does another tenant wait for its first token?
 
-    python -m ops.attack.tenant_flood [--engine vllm] [--sessions] [--clients 50] [--rounds 2]
+    python -m ops.attack.tenant_flood [--engine vllm] [--threads 1] [--sessions] [--clients 50]
 
 Starts a scheduler, a node with one engine (the embedded one with the demo's settings, or a real
 vLLM with as many seats), and a router. Probes are sent alone, and then beside the flood in
@@ -232,6 +232,9 @@ async def run(given: argparse.Namespace) -> None:
     """Probe alone, then in alternating phases beside the flood, and print the table."""
     found = {name: PhaseFigures() for name in ("alone", OTHER_TENANT, SAME_TENANT)}
     target = TARGETS[given.engine](POP)
+    if given.threads:
+        settings = {**target.node_settings, "engine_threads": given.threads}
+        target = target._replace(node_settings=settings)
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
     async with (
@@ -309,6 +312,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=45.0, help="of a phase")
     parser.add_argument("--flood-tokens", type=int, default=64)
     parser.add_argument("--sessions", action="store_true")
+    parser.add_argument("--threads", type=int, default=0, help="of the engine; 0: its default")
     asyncio.run(run(parser.parse_args()))
 
 

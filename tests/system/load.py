@@ -109,11 +109,11 @@ async def one_stream(
 
 @asynccontextmanager
 async def under_load(
-    fleet: Fleet, pops: list[str], *, streams: int = 8, tokens: int = 30
+    fleet: Fleet, pops: list[str], *, streams: int = 8, tokens: int = 30, creates_keys: bool = True
 ) -> AsyncIterator[Load]:
     """Run `streams` numbered streams at once through `pops` during the block, then finish them.
 
-    They belong to two tenants in turn. An operator creates a key every second.
+    They belong to two tenants in turn. With `creates_keys` an operator creates one every second.
     """
     load = Load()
     stopping = asyncio.Event()
@@ -134,7 +134,8 @@ async def under_load(
         for index in range(streams):
             key = (fleet.key, fleet.other_key)[index // len(pops) % 2]
             tasks.create_task(one_after_another(pops[index % len(pops)], key))
-        tasks.create_task(_create_keys(fleet, http, load, stopping))
+        if creates_keys:
+            tasks.create_task(_create_keys(fleet, http, load, stopping))
         try:
             yield load
         finally:
