@@ -16,7 +16,8 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ import msgspec
 from isochrone.wire.http.headers import SESSION_AFFINITY, TRACEPARENT
 from nodeagent.host.engines.engine_process import EngineProcess
 from nodeagent.host.engines.engine_record import EngineRecord
+from ops.attack.engine_histograms import Counts, describe, read_histograms
 from ops.attack.flooded_engines import TARGETS, FloodTarget
 from tests.otlp_collector import Collector, a_collector
 from tests.system.harness import CITIES, Fleet, a_fleet, until
@@ -70,6 +72,8 @@ class PhaseFigures:
     probes: list[Probe] = field(default_factory=list)
     tokens: int = 0
     seconds: float = 0.0
+    engine: list[str] = field(default_factory=list)
+    """What the engine's own histograms say about each phase."""
 
     @property
     def ttft_s(self) -> list[float]:
@@ -167,12 +171,14 @@ class FloodedFleet:
 
     async def measure(self, found: PhaseFigures, name: str, seconds: float) -> None:
         """Send one probe after the other for some seconds."""
+        histograms = await self.histograms()
         before, began_s = await self.tokens_generated(), time.perf_counter()
         while time.perf_counter() - began_s < seconds:
             found.probes.append(await self.probe(self.keys[name], began_s))
             await asyncio.sleep(PROBE_PAUSE_S)
         found.tokens += await self.tokens_generated() - before
         found.seconds += time.perf_counter() - began_s
+        found.engine.append(describe(histograms, await self.histograms()))
 
     def waits_of(self, probe: Probe) -> str:
         """Return where a probe waited, from the spans that came of it."""
@@ -191,14 +197,24 @@ class FloodedFleet:
 
     async def tokens_generated(self) -> int:
         """Return how many tokens the engine has generated, by its own count."""
+        async with self._engine() as engine:
+            stats = await until("the engine counts its tokens", engine.stats)
+        return int(stats.tokens_out_total)
+
+    async def histograms(self) -> Counts:
+        """Return the engine's own histograms."""
+        async with self._engine() as engine:
+            return read_histograms(await engine.metrics())
+
+    @asynccontextmanager
+    async def _engine(self) -> AsyncIterator[EngineProcess]:
         (path,) = Path(self._fleet.folder, f"node-{POP}", "engines").glob("*/process.json")
         record = msgspec.json.decode(path.read_bytes(), type=EngineRecord)
         engine = EngineProcess(record, Path("/nonexistent"), None)
         try:
-            stats = await until("the engine counts its tokens", engine.stats)
+            yield engine
         finally:
             await engine.release()
-        return int(stats.tokens_out_total)
 
     def _post(
         self,
@@ -278,6 +294,8 @@ async def run(given: argparse.Namespace) -> None:
     print(f"load average {os.getloadavg()[0]:.1f}\n")
     print("\n".join(table(found)))
     print("\n".join(["\nslowest of another tenant:", *slow]))
+    for phase in filter(None, found[OTHER_TENANT].engine):
+        print(f"\nvLLM beside it: {phase}")
 
 
 def table(found: Mapping[str, PhaseFigures]) -> list[str]:
