@@ -26,6 +26,7 @@ from uuid import uuid4
 import aiohttp
 import msgspec
 
+from isochrone.service.tracing import names
 from isochrone.wire.http.headers import SESSION_AFFINITY, TRACEPARENT
 from nodeagent.host.engines.engine_process import EngineProcess
 from nodeagent.host.engines.engine_record import EngineRecord
@@ -191,9 +192,16 @@ class FloodedFleet:
             )
             for place, name in WAITS.items()
         }
-        elsewhere_s = probe.ttft_s - sum(waited_s.values())
-        parts = [f"{seconds:.3f} s {place}" for place, seconds in waited_s.items()]
-        return ", ".join([*parts, f"{elsewhere_s:.3f} s in the engine and between"])
+        sent, arrived = (
+            [span.span.start_time_unix_nano / 1e9 for span in spans if span.name == name]
+            for name in ("attempt", "serve")
+        )
+        if len(sent) == len(arrived):
+            waited_s["from the router to the node"] = sum(arrived) - sum(sent)
+        in_router_s = sum(span.attributes.get(names.FIRST_CHUNK_S, 0.0) for span in spans)
+        waited_s["in the engine and on the way back"] = in_router_s - sum(waited_s.values())
+        waited_s["outside the router"] = probe.ttft_s - in_router_s
+        return ", ".join(f"{seconds:.3f} s {place}" for place, seconds in waited_s.items())
 
     async def tokens_generated(self) -> int:
         """Return how many tokens the engine has generated, by its own count."""
