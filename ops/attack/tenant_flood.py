@@ -198,7 +198,11 @@ class FloodedFleet:
         )
         if len(sent) == len(arrived):
             waited_s["from the router to the node"] = sum(arrived) - sum(sent)
-        in_router_s = sum(span.attributes.get(names.FIRST_CHUNK_S, 0.0) for span in spans)
+        in_router_s = sum(
+            span.attributes.get(names.FIRST_CHUNK_S, 0.0)
+            for span in spans
+            if names.ROUTER_POP in span.attributes
+        )
         waited_s["in the engine and on the way back"] = in_router_s - sum(waited_s.values())
         waited_s["outside the router"] = probe.ttft_s - in_router_s
         return ", ".join(f"{seconds:.3f} s {place}" for place, seconds in waited_s.items())
