@@ -4,7 +4,6 @@
 learn through `feedback.py`. One event loop owns it, so it needs no locks.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Final
 
@@ -199,13 +198,17 @@ class FleetState:
                 keys = prompt.prefix_keys
                 deployment.prefill_replicas.record_sent(prompt.replica_id, keys, now_s)
 
-    def panicking_deployments(self) -> int:
-        """Return in how many deployments more than half of the replicas are unhealthy."""
-        unhealthy: Counter[DeploymentId] = Counter()
-        for replica_id in self.health.ejected_until_s(self.clock()):
+    def deployments_of(self, replica_ids: Iterable[ReplicaId]) -> list[DeploymentId]:
+        """Return the deployment of each of these replicas that may get requests."""
+        found = []
+        for replica_id in replica_ids:
             route = self.directory.route(replica_id)
             if route is not None and self.routing(route.deployment_id).slot_of(replica_id) >= 0:
-                unhealthy[route.deployment_id] += 1
+                found.append(route.deployment_id)
+        return found
+
+    def panicking_deployments(self, unhealthy: Mapping[DeploymentId, int]) -> int:
+        """Return in how many deployments more than half of the replicas are `unhealthy`."""
         return sum(
             is_panic(count, len(self.routing(deployment_id).replicas.slots))
             for deployment_id, count in unhealthy.items()

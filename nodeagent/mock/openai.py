@@ -128,13 +128,16 @@ def mock_request(body: MockRequestBody, *, is_chat: bool, salt: str) -> MockRequ
     """Translate a body into a request. Raises ApiError if it has no prompt.
 
     If the prompt, or the assistant's last message, ends in "t41", the answer begins with t42. In
-    this way a resumed answer shows whether a token was lost or repeated.
+    this way a resumed answer shows whether a token was lost or repeated. Any other answer begins
+    with the number `first_token` of the field `mock`, so that a test can tell answers apart.
     """
+    faults = dict(body.mock or {})
+    first_token = int(faults.pop("first_token", 0))
     if is_chat:
         texts = [(message.role, _text(message)) for message in body.messages or ()]
         words = [word for role, text in texts for word in (role, *text.split())]
         resumed_text = texts[-1][1] if texts and texts[-1][0] == "assistant" else ""
-        prompts = [MockPrompt(words, _first_token(resumed_text))]
+        prompts = [MockPrompt(words, _first_token(resumed_text) or first_token)]
         max_tokens = body.max_completion_tokens or body.max_tokens or CHAT_TOKENS_DEFAULT
     else:
         prompts = _prompts(body.prompt)
@@ -142,7 +145,7 @@ def mock_request(body: MockRequestBody, *, is_chat: bool, salt: str) -> MockRequ
     if not all(prompt.words for prompt in prompts):
         raise _invalid("the prompt is empty", "messages" if is_chat else "prompt")
     stop = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
-    return MockRequest(prompts, body.n or 1, max_tokens, stop, salt, body.mock or {})
+    return MockRequest(prompts, body.n or 1, max_tokens, stop, salt, faults)
 
 
 def _first_token(resumed_text: str) -> int:

@@ -1,14 +1,14 @@
 """One tenant floods an engine; how long does another tenant wait for its first token?
 
-    python -m ops.attack.tenant_flood [--engine vllm] [--sessions] [--clients 50] [--rounds 2]
+    python -m ops.attack.tenant_flood [--engine vllm] [--threads 1] [--sessions] [--clients 50]
 
 Starts a scheduler, a node with one engine (the embedded one with the demo's settings, or a real
 vLLM with as many seats), and a router. Probes are sent alone, and then beside the flood in
 alternating phases: with a key of another tenant, and with a key of the flooding tenant, for which
 every queue is first come, first served. Prints the times to first token and the tokens per second
-that the engine generated meanwhile, for both tenants together, and at what time of their phase the
-slowest probes were sent. With `--sessions` each request of
-the flood names a session of its own.
+that the engine generated meanwhile, for both tenants together, at what time of their phase the
+slowest probes were sent, and where these waited: each probe is traced. With `--sessions` each
+request of the flood names a session of its own.
 """
 
 import argparse
@@ -16,19 +16,23 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import aiohttp
 import msgspec
 
-from isochrone.wire.http.headers import SESSION_AFFINITY
+from isochrone.service.tracing import names
+from isochrone.wire.http.headers import SESSION_AFFINITY, TRACEPARENT
 from nodeagent.host.engines.engine_process import EngineProcess
 from nodeagent.host.engines.engine_record import EngineRecord
+from ops.attack.engine_histograms import Counts, describe, read_histograms
 from ops.attack.flooded_engines import TARGETS, FloodTarget
+from tests.otlp_collector import Collector, a_collector
 from tests.system.harness import CITIES, Fleet, a_fleet, until
 
 POP = "ams"
@@ -43,30 +47,57 @@ PROBE_PAUSE_S = 0.5
 REFUSED_PAUSE_S = 0.5
 READY_S = 300.0
 SLOWEST = 6
+EXPORTED_S = 3.0
+"""Longer than routers and nodes keep finished spans."""
+
+WAITS = {"in the router's queue": "wait for capacity", "for a seat": "admission"}
+"""The spans of a request's waits before the engine has it."""
+
 OTHER_TENANT, SAME_TENANT = "another tenant", "the same tenant"
+
+
+class Probe(NamedTuple):
+    """One short request: its time to first token, with its waits while it was refused."""
+
+    ttft_s: float
+    sent_s: float
+    """Since its phase began."""
+
+    trace_id: str
 
 
 @dataclass
 class PhaseFigures:
-    """The probes' times to first token in seconds, and what the engine generated meanwhile."""
+    """The probes, and what the engine generated meanwhile."""
 
-    ttft_s: list[float] = field(default_factory=list)
-    sent_s: list[float] = field(default_factory=list)
-    """The time of each probe since its phase began."""
-
+    probes: list[Probe] = field(default_factory=list)
     tokens: int = 0
     seconds: float = 0.0
+    engine: list[str] = field(default_factory=list)
+    """What the engine's own histograms say about each phase."""
+
+    @property
+    def ttft_s(self) -> list[float]:
+        """The times to first token."""
+        return [probe.ttft_s for probe in self.probes]
 
 
 class FloodedFleet:
     """A fleet of one node, and the keys of two tenants."""
 
     def __init__(
-        self, fleet: Fleet, target: FloodTarget, http: aiohttp.ClientSession, *, flood_tokens: int
+        self,
+        fleet: Fleet,
+        target: FloodTarget,
+        http: aiohttp.ClientSession,
+        collector: Collector,
+        *,
+        flood_tokens: int,
     ) -> None:
         self._fleet = fleet
         self._target = target
         self._http = http
+        self._collector = collector
         self._flood_tokens = flood_tokens
         self._number = 0
         self.flood_statuses: Counter[int] = Counter()
@@ -76,7 +107,9 @@ class FloodedFleet:
     async def start(self) -> None:
         """Start one scheduler, one node and one router, and deploy the model."""
         fleet = self._fleet
-        fleet.settings[f"node-{POP}"] = dict(self._target.node_settings)
+        traces = {"traces_endpoint": self._collector.url}
+        fleet.settings[f"node-{POP}"] = {**self._target.node_settings, **traces}
+        fleet.settings[f"router-{POP}"] = traces
         await fleet.start_postgres()
         await fleet.start_scheduler("a")
         await until("the scheduler is active", fleet.acts)
@@ -103,14 +136,16 @@ class FloodedFleet:
                     return False
         return True
 
-    async def probe_s(self, key: str) -> float:
-        """Send a short request until it is served; return the time to its first token."""
+    async def probe(self, key: str, phase_began_s: float = 0.0) -> Probe:
+        """Send a short request until it is served."""
         self._number += 1
         prompt = f"What is the number after {self._number}?"
+        trace_id = uuid4().hex
+        sent = {TRACEPARENT: f"00-{trace_id}-{uuid4().hex[:16]}-01"}
         began_s = time.perf_counter()
         took_s = 0.0
         while not took_s:
-            async with self._post(key, prompt, PROBE_TOKENS) as response:
+            async with self._post(key, prompt, PROBE_TOKENS, sent) as response:
                 if response.status != 429:
                     response.raise_for_status()
                 async for line in response.content:
@@ -120,7 +155,7 @@ class FloodedFleet:
                 await asyncio.sleep(REFUSED_PAUSE_S)
             elif not took_s:
                 raise RuntimeError("cannot measure: the answer has no text")
-        return took_s
+        return Probe(took_s, began_s - phase_began_s, trace_id)
 
     async def flood(self, *, sessions: bool) -> None:
         """Keep one request open without end, and retry soon when it is refused."""
@@ -137,24 +172,61 @@ class FloodedFleet:
 
     async def measure(self, found: PhaseFigures, name: str, seconds: float) -> None:
         """Send one probe after the other for some seconds."""
+        histograms = await self.histograms()
         before, began_s = await self.tokens_generated(), time.perf_counter()
         while time.perf_counter() - began_s < seconds:
-            found.sent_s.append(time.perf_counter() - began_s)
-            found.ttft_s.append(await self.probe_s(self.keys[name]))
+            found.probes.append(await self.probe(self.keys[name], began_s))
             await asyncio.sleep(PROBE_PAUSE_S)
         found.tokens += await self.tokens_generated() - before
         found.seconds += time.perf_counter() - began_s
+        found.engine.append(describe(histograms, await self.histograms()))
+
+    def waits_of(self, probe: Probe) -> str:
+        """Return where a probe waited, from the spans that came of it."""
+        spans = [span for span in self._collector.spans if span.trace == probe.trace_id]
+        waited_s = {
+            place: sum(
+                (span.span.end_time_unix_nano - span.span.start_time_unix_nano) / 1e9
+                for span in spans
+                if span.name == name
+            )
+            for place, name in WAITS.items()
+        }
+        sent, arrived = (
+            [span.span.start_time_unix_nano / 1e9 for span in spans if span.name == name]
+            for name in ("attempt", "serve")
+        )
+        if len(sent) == len(arrived):
+            waited_s["from the router to the node"] = sum(arrived) - sum(sent)
+        in_router_s = sum(
+            span.attributes.get(names.FIRST_CHUNK_S, 0.0)
+            for span in spans
+            if names.ROUTER_POP in span.attributes
+        )
+        waited_s["in the engine and on the way back"] = in_router_s - sum(waited_s.values())
+        waited_s["outside the router"] = probe.ttft_s - in_router_s
+        return ", ".join(f"{seconds:.3f} s {place}" for place, seconds in waited_s.items())
 
     async def tokens_generated(self) -> int:
         """Return how many tokens the engine has generated, by its own count."""
+        async with self._engine() as engine:
+            stats = await until("the engine counts its tokens", engine.stats)
+        return int(stats.tokens_out_total)
+
+    async def histograms(self) -> Counts:
+        """Return the engine's own histograms."""
+        async with self._engine() as engine:
+            return read_histograms(await engine.metrics())
+
+    @asynccontextmanager
+    async def _engine(self) -> AsyncIterator[EngineProcess]:
         (path,) = Path(self._fleet.folder, f"node-{POP}", "engines").glob("*/process.json")
         record = msgspec.json.decode(path.read_bytes(), type=EngineRecord)
         engine = EngineProcess(record, Path("/nonexistent"), None)
         try:
-            stats = await until("the engine counts its tokens", engine.stats)
+            yield engine
         finally:
             await engine.release()
-        return int(stats.tokens_out_total)
 
     def _post(
         self,
@@ -188,18 +260,22 @@ async def run(given: argparse.Namespace) -> None:
     """Probe alone, then in alternating phases beside the flood, and print the table."""
     found = {name: PhaseFigures() for name in ("alone", OTHER_TENANT, SAME_TENANT)}
     target = TARGETS[given.engine](POP)
+    if given.threads:
+        settings = {**target.node_settings, "engine_threads": given.threads}
+        target = target._replace(node_settings=settings)
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
     async with (
+        a_collector() as collector,
         a_fleet(comes_up=False, in_memory=given.engine != "vllm") as fleet,
         aiohttp.ClientSession(connector=connector, timeout=timeout) as http,
     ):
-        flooded = FloodedFleet(fleet, target, http, flood_tokens=given.flood_tokens)
+        flooded = FloodedFleet(fleet, target, http, collector, flood_tokens=given.flood_tokens)
         await flooded.start()
         for _ in range(PROBES_TO_WARM_UP):
-            await flooded.probe_s(flooded.keys[OTHER_TENANT])
+            await flooded.probe(flooded.keys[OTHER_TENANT])
         for _ in range(PROBES_ALONE):
-            found["alone"].ttft_s.append(await flooded.probe_s(flooded.keys[OTHER_TENANT]))
+            found["alone"].probes.append(await flooded.probe(flooded.keys[OTHER_TENANT]))
             await asyncio.sleep(PROBE_PAUSE_S / 5)
         flooding = [
             asyncio.create_task(flooded.flood(sessions=given.sessions))
@@ -217,13 +293,21 @@ async def run(given: argparse.Namespace) -> None:
             for task in flooding:
                 task.cancel()
             await asyncio.gather(*flooding, return_exceptions=True)
+        await asyncio.sleep(EXPORTED_S)
+        slowest = sorted(found[OTHER_TENANT].probes, reverse=True)[:SLOWEST]
+        slow = [
+            f"- {probe.ttft_s:.3f} s, sent at {probe.sent_s:.1f} s: {flooded.waits_of(probe)}"
+            for probe in slowest
+        ]
     print(
         f"{given.engine}, {given.clients} clients, answers of {given.flood_tokens} tokens;", end=""
     )
     print(f" its statuses {dict(flooded.flood_statuses)}, {flooded.probes_refused} probes refused")
     print(f"load average {os.getloadavg()[0]:.1f}\n")
     print("\n".join(table(found)))
-    print(f"\nslowest of another tenant: {slowest(found[OTHER_TENANT])}")
+    print("\n".join(["\nslowest of another tenant:", *slow]))
+    for phase in filter(None, found[OTHER_TENANT].engine):
+        print(f"\nvLLM beside it: {phase}")
 
 
 def table(found: Mapping[str, PhaseFigures]) -> list[str]:
@@ -244,12 +328,6 @@ def table(found: Mapping[str, PhaseFigures]) -> list[str]:
     return lines
 
 
-def slowest(figures: PhaseFigures) -> str:
-    """Return the slowest probes, each with the time of its phase at which it was sent."""
-    pairs = sorted(zip(figures.ttft_s, figures.sent_s, strict=True), reverse=True)
-    return ", ".join(f"{ttft_s:.3f} s at {sent_s:.1f} s" for ttft_s, sent_s in pairs[:SLOWEST])
-
-
 def quantile(values: Sequence[float], share: float) -> float:
     """Return the value at `share` of the sorted values."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
@@ -264,6 +342,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=45.0, help="of a phase")
     parser.add_argument("--flood-tokens", type=int, default=64)
     parser.add_argument("--sessions", action="store_true")
+    parser.add_argument("--threads", type=int, default=0, help="of the engine; 0: its default")
     asyncio.run(run(parser.parse_args()))
 
 

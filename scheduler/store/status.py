@@ -1,7 +1,6 @@
 """Reads the state of the whole fleet."""
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from math import inf
 from types import MappingProxyType
 from typing import Final
@@ -14,7 +13,7 @@ from scheduler.decide.cluster import UnmetRequirement
 from scheduler.store.pool import Connection, as_struct, fetch_one
 
 PROBLEMS_MAX: Final = 50
-"""How many silent nodes, and replicas that do not become warm, are listed at most."""
+"""How many problems of one kind are listed at most; of the others the number is given."""
 
 NEVER_CONNECTED: Final = "has joined and never connected: start its agent, or revoke it"
 
@@ -49,46 +48,59 @@ async def read_status(
         """,
     )
     routers = await _router_problems(connection, silent_after_s, behind)
-    lagging = {name: reason for name, reason in routers.items() if reason}
+    lagging = [f"router {name}: {reason}" for name, reason in routers.items() if reason]
     nodes = await _nodes(connection)
-    shown = islice(lagging.items(), PROBLEMS_MAX)
-    not_following = [f"router {name}: {reason}" for name, reason in shown]
-    silent, unready = list[str](), 0
+    silent, unready = list[str](), list[str]()
     for node in nodes:
         node_id = node["node_id"]
         if silent_s.get(node_id, node["silent_s"]) >= silent_after_s:
             words = "is silent" if node["silent_s"] < inf else NEVER_CONNECTED
             silent.append(f"node {node_id} {words}")
         elif node_id in nodes_behind:
-            unready += 1
-            not_following.append(f"node {node_id}: {nodes_behind[node_id]}")
-    problems = await connection.fetch(
-        """
-        SELECT format('%s on %s is %s: %s', replica_id, node_id, state, state_reason) AS words
-        FROM placement WHERE ended_at IS NULL AND state <> 'warm' AND state_reason <> ''
-        ORDER BY words LIMIT $1
-        """,
-        PROBLEMS_MAX - min(len(silent), PROBLEMS_MAX),
-    )
+            unready.append(f"node {node_id}: {nodes_behind[node_id]}")
     return as_struct(
         row,
         StatusView,
         scheduler=scheduler,
         acting=is_acting,
         nodes=len(nodes),
-        nodes_ready=len(nodes) - len(silent) - unready,
+        nodes_ready=len(nodes) - len(silent) - len(unready),
         routers=len(routers),
         routers_ready=len(routers) - len(lagging),
-        not_following=tuple(not_following[: 2 * PROBLEMS_MAX]),
+        not_following=(
+            *_shortened(lagging, "routers do not follow: see `isochrone routers list`"),
+            *_shortened(unready, "nodes do not follow: see `isochrone nodes list`"),
+        ),
         frozen=frozen,
         replicas=await _replica_states(connection),
         unmet=(
             *(f"{need.deployment_id}: {need.reason}" for need in unmet),
-            *unreadable[:PROBLEMS_MAX],
-            *silent[:PROBLEMS_MAX],
-            *(row["words"] for row in problems),
+            *_shortened(unreadable, "rows cannot be read: see the scheduler's log"),
+            *_shortened(silent, "nodes are silent: see `isochrone nodes list`"),
+            *await _replica_problems(connection),
         ),
     )
+
+
+def _shortened(problems: Sequence[str], others: str, count: int = 0) -> list[str]:
+    """Return the first of `count` problems (default: all), and how many there are besides."""
+    shown = [*problems[:PROBLEMS_MAX]]
+    more = (count or len(problems)) - len(shown)
+    return [*shown, f"{more} more {others}"] if more else shown
+
+
+async def _replica_problems(connection: Connection) -> list[str]:
+    rows = await connection.fetch(
+        """
+        SELECT format('%s on %s is %s: %s', replica_id, node_id, state, state_reason) AS words,
+            count(*) OVER () AS count
+        FROM placement WHERE ended_at IS NULL AND state <> 'warm' AND state_reason <> ''
+        ORDER BY words LIMIT $1
+        """,
+        PROBLEMS_MAX,
+    )
+    words = [row["words"] for row in rows]
+    return _shortened(words, "replicas are not warm", rows[0]["count"] if rows else 0)
 
 
 async def _router_problems(

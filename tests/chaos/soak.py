@@ -53,7 +53,7 @@ class Soak:
     async def run_round(self) -> None:
         """Let faults strike under load, then expect a whole fleet and every invariant."""
         fleet = self.fleet
-        fleet.baseline_kib = fleet.memory_kib()
+        fleet.note_baseline()
         async with under_load(fleet, list(CITIES), streams=6) as load:
             await wait_ended(load, 6)
             await self._strike_for(ROUND_S)

@@ -61,7 +61,7 @@ async def fleet_and_clocks() -> AsyncIterator[tuple[Fleet, Clocks]]:
         clocks = Clocks(fleet)
         await fleet.up()
         await fleet.deploy(replicas=2)
-        fleet.baseline_kib = fleet.memory_kib()
+        fleet.note_baseline()
         yield fleet, clocks
 
 

@@ -133,7 +133,7 @@ async def shared() -> AsyncIterator[Hosts]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def hosts(shared: Hosts) -> Hosts:
     await until("the fleet is whole", shared.is_whole)
-    shared.fleet.baseline_kib = shared.fleet.memory_kib()
+    shared.fleet.note_baseline()
     return shared
 
 

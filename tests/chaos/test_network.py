@@ -91,7 +91,7 @@ async def laid() -> AsyncIterator[Cabled]:
         }
         await fleet.up()
         await fleet.deploy(replicas=2)
-        fleet.baseline_kib = fleet.memory_kib()
+        fleet.note_baseline()
         cabled = Cabled(fleet, postgres, by_name)
         cabled.engines = fleet.engine_pids()
         yield cabled

@@ -32,7 +32,7 @@ async def shared() -> AsyncIterator[Fleet]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def fleet(shared: Fleet) -> Fleet:
     await until("the fleet is whole", lambda: shared.is_warm(REPLICAS))
-    shared.baseline_kib = shared.memory_kib()
+    shared.note_baseline()
     return shared
 
 

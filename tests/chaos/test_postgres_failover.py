@@ -35,7 +35,7 @@ async def fleet() -> AsyncIterator[Fleet]:
         running.databases.append(STANDBY)
         await running.up()
         await running.deploy(replicas=2)
-        running.baseline_kib = running.memory_kib()
+        running.note_baseline()
         yield running
 
 

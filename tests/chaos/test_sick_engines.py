@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from tests.chaos.invariants import invariants
 from tests.system.harness import CITIES, Fleet, a_fleet, until
 from tests.system.load import one_stream, under_load, wait_ended
 
@@ -27,6 +28,7 @@ async def shared() -> AsyncIterator[Fleet]:
             running.settings[f"router-{pop}"] = {"stream_idle_timeout_s": 2.0}
         await running.up()
         await running.deploy(replicas=2)
+        running.note_baseline()
         yield running
 
 
@@ -134,6 +136,7 @@ async def test_a_graceful_shutdown_of_a_node_costs_no_request(fleet: Fleet) -> N
         await until("both warm", lambda: fleet.is_warm(2))
         await wait_ended(load, 6)
     assert not load.failures(), load.failures()
+    await invariants(fleet, load)
 
 
 async def test_draining_a_node_moves_its_replica_without_a_failed_request(fleet: Fleet) -> None:
@@ -152,3 +155,4 @@ async def test_draining_a_node_moves_its_replica_without_a_failed_request(fleet:
         await wait_ended(load, 12)
     assert not load.failures(), load.failures()
     assert await fleet.is_warm(2)
+    await invariants(fleet, load)

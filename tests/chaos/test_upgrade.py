@@ -104,5 +104,5 @@ async def test_streams_outlive_an_upgrade_of_every_process() -> None:
         assert not cut, cut
         assert not [one for one in load.ended[before:] if one.how != "complete"]
         assert fleet.engine_pids() == engines, "an engine was started again"
-        fleet.baseline_kib = fleet.memory_kib()
+        fleet.note_baseline()
         await invariants(fleet, load)

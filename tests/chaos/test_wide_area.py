@@ -122,7 +122,7 @@ async def wide() -> AsyncIterator[WideFleet]:
         made.set_links()
         await fleet.up()
         await fleet.deploy(replicas=2)
-        fleet.baseline_kib = fleet.memory_kib()
+        fleet.note_baseline()
         made.engines = fleet.engine_pids()
         yield made
 

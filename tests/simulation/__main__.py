@@ -1,6 +1,7 @@
 """`python -m tests.simulation`: run histories, and print those that find a problem."""
 
 import argparse
+import resource
 import sys
 import time
 from contextlib import ExitStack
@@ -45,10 +46,15 @@ def main() -> int:
             if history.problems:
                 failed += 1
                 print(history, flush=True)
+        pool.close()
+        pool.join()
     took_s = time.monotonic() - began
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = (used.ru_utime + used.ru_stime) / arguments.count
     print(
         f"{arguments.count} histories, {failed} with a problem; {simulated_s / 3600:.1f} hours "
-        f"simulated in {took_s:.0f} s: {3600 * arguments.count / took_s:.0f} histories an hour"
+        f"simulated in {took_s:.0f} s: {3600 * arguments.count / took_s:.0f} histories an hour; "
+        f"{cpu_s:.3f} s of CPU each: {3600 / cpu_s:.0f} an hour for each idle core"
     )
     return int(failed > 0)
 

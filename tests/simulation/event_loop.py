@@ -71,6 +71,8 @@ class SimLoop(BaseEventLoop):
         self.now_s = 0.0
         self.turns = 0
         self.errors: list[str] = []
+        self.on_rest: Callable[[], None] = lambda: None
+        """Called when everything of a moment has run, before the time goes on."""
         self.outside = copy_context()
         """A context of no process, for what the network and the store do."""
         self.set_task_factory(_make_task)  # type: ignore[arg-type]
@@ -112,7 +114,9 @@ class SimLoop(BaseEventLoop):
                 heapq.heappop(scheduled)._scheduled = False
             if not scheduled:
                 raise Stuck(f"nothing can run any more at {self.now_s:.1f} s")
-            self.now_s = max(self.now_s, scheduled[0]._when)
+            if scheduled[0]._when > self.now_s:
+                self.on_rest()
+                self.now_s = scheduled[0]._when
         while scheduled and scheduled[0]._when <= self.now_s:
             handle = heapq.heappop(scheduled)
             handle._scheduled = False

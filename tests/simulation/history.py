@@ -14,9 +14,11 @@ from tests.simulation.invariants import SETTLE_S, Watch, unsettled
 from tests.simulation.world import World
 
 STEP_S: Final = 0.5
-"""How often the invariants of every moment are checked."""
+"""How often it is looked whether the history is over, or has found something."""
 
 WARM_UP_S: Final = 15.0
+KEYS: Final = 3
+"""The keys that there are at the beginning."""
 
 
 class History(NamedTuple):
@@ -32,20 +34,23 @@ class History(NamedTuple):
         return "\n".join([*lines, *(f"PROBLEM: {problem}" for problem in self.problems)])
 
 
-def run_history(seed: int, *, only: Collection[str] = (), echo: bool = False) -> History:
+def run_history(
+    seed: int, *, only: Collection[str] = (), echo: bool = False, keys: int = KEYS
+) -> History:
     """Run the history of a seed, with `only` these faults if any are given.
 
     Everything must be simulated (`patches.simulated`).
     """
-    return copy_context().run(_run, seed, only, echo)
+    return copy_context().run(_run, seed, only, echo, keys)
 
 
-def _run(seed: int, only: Collection[str], echo: bool) -> History:
+def _run(seed: int, only: Collection[str], echo: bool, keys: int) -> History:
     loop = SimLoop()
     asyncio.set_event_loop(loop)
-    world = World(loop, seed)
+    world = World(loop, seed, keys)
     nemesis = Nemesis(world, only)
     watch = Watch(world, nemesis)
+    loop.on_rest = watch.check
     problems: list[str] = []
     with _logged_to(watch, world, echo=echo):
         try:
@@ -65,13 +70,13 @@ async def _play(world: World, nemesis: Nemesis, watch: Watch) -> list[str]:
             await asyncio.sleep(STEP_S)
             if faults.done() and (error := faults.exception()) is not None:
                 raise error
-            if problems := watch.check():
-                return problems
+            if watch.problems:
+                return watch.problems
         until = world.loop.now_s + SETTLE_S
         while missing := unsettled(world, nemesis):
             await asyncio.sleep(STEP_S)
-            if problems := watch.check():
-                return problems
+            if watch.problems:
+                return watch.problems
             if world.loop.now_s > until:
                 return [f"not within {SETTLE_S:.0f} s: {text}" for text in missing]
         return []

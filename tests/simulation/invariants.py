@@ -53,6 +53,8 @@ class Watch(logging.Handler):
         """By router: its current start, and since when it runs without a pause."""
         self._complete: dict[str, Deployed] = {}
         self._newest: dict[str, tuple[int, int]] = {}
+        self.problems: list[str] = []
+        """What did not hold at the first moment at which something did not."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Take a job's unexpected error as a problem."""
@@ -63,8 +65,12 @@ class Watch(logging.Handler):
         if not is_crash:
             self._world.problems.append(f"{record.getMessage()}: {error!r}")
 
-    def check(self) -> list[str]:
-        """Return what does not hold now."""
+    def check(self) -> None:
+        """Note what does not hold now."""
+        if not self.problems:
+            self.problems = self._problems()
+
+    def _problems(self) -> list[str]:
         world = self._world
         found = [*world.problems, *world.store.problems, *world.loop.errors]
         found += self._engines() + self._capacity() + self._routes() + self._events()

@@ -21,6 +21,12 @@ PING_NOTICES_S: Final = (11.0, 16.0)
 """A ping every ten seconds, and five seconds for its answer."""
 
 CONNECT_TIMEOUT_S: Final = 5.0
+FRAME_BYTES_MAX: Final = 32 * 1024
+"""A receiver closes the connection at a longer frame, as the real ones do at 16 MiB."""
+
+PART_BYTES_MAX: Final = 8 * 1024
+"""Parts of tables are smaller by as much."""
+
 CLOSED: Final = WSMessage(WSMsgType.CLOSED, None, None)
 
 Accept = Callable[["ServerEnd", str], Awaitable[object]]
@@ -113,7 +119,10 @@ class SimConnection:
             if is_cut:
                 self.check_pings()
         elif not target.closed and target.process.is_alive:
-            target.inbox.put_nowait(message)
+            if message is not CLOSED and len(message.data) > FRAME_BYTES_MAX:
+                self.close(target)
+            else:
+                target.inbox.put_nowait(message)
 
     def deliver_waiting(self) -> None:
         """Deliver what waited, after a cut has ended."""

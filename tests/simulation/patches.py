@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
+from functools import partial
 from inspect import isfunction
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +21,10 @@ from isochrone.service.trust import identity
 from isochrone.service.trust.identity import Certificate, CertificateSubject
 from isochrone.wire.ids import PopId
 from isochrone.wire.peers.control import PeerRole
+from isochrone.wire.peers.table_parts import split_table
 from tests.simulation import store_functions
 from tests.simulation.event_loop import EPOCH, sim_monotonic, sim_utc_now
-from tests.simulation.network import simulated_aiohttp
+from tests.simulation.network import PART_BYTES_MAX, simulated_aiohttp
 from tests.simulation.schedulers import ACCEPTED
 
 FILES: ContextVar[dict[str, bytes]] = ContextVar("FILES")
@@ -53,6 +55,8 @@ def simulated() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr("isochrone.service.network.control_link.aiohttp", simulated_aiohttp())
         patch.setattr("scheduler.api.control.peers.ControlSocket", ACCEPTED.get)
         patch.setattr("scheduler.loops.renew_lease.open_pool", _open_pool)
+        split = partial(split_table, bytes_max=PART_BYTES_MAX)
+        patch.setattr("scheduler.state.published_routes.split_table", split)
         patch.setattr(identity, "verify_certificate", _verify_certificate)
         patch.setattr(identity, "verify_signature", lambda pem, payload, signed: signed == payload)
         patch.setattr(identity, "sign", lambda key, payload: payload)

@@ -14,6 +14,8 @@ from isochrone.service.clock import JumpFreeClock
 from isochrone.wire.ids import Epoch, Generation
 from isochrone.wire.peers.assignment import Tombstone
 from isochrone.wire.peers.report import ReplicaState
+from isochrone.wire.peers.routes import RouteTable
+from isochrone.wire.peers.table_parts import split_table
 from nodeagent.decide.replicas.reconcile import reconcile
 from router.decide.routes.table_acceptance import check_table
 from router.decide.routes.withdrawn_routes import WithdrawnRoutes
@@ -24,11 +26,14 @@ from scheduler.state.lease_state import LeaseState
 from scheduler.state.peers.first_reports import FirstReports
 from scheduler.state.peers.peer_registry import PeerRegistry
 from tests.simulation import store_functions, store_lease, store_reads, store_reports
-from tests.simulation.history import run_history
+from tests.simulation.history import KEYS, run_history
 from tests.simulation.patches import replace_function, simulated
 from tests.simulation.store import SimStore
 
 HISTORIES: Final = 30
+MANY_KEYS: Final = 200
+"""So many that a table does not fit into a frame of the simulated network."""
+
 PAST: Final = (812, 958, 1060, 1155, 1445, 1672, 5491, 5769)
 """Seeds that have found a fault."""
 
@@ -42,6 +47,14 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 def test_histories_keep_the_invariants(patch: pytest.MonkeyPatch) -> None:
     for seed in (*range(HISTORIES), *PAST):
         history = run_history(seed)
+        assert not history.problems, str(history)
+
+
+def test_histories_with_tables_beyond_a_frame_keep_the_invariants(
+    patch: pytest.MonkeyPatch,
+) -> None:
+    for seed in range(6):
+        history = run_history(seed, keys=MANY_KEYS)
         assert not history.problems, str(history)
 
 
@@ -60,6 +73,7 @@ class Mutation(NamedTuple):
     """Part of the problem, where other mutations cause other ones."""
     seed: int = 0
     """The history to try first: one that has found the mutation, where the first few do not."""
+    keys: int = KEYS
 
 
 def count_names_that_never_connected(patch: pytest.MonkeyPatch) -> None:
@@ -266,6 +280,13 @@ def publish_whatever_is_stored(patch: pytest.MonkeyPatch) -> None:
     replace_function(patch, "next_route_generation", number_above)
 
 
+def send_tables_in_one_frame(patch: pytest.MonkeyPatch) -> None:
+    def whole(table: RouteTable, kept: object = None) -> Iterator[bytes]:
+        return split_table(table, bytes_max=2**40)
+
+    patch.setattr("scheduler.state.published_routes.split_table", whole)
+
+
 SEEDS_MAX: Final = 400
 """So many histories may pass without a problem. Most mutations are found in the first few."""
 
@@ -278,21 +299,21 @@ MUTATIONS: Final = (
     Mutation("a clock that has jumped before the start deletes history", follow_the_wall_clocks,
              ("jump", "crash_scheduler")),
     Mutation("a restored backup keeps its counters", keep_the_counters_of_a_backup,
-             ("restore", "operate", "crash_scheduler")),
+             ("restore", "operate", "crash_scheduler"), seed=10),
     Mutation("history lost under a scheduler goes unnoticed", overlook_lost_history,
              ("restore", "operate")),
     Mutation("replicas that a backup lacks are not adopted", adopt_nothing,
-             ("restore", "operate")),
+             ("restore", "operate"), seed=13),
     Mutation("stored reports are believed after a loss", believe_a_stored_report,
              ("restore", "operate", "crash_database")),
     Mutation("a node accepts any assignment", accept_any_assignment,
-             ("restore", "operate", "crash_scheduler"), "n1 goes back from epoch"),
+             ("restore", "operate", "crash_scheduler"), "n1 goes back from epoch", seed=51),
     Mutation("the grace of a term follows the database's clock", follow_the_databases_clock,
              ("jump", "destroy", "crash_scheduler"), seed=79),
     Mutation("a lease that expires in an hour is waited for", wait_out_a_lease_of_the_future,
              ("jump", "crash_scheduler", "hang_scheduler")),
     Mutation("a peer waits for a scheduler that hangs", wait_for_a_hung_scheduler,
-             ("hang_scheduler", "pause_scheduler", "cut_all"), seed=83),
+             ("hang_scheduler", "pause_scheduler", "cut_all"), seed=39),
     Mutation("a write is not fenced by its epoch", write_with_any_epoch,
              ("jump", "pause_scheduler", "slow"), seed=24),
     Mutation("an epoch repeats after a restore shorter than a lease",
@@ -318,11 +339,13 @@ MUTATIONS: Final = (
              ("take_over", "crash_scheduler", "crash_peer", "operate"), "has no route to f",
              seed=113),
     Mutation("only the last withdrawn replicas are asked", remember_only_the_last_withdrawn,
-             ("break_engines", "crash_database", "lose_power"), "has no route to", seed=17),
+             ("break_engines", "crash_database", "lose_power"), "has no route to", seed=65),
     Mutation("a withdrawn replica is not asked again", ask_no_withdrawn_replica,
-             ("kill_engine", "crash_database")),
+             ("kill_engine", "crash_database"), seed=57),
     Mutation("a replica that is not assigned is stopped", stop_what_is_not_assigned,
-             ("restore", "operate")),
+             ("restore", "operate"), seed=13),
+    Mutation("a table goes in one frame", send_tables_in_one_frame, ("crash_peer",),
+             "has no table", keys=MANY_KEYS),
 )  # fmt: skip
 
 
@@ -337,7 +360,7 @@ def taken_out(mutation: Mutation) -> Iterator[None]:
 def test_a_fix_that_is_taken_out_is_missed(mutation: Mutation) -> None:
     with taken_out(mutation):
         for seed in (mutation.seed, *range(SEEDS_MAX)):
-            problems = run_history(seed, only=mutation.faults).problems
+            problems = run_history(seed, only=mutation.faults, keys=mutation.keys).problems
             if any(mutation.finds in problem for problem in problems):
                 return
     raise AssertionError(f"{SEEDS_MAX} histories found nothing wrong without the fix")

@@ -38,7 +38,7 @@ class Deployed(msgspec.Struct, frozen=True, kw_only=True):
 class World:
     """Everything of one history. Only the seed and the code decide what happens."""
 
-    def __init__(self, loop: SimLoop, seed: int) -> None:
+    def __init__(self, loop: SimLoop, seed: int, keys: int) -> None:
         self.loop = loop
         self.rng = random.Random(seed)
         self.wall = WallClocks()
@@ -58,7 +58,7 @@ class World:
         self.nodes: dict[str, SimNode] = {}
         self.routers: dict[str, SimRouter] = {}
         self.model: CatalogModel = a_model("m", MODEL_GIB)
-        self._fill()
+        self._fill(keys)
 
     def note(self, text: str) -> None:
         """Write a line of the history."""
@@ -129,7 +129,7 @@ class World:
     def _deployment(self, name: str, replicas: int, replicas_max: int) -> Deployment:
         return a_deployment(name, "m", replicas_min=replicas, replicas_max=replicas_max)
 
-    def _fill(self) -> None:
+    def _fill(self, keys: int) -> None:
         tables, rng = self.store.tables, self.rng
         start = EPOCH.timestamp()
         for pop in POPS:
@@ -147,7 +147,7 @@ class World:
             name = f"r{number + 1}"
             tables.routers[name] = pop
             self.routers[name] = SimRouter(self, name, pop)
-        for number in range(3):
+        for number in range(keys):
             tables.keys[f"k{number:03}"] = a_key(f"k{number:03}")
             self.keys.add(f"k{number:03}")
         for number in range(3):

@@ -23,6 +23,7 @@ from isochrone.service.files import write_atomic
 from ops.fleet.processes import Processes
 from tests.ports import free_port
 from tests.postgres import a_folder
+from tests.system.holdings import Holdings, holdings_of
 from tests.unit_filter import unit_path
 
 ROOT = Path(__file__).parents[2]
@@ -88,8 +89,9 @@ class Fleet:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.token = secrets.token_urlsafe(24)
-        self.key = ""
-        self.baseline_kib: dict[tuple[str, int], int] = {}
+        self.key = self.other_key = ""
+        """Keys of two tenants."""
+        self.baseline: dict[tuple[str, int], Holdings] = {}
         self.settings: dict[str, dict[str, Any]] = {}
         """By process: settings that override its configuration file."""
         self.environment: dict[str, dict[str, str]] = {}
@@ -127,8 +129,16 @@ class Fleet:
                 self.prefixes[f"{kind}-{name}"] = prefix
 
     def api(self, scheduler: str = "a") -> AdminClient:
+        return AdminClient(self.admin_url(scheduler), self.token)
+
+    def admin_url(self, scheduler: str = "a") -> str:
+        """Return the address of a scheduler's admin API."""
         host = self.hosts.get(f"scheduler-{scheduler}", LOOPBACK)
-        return AdminClient(f"http://{host}:{self.ports[f'admin-{scheduler}']}", self.token)
+        return f"http://{host}:{self.ports[f'admin-{scheduler}']}"
+
+    def schedulers_started(self) -> list[str]:
+        """Return the schedulers that run."""
+        return [name for name in ("a", "b") if f"scheduler-{name}" in self.processes.names()]
 
     async def ask(self, method: str, path: str, body: Any = None, *, of: str = "a") -> Any:
         return await asyncio.to_thread(self.api(of).ask, method, path, body)
@@ -275,8 +285,10 @@ class Fleet:
                 tasks.create_task(self.start_node(pop))
                 tasks.create_task(self.start_router(pop))
         await until("scheduler a has all reports", self.has_heard_all)
-        made = await self.ask("POST", "/v1/keys", {"tenant_id": "test"})
-        self.key = made["key"]
+        self.key, self.other_key = [
+            (await self.ask("POST", "/v1/keys", {"tenant_id": tenant}))["key"]
+            for tenant in ("test", "other")
+        ]
 
     async def has_heard_all(self) -> bool:
         """Return True if every router is ready and every node has reported its devices."""
@@ -379,16 +391,9 @@ class Fleet:
                 count += b"nodeagent.mock" in command and mark in command
         return count
 
-    def memory_kib(self) -> dict[tuple[str, int], int]:
-        """Return the resident memory of each running process in KiB, by name and pid."""
-        found = {}
-        for name in self.processes.names():
-            pid = self.processes.pid(name)
-            with suppress(OSError):
-                for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-                    if line.startswith("VmRSS:"):
-                        found[name, pid] = int(line.split()[1])
-        return found
+    def note_baseline(self) -> None:
+        """Note the memory and the descriptors to which the processes must return."""
+        self.baseline = holdings_of(self.processes)
 
     async def kill(self, name: str) -> None:
         """Kill a process by SIGKILL; for Postgres also the server below its launcher."""

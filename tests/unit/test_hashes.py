@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ops.packaging import hashes
+from ops.packaging import build_wheel, hashes
 
 KNOWN = next(iter(hashes.known_hashes()))
 OTHER = "0" * 64
@@ -56,3 +56,22 @@ def test_wheels_that_linux_may_install_are_listed() -> None:
     assert not hashes.serves("a-1-cp313-cp313t-manylinux_2_17_x86_64.whl")
     assert not hashes.serves("a-1-cp310-cp310-manylinux_2_17_x86_64.whl")
     assert not hashes.serves("a-1.tar.gz")
+
+
+def test_nothing_is_built_with_tools_that_are_not_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> None:
+        ran.append(command)
+        if "--report" in command:
+            report = Path(command[command.index("--report") + 1])
+            report.write_text(json.dumps({"install": [installed("evil", archive(OTHER))]}))
+
+    monkeypatch.setattr("ops.packaging.build_wheel.subprocess.run", run)
+    with pytest.raises(SystemExit, match="evil"):
+        build_wheel.build_wheel(tmp_path, "python3", tmp_path / "out", tmp_path)
+    (install,) = [command for command in ran if "install" in command]
+    assert install == ran[-1]
+    assert install[install.index("--only-binary") + 1] == ":all:"

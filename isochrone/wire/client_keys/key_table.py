@@ -152,6 +152,15 @@ class KeyTable:
             return piece[place]
         return None
 
+    def first_after(self, key_id: KeyId) -> KeyEntry | None:
+        """Return the entry with the least id above `key_id`, None if there is none."""
+        index = max(0, bisect_right(self._first_ids, key_id) - 1)
+        for piece in self.pieces[index : index + 2]:
+            place = bisect_right(piece, key_id, key=_id_of)
+            if place < len(piece):
+                return piece[place]
+        return None
+
     def between(self, after: KeyId, until: KeyId | None) -> "KeyTable":
         """Return the keys after one, up to and with the other; all the rest if that is None."""
         first = max(0, bisect_right(self._first_ids, after) - 1)

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Final, NamedTuple
 
-from isochrone.wire.client_keys.key_table import BUDGET_PREFIX
-from isochrone.wire.ids import DeploymentId, KeyId, NodeId, PopId, ReplicaId, TenantId
+from isochrone.wire.client_keys.key_table import BUDGET_PREFIX, budget_id
+from isochrone.wire.ids import DeploymentId, KeyId, NodeId, PopId, ReplicaId
 from isochrone.wire.peers.routes import DeploymentEntry, KeyEntry, KeyTable, Route, RouteTable
 from router.decide.routes.adapters import AdapterDirectory
 
@@ -24,11 +24,6 @@ REGION_SETS_MAX: Final = 64
 """The different lists of regions for which the excluded replicas are remembered."""
 
 
-_BEFORE_BUDGETS: Final = KeyId(BUDGET_PREFIX)
-_AFTER_BUDGETS: Final = KeyId(BUDGET_PREFIX[:-1] + chr(ord(BUDGET_PREFIX[-1]) + 1))
-"""Between these two are the ids of all budgets."""
-
-
 class RouteDirectory:
     """Deployments, keys, routes and nodes of the current table."""
 
@@ -37,7 +32,7 @@ class RouteDirectory:
         self.table: RouteTable | None = None
         self.keys = KeyTable()
         self.adapters = AdapterDirectory()
-        self._budgets: dict[TenantId, KeyEntry] = {}
+        self._has_budgets = False
         self._deployments_by_name: dict[str, DeploymentEntry] = {}
         self._routes: dict[ReplicaId, Route] = {}
         self._replicas_by_node: dict[NodeId, list[ReplicaId]] = {}
@@ -63,12 +58,13 @@ class RouteDirectory:
         """Serve `table`, which differs from the current one only by its keys and adapters."""
         self.table, self.keys = table, table.keys
         self.adapters.adopt(table.adapters)
-        budgets = table.keys.between(_BEFORE_BUDGETS, _AFTER_BUDGETS)
-        self._budgets = {entry.tenant_id: entry for entry in budgets}
+        # They are looked up where they are: an index would be made anew for each changed key.
+        first = table.keys.first_after(KeyId(BUDGET_PREFIX))
+        self._has_budgets = first is not None and first.key_id.startswith(BUDGET_PREFIX)
 
     def budget_of(self, key: KeyEntry) -> KeyEntry | None:
         """Return the budget of a key's tenant; None if it has none."""
-        return self._budgets.get(key.tenant_id) if self._budgets else None
+        return self.keys.get(budget_id(key.tenant_id)) if self._has_budgets else None
 
     @property
     def deployments(self) -> tuple[DeploymentEntry, ...]:

@@ -20,7 +20,7 @@ _SELECT: Final = f"""
     FROM (SELECT (clock_timestamp() AT TIME ZONE 'UTC')::date AS today) AS clock, api_key k
     LEFT JOIN key_day d ON d.key_id = k.key_id
         AND d.day >= date_trunc('month', clock_timestamp() AT TIME ZONE 'UTC')::date
-    WHERE k.key_id LIKE '{BUDGET_PREFIX}%' AND revoked_at IS NULL
+    WHERE k.key_id COLLATE "C" LIKE '{BUDGET_PREFIX}%' AND revoked_at IS NULL
 """  # noqa: S608
 _GROUP: Final = " GROUP BY k.key_id, tenant_id, limits, etag"
 

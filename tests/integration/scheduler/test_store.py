@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ from scheduler.store.lease import (
 from scheduler.store.migrate import FOLDER, Migration, MigrationError, migrate, read_migrations
 from scheduler.store.pool import UNAVAILABLE, Pool, open_pool, transaction, using
 from scheduler.store.rollouts import read_starts
-from scheduler.store.status import read_status
+from scheduler.store.status import PROBLEMS_MAX, read_status
 from tests.builders import (
     GIB,
     a_certificate,
@@ -462,6 +463,40 @@ async def test_status_lists_silent_nodes_and_replicas_that_do_not_become_warm(po
         assert nodes[0].has_connected
         assert await read_node_ids(connection) == []
     assert "never connected" in (await told()).unmet[1]
+
+
+async def test_status_counts_the_problems_that_it_does_not_list(pool: Pool) -> None:
+    await begun(pool)
+    async with using(pool) as connection:
+        await connection.execute(
+            """
+            INSERT INTO node (node_id, pop, last_seen_at)
+            SELECT format('b%s', number), 'ams', clock_timestamp()
+            FROM generate_series(1, 53) number
+            """
+        )
+        await connection.execute(
+            """
+            INSERT INTO router (router_id, pop)
+            SELECT format('r%s', number), 'ams' FROM generate_series(1, 54) number
+            """
+        )
+        told = partial(
+            read_status,
+            connection,
+            scheduler="s",
+            is_acting=True,
+            silent_after_s=60.0,
+            frozen="",
+            unmet=(),
+        )
+        behind = {NodeId(f"b{number}"): "its disk is full" for number in range(1, 54)}
+        not_following = (await told(silent_s={}, nodes_behind=behind)).not_following
+        unmet = (await told(silent_s=dict.fromkeys(behind, 61.0))).unmet
+    assert "4 more routers do not follow: see `isochrone routers list`" in not_following
+    assert "3 more nodes do not follow: see `isochrone nodes list`" in not_following
+    assert len(not_following) == 2 * (PROBLEMS_MAX + 1)
+    assert unmet[-1] == "3 more nodes are silent: see `isochrone nodes list`"
 
 
 async def test_a_node_can_be_deleted_once_its_replicas_are_released(pool: Pool) -> None:

@@ -10,8 +10,15 @@ from functools import partial
 from typing import Any, Final
 
 from isochrone.wire.ids import KeyId, NodeId
-from scheduler.store.accounts.keys import live_keys, read_key_page, revoked_among, revoked_keys
+from scheduler.store.accounts.keys import (
+    list_keys,
+    live_keys,
+    read_key_page,
+    revoked_among,
+    revoked_keys,
+)
 from scheduler.store.accounts.quotas import sum_quota_usage
+from scheduler.store.accounts.tenant_budgets import get_budget, list_budgets
 from scheduler.store.events import list_events
 from scheduler.store.fleet.adoption import _record_refusal_once
 from scheduler.store.forecast import read_slot
@@ -73,6 +80,9 @@ STATEMENTS: dict[str, Callable[[Connection], Awaitable[Any]]] = {
         for rule in retention_rules(event_days=90.0, certificate_lifetime_s=86_400.0)
     },
     "read a page of keys": lambda c: read_key_page(c, KeyId("8")),
+    "list a page of keys": lambda c: list_keys(c, "8", 100),
+    "list a page of budgets": lambda c: list_budgets(c, "", 100),
+    "read a budget": lambda c: get_budget(c, "tenant-7"),
     "read changed keys": lambda c: live_keys(c, [KeyId("000000000000"), KeyId("c4ca4238a0b9")]),
     "revoked among": lambda c: revoked_among(c, [KeyId("000000000000"), KeyId("c4ca4238a0b9")]),
     "revoked keys": revoked_keys,

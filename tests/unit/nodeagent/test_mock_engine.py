@@ -73,6 +73,18 @@ async def test_each_prompt_has_as_many_answers_as_are_asked_for() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("answer_so_far", "numbers"),
+    [("", (700, 701)), ("t700 t701 ", (702, 703))],
+)
+async def test_an_answer_has_the_numbers_that_are_asked_for(
+    answer_so_far: str, numbers: tuple[int, ...]
+) -> None:
+    resumed = [{"role": "assistant", "content": answer_so_far}] if answer_so_far else []
+    tokens = await answers_of(messages=USER + resumed, max_tokens=2, mock={"first_token": 700})
+    assert [token.text for token in tokens[0]] == [f"t{number} " for number in numbers]
+
+
 async def test_the_longest_prompt_is_held_to_the_context() -> None:
     with pytest.raises(ApiError, match="context length is 100 tokens"):
         await answers_of(prompt=["a", "b " * 98], max_tokens=3)

@@ -1,5 +1,6 @@
 """A key's limits, by examples and against a model with a token bucket per limit."""
 
+import tracemalloc
 from collections.abc import Callable
 
 import msgspec
@@ -373,3 +374,28 @@ def test_the_directory_finds_the_budget_of_a_tenant() -> None:
     assert directory.budget_of(stranger) is None
     directory.adopt_keys(msgspec.structs.replace(table, keys=KeyTable.of(entries[1:])))
     assert directory.budget_of(entries[1]) is None
+
+
+def test_a_changed_key_costs_the_same_beside_many_budgets() -> None:
+    budgets = [
+        msgspec.structs.replace(a_budget(), key_id=budget_id(f"t{n}"), tenant_id=TenantId(f"t{n}"))
+        for n in range(5_000)
+    ]
+    table = RouteTable(
+        cluster_id=ClusterId("c"),
+        generation=Generation(1),
+        epoch=Epoch(1),
+        keys=KeyTable.of([*budgets, a_key("k")]),
+    )
+    changed = msgspec.structs.replace(table, keys=table.keys.replaced([a_key("k", NOON)], ()))
+    directory = RouteDirectory()
+    directory.adopt(table)
+    tracemalloc.start()
+    try:
+        directory.adopt_keys(changed)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 4096, "nothing is made of all budgets"
+    key = msgspec.structs.replace(a_key("k"), tenant_id=TenantId("t4999"))
+    assert directory.budget_of(key) is budgets[-1]

@@ -40,6 +40,9 @@ def check(table: KeyTable, expected: dict[int, int]) -> None:
         entry = a_key(number, expected[number]) if number in expected else None
         assert table.get(KeyId(f"{number:03d}")) == entry
         assert (f"{number:03d}" in table) is (number in expected)
+        later = [entry for entry in table if entry.key_id > f"{number:03d}"]
+        assert table.first_after(KeyId(f"{number:03d}")) == next(iter(later), None)
+    assert table.first_after(KeyId("")) == next(iter(table), None)
 
 
 @settings(deadline=None, max_examples=200)
