@@ -77,13 +77,13 @@ class MockAnswerEncoder:
                 delta = self._call_delta(token.answer, token.piece)
                 calls[delta.pop("index")] = delta
             elif token.piece and token.piece.call:
-                calls[token.piece.call.index]["function"]["arguments"] += token.text
+                calls[token.piece.call.number]["function"]["arguments"] += token.text
         return {"tool_calls": list(calls.values())} if calls else {}
 
     def _call_delta(self, answer: int, piece: MockPiece) -> dict[str, Any]:
         """Return what a piece adds to a streamed call: its opening names the call."""
         assert piece.call is not None
-        index = piece.call.index
+        index = piece.call.number
         if not piece.opens_call:
             return {"index": index, "function": {"arguments": piece.text}}
         call_id = f"call_{self._request_id}_{answer}_{index}"

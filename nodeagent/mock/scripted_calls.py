@@ -23,7 +23,7 @@ _decode_arguments: Final = msgspec.json.Decoder(dict[str, Any]).decode
 class MockCall(NamedTuple):
     """One call to make, and its place among those of the answer."""
 
-    index: int
+    number: int
     name: str
     arguments: str
 
@@ -70,8 +70,8 @@ def _next_reply(
     together = [line for line in left if line[0] == left[0][0]] if in_parallel else left[:1]
     return [
         piece
-        for index, (_, name, arguments) in enumerate(together)
-        for piece in _pieces(MockCall(index, name, arguments))
+        for number, (_, name, arguments) in enumerate(together)
+        for piece in _pieces(MockCall(number, name, arguments))
     ]
 
 

@@ -101,7 +101,7 @@ async def list_adapter_tenants(request: AdminRequest) -> Page:
     return request.page(views, lambda view: view.tenant_id)
 
 
-async def _check_tenant(request: AdminRequest, tenant_id: TenantId) -> None:
+async def _check_tenant(request: AdminRequest, tenant_id: str) -> None:
     """Raise ApiError 400 if there is no such tenant: no request could use its adapter."""
     if await has_tenant(request.connection, tenant_id):
         return

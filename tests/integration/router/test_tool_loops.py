@@ -54,7 +54,7 @@ async def test_chats(bench: Any, streams: bool, in_parallel: bool) -> None:
         "parallel_tool_calls": in_parallel,
     }
     messages: list[Any] = [{"role": "user", "content": SCRIPT}]
-    steps = []
+    steps: list[Any] = []
     async with openai_client(bench) as client:
         for _ in range(STEPS_MAX):
             if streams:
@@ -89,7 +89,7 @@ async def test_responses(bench: Any, streams: bool) -> None:
         ],
     }
     items: list[Any] = [{"role": "user", "content": SCRIPT}]
-    steps = []
+    steps: list[Any] = []
     async with openai_client(bench) as client:
         for _ in range(STEPS_MAX):
             if streams:
@@ -119,7 +119,7 @@ async def test_messages(bench: Any, streams: bool) -> None:
         "tools": [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()],
     }
     messages: list[Any] = [{"role": "user", "content": SCRIPT}]
-    steps = []
+    steps: list[Any] = []
     counts = []
     async with anthropic_client(bench) as client:
         for _ in range(STEPS_MAX):
@@ -169,7 +169,7 @@ async def clock(zone: str) -> str:
 async def test_a_tool_runner(bench: Any, streams: bool) -> None:
     messages: list[Any] = [{"role": "user", "content": SCRIPT}]
     request: dict[str, Any] = {"model": "tiny", "max_tokens": 1000, "messages": messages}
-    tools = [weather, clock]
+    tools: list[Any] = [weather, clock]
     async with anthropic_client(bench) as client:
         runner: Any = client.beta.messages.tool_runner(**request, tools=tools, stream=streams)
         answers = [await turn.get_final_message() if streams else turn async for turn in runner]
@@ -184,17 +184,15 @@ async def test_a_tool_runner(bench: Any, streams: bool) -> None:
 async def test_a_call_that_the_limit_cuts_off_is_incomplete(bench: Any) -> None:
     content = 'call weather {"city": "Llanfairpwllgwyngyll"}'
     messages: list[Any] = [{"role": "user", "content": content}]
-    parameters = {"name": "weather", "parameters": CITY}
-    tools: list[Any] = [{"type": "function", "function": parameters}]
+    function: dict[str, Any] = {"name": "weather", "parameters": CITY}
+    chat_tools: list[Any] = [{"type": "function", "function": function}]
+    tools: list[Any] = [{"type": "function", "strict": False, **function}]
     async with openai_client(bench) as client:
         chat = await client.chat.completions.create(
-            model="tiny", messages=messages, tools=tools, max_tokens=2
+            model="tiny", messages=messages, tools=chat_tools, max_tokens=2
         )
         assert chat.choices[0].finish_reason == "length"
-        answer = await client.responses.create(
-            model="tiny",
-            input=content,
-            max_output_tokens=2,
-            tools=[{"type": "function", "strict": False, **parameters}],  # type: ignore[typeddict-item]
+        answer: Any = await client.responses.create(
+            model="tiny", input=content, max_output_tokens=2, tools=tools
         )
-        assert (answer.status, answer.output[0].status) == ("incomplete", "incomplete")  # type: ignore[union-attr]
+        assert (answer.status, answer.output[0].status) == ("incomplete", "incomplete")

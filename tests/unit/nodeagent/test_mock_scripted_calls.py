@@ -58,7 +58,7 @@ def calls_of(choice: dict[str, Any]) -> list[tuple[str, str]]:
 async def loop(**fields: Any) -> tuple[list[list[tuple[str, str]]], str]:
     """Return the calls of each answer until one has none, and that one's text."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": SCRIPT}]
-    steps = []
+    steps: list[Any] = []
     for _ in range(5):
         choice = await answer(messages, **fields)
         if choice["finish_reason"] != "tool_calls":
