@@ -243,11 +243,9 @@ class RequestPipeline:
         except AdmissionRefused as refused:
             if has_no_replica and not is_full:
                 self._metrics.refusals.labels("no_replica").inc()
-                within = ", ".join(request.key.regions)
                 raise ApiError(
                     ErrorCode.UNAVAILABLE,
-                    f"cannot serve {request.deployment.name} now: no replica is ready yet"
-                    + (f" in the regions of this key ({within})" if within else ""),
+                    f"cannot serve {request.deployment.name} now: {self._why_no_replica(request)}",
                     retry_after_s=spread_retry_after_s(
                         NO_REPLICA_RETRY_AFTER_S, request.request_id
                     ),
@@ -263,6 +261,19 @@ class RequestPipeline:
         finally:
             if self._tracer is not None:
                 self._tracer.add_wait(context, waiting_since_s)
+
+    def _why_no_replica(self, request: InferenceRequest) -> str:
+        """Say that no replica is ready, and if the regions of the key are why, what helps."""
+        regions = request.key.regions
+        if not regions:
+            return "no replica is ready yet"
+        reason = f"no replica is ready yet in the regions of this key ({', '.join(regions)})"
+        if self._fleet.has_replica(request.deployment_id):
+            reason += (
+                "; others are elsewhere, and a key alone starts none: ask the operator to keep one"
+                " there (`keep_warm`)"
+            )
+        return reason
 
     def fail_node(self, node_id: NodeId, since_s: float) -> None:
         """Let the requests that wait for a lost node, silent since `since_s`, go elsewhere."""

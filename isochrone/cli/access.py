@@ -86,10 +86,34 @@ def keys_create(
         "ttl_s": ttl_s,
     }
     made = obj.api.ask("POST", "/v1/keys", body)
+    if regions:
+        _warn_of_cold_regions(obj, made)
     if obj.output == "json":
         show_one(made, obj.output)
     else:
         click.echo(made["key"])
+
+
+def _warn_of_cold_regions(obj: CliContext, key: dict[str, Any]) -> None:
+    """Name the deployments for which no replica is kept in the key's regions."""
+    regions = set(key["regions"])
+    inside = {
+        pop["pop"]
+        for pop in obj.api.list("/v1/pops")
+        if pop["pop"] in regions or pop["country"] in regions
+    }
+    cold = [
+        deployment["deployment_id"]
+        for deployment in obj.api.list("/v1/deployments")
+        if not key["deployments"] or deployment["deployment_id"] in key["deployments"]
+        if not inside.intersection(deployment["policy"]["keep_warm"])
+    ]
+    if cold:
+        stderr.print(
+            f"note: a key starts no replica. While {', '.join(sorted(inside)) or 'its regions'} has"
+            f" none of {', '.join(cold)}, its requests get 503: see `deploy --keep-warm`",
+            highlight=False,
+        )
 
 
 @keys.command("limit")

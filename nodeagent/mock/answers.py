@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from nodeagent.mock.engine import MockToken
+from nodeagent.mock.scripted_calls import MockPiece
 
 LOGPROB_OF_OTHERS: Final = -9999.0
 """OpenAI's value for what is all but impossible: each numbered token was certain."""
@@ -24,6 +25,7 @@ class MockAnswerEncoder:
         self._is_chat = is_chat
         self._kind = "chat.completion" if is_chat else "text_completion"
         self._alternatives = alternatives
+        self._request_id = request_id
         answer_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}"
         self._head = {"id": answer_id, "created": created, "model": model}
 
@@ -40,6 +42,8 @@ class MockAnswerEncoder:
         """Return the chunk of one token."""
         text = token.visible
         content: dict[str, Any] = {"delta": {"content": text}} if self._is_chat else {"text": text}
+        if token.piece:
+            content = {"delta": {"tool_calls": [self._call_delta(token.answer, token.piece)]}}
         choice = {"index": token.answer, "finish_reason": token.finish_reason, **content}
         if self._alternatives is not None:
             choice["logprobs"] = self._logprobs([token])
@@ -59,9 +63,32 @@ class MockAnswerEncoder:
         text = "".join(token.visible for token in tokens)
         content: dict[str, Any] = {"text": text}
         if self._is_chat:
-            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            message = {"role": "assistant", "content": text, "refusal": None}
+            calls = self._calls(tokens)
+            content = {"message": {**message, "content": None, **calls} if calls else message}
         end = {"index": tokens[-1].answer, "finish_reason": tokens[-1].finish_reason}
         return {**end, "logprobs": self._logprobs(tokens), **content}
+
+    def _calls(self, tokens: Sequence[MockToken]) -> dict[str, Any]:
+        """Return the field `tool_calls` of a message; {} without calls."""
+        calls: dict[int, dict[str, Any]] = {}
+        for token in tokens:
+            if token.piece and token.piece.opens_call:
+                delta = self._call_delta(token.answer, token.piece)
+                calls[delta.pop("index")] = delta
+            elif token.piece and token.piece.call:
+                calls[token.piece.call.number]["function"]["arguments"] += token.text
+        return {"tool_calls": list(calls.values())} if calls else {}
+
+    def _call_delta(self, answer: int, piece: MockPiece) -> dict[str, Any]:
+        """Return what a piece adds to a streamed call: its opening names the call."""
+        assert piece.call is not None
+        index = piece.call.number
+        if not piece.opens_call:
+            return {"index": index, "function": {"arguments": piece.text}}
+        call_id = f"call_{self._request_id}_{answer}_{index}"
+        function = {"name": piece.call.name, "arguments": ""}
+        return {"index": index, "id": call_id, "type": "function", "function": function}
 
     def _logprobs(self, tokens: Sequence[MockToken]) -> dict[str, Any] | None:
         """Return the log probabilities of tokens: 0, and next to nothing for all others."""

@@ -1,9 +1,10 @@
 """Generates numbered tokens ("t0 t1 t2 ...") at a set pace, with faults on request.
 
-A prompt's tokens are its words. Of a request's fields only its limits, stop strings and number of
-answers change what is generated. Options (`EngineConfig.options`): ttft_ms, itl_ms, kv_tokens,
-sequences, fail_load, crash_at_token, hang_at_token, garbage_at_token, error_status, zombie,
-memory_full. A request can set the same faults for itself in its field `mock`.
+A prompt's tokens are its words. Of a request's fields only its limits, stop strings, number of
+answers and tools (`scripted_calls.py`) change what is generated. Options
+(`EngineConfig.options`): ttft_ms, itl_ms, kv_tokens, sequences, fail_load, crash_at_token,
+hang_at_token, garbage_at_token, error_status, zombie, memory_full. A request can set the same
+faults for itself in its field `mock`.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from typing import Final, NamedTuple
 from isochrone.wire.engines.engine import EngineConfig, EngineStats
 from isochrone.wire.errors import ApiError, ErrorCode, context_length_message
 from isochrone.wire.http.headers import PRIORITY_DEFAULT
+from nodeagent.mock.scripted_calls import MockPiece
 from nodeagent.mock.slots import MockPlace, MockSlots
 from nodeagent.mock.stop_strings import MockStopStrings
 
@@ -33,7 +35,10 @@ class MockPrompt(NamedTuple):
 
 
 class MockRequest(NamedTuple):
-    """A request for `answers` texts of at most `max_tokens` numbered tokens after each prompt."""
+    """A request for `answers` texts of at most `max_tokens` tokens after each prompt.
+
+    The tokens are numbered, or the pieces of `reply` if there is one.
+    """
 
     prompts: Sequence[MockPrompt]
     answers: int
@@ -42,11 +47,24 @@ class MockRequest(NamedTuple):
     salt: str
     faults: dict[str, float]
     priority: int = PRIORITY_DEFAULT
+    reply: Sequence[MockPiece] = ()
 
     @property
     def prompt_tokens(self) -> int:
         """The tokens of all prompts."""
         return sum(len(prompt.words) for prompt in self.prompts)
+
+    @property
+    def tokens_each(self) -> int:
+        """The tokens of each answer, if no stop string ends it."""
+        return min(self.max_tokens, len(self.reply) or self.max_tokens)
+
+    @property
+    def finish_reason(self) -> str:
+        """Why an answer ends that no stop string ends."""
+        if not self.reply or self.max_tokens < len(self.reply):
+            return "length"
+        return "tool_calls" if self.reply[-1].call else "stop"
 
 
 class MockToken(NamedTuple):
@@ -61,6 +79,7 @@ class MockToken(NamedTuple):
     visible: str
     finish_reason: str | None
     cached: int
+    piece: MockPiece | None = None
 
 
 class MockAnswer:
@@ -71,11 +90,15 @@ class MockAnswer:
         self.first_token = first_token
         self._stops = MockStopStrings(stop)
 
-    def token(self, text: str, cached: int, *, is_last: bool) -> MockToken:
-        """Return its next token."""
-        visible = self._stops.add(text, is_last=is_last)
-        finish_reason = "stop" if self._stops.is_reached else "length" if is_last else None
+    def token(self, text: str, cached: int, *, last_reason: str | None) -> MockToken:
+        """Return its next token; the last one has the reason."""
+        visible = self._stops.add(text, is_last=last_reason is not None)
+        finish_reason = "stop" if self._stops.is_reached else last_reason
         return MockToken(self.number, text, visible, finish_reason, cached)
+
+    def call_token(self, piece: MockPiece, cached: int, last_reason: str | None) -> MockToken:
+        """Return its next token, which is a piece of a tool call."""
+        return MockToken(self.number, piece.text, "", last_reason, cached, piece)
 
 
 class MockEngine:
@@ -157,14 +180,19 @@ class MockEngine:
             for number, prompt in enumerate(prompts)
         ]
         await asyncio.sleep(self._fault(request, "ttft_ms") / 1000)
-        for step in range(request.max_tokens):
+        for step in range(request.tokens_each):
             if step:
                 await asyncio.sleep(self._fault(request, "itl_ms") / 1000)
             await place.granted.wait()
+            reason = request.finish_reason if step == request.tokens_each - 1 else None
             for answer in list(answers):
                 text = await self._text(request, answer.first_token + step)
-                is_last = step == request.max_tokens - 1
-                token = answer.token(text, cached, is_last=is_last)
+                piece = request.reply[step] if request.reply else None
+                if piece and piece.call:
+                    token = answer.call_token(piece, cached, reason)
+                else:
+                    text = piece.text if piece else text
+                    token = answer.token(text, cached, last_reason=reason)
                 if token.finish_reason:
                     answers.remove(answer)
                 yield token

@@ -1,11 +1,13 @@
 """OpenAI's request bodies for the mock engine: decoded, and refused where it cannot answer them."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.mock.engine import MockPrompt, MockRequest
+from nodeagent.mock.scripted_calls import MockPiece, MockTurn, scripted_reply
 
 CHAT_TOKENS_DEFAULT: Final = 256
 COMPLETION_TOKENS_DEFAULT: Final = 16
@@ -31,6 +33,7 @@ class MockMessage(msgspec.Struct, frozen=True):
 
     role: str
     content: str | tuple[MockTextPart, ...] | None = None
+    tool_calls: list[Any] | None = None
 
 
 class MockFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +60,7 @@ class MockFields(msgspec.Struct, frozen=True, kw_only=True):
     store: Literal[False] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     tools: list[Any] | None = None
-    """None is ever called: see `forced_tools` of the capabilities."""
+    """Called if the conversation says so (`scripted_calls.py`); none can be forced."""
     top_k: int | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     user: Any = None
@@ -109,6 +112,16 @@ class MockRequestBody(MockRefusedFields, frozen=True, kw_only=True, forbid_unkno
             return (self.top_logprobs or 0) if self.logprobs else None
         return None if self.logprobs in (None, False) else int(self.logprobs)
 
+    def reply(self) -> Sequence[MockPiece]:
+        """Return the reply that the conversation asks for in so many words; () if it does not."""
+        if not self.tools or self.tool_choice == "none":
+            return ()
+        turns = [
+            MockTurn(message.role, _text(message), len(message.tool_calls or ()))
+            for message in self.messages or ()
+        ]
+        return scripted_reply(turns, self.tools, in_parallel=self.parallel_tool_calls is not False)
+
 
 _decoder = msgspec.json.Decoder(MockRequestBody)
 
@@ -145,7 +158,8 @@ def mock_request(body: MockRequestBody, *, is_chat: bool, salt: str) -> MockRequ
     if not all(prompt.words for prompt in prompts):
         raise _invalid("the prompt is empty", "messages" if is_chat else "prompt")
     stop = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
-    return MockRequest(prompts, body.n or 1, max_tokens, stop, salt, faults)
+    reply = body.reply() if is_chat else ()
+    return MockRequest(prompts, body.n or 1, max_tokens, stop, salt, faults, reply=reply)
 
 
 def _first_token(resumed_text: str) -> int:

@@ -44,11 +44,11 @@ class MockServer:
     def app(self) -> web.Application:
         """Return the application with its routes."""
         app = web.Application(
-            client_max_size=media.AUDIO_BYTES_MAX, middlewares=[error_middleware(_as_openai)]
+            client_max_size=media.AUDIO_BYTES_MAX, middlewares=[error_middleware(as_openai)]
         )
-        app.router.add_post("/v1/chat/completions", self._answer)
-        app.router.add_post("/v1/completions", self._answer)
-        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/v1/chat/completions", self.answer)
+        app.router.add_post("/v1/completions", self.answer)
+        app.router.add_post("/tokenize", self.tokenize)
         app.router.add_post("/v1/audio/transcriptions", media.transcribe)
         app.router.add_post("/v1/audio/translations", media.transcribe)
         app.router.add_post("/v1/audio/speech", media.speak)
@@ -71,14 +71,15 @@ class MockServer:
         path = Path(self._config.socket)
         # An earlier process may have left its socket.
         path.unlink(missing_ok=True)
-        async with serve_http_unix(self.app(), path, encode_error=_as_openai):
+        async with serve_http_unix(self.app(), path, encode_error=as_openai):
             await stopping.wait()
             self._is_draining = True
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.drain_s):
                     await self._idle.wait()
 
-    async def _answer(self, http_request: web.Request) -> web.StreamResponse:
+    async def answer(self, http_request: web.Request) -> web.StreamResponse:
+        """Answer a chat or a completion."""
         if self._is_draining:
             raise ApiError(
                 ErrorCode.UNAVAILABLE,
@@ -128,7 +129,7 @@ class MockServer:
         self._is_asleep = False
         return web.json_response({"is_sleeping": False})
 
-    async def _tokenize(self, http_request: web.Request) -> web.Response:
+    async def tokenize(self, http_request: web.Request) -> web.Response:
         """Count the tokens of a chat's prompt."""
         body = openai.decode(
             await read_body(http_request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
@@ -214,5 +215,6 @@ def _json(body: Any) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
-def _as_openai(error: ApiError) -> web.Response:
+def as_openai(error: ApiError) -> web.Response:
+    """Return an error in the form of OpenAI's API."""
     return error_response(error, msgspec.json.encode(openai_error(error)))

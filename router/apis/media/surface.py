@@ -87,7 +87,7 @@ def read_media_request(openai: OpenAiSurface, request: HttpRequest, path: str) -
     else:
         content_type = "application/json"
         call = _read_json(path, request.body)
-    deployment = openai.deployment_of_kind(call.model, key, path, route.kind)
+    deployment = openai.deployment_of_kind(call.model, key, request.named_path, route.kind)
     refuse_lacking_route(deployment, route.feature)
     return InferenceRequest(
         request_id=RequestId(request.request_id),

@@ -166,7 +166,7 @@ class OpenAiSurface:
         read = read_body(body, DECODERS[path])
         openai, prompt = read.request, read.prompt
         kind = MODEL_KINDS.get(path, "chat")
-        named = self._named_model(openai.model, key, path, kind)
+        named = self._named_model(openai.model, key, request.named_path, kind)
         deployment, adapter = named.deployment, named.adapter
         if deployment.engine_lacks:
             refuse_lacking(deployment, path, body)
@@ -210,7 +210,7 @@ class OpenAiSurface:
         key = request.key
         assert key is not None
         openai: OpenAiRequest = decode(body, CHAT)
-        deployment = self._named_model(openai.model, key, TOKENIZE_PATH, "chat").deployment
+        deployment = self._named_model(openai.model, key, request.named_path, "chat").deployment
         refuse_lacking_route(deployment, "token_count")
         if openai.model != deployment.name:
             # An adapter has its model's tokens.
@@ -238,9 +238,10 @@ class OpenAiSurface:
         )
 
     def _named_model(self, name: str, key: KeyEntry, path: str, kind: str) -> NamedModel:
-        """Return the deployment of a kind, and perhaps the adapter, of a request for `path`.
+        """Return the deployment of a kind, and perhaps the adapter, that a request names.
 
-        A `name` is a deployment's, or `deployment:adapter`. Raises ApiError.
+        A `name` is a deployment's, or `deployment:adapter`; `path` is the client's. Raises
+        ApiError.
         """
         directory = self._fleet.directory
         base = directory.base_of(name)
@@ -252,7 +253,10 @@ class OpenAiSurface:
         return NamedModel(deployment, adapter)
 
     def deployment_of_kind(self, name: str, key: KeyEntry, path: str, kind: str) -> DeploymentEntry:
-        """Return a deployment of the kind that `path` needs. Raises ApiError."""
+        """Return a deployment of the kind that a client's request to `path` needs.
+
+        Raises ApiError.
+        """
         deployment = self.deployment(name, key)
         if deployment.kind != kind:
             raise ApiError(

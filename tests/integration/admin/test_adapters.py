@@ -31,6 +31,13 @@ def write_folder(folder: Path, **fields: Any) -> Path:
     return folder
 
 
+async def add_keys(admin: Admin, *tenants: str) -> None:
+    """Create a key for each tenant."""
+    for tenant in tenants:
+        made = await admin.ask("POST", "/v1/keys", {"tenant_id": tenant})
+        assert made.status == 201, made
+
+
 async def cli(admin: Admin, *arguments: str) -> Any:
     """Run the command; return what it prints as JSON."""
     code, out, err = await run_cli(admin, "-o", "json", "adapters", *arguments)
@@ -40,6 +47,7 @@ async def cli(admin: Admin, *arguments: str) -> Any:
 
 async def test_an_operator_manages_the_adapters_of_tenants(admin: Admin, tmp_path: Path) -> None:
     await add_deployments(admin)
+    await add_keys(admin, "acme", "other")
     folder, stored = write_folder(tmp_path / "mine"), tmp_path / "batches"
     upload = ("upload", str(folder), "--model", MODEL, "--tenant")
     made = await cli(admin, *upload, "acme", "--name", "mine", "--description", "in short")
@@ -83,6 +91,7 @@ async def test_what_cannot_be_used_is_refused_and_leaves_nothing(
     admin: Admin, tmp_path: Path
 ) -> None:
     await add_deployments(admin)
+    await add_keys(admin, "acme")
     good, big = write_folder(tmp_path / "good"), write_folder(tmp_path / "big", r=64)
     foreign, huge = write_folder(tmp_path / "foreign"), write_folder(tmp_path / "huge")
     (foreign / WEIGHTS_FILE).write_bytes(weights_file(adapter_shapes(hidden=32)))
@@ -117,3 +126,24 @@ async def test_what_cannot_be_used_is_refused_and_leaves_nothing(
     nothing = await admin.ask("PUT", "/v1/adapters/ft-none/files/x", raw=b"x")
     assert nothing.status == 404
     assert len(list((tmp_path / "batches").iterdir())) == 1
+
+
+async def test_an_adapter_needs_a_tenant_that_exists(admin: Admin, tmp_path: Path) -> None:
+    await add_deployments(admin)
+    folder = write_folder(tmp_path / "mine")
+    upload = ("adapters", "upload", str(folder), "--model", MODEL, "--name", "mine", "--tenant")
+    words = "create a key first"
+    for existing in ("acme", "other"):
+        code, _, err = await run_cli(admin, *upload, "acmee")
+        said = " ".join(err.replace("│", " ").split())
+        assert code == 1
+        assert "cannot add an adapter of tenant 'acmee'" in said
+        assert words in said
+        await add_keys(admin, existing)
+        words = "use one of acme (`isochrone keys list` shows all)"
+    revoked = (await admin.ask("GET", "/v1/keys")).body["data"][0]
+    await admin.ask("DELETE", f"/v1/keys/{revoked['key_id']}")
+    assert (await run_cli(admin, *upload, revoked["tenant_id"]))[0] == 1
+    budget = {"tokens_per_day": 1000}
+    await admin.ask("PUT", f"/v1/tenants/{revoked['tenant_id']}/limits", budget)
+    assert (await run_cli(admin, *upload, revoked["tenant_id"]))[0] == 0

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from isochrone.cli.main import main
 from tests.integration.admin.conftest import TOKEN, Admin
+from tests.integration.router.test_finetunes import add_deployments
 
 
 def env_of(admin: Admin, token: str) -> dict[str, str]:
@@ -179,3 +180,17 @@ async def test_errors_go_to_standard_error_with_an_exit_code(admin: Admin) -> No
     code, _, err = await run_cli(admin, "deploy", "new", "--model", "m", "--option", "graphs")
     assert code == 2
     assert "cannot read option 'graphs'" in err
+
+
+async def test_a_key_for_regions_without_a_kept_replica_gets_a_note(admin: Admin) -> None:
+    await admin.pop("ams", "NL")
+    await admin.pop("sin", "SG")
+    await add_deployments(admin)
+    create = ("keys", "create", "acme", "--region", "SG", "--deployment", "plain")
+    code, out, err = await run_cli(admin, *create)
+    assert (code, out.startswith("iso_")) == (0, True)
+    assert "While sin has none of plain, its requests get 503" in " ".join(err.split())
+    warm = await run_cli(admin, "deploy", "plain", "--keep-warm", "sin")
+    assert warm[0] == 0, warm[2]
+    assert (await run_cli(admin, *create))[2] == ""
+    assert (await run_cli(admin, "keys", "create", "acme"))[2] == ""

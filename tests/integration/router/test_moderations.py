@@ -69,7 +69,10 @@ async def test_what_cannot_be_moderated_is_refused_by_name(tmp_path: Path) -> No
     async with a_sorting_bench(tmp_path) as bench, a_client(bench) as client:
         picture: Any = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]
         refusals: list[tuple[dict[str, Any], str]] = [
-            ({"input": "x", "model": "tiny"}, "needs one of kind 'classify'"),
+            (
+                {"input": "x", "model": "tiny"},
+                "'tiny' with /v1/moderations: .*needs one of kind 'classify'",
+            ),
             ({"input": picture}, "read no images"),
             ({"input": ["a", ""]}, "not empty"),
             ({"input": ""}, "'input'"),
@@ -99,6 +102,24 @@ async def test_a_model_that_says_nothing_is_not_chosen(
     async with a_sorting_bench(tmp_path, **bench_fields) as bench, a_client(bench) as client:
         with pytest.raises(openai.BadRequestError, match=reason):
             await client.moderations.create(input="x", **fields)
+
+
+async def test_a_model_of_another_kind_is_refused_with_the_path_of_the_client(
+    tmp_path: Path,
+) -> None:
+    chat = {"model": "sorter", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+    counted = {name: chat[name] for name in ("model", "messages")}
+    async with a_sorting_bench(tmp_path) as bench:
+        for path, body in (
+            ("/v1/messages", chat),
+            ("/v1/messages/count_tokens", counted),
+            ("/v1/responses", {"model": "sorter", "input": "x"}),
+            ("/ai/v1/chat/completions", chat),
+            ("/ai/run/sorter", {"prompt": "x"}),
+        ):
+            async with bench.http.post(f"{bench.url}{path}", json=body) as answer:
+                assert answer.status == 400
+                assert f"'sorter' with {path}: it is" in await answer.text()
 
 
 async def test_workers_ai_classifies(tmp_path: Path) -> None:

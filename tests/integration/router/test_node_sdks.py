@@ -11,6 +11,8 @@ import pytest
 
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, Bench, a_bench, a_route, a_table
+from tests.integration.router.mock_node import MockNode
+from tests.integration.router.test_tool_loops import END, EXPECTED, SCRIPT
 
 ROOT = Path(__file__).parents[3]
 MODULES = ROOT / ".node" / "node_modules"
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-async def run(script: str, bench: Bench) -> dict[str, Any]:
+async def run(script: str, bench: Bench, *arguments: str) -> dict[str, Any]:
     """Run a script with Node.js; return the object that it prints.
 
     A module (.mjs) is read from standard input, as its imports are then looked for in the working
@@ -33,7 +35,7 @@ async def run(script: str, bench: Bench) -> dict[str, Any]:
     source = ("--input-type=module", "-") if path.suffix == ".mjs" else (str(path),)
     with path.open("rb") as text:
         process = await asyncio.create_subprocess_exec(
-            *("node", *source, bench.url, KEY),
+            *("node", *source, bench.url, KEY, *arguments),
             cwd=MODULES.parent,
             env={"PATH": os.environ["PATH"], "NODE_PATH": str(MODULES)},
             stdin=text,
@@ -106,3 +108,15 @@ async def test_workers_ai_provider(tmp_path: Path) -> None:
         assert result["tokens"] == [11, 4]
         assert result["refused"] == {"status": 404, "retryable": False}
         await node.until(lambda: node.cancelled == 1)
+
+
+async def test_loops_of_tool_calls_end(tmp_path: Path) -> None:
+    node = MockNode()
+    async with a_bench(tmp_path, [node]) as bench:
+        bench.app.fleet.adopt(a_table([a_route(node)], generation=2, names=(MODEL,)))
+        result = await run("tool_loops.mjs", bench, SCRIPT)
+    expected = [[list(call) for call in step] for step in EXPECTED]
+    for name, loops in result.items():
+        for loop in loops:
+            assert "error" not in loop, (name, loop)
+            assert (loop["steps"], loop["text"].strip()) == (expected, END), name

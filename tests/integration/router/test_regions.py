@@ -81,7 +81,8 @@ async def test_a_region_without_replicas_is_named(tmp_path: Path) -> None:
     async with a_bench_in_two_cities(tmp_path, ("iad",), {}) as bench, bench.chat() as response:
         assert response.status == 503
         message = (await response.json())["error"]["message"]
-        assert "no replica is ready yet in the regions of this key (iad)" in message
+        assert "no replica is ready yet in the regions of this key (iad); others are" in message
+        assert "ask the operator to keep one there (`keep_warm`)" in message
 
 
 async def test_a_retry_stays_inside(tmp_path: Path) -> None:

@@ -1,0 +1,116 @@
+"""Reads from a conversation which tools to call, so that a client's loop of tool calls ends.
+
+A line `call NAME {"argument": 1}` of a user's message is a call of a tool that the request offers.
+The mock engine makes the calls of such lines together, and those after a line `then` once the ones
+before it have results. When every call has its result, it answers with the results' text.
+"""
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+RESULT_WORDS_MAX: Final = 200
+PIECE_CHARACTERS: Final = 12
+"""A call's arguments are streamed in pieces of this length."""
+
+_LINE: Final = re.compile(r"\s*call (\S+) (\{.*\})\s*")
+_decode_arguments: Final = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class MockCall(NamedTuple):
+    """One call to make, and its place among those of the answer."""
+
+    number: int
+    name: str
+    arguments: str
+
+
+class MockPiece(NamedTuple):
+    """What one token adds: to the text, or to the arguments of a call."""
+
+    text: str
+    call: MockCall | None = None
+    opens_call: bool = False
+
+
+class MockTurn(NamedTuple):
+    """What the reader needs of one message: its calls are counted."""
+
+    role: str
+    text: str
+    calls: int
+
+
+def scripted_reply(
+    turns: Sequence[MockTurn], tools: Sequence[Any], *, in_parallel: bool
+) -> Sequence[MockPiece]:
+    """Return the reply that the conversation's script asks for, or () without a script."""
+    names = {_name(tool) for tool in tools} - {""}
+    for at in reversed(range(len(turns))):
+        if turns[at].role != "user":
+            continue
+        if script := _script(turns[at].text, names):
+            return _next_reply(script, turns[at + 1 :], in_parallel=in_parallel)
+    return ()
+
+
+def _next_reply(
+    script: Sequence[tuple[int, str, str]], later: Sequence[MockTurn], *, in_parallel: bool
+) -> Sequence[MockPiece]:
+    """Return the next step's calls that were not made yet, else the results."""
+    made = sum(turn.calls for turn in later if turn.role == "assistant")
+    left = script[made:]
+    if not left:
+        results = [turn.text for turn in later if turn.role == "tool"]
+        words = ["done:", *" ".join(results).split()[:RESULT_WORDS_MAX]]
+        return [MockPiece(word + " ") for word in words]
+    together = [line for line in left if line[0] == left[0][0]] if in_parallel else left[:1]
+    return [
+        piece
+        for number, (_, name, arguments) in enumerate(together)
+        for piece in _pieces(MockCall(number, name, arguments))
+    ]
+
+
+def _pieces(call: MockCall) -> list[MockPiece]:
+    text = call.arguments
+    parts = [text[at : at + PIECE_CHARACTERS] for at in range(0, len(text), PIECE_CHARACTERS)]
+    return [MockPiece("", call, opens_call=True), *(MockPiece(part, call) for part in parts)]
+
+
+def _script(text: str, names: set[str]) -> list[tuple[int, str, str]]:
+    """Return step, name and arguments of each call that a message asks for."""
+    lines = text.splitlines()
+    steps = (list(group) for is_end, group in groupby(lines, _ends_step) if not is_end)
+    return [
+        (step, name, arguments)
+        for step, group in enumerate(steps)
+        for name, arguments in map(_call_of, group)
+        if name in names
+    ]
+
+
+def _ends_step(line: str) -> bool:
+    return line.strip() == "then"
+
+
+def _call_of(line: str) -> tuple[str, str]:
+    """Return the name and arguments of a line's call, or ("", "")."""
+    found = _LINE.fullmatch(line)
+    if found is None:
+        return "", ""
+    try:
+        _decode_arguments(found[2])
+    except (msgspec.DecodeError, RecursionError):
+        return "", ""
+    return found[1], found[2]
+
+
+def _name(tool: Any) -> str:
+    """Return the name of a function; "" for anything else."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""

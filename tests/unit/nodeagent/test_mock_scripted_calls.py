@@ -1,0 +1,129 @@
+"""The mock engine's tool calls: a conversation says which, and a loop of them ends."""
+
+import json
+from typing import Any
+
+import pytest
+
+from isochrone.wire.engines.engine import EngineConfig
+from nodeagent.mock import openai
+from nodeagent.mock.answers import MockAnswerEncoder
+from nodeagent.mock.engine import MockEngine, MockToken
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("look", "write")]
+SCRIPT = 'Do this:\ncall look {"at": "a"}\ncall write {"text": "b"}\nthen\ncall look {"at": "c"}\n'
+CONFIG = EngineConfig(socket="", model_path="", served_name="m", context_tokens_max=1000)
+
+
+async def answer(messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    """Return the only choice of a complete answer, held against the stream of the same tokens."""
+    body = openai.decode(json.dumps({"messages": messages, "tools": TOOLS, **fields}).encode())
+    request = openai.mock_request(body, is_chat=True, salt="")
+    tokens = [token async for token in MockEngine(CONFIG).generate(request)]
+    encoder = MockAnswerEncoder(
+        is_chat=True, request_id="r", model="m", created=1, alternatives=None
+    )
+    (choice,) = json.loads(encoder.complete([tokens], {}))["choices"]
+    message = choice["message"]
+    assert streamed(encoder, tokens) == (message["content"] or "", message.get("tool_calls") or [])
+    return dict(choice)
+
+
+def streamed(
+    encoder: MockAnswerEncoder, tokens: list[MockToken]
+) -> tuple[str, list[dict[str, Any]]]:
+    """Return the text and the calls that a client makes of the chunks."""
+    text = ""
+    calls: list[dict[str, Any]] = []
+    for token in tokens:
+        data = json.loads(encoder.token_chunk(token).removeprefix(b"data: "))
+        delta = data["choices"][0]["delta"]
+        text += delta.get("content", "")
+        for piece in delta.get("tool_calls", []):
+            index = piece.pop("index")
+            if "id" in piece:
+                assert index == len(calls)
+                calls.append(piece)
+            else:
+                calls[index]["function"]["arguments"] += piece["function"]["arguments"]
+    return text, calls
+
+
+def calls_of(choice: dict[str, Any]) -> list[tuple[str, str]]:
+    calls = choice["message"].get("tool_calls", [])
+    assert len({call["id"] for call in calls}) == len(calls)
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+async def loop(**fields: Any) -> tuple[list[list[tuple[str, str]]], str]:
+    """Return the calls of each answer until one has none, and that one's text."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": SCRIPT}]
+    steps: list[Any] = []
+    for _ in range(5):
+        choice = await answer(messages, **fields)
+        if choice["finish_reason"] != "tool_calls":
+            assert choice["finish_reason"] == "stop"
+            return steps, choice["message"]["content"]
+        steps.append(calls_of(choice))
+        messages.append(choice["message"])
+        for call in choice["message"]["tool_calls"]:
+            content = f"saw {call['function']['arguments']}"
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+    raise AssertionError("the loop does not end")
+
+
+LOOK, WRITE, AGAIN = ("look", '{"at": "a"}'), ("write", '{"text": "b"}'), ("look", '{"at": "c"}')
+
+
+@pytest.mark.parametrize(
+    ("fields", "steps"),
+    [
+        ({}, [[LOOK, WRITE], [AGAIN]]),
+        ({"parallel_tool_calls": False}, [[LOOK], [WRITE], [AGAIN]]),
+        ({"n": 1, "stop": ["a"]}, [[LOOK, WRITE], [AGAIN]]),
+    ],
+    ids=["parallel", "one at a time", "stop strings are for texts"],
+)
+async def test_a_loop_makes_each_call_once_and_ends(fields: dict[str, Any], steps: Any) -> None:
+    made, text = await loop(**fields)
+    assert made == steps
+    if "stop" not in fields:
+        assert text == 'done: saw {"at": "a"} saw {"text": "b"} saw {"at": "c"} '
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("say something", {}),
+        ('call unknown {"at": "a"}', {}),
+        ('call look {"at": }', {}),
+        ("call look ['at']", {}),
+        (SCRIPT, {"tool_choice": "none"}),
+        (SCRIPT, {"tools": None}),
+        (SCRIPT, {"tools": [{"function": {"name": ["look"]}}, "look"]}),
+    ],
+    ids=["no line", "no such tool", "no JSON", "no object", "none", "no tools", "no names"],
+)
+async def test_without_a_script_tokens_are_numbered(text: str, fields: dict[str, Any]) -> None:
+    choice = await answer([{"role": "user", "content": text}], max_tokens=2, **fields)
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("t0 t1 ", "length")
+
+
+async def test_a_new_message_of_the_user_begins_again() -> None:
+    made = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": 'call look {"at": "old"}'},
+        {"role": "assistant", "tool_calls": made},
+        {"role": "tool", "tool_call_id": "1", "content": "seen"},
+        {"role": "assistant", "content": "done"},
+        {"role": "user", "content": [{"type": "text", "text": 'call look {"at": "new"}'}]},
+    ]
+    assert calls_of(await answer(messages)) == [("look", '{"at": "new"}')]
+
+
+async def test_a_call_is_cut_off_at_the_limit() -> None:
+    choice = await answer(
+        [{"role": "user", "content": 'call look {"at": "a long value"}'}], max_tokens=2
+    )
+    assert choice["finish_reason"] == "length"
+    assert calls_of(choice) == [("look", '{"at": "a lo')]
