@@ -46,7 +46,7 @@ class FleetState:
         self.sessions = SessionTable()
         self.slow_start = SlowStart()
         self.prompt_outbox = PromptOutbox()
-        self.in_flight = InFlightLedger(self._notify_replica_capacity, self.note_change, clock)
+        self.in_flight = InFlightLedger(clock, self._notify_replica_capacity, self.note_change)
         self._deployments: dict[DeploymentId, DeploymentRouting] = {}
         self._routes_to_set: dict[DeploymentId, list[Route]] = {}
         self._notify_capacity: Callable[[DeploymentId], None] | None = None

@@ -9,7 +9,6 @@ waits only for what the replica cannot have read yet.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Set
-from time import monotonic
 from typing import Final, NamedTuple
 
 from isochrone.sequence_wait import sequence_wait_ms
@@ -196,9 +195,9 @@ class InFlightLedger:
 
     def __init__(
         self,
+        clock: Callable[[], float],
         on_release: Callable[[ReplicaId], None] | None = None,
         on_change: Callable[[ReplicaId], None] | None = None,
-        clock: Callable[[], float] = monotonic,
     ) -> None:
         """Call `on_release` when a replica gets capacity, and `on_change` after any change."""
         self._clock = clock

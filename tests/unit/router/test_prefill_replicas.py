@@ -57,7 +57,7 @@ def ranked(route: Route, prefill_ms: float = 4000.0) -> RankedRoute:
 
 
 def names(replicas: PrefillReplicas, target: RankedRoute, **given: Any) -> list[str]:
-    ledger = given.pop("ledger", InFlightLedger())
+    ledger = given.pop("ledger", InFlightLedger(lambda: 0.0))
     found = replicas.candidates(target, 4000, ledger, given.pop("excluded", frozenset()), 0.0)
     return [str(peer.replica_id) for peer in found]
 
@@ -78,7 +78,7 @@ def test_prefill_replicas_take_no_requests_and_are_named_by_pop_and_version() ->
     assert names(replicas, ranked(target), excluded={ReplicaId("p1")}) == ["d1", "p2"]
     assert names(replicas, ranked(target, 2.0)) == []
     assert names(replicas, ranked(a_route("d2", Role.DECODE, pop=PopId("lhr")))) == []
-    ledger = InFlightLedger()
+    ledger = InFlightLedger(lambda: 0.0)
     ledger.reserve(ReplicaId("p1"), prefill=100, decode=0)
     assert names(replicas, ranked(target), ledger=ledger) == ["d1", "p2", "p1"]
     routing.set_routes([target])
@@ -100,7 +100,7 @@ def test_prefill_replicas_without_any_other_take_requests() -> None:
 
 
 def test_a_prompt_waits_for_the_first_prefill_replica_to_be_free() -> None:
-    replicas, ledger = PrefillReplicas(), InFlightLedger()
+    replicas, ledger = PrefillReplicas(), InFlightLedger(lambda: 0.0)
     target = a_route("d1", Role.DECODE)
     replicas.split([target, a_route("p1"), a_route("p2"), a_route("old", version=2)])
     assert replicas.wait_ms(target, ledger, 0.0) == 0

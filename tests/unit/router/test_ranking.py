@@ -74,7 +74,7 @@ class Candidate(NamedTuple):
 
 
 def a_table(candidates: Sequence[Candidate]) -> ReplicaTable:
-    table, ledger = ReplicaTable(), InFlightLedger()
+    table, ledger = ReplicaTable(), InFlightLedger(lambda: 0.0)
     table.set_routes([candidate.route for candidate in candidates])
     for candidate in candidates:
         replica_id, slot = ReplicaId(candidate.name), table.slots[ReplicaId(candidate.name)]
@@ -222,7 +222,11 @@ def test_a_replica_with_running_answers_reads_prompts_slower() -> None:
 
 
 def test_the_assumed_part_of_a_queue_does_not_raise_its_limit() -> None:
-    table, ledger, a = a_table([Candidate("a"), Candidate("b", 400.0)]), InFlightLedger(), "a"
+    table, ledger, a = (
+        a_table([Candidate("a"), Candidate("b", 400.0)]),
+        InFlightLedger(lambda: 0.0),
+        "a",
+    )
     for n in range(61):
         # Reports that alternate: one says nothing about the next.
         ledger.record_other_routers(ReplicaId(a), 200 * (n % 2), 0, NOW_S - 62 + n)
@@ -359,7 +363,10 @@ def test_a_snapshot_does_not_change_with_the_table() -> None:
     waits_ms = snapshot.columns.costs(0.0, 1.0, 0.0).up_to(inf)
     table.set_routes([Candidate("c").route])
     table.refresh(
-        table.slots[ReplicaId("c")], 99.0, InFlightLedger().load_of(ReplicaId("c")), NOW_S
+        table.slots[ReplicaId("c")],
+        99.0,
+        InFlightLedger(lambda: 0.0).load_of(ReplicaId("c")),
+        NOW_S,
     )
     assert [list(column) for column in columns] == before
     assert [snapshot.estimates[slot] for slot in range(2)] == estimates

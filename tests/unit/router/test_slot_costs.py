@@ -57,7 +57,7 @@ def a_fleet(chance: random.Random, replicas: int, columns: SlotColumns) -> Fleet
         )
         for n, pop in enumerate(pops)
     ]
-    table, ledger, now_s = ReplicaTable(), InFlightLedger(), NOW_S
+    table, ledger, now_s = ReplicaTable(), InFlightLedger(lambda: 0.0), NOW_S
     table.columns = columns
     table.set_routes(routes)
     for turn in range(4):

@@ -27,7 +27,7 @@ class Ledger(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.notified: list[ReplicaId] = []
-        self.ledger = InFlightLedger(self.notified.append)
+        self.ledger = InFlightLedger(lambda: self.now_s, self.notified.append)
         self.open: dict[Reservation, list[int]] = {}
         self.released = 0
         self.now_s = 100.0
@@ -115,7 +115,7 @@ TestLedger = Ledger.TestCase
 
 
 def test_the_load_of_other_routers_fades_with_its_report() -> None:
-    ledger = InFlightLedger()
+    ledger = InFlightLedger(lambda: 0.0)
     held = ledger.reserve(REPLICAS[0], prefill=100, decode=50)
     ledger.record_report(REPLICAS[0], 300, 50, 10.0)
     assert ledger.tokens_at(REPLICAS[0], 10.0).others_prefill_tokens == 200
@@ -126,7 +126,7 @@ def test_the_load_of_other_routers_fades_with_its_report() -> None:
 
 
 def test_a_replica_removed_during_an_answer_is_dropped_after_it() -> None:
-    ledger, replica = InFlightLedger(), REPLICAS[0]
+    ledger, replica = InFlightLedger(lambda: 0.0), REPLICAS[0]
     held = [ledger.reserve(replica, prefill=100, decode=50) for _ in range(2)]
     load = ledger.load_of(replica)
     ledger.remove_replicas({replica})
@@ -145,7 +145,7 @@ def test_a_replica_removed_during_an_answer_is_dropped_after_it() -> None:
 
 
 def test_a_report_is_compared_with_our_tokens_at_its_time() -> None:
-    ledger, replica = InFlightLedger(), REPLICAS[0]
+    ledger, replica = InFlightLedger(lambda: 0.0), REPLICAS[0]
     ledger.reserve(replica, prefill=100, decode=0, arrives_s=1.0)
     ledger.reserve(replica, prefill=400, decode=0, arrives_s=2.0)
     # At 1.5 s it had 130 tokens: our 100 and 30 of others. What we sent later was not included.
@@ -158,7 +158,7 @@ def test_a_report_is_compared_with_our_tokens_at_its_time() -> None:
 
 def test_a_report_of_before_our_requests_ended_does_not_count_them_as_those_of_others() -> None:
     now_s = 1.0
-    ledger, replica = InFlightLedger(clock=lambda: now_s), REPLICAS[0]
+    ledger, replica = InFlightLedger(lambda: now_s), REPLICAS[0]
     held = [ledger.reserve(replica, prefill=0, decode=50, arrives_s=1.0) for _ in range(3)]
     now_s = 2.0
     for reservation in held:
@@ -174,7 +174,7 @@ def test_a_report_of_before_our_requests_ended_does_not_count_them_as_those_of_o
 
 
 def test_a_report_of_the_others_load_alone_is_taken_as_it_is() -> None:
-    ledger, replica = InFlightLedger(), REPLICAS[0]
+    ledger, replica = InFlightLedger(lambda: 0.0), REPLICAS[0]
     ledger.reserve(replica, prefill=100, decode=0, arrives_s=1.0)
     ledger.record_other_routers(replica, 30, 5, 1.5)
     tokens = ledger.tokens_at(replica, 1.5)
@@ -182,7 +182,7 @@ def test_a_report_of_the_others_load_alone_is_taken_as_it_is() -> None:
 
 
 def test_an_old_report_moves_towards_the_average() -> None:
-    fresh, stale = InFlightLedger(), InFlightLedger()
+    fresh, stale = InFlightLedger(lambda: 0.0), InFlightLedger(lambda: 0.0)
     for n in range(400):
         fresh.record_report(REPLICAS[0], 1000 if n % 100 > 50 else 0, 0, 0.1 * n)
         stale.record_report(REPLICAS[0], 1000 if n % 2 else 0, 0, float(n))
@@ -192,7 +192,7 @@ def test_an_old_report_moves_towards_the_average() -> None:
 
 
 def test_a_queue_shrinks_with_time_but_not_before_the_prompt_is_read() -> None:
-    ledger, replica = InFlightLedger(), REPLICAS[0]
+    ledger, replica = InFlightLedger(lambda: 0.0), REPLICAS[0]
     first = ledger.reserve(replica, prefill=10, decode=0, work_ms=1000, arrives_s=0.0)
     second = ledger.reserve(replica, prefill=20, decode=0, work_ms=2000, arrives_s=0.1)
     load = ledger.load_of(replica)
