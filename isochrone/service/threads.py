@@ -1,7 +1,9 @@
 """Runs blocking work in threads, to completion even if the caller is cancelled."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -14,6 +16,24 @@ async def run_to_completion(work: Callable[P, T], *args: P.args, **kwargs: P.kwa
     A thread cannot be cancelled: left alone it could still write when the next writer begins.
     """
     return await wait_to_completion(asyncio.to_thread(work, *args, **kwargs))
+
+
+def start_thread(name: str, work: Callable[[], T]) -> "asyncio.Future[T]":
+    """Run `work` in a thread of its own: it may wait for long, which would fill a shared pool.
+
+    The future that is returned can be cancelled, the thread cannot.
+    """
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return asyncio.wrap_future(result)
 
 
 async def wait_to_completion(work: Awaitable[T]) -> T:

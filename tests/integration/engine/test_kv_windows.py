@@ -78,8 +78,12 @@ def a_name() -> str:
     return secrets.token_hex(16)
 
 
+async def take(lease: SenderWindow, count: int) -> SlotRun:
+    return await asyncio.to_thread(lease.take, count, 10.0)
+
+
 async def fill(lease: SenderWindow, count: int, value: int) -> SlotRun:
-    run = await lease.take(count)
+    run = await take(lease, count)
     lease.slots(run)[:] = value
     return run
 
@@ -98,10 +102,11 @@ async def test_the_receiver_reads_what_the_sender_writes_and_releases_it(
             window.memory[0] = 1
             assert lease.slots(run)[0, 0] == 7, "the receiver cannot write"
             await fill(lease, SLOTS - run.slots, 8)
-            third = asyncio.create_task(lease.take(4))
+            with pytest.raises(TimeoutError):
+                lease.take(4, 0.01)
+            third = asyncio.create_task(take(lease, 4))
             await asyncio.sleep(0)
-            assert not third.done(), "all slots are in use"
-            await window.release(3)
+            window.release(3)
             assert await third == SlotRun(0, 3), "what lies side by side"
     await until_freed(windows)
     assert windows.counts()["kv_windows"] == 1
@@ -134,9 +139,24 @@ async def test_a_receiver_that_is_gone_ends_the_wait_for_slots(windows: KvWindow
         async with received_window(path_of(windows), name):
             await lease.wait_connected()
             await fill(lease, SLOTS, 1)
-            waiting = asyncio.create_task(lease.take(1))
+            waiting = asyncio.create_task(take(lease, 1))
         with pytest.raises(WindowLost, match="closed"):
             await waiting
+    await until_freed(windows)
+
+
+async def test_a_transfer_that_ends_ends_the_wait_for_slots(windows: KvWindows) -> None:
+    name = a_name()
+    async with windows.lease(name) as lease:
+        assert lease is not None
+        async with received_window(path_of(windows), name):
+            await lease.wait_connected()
+            await fill(lease, SLOTS, 1)
+            waiting = asyncio.create_task(take(lease, 1))
+            await asyncio.sleep(0)
+            lease.close()
+            with pytest.raises(WindowLost):
+                await waiting
     await until_freed(windows)
 
 
@@ -148,7 +168,7 @@ async def test_without_a_receiver_the_sender_gives_up(
         assert lease is not None
         await fill(lease, SLOTS, 1)
         with pytest.raises(TimeoutError):
-            await lease.take(1)
+            await take(lease, 1)
         with pytest.raises(TimeoutError):
             await lease.wait_connected()
     assert leased(windows) == 0
@@ -180,10 +200,10 @@ async def test_a_receiver_that_releases_more_than_it_has_is_cut(windows: KvWindo
         async with received_window(path_of(windows), name) as window:
             await lease.wait_connected()
             await fill(lease, 2, 1)
-            await window.release(SLOTS + 1)
+            window.release(SLOTS + 1)
             with pytest.raises(WindowLost):
                 for _ in range(2):
-                    await lease.take(SLOTS)
+                    await take(lease, SLOTS)
     await until_freed(windows)
 
 
@@ -225,7 +245,7 @@ async def test_abandoned_leases_leave_no_memory_descriptor_or_task(windows: KvWi
                 async with received_window(path_of(windows), name):
                     await lease.wait_connected()
                     if number % 3 == 1:
-                        await lease.take(1)
+                        await take(lease, 1)
         await until_freed(windows)
 
     for number in range(10):
