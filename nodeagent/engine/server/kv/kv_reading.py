@@ -6,7 +6,7 @@ Rule 2: what is received and not yet taken is bounded by INBOX_BYTES and one pie
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import aiohttp
@@ -15,7 +15,14 @@ import torch
 from isochrone.service.threads import start_thread, wait_to_completion
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.kvcache.tier_setup import KvBlockForm
-from nodeagent.engine.kvcache.transfer_frames import ReceivedBlock, TransferEnd, TransferReader
+from nodeagent.engine.kvcache.transfer_frames import (
+    ReceivedBlock,
+    TransferEnd,
+    TransferReader,
+    is_whole_frame,
+    split_frame,
+)
+from nodeagent.engine.server.kv.kv_windows import ReceivedWindow, WindowLost
 
 STORE_BYTES_MAX: Final = 4 * 1024 * 1024
 """How much is copied to the device at once. Where the step thread copies, it decodes nothing
@@ -77,28 +84,37 @@ async def read_blocks(
     store_blocks_max: int,
     store: Store,
     store_blocks_min: int = 0,
+    window: ReceivedWindow | None = None,
 ) -> TransferEnd:
     """Store the blocks of a stream as they come; return its end.
 
     A part has `store_blocks_max` blocks; with `store_blocks_min`, what has arrived when the part
-    before it is stored, but not less than that.
+    before it is stored, but not less than that. With a `window`, they come there.
 
     Raises WrongTransfer at the first wrong byte, and ApiError if the stream has no end. Storing has
     stopped when it returns or raises.
     """
     inbox = _Inbox()
+    arriving = _pieces_of(inbox, reader, window)
     taking = start_thread(
-        "kv-receive", lambda: _take(inbox, reader, store_blocks_max, store, store_blocks_min)
+        "kv-receive", lambda: _take(arriving, reader, store_blocks_max, store, store_blocks_min)
     )
+
+    def end() -> None:
+        # A sender ends the stream after the last block: all that will come in a window is there.
+        inbox.end()
+        if window is not None:
+            window.interrupt()
+
     filling = asyncio.ensure_future(inbox.fill(content))
     try:
         await asyncio.wait({taking, filling}, return_when=asyncio.FIRST_COMPLETED)
         if filling.done():
-            inbox.end()
+            end()
             await wait_to_completion(asyncio.wait({taking}))
     finally:
         filling.cancel()
-        inbox.end()
+        end()
         await wait_to_completion(asyncio.wait({taking, filling}))
         for ended in (taking, filling):
             if not ended.cancelled():
@@ -110,13 +126,38 @@ async def read_blocks(
     return reader.end
 
 
+def _pieces_of(
+    inbox: _Inbox, reader: TransferReader, window: ReceivedWindow | None
+) -> Iterator[list[bytes]]:
+    """Yield what arrives: between the head and the end of a stream, the frames of its window."""
+    if window is not None:
+        # The end may be there already, too.
+        begun = b""
+        while not is_whole_frame(begun) and (pieces := inbox.take()):
+            begun += b"".join(pieces)
+        head, rest = split_frame(begun)
+        yield [head]
+        while reader.lacks_blocks:
+            frames = window.receive()
+            if not frames:
+                raise WindowLost("cannot take KV from another engine's memory: blocks are missing")
+            yield [frames]
+        yield [rest]
+    while pieces := inbox.take():
+        yield pieces
+
+
 def _take(
-    inbox: _Inbox, reader: TransferReader, blocks_max: int, store: Store, blocks_min: int
+    arriving: Iterator[list[bytes]],
+    reader: TransferReader,
+    blocks_max: int,
+    store: Store,
+    blocks_min: int,
 ) -> None:
     """Check and store the blocks of a stream until it ends."""
     arrived: list[ReceivedBlock] = []
     room = blocks_max
-    while pieces := inbox.take():
+    for pieces in arriving:
         for piece in pieces:
             arrived += reader.feed(piece)
             # A part ends where the reader's memory does, so that its blocks lie side by side.

@@ -241,7 +241,8 @@ class KvReceiver:
             _release(window, blocks)
 
         part_blocks = self._part_blocks(self._store_blocks_max, window)
-        end = await read_blocks(request.content, reader, part_blocks, store)
+        least = 0 if window is None else 1
+        end = await read_blocks(request.content, reader, part_blocks, store, least, window)
         blocks = len(waiting.digests) - first
         return kv_transfer.ReceivedBlocks(
             blocks=blocks,
@@ -278,8 +279,8 @@ class KvReceiver:
             _release(window, blocks)
 
         part_blocks = self._part_blocks(self._shared_blocks_max, window)
-        least = min(part_blocks, self._store_blocks_max)
-        await read_blocks(request.content, reader, part_blocks, store, least)
+        least = min(part_blocks, self._store_blocks_max) if window is None else 1
+        await read_blocks(request.content, reader, part_blocks, store, least, window)
         blocks = reader.next_block - first
         return kv_transfer.ReceivedBlocks(
             blocks=blocks, transfer_bytes=blocks * self._form.block_bytes, cached_tokens=0

@@ -1,10 +1,11 @@
 """Windows for blocks that move between two engines of one node: memory that both map.
 
-The sender fills slots of a window, and sends their places through the agent, in the frames of the
-transfer. The receiver connects to the sender's socket, names the transfer's lease, gets the
-window, copies the blocks to its device, and releases their slots over that connection. The agent
-issues a lease for each transfer between two engines of a deployment on its node. It is 32 random
-hexadecimal digits that nobody else knows.
+The receiver connects to the sender's socket, names the transfer's lease, and gets the window. The
+sender fills slots of it, and sends the frames with their places over that connection. The receiver
+copies the blocks to its device, and releases their slots. So a thread at one end meets a thread at
+the other: only the transfer's head and end go through event loops and the agent. The agent issues a
+lease for each transfer between two engines of a deployment on its node. It is 32 random hexadecimal
+digits that nobody else knows.
 
 Rule 1: a slot is filled again only after the receiver has released it, or has closed its
 connection. Until then the window belongs to this transfer, also after the transfer has failed.
@@ -66,6 +67,7 @@ RETRY_S: Final = 60.0
 
 _LEASE_BYTES: Final = 32
 _COUNT_BYTES: Final = 4
+_FRAMES_BYTES: Final = 64 * 1024
 
 
 class WindowLost(ConnectionError):
@@ -87,6 +89,9 @@ class SenderWindow:
         self.is_connected = False
         self.is_lost = False
         self._is_closed = False
+        self._link: socket.socket | None = None
+        self._unsent = b""
+        """Frames that wait for the receiver."""
 
     def take(self, count_max: int, stall_s: float) -> SlotRun:
         """Wait for up to `count_max` free slots. For the thread that fills them.
@@ -118,12 +123,32 @@ class SenderWindow:
         if not self.is_connected:
             raise WindowLost("the receiver has not taken the window")
 
-    def set_connected(self) -> None:
-        """Note that the receiver has the window."""
+    def connect(self, link: socket.socket) -> None:
+        """Give the window to the receiver, and with it the frames that wait for it. Raises
+        OSError."""
         with self._changed:
             self.is_connected = True
+            self.window.send(link)
+            self._link = link
             self._changed.notify()
         self._decided.set()
+        self.send(b"")
+
+    def send(self, frames: bytes) -> None:
+        """Send the places of blocks, once the receiver has the window. For any thread.
+
+        Raises WindowLost if it is gone.
+        """
+        with self._changed:
+            self._unsent += frames
+            if self._link is None or not self._unsent:
+                return
+            try:
+                # The link does not block, but the places of all slots always have room.
+                self._link.sendall(self._unsent)
+            except OSError as error:
+                raise WindowLost("the receiver has closed the window") from error
+            self._unsent = b""
 
     def release(self, count: int) -> None:
         """Free slots. Raises ValueError if so many are not in use."""
@@ -134,7 +159,7 @@ class SenderWindow:
     def lose(self) -> None:
         """Note that the receiver is gone."""
         with self._changed:
-            self.is_lost = True
+            self.is_lost, self._link = True, None
             self._changed.notify()
         self._decided.set()
 
@@ -265,9 +290,8 @@ class KvWindows:
             lease = self._leases.get(name)
             if lease is None or lease.is_connected or lease.is_lost:
                 return
-            lease.set_connected()
             try:
-                lease.window.send(link)
+                lease.connect(link)
                 while count := int.from_bytes(await _read(link, _COUNT_BYTES), "little"):
                     lease.release(count)
             except ValueError as error:
@@ -285,11 +309,25 @@ class ReceivedWindow:
         self._link = link
         self.memory = memory
 
+    def receive(self) -> bytes:
+        """Wait for frames; b"" if no more will come. For any thread."""
+        try:
+            return self._link.recv(_FRAMES_BYTES)
+        except OSError as error:
+            raise WindowLost("cannot take KV from another engine's memory: it is gone") from error
+
+    def interrupt(self) -> None:
+        """Let `receive` return what has arrived, and nothing more.
+
+        The sender learns of it only if it sends more: the window may still be read.
+        """
+        with suppress(OSError):
+            self._link.shutdown(socket.SHUT_RD)
+
     def release(self, blocks: int) -> None:
         """Let the sender fill the slots of the oldest `blocks` again. For any thread."""
         count = blocks.to_bytes(_COUNT_BYTES, "little")
         try:
-            # The link does not block, but so few bytes always have room.
             self._link.sendall(count)
         except OSError as error:
             raise WindowLost("cannot take KV from another engine's memory: it is gone") from error
@@ -315,6 +353,8 @@ async def received_window(
         except (OSError, ValueError, TimeoutError, WindowRefused) as error:
             reason = str(error) or "no answer"
             raise WindowLost(f"cannot take KV from another engine's memory: {reason}") from error
+        # From here on only the transfer's thread waits at it.
+        link.setblocking(True)
         yield ReceivedWindow(link, memoryview(memory))
 
 

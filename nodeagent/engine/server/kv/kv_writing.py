@@ -1,4 +1,4 @@
-"""Writes the stream of a transfer: blocks in the stream itself, or in a window beside it.
+"""Writes the stream of a transfer: with its blocks, or with a window beside it that has them.
 
 Rule 1: one thread reads all blocks of a transfer, and waits there for room: for slots of the
 window, or until an earlier part is written. The event loop only writes what that thread has read.
@@ -126,31 +126,36 @@ class BlockWriter:
 
         `digests` begins with theirs. There may be fewer of them than `room` is for.
         """
-        frames = self._encode(digests[: len(contents)], contents, room)
-        if self._lease is not None:
-            self._lease.give_back(room.blocks - len(contents))
+        digests = digests[: len(contents)]
+        if self._lease is not None and room.run is not None:
+            self._put_in_window(self._lease, room.run, digests, contents, room.out)
+            return
+        frames: list[bytes | memoryview] = []
+        for digest, content in zip(digests, contents, strict=True):
+            frames += encode_block(digest, content_bytes(content))
         with self._written:
             self._ahead += 1
         self._loop.call_soon_threadsafe(self._parts.put_nowait, frames)
 
-    def _encode(
-        self, digests: Sequence[bytes], contents: Tensor, room: BlockRoom
-    ) -> list[bytes | memoryview]:
-        if self._lease is None or room.run is None:
-            frames: list[bytes | memoryview] = []
-            for digest, content in zip(digests, contents, strict=True):
-                frames += encode_block(digest, content_bytes(content))
-            return frames
-        if contents.data_ptr() != room.out.data_ptr():
-            room.out[: len(contents)].copy_(contents)
-        size, first = self._lease.block_bytes, room.run.first
+    def _put_in_window(
+        self,
+        lease: SenderWindow,
+        run: SlotRun,
+        digests: Sequence[bytes],
+        contents: Tensor,
+        out: Tensor,
+    ) -> None:
+        lease.give_back(run.slots - len(contents))
+        filled = out[: len(contents)]
+        if contents.data_ptr() != out.data_ptr():
+            filled.copy_(contents)
+        size = lease.block_bytes
+        places = range(run.first * size, (run.first + len(contents)) * size, size)
         references = [
-            encode_block_in_window(digest, content_bytes(slot), (first + index) * size)
-            for index, (digest, slot) in enumerate(
-                zip(digests, room.out[: len(contents)], strict=True)
-            )
+            encode_block_in_window(digest, content_bytes(slot), place)
+            for digest, slot, place in zip(digests, filled, places, strict=True)
         ]
-        return [b"".join(references)]
+        lease.send(b"".join(references))
 
     def _close(self) -> None:
         """End the wait for room."""
