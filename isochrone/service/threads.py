@@ -1,9 +1,8 @@
 """Runs blocking work in threads, to completion even if the caller is cancelled."""
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -19,21 +18,12 @@ async def run_to_completion(work: Callable[P, T], *args: P.args, **kwargs: P.kwa
 
 
 def start_thread(name: str, work: Callable[[], T]) -> "asyncio.Future[T]":
-    """Run `work` in a thread of its own: it may wait for long, which would fill a shared pool.
-
-    The future that is returned can be cancelled, the thread cannot.
-    """
-    result: Future[T] = Future()
-    result.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return asyncio.wrap_future(result)
+    """Run `work` in a thread of its own: it may wait for long, which would fill a shared pool."""
+    thread = ThreadPoolExecutor(1, name)
+    running = asyncio.get_running_loop().run_in_executor(thread, work)
+    # The thread ends with its work.
+    thread.shutdown(wait=False)
+    return running
 
 
 async def wait_to_completion(work: Awaitable[T]) -> T:
