@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -14,6 +15,15 @@ async def run_to_completion(work: Callable[P, T], *args: P.args, **kwargs: P.kwa
     A thread cannot be cancelled: left alone it could still write when the next writer begins.
     """
     return await wait_to_completion(asyncio.to_thread(work, *args, **kwargs))
+
+
+def start_thread(name: str, work: Callable[[], T]) -> "asyncio.Future[T]":
+    """Run `work` in a thread of its own: it may wait for long, which would fill a shared pool."""
+    thread = ThreadPoolExecutor(1, name)
+    running = asyncio.get_running_loop().run_in_executor(thread, work)
+    # The thread ends with its work.
+    thread.shutdown(wait=False)
+    return running
 
 
 async def wait_to_completion(work: Awaitable[T]) -> T:

@@ -264,9 +264,9 @@ class PrefixFetcher:
                         async with engine.post(path, data=pieces, headers=head) as taken:
                             blocks = _blocks_of(taken.status, await taken.read())
         except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError):
-            # Whole blocks that came are stored, and count.
-            streamed = lease.block_bytes(expected.block_bytes)
-            blocks = min(plan.blocks, received.total // max(1, streamed))
+            # Whole blocks that came are stored, and count. Those of a window are not seen here.
+            came = 0 if lease.name else received.total // max(1, expected.block_bytes)
+            blocks = min(plan.blocks, came)
         except asyncio.CancelledError:
             # The request is gone, which says nothing about the node.
             self._quota.take(self._user, received.total, self._clock())

@@ -44,10 +44,6 @@ class WindowLease(NamedTuple):
             return {}
         return {kv_transfer.WINDOW: self.name, kv_transfer.WINDOW_SOCKET: self.socket}
 
-    def block_bytes(self, block_bytes: int) -> int:
-        """Return how many bytes of the stream stand for a block."""
-        return kv_transfer.BLOCK_IN_WINDOW_BYTES if self.name else block_bytes
-
 
 class WindowLeases:
     """The leases of one node."""

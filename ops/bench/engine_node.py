@@ -8,6 +8,7 @@ engine that survived an earlier process with the same folder is adopted.
 
 import asyncio
 import hashlib
+import os
 import random
 import sys
 import time
@@ -72,12 +73,17 @@ class NodeClient(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @asynccontextmanager
-async def bench_node(setup: NodeSetup) -> AsyncIterator[NodeClient]:
-    """Run a node as a process; yield it once its engine is warm."""
+async def bench_node(setup: NodeSetup, checkout: str = "") -> AsyncIterator[NodeClient]:
+    """Run a node as a process; yield it once its engine is warm.
+
+    With a `checkout`, it runs the code of that folder.
+    """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "ops.bench.engine_node", msgspec.json.encode(setup).decode()),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        cwd=checkout or None,
+        env={**os.environ, "PYTHONPATH": checkout} if checkout else None,
     )
     assert process.stdin is not None
     assert process.stdout is not None

@@ -142,7 +142,7 @@ async def decode_engine(folder: Path) -> None:
         copies_s.clear()
         most = STORE_BYTES_MAX // BLOCK_BYTES
         if request.query["setting"] == SETTINGS[1]:
-            await read_blocks(request.content, reader, most, store)
+            await read_blocks(request.content, reader, most, copy)
         else:
             arrived: list[ReceivedBlock] = []
             async for data in request.content.iter_any():

@@ -11,7 +11,8 @@ takes blocks that the PoP shares: a part of the prompt, so that the request goes
 
 Between two engines of one node, the contents of blocks go through a window, memory that both map.
 The agent issues a lease for it (WINDOW), and tells its own engine where the other one gives the
-window away (WINDOW_SOCKET). The stream then has the places of the blocks in the window.
+window away (WINDOW_SOCKET). The stream then has no blocks: the engines tell each other at that
+socket where they are in the window.
 
 Engines of other vendors transfer KV themselves. Their requests name the source (ENGINE_FIELDS), and
 a node gives another, at ADDRESS_PATH, the address at which its replica's engine listens.
@@ -42,11 +43,9 @@ relays it to its engine only if it has issued the lease itself."""
 WINDOW_SOCKET: Final = "x-isochrone-kv-window-socket"
 """Agent to the receiving engine: the path of the sending engine's socket for windows."""
 
-WINDOW_SOCKET_NAME: Final = "kv.sock"
-"""The file name of that socket, beside the engine's other one."""
-
-BLOCK_IN_WINDOW_BYTES: Final = 61
-"""The part of the stream that stands for a block whose content is in a window."""
+WINDOW_SOCKET_NAME: Final = "kv-link.sock"
+"""The file name of that socket, beside the engine's other one. Releases whose engines speak another
+protocol there have another name, so that they exchange no windows."""
 
 OTHER_FORMAT_STATUS: Final = 409
 

@@ -11,7 +11,6 @@ Rule 5: if nothing runs and the next sequence does not fit, prefixes are let go 
 first: sequences that each hold a part of their prompts would all wait for each other.
 """
 
-from collections import deque
 from collections.abc import Callable, Container, Sequence
 from itertools import takewhile
 from typing import NamedTuple
@@ -30,11 +29,23 @@ class OutgoingBlocks:
     """The blocks of one prompt that are to be sent: from `first_block` on, `total` in all."""
 
     def __init__(self, first_block: int, total: int, on_computed: OnComputed) -> None:
-        self.next_block = first_block
+        self.first_block = first_block
         self.total = total
         self.on_computed = on_computed
-        self.held: deque[int] = deque()
+        self.blocks: list[int] = []
+        """Those that are computed, on the device. The first `read` of them are no longer held."""
+        self.read = 0
+
+    @property
+    def held(self) -> list[int]:
         """Blocks on the device that are computed and not yet read."""
+        return self.blocks[self.read :]
+
+    def numbers(self, first: int, count: int) -> list[int]:
+        """Return where blocks of the prompt are on the device, from number `first` on. For any
+        thread."""
+        start = first - self.first_block
+        return self.blocks[start : start + count]
 
 
 class IncomingBlocks(NamedTuple):
@@ -46,6 +57,20 @@ class IncomingBlocks(NamedTuple):
     cached: list[int]
     arrived: list[int]
     let_go: list[bytes]
+
+
+class BlocksToWrite(NamedTuple):
+    """Blocks on the device for contents that arrived. The first ones were cached; for the others,
+    `new` are the indices of their `digests`."""
+
+    blocks: list[int]
+    new: list[int]
+    digests: Sequence[bytes]
+
+    @property
+    def fresh(self) -> list[int]:
+        """The blocks that are to be written."""
+        return self.blocks[len(self.blocks) - len(self.new) :]
 
 
 class HeldPrefix(NamedTuple):
@@ -65,6 +90,7 @@ class KvTransfers:
         self._outgoing: dict[int, OutgoingBlocks] = {}
         self._incoming: dict[str, IncomingBlocks] = {}
         self._reading: dict[int, list[int]] = {}
+        self._writing: dict[str, BlocksToWrite] = {}
         self.sent_blocks_total = 0
         self.received_blocks_total = 0
 
@@ -78,8 +104,14 @@ class KvTransfers:
         outgoing = sum(len(blocks.held) for blocks in self._outgoing.values())
         incoming = self._incoming.values()
         reading = sum(len(blocks) for blocks in self._reading.values())
+        writing = sum(len(one.blocks) for one in self._writing.values())
         arrived = sum(len(blocks.cached) + len(blocks.arrived) for blocks in incoming)
-        return outgoing + reading + arrived
+        return outgoing + reading + writing + arrived
+
+    @property
+    def can_copy_beside_steps(self) -> bool:
+        """Whether any thread may read and write blocks that no step uses. For any thread."""
+        return self._device.can_copy_beside_steps
 
     def counts(self) -> dict[str, float]:
         """Return the metrics of the transfers, by name."""
@@ -99,10 +131,9 @@ class KvTransfers:
         if outgoing is None:
             return
         computed = min(sequence.published_blocks, outgoing.total)
-        if computed > outgoing.next_block:
-            blocks = sequence.blocks[outgoing.next_block : computed]
-            outgoing.held.extend(self._pool.add_reference(blocks))
-            outgoing.next_block = computed
+        begun = outgoing.first_block + len(outgoing.blocks)
+        if computed > begun:
+            outgoing.blocks.extend(self._pool.add_reference(sequence.blocks[begun:computed]))
             outgoing.on_computed(computed, sequence.began_s)
 
     def read_outgoing(self, number: int, count: int, out: Tensor | None = None) -> Tensor | None:
@@ -113,17 +144,24 @@ class KvTransfers:
         outgoing = self._outgoing.get(number)
         if outgoing is None or len(outgoing.held) < count:
             return None
-        blocks = [outgoing.held.popleft() for _ in range(count)]
-        contents = self._device.read_blocks(blocks, out)
-        self._pool.release(blocks)
-        self.sent_blocks_total += count
+        contents = self._device.read_blocks(outgoing.held[:count], out)
+        self.release_outgoing(number, count)
         return contents
+
+    def release_outgoing(self, number: int, count: int) -> None:
+        """Let go of the next `count` blocks: they were read."""
+        outgoing = self._outgoing.get(number)
+        if outgoing is not None:
+            read = outgoing.held[:count]
+            outgoing.read += len(read)
+            self._pool.release(read)
+            self.sent_blocks_total += len(read)
 
     def close_outgoing(self, number: int) -> None:
         """Let go of what was not read. Does nothing the second time."""
         outgoing = self._outgoing.pop(number, None)
         if outgoing is not None:
-            self._pool.release(list(outgoing.held))
+            self._pool.release(outgoing.held)
 
     def open_incoming(self, transfer: str, digests: Sequence[bytes]) -> HeldPrefix:
         """Hold the prefix of a prompt that is cached on the device; return how long it is."""
@@ -153,7 +191,7 @@ class KvTransfers:
 
         None are held where only the step thread may read the device.
         """
-        if not self._device.can_read_beside_steps:
+        if not self.can_copy_beside_steps:
             return []
         found = self._pool.match_prefix(digests)
         self._reading[reader] = self._pool.allocate(found, 0) or []
@@ -219,28 +257,56 @@ class KvTransfers:
 
         If it was closed or too few blocks are free, let go of all its blocks and return False.
         """
+        writing = self.open_writing(transfer, digests)
+        if writing is None:
+            return False
+        self.write_held(writing, contents)
+        self.close_writing(transfer, is_written=True)
+        return True
+
+    def open_writing(self, transfer: str, digests: Sequence[bytes]) -> BlocksToWrite | None:
+        """Hold blocks for the next contents of a transfer, until `close_writing`.
+
+        If it was closed or too few blocks are free, let go of all its blocks and return None.
+        """
         incoming = self._incoming.get(transfer)
         if incoming is None:
-            return False
+            return None
         new = [index for index, d in enumerate(digests) if not self._pool.has_digest(d)]
         cached = [block for digest in digests for block in self._pool.match_prefix((digest,))]
         blocks = self._pool.allocate(cached, len(new))
         if blocks is None or self._pool.free_blocks < len(self._incoming):
             self._pool.release(blocks or [])
             self.close_incoming(transfer)
-            return False
-        incoming.arrived.extend(blocks)
-        fresh = blocks[len(cached) :]
-        if not fresh:
-            return True
+            return None
         evicted = self._pool.take_evicted()
         if self._mover is not None and evicted:
             self._mover.move(evicted, (), lambda: None)
-        self._device.write_blocks(fresh, contents[new] if len(new) < len(digests) else contents)
-        for block, index in zip(fresh, new, strict=True):
-            self._pool.cache(block, digests[index])
-        self.received_blocks_total += len(fresh)
-        return True
+        self._writing[transfer] = BlocksToWrite(blocks, new, digests)
+        return self._writing[transfer]
+
+    def write_held(self, writing: BlocksToWrite, contents: Tensor) -> None:
+        """Copy the contents that arrived to the blocks held for them. For any thread, if
+        `can_copy_beside_steps`."""
+        new = writing.new
+        if new:
+            is_part = len(new) < len(writing.digests)
+            self._device.write_blocks(writing.fresh, contents[new] if is_part else contents)
+
+    def close_writing(self, transfer: str, *, is_written: bool) -> None:
+        """Let sequences find the blocks that were written. Without their contents, or if the
+        transfer was closed meanwhile, let go of them. Does nothing the second time."""
+        writing = self._writing.pop(transfer, None)
+        if writing is None:
+            return
+        incoming = self._incoming.get(transfer)
+        if incoming is None or not is_written:
+            self._pool.release(writing.blocks)
+            return
+        incoming.arrived.extend(writing.blocks)
+        for block, index in zip(writing.fresh, writing.new, strict=True):
+            self._pool.cache(block, writing.digests[index])
+        self.received_blocks_total += len(writing.new)
 
     def let_go_of_prefix(self) -> bool:
         """Let go of the prefix that the newest transfer holds; return False if none holds any.

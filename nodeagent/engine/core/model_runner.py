@@ -104,8 +104,9 @@ class ModelRunner:
         return self._attention.config.kv_format.dtype
 
     @property
-    def can_read_beside_steps(self) -> bool:
-        """Whether any thread may read blocks during a step: on a GPU that waits for the step."""
+    def can_copy_beside_steps(self) -> bool:
+        """Whether any thread may read and write blocks that no step uses: a GPU orders it after the
+        step."""
         return self.device == "cpu"
 
     @property

@@ -65,7 +65,7 @@ class WakenedExecutor(ModelExecutor, DeviceBlocks, Protocol):
 class SleepingExecutor:
     """Stands in for the model of an engine that sleeps: it has none, and no KV."""
 
-    can_read_beside_steps = False
+    can_copy_beside_steps = False
 
     def begin(
         self, batch: Batch, interrupt: StepInterrupt | None = None

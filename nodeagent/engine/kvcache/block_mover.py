@@ -39,8 +39,8 @@ class DeviceBlocks(Protocol):
     """The KV blocks on the device, by block number."""
 
     @property
-    def can_read_beside_steps(self) -> bool:
-        """Whether any thread may read blocks that no step writes to, also during a step."""
+    def can_copy_beside_steps(self) -> bool:
+        """Whether any thread may read and write blocks that no step uses, also during a step."""
         ...
 
     def read_blocks(self, blocks: Sequence[int], out: Tensor | None = None) -> Tensor:

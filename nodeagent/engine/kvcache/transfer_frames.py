@@ -5,7 +5,7 @@ payload is its digest, a checksum of digest and content, and the content as the 
 that FP8 stays FP8. The digests form a chain over the prompt's tokens that begins with the id of the
 transfer: blocks of another prompt, tenant or transfer are recognised. Between two engines of a node
 the content is replaced by its place in a window, memory that the sender fills and the receiver
-reads (`server/kv/kv_windows.py`).
+reads. Such blocks go beside the stream, between its head and its end (`server/kv/kv_windows.py`).
 
 Rule 1: the reader knows the digests to come from its own tokens. It raises WrongTransfer at the
 first byte that does not fit, so that it never stores more than it requested.
@@ -77,14 +77,27 @@ def encode_end(end: TransferEnd) -> bytes:
     return _frame(_END, msgspec.msgpack.encode(msgspec.structs.replace(end, padding=padding)))
 
 
+def split_frame(data: bytes) -> tuple[bytes, bytes]:
+    """Return the first frame of what has arrived, and what follows it."""
+    end = _FRAME_HEAD_BYTES + int.from_bytes(data[1:_FRAME_HEAD_BYTES], "little")
+    return data[:end], data[end:]
+
+
+def is_whole_frame(data: bytes) -> bool:
+    """Return whether what has arrived has a whole frame, or one that is no small one."""
+    size = int.from_bytes(data[1:_FRAME_HEAD_BYTES], "little")
+    lacks = len(data) < _FRAME_HEAD_BYTES or len(data) < _FRAME_HEAD_BYTES + size
+    return not lacks or size > _SMALL_FRAME_BYTES_MAX
+
+
 def transfer_bytes(head: TransferHead, *, in_window: bool = False) -> int:
-    """Return the size of all frames of a transfer.
+    """Return the size of a stream.
 
     With it as Content-Length, nothing on the way copies the blocks into chunks.
     """
-    content = _PLACE_BYTES if in_window else head.block_bytes
-    block = _FRAME_HEAD_BYTES + DIGEST_BYTES + CHECKSUM_BYTES + content
-    return len(encode_head(head)) + head.blocks * block + _FRAME_HEAD_BYTES + _END_PAYLOAD_BYTES
+    block = _FRAME_HEAD_BYTES + DIGEST_BYTES + CHECKSUM_BYTES + head.block_bytes
+    blocks = 0 if in_window else head.blocks
+    return len(encode_head(head)) + blocks * block + _FRAME_HEAD_BYTES + _END_PAYLOAD_BYTES
 
 
 def encode_block(digest: bytes, content: bytes | memoryview) -> list[bytes | memoryview]:
@@ -150,6 +163,11 @@ class TransferReader:
         """The destination of the content that is arriving, and how much of it has come."""
         self._filled = 0
         self.end: TransferEnd | None = None
+
+    @property
+    def lacks_blocks(self) -> bool:
+        """Whether the head has arrived, and blocks have yet to."""
+        return self._has_head and self._next < len(self._digests)
 
     @property
     def next_block(self) -> int:

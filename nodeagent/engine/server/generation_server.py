@@ -74,7 +74,12 @@ class GenerationServer(ModelServer):
         socket = Path(config.socket).with_name(kv_transfer.WINDOW_SOCKET_NAME)
         self.kv_windows = KvWindows(loaded.kv_blocks, socket, staging)
         self.kv_sender = KvSender(
-            config, loaded.kv_blocks, self.worker, self.open_requests, self.kv_windows
+            config,
+            loaded.kv_blocks,
+            self.worker,
+            engine.kv_transfers,
+            self.open_requests,
+            self.kv_windows,
         )
         waiting_max = config.sequences_max + config.waiting_max
         mover = engine.block_mover

@@ -60,7 +60,7 @@ class Rank0Executor:
         return self._communicator.wait_logits
 
     @property
-    def can_read_beside_steps(self) -> bool:
+    def can_copy_beside_steps(self) -> bool:
         """The ranks take commands in the order of the steps only."""
         return False
 

@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,19 +22,22 @@ from isochrone.service.shared_window import (
     WindowRefused,
     receive_window,
 )
-from isochrone.wire.kv.kv_transfer import BLOCK_IN_WINDOW_BYTES
+from isochrone.wire.errors import ApiError
 from nodeagent.engine.kvcache.slot_ring import SlotRing, SlotRun
 from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.transfer_frames import (
+    ReceivedBlock,
+    TransferEnd,
     TransferHead,
     TransferReader,
     WrongTransfer,
     encode_block_in_window,
+    encode_end,
     encode_head,
     transfer_bytes,
 )
 from nodeagent.engine.server.kv import kv_windows
-from nodeagent.engine.server.kv.kv_reading import contents_of
+from nodeagent.engine.server.kv.kv_reading import contents_of, read_blocks
 from nodeagent.engine.server.kv.kv_windows import (
     WINDOWS_MAX,
     KvWindows,
@@ -42,6 +45,7 @@ from nodeagent.engine.server.kv.kv_windows import (
     WindowLost,
     received_window,
 )
+from tests.unit.engine.test_kv_receiving import a_stream
 
 BLOCK_BYTES = 1 << 20
 FORM: Any = SimpleNamespace(block_bytes=BLOCK_BYTES, dtype=torch.uint8, shape=(BLOCK_BYTES,))
@@ -52,7 +56,7 @@ DIGESTS = [hashlib.sha256(bytes([number])).digest() for number in range(4)]
 @pytest.fixture
 async def windows() -> AsyncIterator[KvWindows]:
     with tempfile.TemporaryDirectory(prefix="kvw") as folder:
-        opened = KvWindows(FORM, Path(folder) / "kv.sock", StagingMemory(0))
+        opened = KvWindows(FORM, Path(folder) / "w.sock", StagingMemory(0))
         await opened.start()
         try:
             yield opened
@@ -78,8 +82,12 @@ def a_name() -> str:
     return secrets.token_hex(16)
 
 
+async def take(lease: SenderWindow, count: int) -> SlotRun:
+    return await asyncio.to_thread(lease.take, count, 10.0)
+
+
 async def fill(lease: SenderWindow, count: int, value: int) -> SlotRun:
-    run = await lease.take(count)
+    run = await take(lease, count)
     lease.slots(run)[:] = value
     return run
 
@@ -98,10 +106,11 @@ async def test_the_receiver_reads_what_the_sender_writes_and_releases_it(
             window.memory[0] = 1
             assert lease.slots(run)[0, 0] == 7, "the receiver cannot write"
             await fill(lease, SLOTS - run.slots, 8)
-            third = asyncio.create_task(lease.take(4))
+            with pytest.raises(TimeoutError):
+                lease.take(4, 0.01)
+            third = asyncio.create_task(take(lease, 4))
             await asyncio.sleep(0)
-            assert not third.done(), "all slots are in use"
-            await window.release(3)
+            window.release(3)
             assert await third == SlotRun(0, 3), "what lies side by side"
     await until_freed(windows)
     assert windows.counts()["kv_windows"] == 1
@@ -134,9 +143,108 @@ async def test_a_receiver_that_is_gone_ends_the_wait_for_slots(windows: KvWindow
         async with received_window(path_of(windows), name):
             await lease.wait_connected()
             await fill(lease, SLOTS, 1)
-            waiting = asyncio.create_task(lease.take(1))
+            waiting = asyncio.create_task(take(lease, 1))
         with pytest.raises(WindowLost, match="closed"):
             await waiting
+    await until_freed(windows)
+
+
+async def test_places_reach_the_receiver_in_order_whenever_it_connects(windows: KvWindows) -> None:
+    name = a_name()
+    async with windows.lease(name) as lease:
+        assert lease is not None
+        lease.send(b"early,")
+        async with received_window(path_of(windows), name) as window:
+            await lease.wait_connected()
+            lease.send(b"late")
+            assert await asyncio.to_thread(window.receive) == b"early,late"
+            waiting = asyncio.create_task(asyncio.to_thread(window.receive))
+            await asyncio.sleep(0)
+            window.interrupt()
+            assert await waiting == b""
+            with pytest.raises(WindowLost):
+                lease.send(b"more")
+            await fill(lease, 1, 1)
+            window.release(1)
+            assert (await take(lease, SLOTS)).slots > 0, "the window is still the receiver's"
+    await until_freed(windows)
+
+
+async def transferred(windows: KvWindows, stream: list[bytes], places: list[bytes]) -> list[int]:
+    """Have the blocks of a window stored; return the first byte of each."""
+    name, stored = a_name(), list[int]()
+    async with windows.lease(name) as lease:
+        assert lease is not None
+        async with received_window(path_of(windows), name) as window:
+            await lease.wait_connected()
+            run = await take(lease, 4)
+            for number, slot in enumerate(lease.slots(run)):
+                slot.fill_(number)
+            content = a_stream()
+            reader = TransferReader(b"f" * 16, BLOCK_BYTES, DIGESTS, 0, window=window.memory)
+
+            def store(blocks: Sequence[ReceivedBlock]) -> None:
+                stored.extend(block.content[0] for block in blocks)
+                window.release(len(blocks))
+
+            reading = asyncio.create_task(read_blocks(content, reader, 3, store, 1, window))
+            content.feed_data(stream[0])
+            for place in places:
+                lease.send(place)
+            for piece in stream[1:]:
+                content.feed_data(piece)
+            content.feed_eof()
+            try:
+                await reading
+            finally:
+                await until_released(lease, run.slots - len(stored))
+    await until_freed(windows)
+    return stored
+
+
+async def until_released(lease: SenderWindow, left: int) -> None:
+    async with asyncio.timeout(10):
+        while lease._ring.used > left:
+            await asyncio.sleep(0)
+
+
+async def test_blocks_of_a_window_are_taken_between_the_head_and_the_end(
+    windows: KvWindows,
+) -> None:
+    head = TransferHead(fingerprint=b"f" * 16, block_bytes=BLOCK_BYTES, first_block=0, blocks=4)
+    end = encode_end(TransferEnd(cached_tokens=0))
+    places = [
+        encode_block_in_window(digest, memoryview(bytes([number]) * BLOCK_BYTES), place)
+        for number, digest in enumerate(DIGESTS)
+        for place in [number * BLOCK_BYTES]
+    ]
+    assert await transferred(windows, [encode_head(head), end], places) == [0, 1, 2, 3]
+    # The last place is missing, and no more will come.
+    with pytest.raises(WindowLost, match="blocks are missing"):
+        await transferred(windows, [encode_head(head), end], places[:3])
+    with pytest.raises(WindowLost, match="blocks are missing"):
+        await transferred(windows, [encode_head(head)], [])
+    # Blocks of another prompt, more blocks than it has, and no end.
+    with pytest.raises(WrongTransfer, match="another prompt"):
+        await transferred(windows, [encode_head(head), end], places[1:])
+    with pytest.raises(WrongTransfer, match="more blocks"):
+        await transferred(windows, [encode_head(head), end], [b"".join([*places, places[0]])])
+    with pytest.raises(ApiError, match="no end"):
+        await transferred(windows, [encode_head(head)], places)
+
+
+async def test_a_transfer_that_ends_ends_the_wait_for_slots(windows: KvWindows) -> None:
+    name = a_name()
+    async with windows.lease(name) as lease:
+        assert lease is not None
+        async with received_window(path_of(windows), name):
+            await lease.wait_connected()
+            await fill(lease, SLOTS, 1)
+            waiting = asyncio.create_task(take(lease, 1))
+            await asyncio.sleep(0)
+            lease.close()
+            with pytest.raises(WindowLost):
+                await waiting
     await until_freed(windows)
 
 
@@ -148,7 +256,7 @@ async def test_without_a_receiver_the_sender_gives_up(
         assert lease is not None
         await fill(lease, SLOTS, 1)
         with pytest.raises(TimeoutError):
-            await lease.take(1)
+            await take(lease, 1)
         with pytest.raises(TimeoutError):
             await lease.wait_connected()
     assert leased(windows) == 0
@@ -180,10 +288,10 @@ async def test_a_receiver_that_releases_more_than_it_has_is_cut(windows: KvWindo
         async with received_window(path_of(windows), name) as window:
             await lease.wait_connected()
             await fill(lease, 2, 1)
-            await window.release(SLOTS + 1)
+            window.release(SLOTS + 1)
             with pytest.raises(WindowLost):
                 for _ in range(2):
-                    await lease.take(SLOTS)
+                    await take(lease, SLOTS)
     await until_freed(windows)
 
 
@@ -225,7 +333,7 @@ async def test_abandoned_leases_leave_no_memory_descriptor_or_task(windows: KvWi
                 async with received_window(path_of(windows), name):
                     await lease.wait_connected()
                     if number % 3 == 1:
-                        await lease.take(1)
+                        await take(lease, 1)
         await until_freed(windows)
 
     for number in range(10):
@@ -252,7 +360,7 @@ def test_a_socket_of_a_dead_engine_is_replaced_and_another_file_is_not(tmp_path:
             await opened.close()
 
     with tempfile.TemporaryDirectory(prefix="kvw") as folder:
-        path = Path(folder) / "kv.sock"
+        path = Path(folder) / "w.sock"
         with socket.socket(socket.AF_UNIX) as dead:
             dead.bind(str(path))
         assert asyncio.run(listens(path))
@@ -347,8 +455,8 @@ def place_of(number: int, place: int | None = None) -> bytes:
 
 
 def test_blocks_are_taken_where_they_lie() -> None:
-    assert len(place_of(0)) == BLOCK_IN_WINDOW_BYTES
-    assert transfer_bytes(HEAD, in_window=True) == transfer_bytes(HEAD) - 4 * (SIZE - 8)
+    assert len(place_of(0)) == 61
+    assert transfer_bytes(HEAD, in_window=True) == transfer_bytes(HEAD) - 4 * (53 + SIZE)
     blocks = a_reader().feed(b"".join(map(place_of, range(4))))
     form: Any = SimpleNamespace(block_bytes=SIZE, dtype=torch.uint8, shape=(SIZE,))
     window = bytearray(MEMORY)

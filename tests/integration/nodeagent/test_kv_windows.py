@@ -17,6 +17,7 @@ from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.kv import kv_sharing
+from isochrone.wire.kv.kv_transfer import WINDOW_SOCKET_NAME
 from nodeagent import metrics
 from ops.golden import tiny
 from tests.integration.nodeagent.test_data_plane import Node, a_node
@@ -160,7 +161,7 @@ async def check_strangers(two: TwoEngines) -> None:
 async def check_without_socket(two: TwoEngines) -> None:
     """Without the socket for windows, blocks come through the agent."""
     before = (await two.stats("p"))["kv_window_leases_total"]
-    socket = two.folder("p") / "kv.sock"
+    socket = two.folder("p") / WINDOW_SOCKET_NAME
     socket.rename(socket.with_name("moved.sock"))
     await two.prefilled("other")
     # One that nobody listens at costs one recomputation; then blocks come through the agent.
@@ -185,6 +186,6 @@ async def check_deaths(two: TwoEngines) -> None:
         os.killpg(two.engine(name).pid, signal.SIGKILL)
         await two.engine(name).exited.wait()
         await until("warm", partial(is_warm, two.node), 120.0)
-        assert (two.folder(name) / "kv.sock").is_socket()
+        assert (two.folder(name) / WINDOW_SOCKET_NAME).is_socket()
     await two.prefilled("after")
     await until("nothing is held", two.is_clean, 10.0)

@@ -2,6 +2,8 @@
 
 import asyncio
 import hashlib
+import queue
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_end,
     encode_head,
 )
+from nodeagent.engine.server.kv import kv_reading
 from nodeagent.engine.server.kv.kv_reading import read_blocks
 from nodeagent.engine.server.kv.kv_receiving import KvReceiver, WaitingPrompt
 
@@ -49,21 +52,25 @@ class Store:
     def __init__(self) -> None:
         self.parts: list[list[int]] = []
         self.stored: list[int] = []
-        self.may_store = asyncio.Event()
-        self.running = 0
+        self.may_store = threading.Event()
+        self._changed = threading.Condition()
 
-    @property
-    def begun(self) -> list[int]:
-        return [number for part in self.parts for number in part]
+    def __call__(self, blocks: Sequence[ReceivedBlock]) -> None:
+        with self._changed:
+            self.parts.append([one.number for one in blocks])
+            self._changed.notify()
+        self.may_store.wait()
+        self.stored += [one.number for one in blocks]
 
-    async def __call__(self, blocks: Sequence[ReceivedBlock]) -> None:
-        self.parts.append([one.number for one in blocks])
-        self.running += 1
-        try:
-            await self.may_store.wait()
-            self.stored += [one.number for one in blocks]
-        finally:
-            self.running -= 1
+    async def begun(self, parts: int) -> list[list[int]]:
+        """Wait until so many parts are being stored, or were; return all."""
+
+        def wait() -> list[list[int]]:
+            with self._changed:
+                self._changed.wait_for(lambda: len(self.parts) >= parts)
+                return list(self.parts)
+
+        return await asyncio.to_thread(wait)
 
 
 async def turns(count: int = 20) -> None:
@@ -74,24 +81,22 @@ async def turns(count: int = 20) -> None:
         await turn.wait()
 
 
-async def test_later_blocks_are_read_while_earlier_ones_are_stored() -> None:
+async def test_later_blocks_are_received_while_earlier_ones_are_stored() -> None:
     content, store = a_stream(), Store()
     reader = TransferReader(FORM, BYTES, DIGESTS, 0)
     reading = asyncio.create_task(read_blocks(content, reader, 2, store))
     content.feed_data(HEAD + block(0) + block(1))
+    assert await store.begun(1) == [[0, 1]]
+    content.feed_data(b"".join(block(number) for number in range(2, 6)))
     await turns()
-    assert store.begun == [0, 1]
-    content.feed_data(block(2))
-    await turns()
-    assert reader.next_block == 3, "it reads on"
-    content.feed_data(block(3) + block(4) + block(5))
-    await turns()
-    assert (store.begun, store.running) == ([0, 1], 1), "one part at a time"
-    store.may_store.set()
+    assert content.total_bytes == len(HEAD) + 6 * len(block(0))
+    assert not content._buffer, "it receives on"
+    assert store.parts == [[0, 1]], "one part at a time"
     content.feed_data(END)
     content.feed_eof()
+    store.may_store.set()
     assert (await reading).cached_tokens == 0
-    assert (store.stored, store.running) == (list(range(6)), 0)
+    assert (store.parts, store.stored) == ([[0, 1], [2, 3], [4, 5]], list(range(6)))
 
 
 async def test_what_has_arrived_is_stored_once_the_part_before_it_is() -> None:
@@ -99,20 +104,35 @@ async def test_what_has_arrived_is_stored_once_the_part_before_it_is() -> None:
     reader = TransferReader(FORM, BYTES, DIGESTS, 0, part_blocks=4)
     reading = asyncio.create_task(read_blocks(content, reader, 4, store, 1))
     content.feed_data(HEAD + block(0))
-    await turns()
-    assert store.begun == [0], "nothing is being stored, so it waits for no more"
-    content.feed_data(block(1) + block(2))
-    await turns()
-    assert store.begun == [0]
+    assert await store.begun(1) == [[0]], "nothing is being stored, so it waits for no more"
+    for number in range(1, 5):
+        content.feed_data(block(number))
+        await turns()
     store.may_store.set()
-    await turns()
-    content.feed_data(block(3) + block(4))
-    await turns()
-    assert store.parts[:2] == [[0], [1, 2, 3]], "a part ends where the reader's memory does"
+    assert (await store.begun(3))[1:] == [[1, 2, 3], [4]], "a part ends with the reader's memory"
     content.feed_data(block(5) + END)
     content.feed_eof()
     assert (await reading).cached_tokens == 0
-    assert (store.stored, store.running) == (list(range(6)), 0)
+    assert store.stored == list(range(6))
+
+
+async def test_no_more_is_received_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_reading, "INBOX_BYTES", 2 * len(block(0)))
+    content, store = a_stream(), Store()
+    reader = TransferReader(FORM, BYTES, DIGESTS, 0)
+    reading = asyncio.create_task(read_blocks(content, reader, 1, store))
+    content.feed_data(HEAD + block(0))
+    await store.begun(1)
+    for number in range(1, 6):
+        content.feed_data(block(number))
+        await turns()
+    # Two wait for the thread, the event loop has another one, and the rest stays in the stream.
+    assert sum(map(len, content._buffer)) == 2 * len(block(0))
+    content.feed_data(END)
+    content.feed_eof()
+    store.may_store.set()
+    assert (await reading).cached_tokens == 0
+    assert store.stored == list(range(6))
 
 
 async def test_nothing_is_stored_any_more_after_a_wrong_block() -> None:
@@ -120,24 +140,24 @@ async def test_nothing_is_stored_any_more_after_a_wrong_block() -> None:
     reader = TransferReader(FORM, BYTES, DIGESTS, 0)
     reading = asyncio.create_task(read_blocks(content, reader, 2, store))
     content.feed_data(HEAD + block(0) + block(1))
-    await turns()
+    await store.begun(1)
     content.feed_data(block(5))
     await turns()
     assert not reading.done(), "the wrong blocks are forgotten after the last one is stored"
     store.may_store.set()
     with pytest.raises(WrongTransfer):
         await reading
-    assert (store.stored, store.running) == ([0, 1], 0)
+    assert store.stored == [0, 1]
 
 
 async def test_a_store_that_fails_ends_the_transfer() -> None:
-    async def no_room(blocks: Sequence[ReceivedBlock]) -> None:
+    def no_room(blocks: Sequence[ReceivedBlock]) -> None:
         raise ConnectionError("no room")
 
     content = a_stream()
     reader = TransferReader(FORM, BYTES, DIGESTS, 0)
     content.feed_data(HEAD + b"".join(block(number) for number in range(4)))
-    content.feed_eof()
+    # The stream has not ended.
     with pytest.raises(ConnectionError):
         await read_blocks(content, reader, 2, no_room)
     cut, store = a_stream(), Store()
@@ -149,31 +169,57 @@ async def test_a_store_that_fails_ends_the_transfer() -> None:
     assert store.stored == [0]
 
 
+async def test_a_broken_stream_keeps_what_came_and_a_cancelled_one_waits_for_its_copy() -> None:
+    broken, store = a_stream(), Store()
+    store.may_store.set()
+    reading = asyncio.create_task(
+        read_blocks(broken, TransferReader(FORM, BYTES, DIGESTS, 0), 4, store)
+    )
+    broken.feed_data(HEAD + block(0))
+    await turns()
+    broken.set_exception(aiohttp.ClientPayloadError("gone"))
+    with pytest.raises(aiohttp.ClientPayloadError):
+        await reading
+    assert store.stored == [0]
+    content, store = a_stream(), Store()
+    reader = TransferReader(FORM, BYTES, DIGESTS, 0)
+    reading = asyncio.create_task(read_blocks(content, reader, 1, store))
+    content.feed_data(HEAD + block(0))
+    await store.begun(1)
+    reading.cancel()
+    await turns()
+    assert not reading.done()
+    store.may_store.set()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert store.stored == [0]
+
+
 class Worker:
     """Calls between steps: none is made until the test says so."""
 
     def __init__(self) -> None:
-        self.waiting: list[Future[bool]] = []
+        self.waiting: queue.Queue[Future[bool]] = queue.Queue()
 
     def call(self, function: object) -> Any:
         result: Future[bool] = Future()
-        self.waiting.append(result)
+        self.waiting.put(result)
         return result
 
 
 async def test_one_copy_is_made_between_two_steps_whatever_the_number_of_transfers() -> None:
+    """Where only the step thread may copy to the device."""
     worker: Any = Worker()
     form: Any = SimpleNamespace(block_bytes=BYTES, dtype=torch.uint8, shape=(BYTES,))
     receiver = KvReceiver(form, worker, None, 4, staging=StagingMemory(64))
     prompts = [WaitingPrompt(100, DIGESTS, DIGESTS) for _ in range(3)]
+    content = ReceivedBlock(0, memoryview(bytearray(BYTES)))
     stores = [
-        asyncio.create_task(
-            receiver._store(str(number), prompt, [ReceivedBlock(0, memoryview(bytearray(BYTES)))])
-        )
+        asyncio.create_task(asyncio.to_thread(receiver._store, str(number), prompt, [content]))
         for number, prompt in enumerate(prompts)
     ]
-    for done in range(3):
-        await turns()
-        assert len(worker.waiting) == done + 1
-        worker.waiting[done].set_result(True)
+    for _ in range(3):
+        call = await asyncio.to_thread(worker.waiting.get)
+        assert worker.waiting.empty()
+        call.set_result(True)
     await asyncio.gather(*stores)

@@ -1,9 +1,11 @@
 """The blocks that an engine shares: found in any tier, kept below the device, and never held."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,9 +41,8 @@ from nodeagent.engine.kvcache.transfer_frames import (
 )
 from nodeagent.engine.server.kv.kv_sharing import KvSharing
 from nodeagent.engine.server.kv.kv_windows import KvWindows
-from nodeagent.engine.server.kv.kv_writing import BlockWriter
-from tests.unit.engine.test_kv_receiving import turns
 from tests.unit.engine.test_kv_transfers import Memory, digest
+from tests.unit.engine.test_kv_writing import Response, a_writer
 
 CHAIN = [digest("x", number) for number in range(6)]
 FINGERPRINT = b"f" * 16
@@ -145,7 +146,7 @@ def test_blocks_are_held_while_they_are_read_and_evicted_first_once_they_have_mo
 
 def test_a_device_that_only_the_step_thread_may_read_is_not_held() -> None:
     class OrderedMemory(Memory):
-        can_read_beside_steps = False
+        can_copy_beside_steps = False
 
     transfers = KvTransfers(BlockPool(8), OrderedMemory(8), None)
     store(transfers, CHAIN)
@@ -210,10 +211,12 @@ class StoppedWorker:
     def __init__(self, transfers: KvTransfers) -> None:
         self._core = SimpleNamespace(kv_transfers=transfers)
         self._waiting: list[tuple[Callable[[object], object], Future[object]]] = []
+        self.called = threading.Semaphore(0)
 
     def call(self, function: Callable[[object], object]) -> Future[object]:
         future: Future[object] = Future()
         self._waiting.append((function, future))
+        self.called.release()
         return future
 
     def step(self) -> None:
@@ -245,28 +248,21 @@ async def test_how_much_is_here_is_said_during_a_step_and_a_part_waits_for_one()
     assert isinstance(answer.body, bytes)
     located = msgspec.json.decode(answer.body, type=LocatedBlocks)
     assert (located.blocks, located.keep_blocks_max) == (6, 2)
-    no_request: Any = None
-    writer = BlockWriter(no_request, windows, None, 1.0, 6)
-    room = await writer.room(6)
-    reading = asyncio.create_task(sharing._read(writer, CHAIN, room))
-    await turns()
-    assert transfers.held_blocks == 0
-    worker.step()
-    part = await reading
-    assert part.blocks == 6
-    contents = [torch.frombuffer(frame, dtype=torch.float32) for frame in part.frames[1::2]]
-    assert torch.cat(contents).tolist() == [1.0] * 6
-    assert transfers.held_blocks == 6
-    worker.step()
-    assert transfers.held_blocks == 0
-    # One that is given up holds nothing, whether the step thread has begun with it or not.
-    for has_begun in (False, True):
-        reading = asyncio.create_task(sharing._read(writer, CHAIN, room))
-        await turns()
-        if has_begun:
-            worker.step()
-        reading.cancel()
-        with suppress(asyncio.CancelledError):
-            await reading
+    for is_given_up in (False, True):
+        response: Any = Response(reads=0 if is_given_up else 1000)
+        writer = a_writer(response, 60.0, windows)
+        reading = asyncio.create_task(writer.write_all(partial(sharing._read_all, writer, CHAIN)))
+        await asyncio.to_thread(worker.called.acquire)
+        assert transfers.held_blocks == 0
+        if is_given_up:
+            reading.cancel()
+        worker.step()
+        # They are held until the next step.
+        await asyncio.to_thread(worker.called.acquire)
+        assert transfers.held_blocks == 6
         worker.step()
         assert transfers.held_blocks == 0
+        with suppress(asyncio.CancelledError):
+            await reading
+        if not is_given_up:
+            assert b"".join(response.written[1::2]) == torch.ones(6).numpy().tobytes()

@@ -31,7 +31,7 @@ def digest(number: int) -> bytes:
 class Pages:
     """A device on which the KV of a token is the token and the length of its salt."""
 
-    can_read_beside_steps = True
+    can_copy_beside_steps = True
 
     def __init__(self, blocks: int) -> None:
         self.rows = torch.full((blocks, BLOCK_TOKENS, 2), -1)

@@ -21,7 +21,7 @@ TOTAL = 12
 class Memory:
     """Blocks of one number each."""
 
-    can_read_beside_steps = True
+    can_copy_beside_steps = True
 
     def __init__(self, total: int) -> None:
         self.rows = torch.zeros(total, 1)
@@ -163,6 +163,70 @@ def test_wrong_blocks_are_forgotten_and_others_stay() -> None:
     transfers.close_incoming("bad", is_wrong=True)
     assert (len(pool.match_prefix(good)), len(pool.match_prefix(bad))) == (3, 0)
     assert pool.used_blocks == 0
+
+
+def test_blocks_are_found_once_they_are_written_and_not_before() -> None:
+    pool, memory = BlockPool(TOTAL), Memory(TOTAL)
+    transfers = KvTransfers(pool, memory, None)
+    digests, contents = [digest("x", n) for n in range(4)], torch.arange(4.0).view(4, 1)
+    transfers.open_incoming("first", ())
+    assert transfers.store_incoming("first", digests[:1], contents[:1])
+    transfers.open_incoming("t", digests[1:])
+    writing = transfers.open_writing("t", digests)
+    assert writing is not None
+    assert (writing.new, len(writing.fresh), transfers.held_blocks) == ([1, 2, 3], 3, 5)
+    transfers.write_held(writing, contents)
+    assert (len(pool.match_prefix(digests)), transfers.received_blocks_total) == (1, 1)
+    # What is being written is not let go of.
+    assert transfers.let_go_of_prefix()
+    assert not transfers.let_go_of_prefix()
+    assert transfers.held_blocks == 4
+    transfers.close_writing("t", is_written=True)
+    transfers.close_writing("t", is_written=True)
+    found = pool.match_prefix(digests)
+    assert memory.rows[found].tolist() == contents.tolist()
+    assert (transfers.received_blocks_total, transfers.held_blocks) == (4, 4)
+    for name in ("first", "t"):
+        transfers.close_incoming(name)
+    assert transfers.held_blocks == pool.used_blocks == 0
+
+
+def test_blocks_that_were_not_written_or_not_awaited_are_let_go_of() -> None:
+    pool = BlockPool(TOTAL)
+    transfers = KvTransfers(pool, Memory(TOTAL), None)
+    digests = [digest("x", n) for n in range(3)]
+    for is_written in (False, True):
+        transfers.open_incoming("t", ())
+        assert transfers.open_writing("t", digests) is not None
+        if is_written:
+            # The request is gone, and its blocks are still being written.
+            transfers.close_incoming("t")
+            assert transfers.held_blocks == pool.used_blocks == 3
+        transfers.close_writing("t", is_written=is_written)
+        transfers.close_incoming("t")
+        assert transfers.held_blocks == pool.used_blocks == 0
+        assert pool.match_prefix(digests) == []
+    assert transfers.open_writing("t", digests) is None
+
+
+def test_blocks_to_be_sent_are_read_by_number_and_released_in_order() -> None:
+    pool, memory = BlockPool(TOTAL), Memory(TOTAL)
+    transfers, computed = KvTransfers(pool, memory, None), list[int]()
+    sequence = a_sequence(pool, 1, 5)
+    outgoing = OutgoingBlocks(1, 4, lambda blocks, began_s: computed.append(blocks))
+    transfers.open_outgoing(1, outgoing)
+    for published in (3, 5):
+        sequence.published_blocks = published
+        transfers.hold_computed(sequence)
+    assert (computed, outgoing.numbers(1, 3)) == ([3, 4], sequence.blocks[1:4])
+    assert outgoing.numbers(3, 5) == sequence.blocks[3:4]
+    transfers.release_outgoing(1, 2)
+    assert (outgoing.held, outgoing.numbers(2, 1)) == (sequence.blocks[3:4], sequence.blocks[2:3])
+    assert (transfers.held_blocks, transfers.sent_blocks_total) == (1, 2)
+    pool.release(sequence.blocks)
+    transfers.close_outgoing(1)
+    transfers.release_outgoing(1, 1)
+    assert transfers.held_blocks == pool.used_blocks == 0
 
 
 def test_a_hundred_thousand_abandoned_transfers_leave_nothing() -> None:

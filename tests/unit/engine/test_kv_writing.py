@@ -1,6 +1,8 @@
-"""A receiver that stops reading ends the stream of a transfer, also at its last bytes."""
+"""Blocks are read ahead by a bounded number of parts, and a receiver that reads no more ends it."""
 
 import asyncio
+import hashlib
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,44 +13,90 @@ import torch
 from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.transfer_frames import TransferEnd
 from nodeagent.engine.server.kv.kv_windows import PART_BYTES, KvWindows
-from nodeagent.engine.server.kv.kv_writing import BlockWriter
+from nodeagent.engine.server.kv.kv_writing import PARTS_AHEAD, BlockWriter
+from tests.unit.engine.test_kv_receiving import turns
 
 BLOCK_BYTES = PART_BYTES // 4
+DIGESTS = [hashlib.sha256(bytes([number])).digest() for number in range(10)]
 FORM: Any = SimpleNamespace(block_bytes=BLOCK_BYTES, dtype=torch.uint8, shape=(BLOCK_BYTES,))
 
 
-class DeafResponse:
-    """A response whose receiver reads all that is written but the end."""
+class Response:
+    """A response: what its receiver reads, until it reads no more."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads: int = 1000) -> None:
         self.written: list[bytes] = []
+        self._reads = reads
 
     async def write(self, piece: bytes) -> None:
-        self.written.append(piece)
+        if len(self.written) == self._reads:
+            await asyncio.Event().wait()
+        self.written.append(bytes(piece))
 
     async def write_eof(self) -> None:
         await asyncio.Event().wait()
 
 
-def a_writer(blocks_max: int = 0) -> BlockWriter:
-    windows = KvWindows(FORM, Path("unused"), StagingMemory(0))
+def a_writer(response: Any, stall_s: float = 0.0, windows: KvWindows | None = None) -> BlockWriter:
+    windows = windows or KvWindows(FORM, Path("unused"), StagingMemory(0))
     request: Any = None
-    return BlockWriter(request, windows, None, 0.0, blocks_max)
+    writer = BlockWriter(request, windows, None, stall_s)
+    writer.response = response
+    return writer
+
+
+def read(writer: BlockWriter, blocks: int) -> list[int]:
+    """Read blocks on a transfer's thread; return how many each part has."""
+    parts = list[int]()
+    while sum(parts) < blocks:
+        room = writer.room(blocks - sum(parts))
+        writer.put(DIGESTS[sum(parts) :], room.out.fill_(sum(parts)), room)
+        parts.append(room.blocks)
+    return parts
 
 
 async def test_a_receiver_that_does_not_read_the_end_is_given_up() -> None:
-    writer = a_writer()
-    response: Any = DeafResponse()
-    writer.response = response
+    response = Response()
     with pytest.raises(ConnectionResetError, match="does not read"):
-        await writer.end(TransferEnd(cached_tokens=0))
+        await a_writer(response).end(TransferEnd(cached_tokens=0))
     assert len(response.written) == 1
 
 
-async def test_parts_begin_small_and_grow_up_to_the_most() -> None:
-    writer = a_writer(blocks_max=12)
-    rooms = [await writer.room(count) for count in (100, 100, 100, 5)]
-    assert [room.blocks for room in rooms] == [4, 8, 12, 5]
-    assert all(room.out.shape == (room.blocks, BLOCK_BYTES) for room in rooms)
-    same = a_writer()
-    assert [(await same.room(100)).blocks for _ in range(3)] == [4, 4, 4]
+async def test_blocks_are_read_in_parts_and_written_in_order() -> None:
+    response, parts = Response(), list[int]()
+    writer = a_writer(response, 60.0)
+    await writer.write_all(lambda: parts.extend(read(writer, 10)))
+    assert parts == [4, 4, 2]
+    assert [content[0] for content in response.written[1::2]] == [0] * 4 + [4] * 4 + [8] * 2
+    assert [frame[5:37] for frame in response.written[::2]] == DIGESTS[:10]
+
+
+async def test_a_reader_does_not_run_ahead_and_ends_with_the_transfer() -> None:
+    begun, is_ahead = list[int](), threading.Event()
+    writer = a_writer(Response(reads=1), 60.0)
+
+    def read_on() -> None:
+        while True:
+            room = writer.room(4)
+            begun.append(room.blocks)
+            writer.put(DIGESTS, room.out, room)
+            if len(begun) == PARTS_AHEAD:
+                is_ahead.set()
+
+    writing = asyncio.create_task(writer.write_all(read_on))
+    await asyncio.to_thread(is_ahead.wait)
+    await turns()
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    assert len(begun) == PARTS_AHEAD
+
+
+async def test_an_error_of_the_reader_ends_the_stream() -> None:
+    def fail() -> None:
+        raise ConnectionResetError("evicted")
+
+    stopped = list[bool]()
+    with pytest.raises(ConnectionResetError, match="evicted"):
+        await a_writer(Response(), 60.0).write_all(fail, lambda: stopped.append(True))
+    assert stopped == [True]

@@ -4,13 +4,15 @@ Rule 1: the request knows its own tokens before anything is accepted, and takes 
 Rule 2: the request begins after any failure: blocks that did not arrive are computed here. After
 wrong blocks, all blocks of that transfer are computed here.
 Rule 3: blocks that the PoP shares come first, as a part of the prompt: the request goes on waiting.
-Rule 4: blocks are copied to the device while later ones arrive. Those in memory and not yet there
-are bounded by twice STORE_BYTES_MAX per transfer, or SHARED_BYTES_MAX. In a window they are the
-sender's, and half of it at most is copied at once.
-Rule 5: between two steps there is one such copy, whatever the number of transfers.
+Rule 4: blocks are copied to the device while later ones arrive, on the transfer's own thread. Those
+in memory and not yet there are bounded (kv_reading.py). In a window they are the sender's, and half
+of it at most is copied at once.
+Rule 5: copies run beside steps, to blocks that no sequence finds before they are complete. Where
+only the step thread may copy, one copy is made between two steps, for all transfers together.
 """
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
@@ -21,8 +23,8 @@ from aiohttp import web
 from isochrone.service.shared_window import MappedWindows
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.kv import kv_transfer
-from nodeagent.engine.core.generation_thread import GenerationThread, settled
-from nodeagent.engine.core.kv_transfers import HeldPrefix, KvTransfers
+from nodeagent.engine.core.generation_thread import GenerationThread
+from nodeagent.engine.core.kv_transfers import BlocksToWrite, HeldPrefix, KvTransfers
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.staging_memory import StagingMemory
@@ -100,7 +102,7 @@ class KvReceiver:
         self._changed = asyncio.Condition()
         self._store_blocks_max = max(1, STORE_BYTES_MAX // form.block_bytes)
         self._shared_blocks_max = max(1, SHARED_BYTES_MAX // form.block_bytes)
-        self._storing = asyncio.Lock()
+        self._storing = threading.Lock()
         self.complete_total = 0
         self.wrong_total = 0
 
@@ -234,12 +236,13 @@ class KvReceiver:
             window=window.memory if window is not None else None,
         )
 
-        async def store(blocks: Sequence[ReceivedBlock]) -> None:
-            await self._store(transfer, waiting, blocks)
-            await _release(window, blocks)
+        def store(blocks: Sequence[ReceivedBlock]) -> None:
+            self._store(transfer, waiting, blocks)
+            _release(window, blocks)
 
         part_blocks = self._part_blocks(self._store_blocks_max, window)
-        end = await read_blocks(request.content, reader, part_blocks, store)
+        least = 0 if window is None else 1
+        end = await read_blocks(request.content, reader, part_blocks, store, least, window)
         blocks = len(waiting.digests) - first
         return kv_transfer.ReceivedBlocks(
             blocks=blocks,
@@ -271,19 +274,19 @@ class KvReceiver:
             window=window.memory if window is not None else None,
         )
 
-        async def store(blocks: Sequence[ReceivedBlock]) -> None:
-            await self._store(transfer, waiting, blocks, is_shared=True)
-            await _release(window, blocks)
+        def store(blocks: Sequence[ReceivedBlock]) -> None:
+            self._store(transfer, waiting, blocks, is_shared=True)
+            _release(window, blocks)
 
         part_blocks = self._part_blocks(self._shared_blocks_max, window)
-        least = min(part_blocks, self._store_blocks_max)
-        await read_blocks(request.content, reader, part_blocks, store, least)
+        least = min(part_blocks, self._store_blocks_max) if window is None else 1
+        await read_blocks(request.content, reader, part_blocks, store, least, window)
         blocks = reader.next_block - first
         return kv_transfer.ReceivedBlocks(
             blocks=blocks, transfer_bytes=blocks * self._form.block_bytes, cached_tokens=0
         )
 
-    async def _store(
+    def _store(
         self,
         transfer: str,
         waiting: WaitingPrompt,
@@ -293,9 +296,9 @@ class KvReceiver:
     ) -> None:
         contents = contents_of(blocks, self._form)
         digests = [waiting.digests[block.number] for block in blocks]
-        await self.store_blocks(transfer, waiting, digests, contents, is_shared=is_shared)
+        self.store_blocks(transfer, waiting, digests, contents, is_shared=is_shared)
 
-    async def store_blocks(
+    def store_blocks(
         self,
         transfer: str,
         waiting: WaitingPrompt,
@@ -304,13 +307,18 @@ class KvReceiver:
         *,
         is_shared: bool = True,
     ) -> None:
-        """Store the next blocks of a waiting prompt. Raises ApiError if it is gone, or none is
-        free."""
-        async with self._storing:
-            call = self._worker.call(
-                lambda core: _store(core, transfer, digests, contents, is_shared=is_shared)
-            )
-            is_stored = await settled(call)
+        """Store the next blocks of a waiting prompt. For any thread but the event loop's.
+
+        Raises ApiError if the prompt is gone, or no block is free.
+        """
+        goes_to_device = not (is_shared and self._has_host_tier)
+        if goes_to_device and self._transfers is not None and self._transfers.can_copy_beside_steps:
+            is_stored = self._write(self._transfers, transfer, digests, contents)
+        else:
+            with self._storing:
+                is_stored = self._worker.call(
+                    lambda core: _store(core, transfer, digests, contents, is_shared=is_shared)
+                ).result()
         if not is_stored:
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY, "cannot take KV blocks: none is free", retry_after_s=1.0
@@ -321,6 +329,26 @@ class KvReceiver:
             # Stored on the device, they follow what is cached there.
             stored_on_device = 0 if self._has_host_tier else len(digests)
             waiting.held = HeldPrefix(on_device + stored_on_device, held + len(digests))
+
+    def _write(
+        self,
+        transfers: KvTransfers,
+        transfer: str,
+        digests: Sequence[bytes],
+        contents: torch.Tensor,
+    ) -> bool:
+        """Copy blocks to the device while steps run; return False if none is free."""
+        writing = self._worker.call(lambda core: _open_writing(core, transfer, digests)).result()
+        if writing is None:
+            return False
+        is_written = False
+        try:
+            transfers.write_held(writing, contents)
+            is_written = True
+        finally:
+            # Calls keep their order: the request finds the blocks when it begins.
+            self._worker.call(lambda core: _close_writing(core, transfer, is_written=is_written))
+        return True
 
     def _part_blocks(self, blocks_max: int, window: ReceivedWindow | None) -> int:
         """Return how many blocks are copied at once: the sender fills the rest of the window."""
@@ -357,10 +385,10 @@ async def _window_of(
         yield window
 
 
-async def _release(window: ReceivedWindow | None, blocks: Sequence[ReceivedBlock]) -> None:
+def _release(window: ReceivedWindow | None, blocks: Sequence[ReceivedBlock]) -> None:
     """Release the slots of blocks that are on the device."""
     if window is not None:
-        await window.release(len(blocks))
+        window.release(len(blocks))
 
 
 def _waiting_prompt(transfer: str, prepared: PreparedRequest) -> WaitingPrompt:
@@ -396,6 +424,17 @@ def _store(
         return False
     store = transfers.store_shared if is_shared else transfers.store_incoming
     return store(transfer, digests, contents)
+
+
+def _open_writing(
+    core: EngineCore, transfer: str, digests: Sequence[bytes]
+) -> BlocksToWrite | None:
+    return core.kv_transfers.open_writing(transfer, digests) if core.kv_transfers else None
+
+
+def _close_writing(core: EngineCore, transfer: str, *, is_written: bool) -> None:
+    if core.kv_transfers is not None:
+        core.kv_transfers.close_writing(transfer, is_written=is_written)
 
 
 def _close(

@@ -2,35 +2,37 @@
 
 Rule 1: blocks stay on the device until the receiver takes them. A receiver that disconnects, or
 reads nothing for `client_stall_s`, ends the transfer and releases every hold.
-Rule 2: blocks are copied off the device while those before them are sent. Copied bytes that are not
-yet sent are bounded by twice PART_BYTES per transfer, or by the transfer's window.
+Rule 2: a thread of the transfer copies blocks off the device while those before them are sent, and
+beside steps where the device allows that (kv_writing.py).
 """
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from aiohttp import web
 from torch import Tensor
 
-from isochrone.service.threads import run_to_completion
 from isochrone.wire.engines.engine import EngineConfig
 from isochrone.wire.engines.engine_times import ENGINE_TIMES, EngineTimes, format_times
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.kv import kv_transfer
 from nodeagent.engine.core.generation import GenerationDelta
-from nodeagent.engine.core.generation_thread import GenerationThread, settled
-from nodeagent.engine.core.kv_transfers import OutgoingBlocks
+from nodeagent.engine.core.generation_thread import GenerationThread
+from nodeagent.engine.core.kv_transfers import KvTransfers, OutgoingBlocks
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.tier_setup import KvBlockForm
 from nodeagent.engine.kvcache.transfer_frames import TransferEnd, TransferHead
 from nodeagent.engine.sampling.sampler import SamplingParams
-from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
+from nodeagent.engine.scheduler.sequence import Sequence as TokenSequence
+from nodeagent.engine.scheduler.sequence import StopConditions
 from nodeagent.engine.server.kv.kv_windows import KvWindows
-from nodeagent.engine.server.kv.kv_writing import BlockRoom, BlockWriter, ReadPart
+from nodeagent.engine.server.kv.kv_writing import BlockRoom, BlockWriter
 from nodeagent.engine.server.open_requests import OpenRequest, OpenRequests
 from nodeagent.engine.server.openai.generation_options import GenerationOptions
 from nodeagent.engine.server.openai.request_errors import invalid_request
@@ -53,11 +55,12 @@ RaiseFailure = Callable[[GenerationDelta], None]
 
 
 class ComputedBlocks:
-    """The count of computed blocks of a prompt, which the step thread reports to the event loop."""
+    """The count of computed blocks of a prompt, which the step thread reports."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._changed = asyncio.Event()
+        self._changed = threading.Condition()
+        self._first = asyncio.Event()
         self._is_over = False
         self._arrived_s = time.monotonic()
         self._began_s = self._first_s = 0.0
@@ -67,9 +70,14 @@ class ComputedBlocks:
     def record(self, blocks: int, began_s: float) -> None:
         """Note that `blocks` are computed of a prompt that was begun at `began_s`. Called on the
         step thread."""
-        if not self._first_s:
+        is_first = not self.blocks
+        if is_first:
             self._began_s, self._first_s = max(began_s, self._arrived_s), time.monotonic()
-        self._loop.call_soon_threadsafe(self._set, blocks)
+        with self._changed:
+            self.blocks = blocks
+            self._changed.notify()
+        if is_first:
+            self._loop.call_soon_threadsafe(self._first.set)
 
     def times(self) -> EngineTimes:
         """Return how the time until the first blocks was spent: those after them follow while the
@@ -80,19 +88,61 @@ class ComputedBlocks:
 
     def end(self) -> None:
         """Note that no more will be computed."""
-        self._is_over, self.ended_s = True, time.monotonic()
-        self._changed.set()
+        with self._changed:
+            self._is_over, self.ended_s = True, time.monotonic()
+            self._changed.notify()
+        self._first.set()
 
-    async def more_than(self, blocks: int) -> bool:
-        """Wait until more than `blocks` are computed; False if they never will be."""
-        while self.blocks <= blocks and not self._is_over:
-            self._changed.clear()
-            await self._changed.wait()
-        return self.blocks > blocks
+    async def has_begun(self) -> bool:
+        """Wait until some blocks are computed; False if none will be."""
+        await self._first.wait()
+        return self.blocks > 0
 
-    def _set(self, blocks: int) -> None:
-        self.blocks = blocks
-        self._changed.set()
+    def more_than(self, blocks: int) -> bool:
+        """Wait until more than `blocks` are computed; False if they never will be. For a thread
+        that may wait."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.blocks > blocks or self._is_over)
+            return self.blocks > blocks
+
+
+class OutgoingReader:
+    """Reads the blocks of one prompt, on the thread of its transfer."""
+
+    def __init__(
+        self,
+        worker: GenerationThread,
+        transfers: KvTransfers | None,
+        number: int,
+        outgoing: OutgoingBlocks,
+        computed: ComputedBlocks,
+    ) -> None:
+        """`number` is that of the generation that computes them."""
+        self._worker = worker
+        self._transfers = transfers
+        self._number = number
+        self._outgoing = outgoing
+        self._computed = computed
+
+    def read_all(self, writer: BlockWriter, digests: Sequence[bytes]) -> None:
+        """Read blocks as they are computed, and have them written. Ends early if the rest will not
+        be computed."""
+        sent = self._outgoing.first_block
+        while sent < len(digests) and self._computed.more_than(sent):
+            room = writer.room(self._computed.blocks - sent)
+            writer.put(digests[sent:], self._read(sent, room), room)
+            sent += room.blocks
+
+    def _read(self, first: int, room: BlockRoom) -> Tensor:
+        number, transfers = self._number, self._transfers
+        if transfers is not None and transfers.can_copy_beside_steps:
+            contents = transfers.read_held(self._outgoing.numbers(first, room.blocks), room.out)
+            self._worker.call(lambda core: _release_outgoing(core, number, room.blocks))
+            return contents
+        read = self._worker.call(lambda core: _read_outgoing(core, number, room)).result()
+        if read is None:
+            raise ConnectionResetError("the transfer was closed")
+        return read
 
 
 class KvSender:
@@ -103,12 +153,14 @@ class KvSender:
         config: EngineConfig,
         form: KvBlockForm,
         worker: GenerationThread,
+        transfers: KvTransfers | None,
         open_requests: OpenRequests,
         windows: KvWindows,
     ) -> None:
         self._form = form
         self._windows = windows
         self._worker = worker
+        self._transfers = transfers
         self._open_requests = open_requests
         self._stall_s = config.client_stall_s
         self.open_count = 0
@@ -132,7 +184,9 @@ class KvSender:
                 kv_transfer.FIRST_BLOCK, f"cannot send block {first_block}: there are {blocks}"
             )
         salt = prefix_cache_salt(transfer.encode(), prepared.adapter)
-        digests = Sequence(0, tokens, StopConditions(1, frozenset()), salt).block_digests(blocks)
+        digests = TokenSequence(0, tokens, StopConditions(1, frozenset()), salt).block_digests(
+            blocks
+        )
         head = TransferHead(
             fingerprint=fingerprint,
             block_bytes=self._form.block_bytes,
@@ -140,24 +194,27 @@ class KvSender:
             blocks=blocks - first_block,
         )
         computed = ComputedBlocks()
+        outgoing = OutgoingBlocks(first_block, blocks, computed.record)
         reading = replace(
             prepared,
             options=_READ_ONLY,
             prompts=[TokenisedPrompt(tokens, StopConditions(1, frozenset()))],
             constraint=None,
             tool_use=None,
-            outgoing=OutgoingBlocks(first_block, blocks, computed.record),
+            outgoing=outgoing,
         )
         async with self._windows.lease(request.headers.get(kv_transfer.WINDOW, "")) as lease:
             writer = BlockWriter(request, self._windows, lease, self._stall_s)
             opened = self._open_requests.open(self._worker, reading, lambda: None)
             self.open_count += 1
             try:
-                return await self._stream(writer, opened, computed, digests, head, raise_failure)
+                number = opened.numbers[0]
+                reader = OutgoingReader(self._worker, self._transfers, number, outgoing, computed)
+                read = partial(reader.read_all, writer, digests)
+                return await self._stream(writer, opened, computed, read, head, raise_failure)
             finally:
                 self.open_count -= 1
                 self._open_requests.close(self._worker, opened)
-                number = opened.numbers[0]
                 self._worker.call(lambda core: _close_outgoing(core, number))
 
     async def _stream(
@@ -165,32 +222,22 @@ class KvSender:
         writer: BlockWriter,
         opened: OpenRequest,
         computed: ComputedBlocks,
-        digests: list[bytes],
+        read: Callable[[], None],
         head: TransferHead,
         raise_failure: RaiseFailure,
     ) -> web.StreamResponse:
         ended = asyncio.create_task(_last_delta(opened, computed))
-        number, total = opened.numbers[0], len(digests)
-
-        def read_from(first: int) -> asyncio.Task[ReadPart | None]:
-            return asyncio.create_task(self._read_next(writer, number, computed, digests, first))
-
-        reading = read_from(head.first_block)
         try:
-            sent = head.first_block
-            while sent < total:
-                part = await reading
-                if part is None:
-                    raise_failure(ended.result())
-                    raise ConnectionResetError("the prompt was not computed")
-                if sent == head.first_block:
-                    writer.response.headers[ENGINE_TIMES] = format_times(computed.times())
-                    await writer.begin(head)
-                sent += part.blocks
-                reading = read_from(sent)
-                await writer.write(part)
+            if not await computed.has_begun():
+                raise_failure(ended.result())
+                raise ConnectionResetError("the prompt was not computed")
+            writer.response.headers[ENGINE_TIMES] = format_times(computed.times())
+            await writer.begin(head)
+            await writer.write_all(read, stop=computed.end)
             last = await ended
             raise_failure(last)
+            if computed.blocks < head.first_block + head.blocks:
+                raise ConnectionResetError("the prompt was not computed")
             opened.ended = last.finish is not None
             after_ms = 1000 * (time.monotonic() - computed.ended_s)
             await writer.end(
@@ -199,29 +246,6 @@ class KvSender:
             return writer.response
         finally:
             ended.cancel()
-            reading.cancel()
-            await asyncio.wait({reading})
-
-    async def _read_next(
-        self,
-        writer: BlockWriter,
-        number: int,
-        computed: ComputedBlocks,
-        digests: list[bytes],
-        first: int,
-    ) -> ReadPart | None:
-        """Wait for blocks from number `first` on, and copy them off the device.
-
-        None if there are no more, or will not be.
-        """
-        if first >= len(digests) or not await computed.more_than(first):
-            return None
-        room = await writer.room(computed.blocks - first)
-        call = self._worker.call(lambda core: _read_outgoing(core, number, room))
-        contents = await settled(call)
-        if contents is None:
-            raise ConnectionResetError("the transfer was closed")
-        return await run_to_completion(writer.encode, digests[first:], contents, room)
 
 
 def _transfer_of(headers: Mapping[str, str]) -> tuple[str, int]:
@@ -256,6 +280,11 @@ async def _last_delta(opened: OpenRequest, computed: ComputedBlocks) -> Generati
 def _close_outgoing(core: EngineCore, number: int) -> None:
     if core.kv_transfers is not None:
         core.kv_transfers.close_outgoing(number)
+
+
+def _release_outgoing(core: EngineCore, number: int, blocks: int) -> None:
+    if core.kv_transfers is not None:
+        core.kv_transfers.release_outgoing(number, blocks)
 
 
 def _read_outgoing(core: EngineCore, number: int, room: BlockRoom) -> Tensor | None:

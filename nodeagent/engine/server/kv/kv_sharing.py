@@ -2,25 +2,27 @@
 
 Rule 1: a block is named by its digest alone, which cannot be guessed without the tenant's salt and
 the tokens. The size of a request is bounded, and so is the number of streams at a time.
-Rule 2: no answer waits for the receiver with blocks held: they are held while they are copied to
-the host, one part at a time. A block that is evicted between two parts ends the stream.
-Rule 3: the number of blocks held here is answered without waiting for a step. A part waits for one
-step, and is copied while the next steps run, where the device allows that.
+Rule 2: blocks are held while they are copied to the host, SHARED_BYTES_MAX at a time; those of a
+receiver that takes nothing are let go of after `client_stall_s`. A block that is evicted before it
+is held ends the stream.
+Rule 3: the number of blocks held here is answered without waiting for a step. To hold blocks waits
+for one step. They are copied while the next steps run, where the device allows that.
 Rule 4: blocks to be kept are checked like those of a transfer, and stored below the device where
 there are such tiers. They evict nothing that this engine computed.
 """
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Final
 
 import msgspec
 import torch
 from aiohttp import web
 from torch import Tensor
 
-from isochrone.service.threads import run_to_completion
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.kv import kv_sharing, kv_transfer
 from nodeagent.engine.core.generation_thread import GenerationThread
@@ -45,12 +47,10 @@ from nodeagent.engine.server.kv.kv_reading import (
 )
 from nodeagent.engine.server.kv.kv_sending import check_format
 from nodeagent.engine.server.kv.kv_windows import KvWindows
-from nodeagent.engine.server.kv.kv_writing import BlockRoom, BlockWriter, ReadPart
+from nodeagent.engine.server.kv.kv_writing import BlockWriter
 
 STREAMS_MAX: Final = 8
 """Streams of shared blocks at a time, in both directions together."""
-
-Read = TypeVar("Read")
 
 _QUERY: Final = msgspec.msgpack.Decoder(kv_sharing.BlockQuery)
 
@@ -128,11 +128,9 @@ class KvSharing:
                 blocks=blocks,
             )
             async with self._windows.lease(request.headers.get(kv_transfer.WINDOW, "")) as lease:
-                writer = BlockWriter(
-                    request, self._windows, lease, self._stall_s, self._part_blocks
-                )
+                writer = BlockWriter(request, self._windows, lease, self._stall_s)
                 await writer.begin(head)
-                await self._send_blocks(writer, digests[:blocks])
+                await writer.write_all(partial(self._read_all, writer, digests[:blocks]))
                 await writer.end(TransferEnd(cached_tokens=0))
             if kv_sharing.COPY not in request.headers:
                 self._worker.call(lambda core: _demote(core, digests[:blocks]))
@@ -140,84 +138,68 @@ class KvSharing:
         finally:
             self._streams -= 1
 
-    async def _send_blocks(self, writer: BlockWriter, digests: Sequence[bytes]) -> None:
-        """Write all blocks, each part while the next one is read."""
+    def _read_all(self, writer: BlockWriter, digests: Sequence[bytes]) -> None:
+        """Read blocks for a stream, on its thread."""
+        left = list(digests)
+        while left:
+            sent = self._read_held(writer, left[: self._part_blocks])
+            if not sent:
+                room = writer.room(len(left))
+                contents = self._read_between_steps(left[: room.blocks])
+                writer.put(left, contents, room)
+                sent = len(contents)
+            self.shared_blocks_total += sent
+            del left[:sent]
 
-        async def read_from(first: int) -> ReadPart:
-            room = await writer.room(len(digests) - first)
-            part = await self._read(writer, digests[first : first + room.blocks], room)
-            writer.give_back(room, part.blocks)
-            return part
+    def _read_held(self, writer: BlockWriter, digests: Sequence[bytes]) -> int:
+        """Read those on the device while steps run; return how many that were.
 
-        sent = 0
-        reading = asyncio.create_task(read_from(sent))
-        try:
-            while True:
-                part = await reading
-                sent += part.blocks
-                if sent < len(digests):
-                    reading = asyncio.create_task(read_from(sent))
-                await writer.write(part)
-                self.shared_blocks_total += part.blocks
-                if sent == len(digests):
-                    return
-        finally:
-            reading.cancel()
-            await asyncio.wait({reading})
+        0 where the step thread must read.
+        """
+        read, transfers = 0, self._transfers
+        if transfers is None:
+            return 0
+        with self._held(transfers, digests) as held:
+            while read < len(held):
+                room = writer.room(len(held) - read)
+                blocks = held[read : read + room.blocks]
+                writer.put(digests[read:], transfers.read_held(blocks, room.out), room)
+                read += len(blocks)
+        return read
 
-    async def read_part(self, digests: Sequence[bytes]) -> Tensor:
-        """Return the first of these blocks [blocks, ...], at least one.
+    def read_part(self, digests: Sequence[bytes]) -> Tensor:
+        """Return the first of these blocks [blocks, ...], at least one. For any thread but the
+        event loop's.
 
         Raises ConnectionResetError if the first is in no tier any more.
         """
-        contents = await self._read_beside_steps(digests, None, lambda contents: contents)
-        return contents if contents is not None else await self._read_between_steps(digests)
+        if self._transfers is not None:
+            with self._held(self._transfers, digests) as held:
+                if held:
+                    return self._transfers.read_held(held)
+        return self._read_between_steps(digests)
 
-    async def _read(
-        self, writer: BlockWriter, digests: Sequence[bytes], room: BlockRoom
-    ) -> ReadPart:
-        """Read the first of these blocks, at least one, as they go into a stream."""
-        part = await self._read_beside_steps(
-            digests, room.out, lambda contents: writer.encode(digests, contents, room)
-        )
-        if part is None:
-            contents = await self._read_between_steps(digests)
-            part = await run_to_completion(writer.encode, digests, contents, room)
-        return part
+    @contextmanager
+    def _held(self, transfers: KvTransfers, digests: Sequence[bytes]) -> Iterator[list[int]]:
+        """Hold the blocks of a chain's prefix that any thread may read; yield their numbers."""
+        if not transfers.count_on_device(digests[:1]):
+            yield []
+            return
+        reader = next(self._readers)
+        try:
+            yield self._worker.call(lambda core: _open_reading(core, reader, digests)).result()
+        finally:
+            self._worker.call(lambda core: _close_reading(core, reader))
 
-    async def _read_between_steps(self, digests: Sequence[bytes]) -> Tensor:
+    def _read_between_steps(self, digests: Sequence[bytes]) -> Tensor:
         """Return the first of these blocks [blocks, ...], at least one."""
-        call = self._worker.call(lambda core: _read_prefix(core, digests))
-        contents = await asyncio.wrap_future(call)
+        contents = self._worker.call(lambda core: _read_prefix(core, digests)).result()
         if contents is not None:
             return contents
-        content = None
-        if self._files is not None:
-            content = await asyncio.to_thread(self._files.read, digests[0])
+        content = self._files.read(digests[0]) if self._files is not None else None
         if content is None:
             raise ConnectionResetError("a shared KV block was evicted")
         return torch.frombuffer(content, dtype=self._form.dtype).view(1, *self._form.shape)
-
-    async def _read_beside_steps(
-        self, digests: Sequence[bytes], out: Tensor | None, then: Callable[[Tensor], Read]
-    ) -> Read | None:
-        """Read those on the device while steps run, and return what `then` makes of them.
-
-        They are copied to `out`, if it is given. None if the step thread must read.
-        """
-        transfers = self._transfers
-        if transfers is None or not transfers.count_on_device(digests[:1]):
-            return None
-        reader = next(self._readers)
-        opening = self._worker.call(lambda core: _open_reading(core, reader, digests))
-        try:
-            held = await asyncio.wrap_future(opening)
-            if not held:
-                return None
-            place = out[: len(held)] if out is not None else None
-            return await run_to_completion(lambda: then(transfers.read_held(held, place)))
-        finally:
-            self._worker.call(lambda core: _close_reading(core, reader))
 
     async def _keep(self, request: web.Request) -> web.Response:
         """Store the blocks in the body, which begins with their digests."""
@@ -256,10 +238,10 @@ class KvSharing:
             new_part=self._staging.take,
         )
 
-        async def store(arrived: Sequence[ReceivedBlock]) -> None:
+        def store(arrived: Sequence[ReceivedBlock]) -> None:
             contents = contents_of(arrived, self._form)
             named = [digests[block.number] for block in arrived]
-            await asyncio.wrap_future(self._worker.call(lambda core: _keep(core, named, contents)))
+            self._worker.call(lambda core: _keep(core, named, contents)).result()
             self.kept_blocks_total += len(named)
 
         least = max(1, STORE_BYTES_MAX // self._form.block_bytes)

@@ -14,6 +14,7 @@ from typing import Final, TypeVar
 
 from aiohttp import web
 
+from isochrone.service.threads import run_to_completion
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.kv import kv_sharing, kv_transfer
 from nodeagent.engine.kvcache.store_tier import CALLS_MAX, StoreTier
@@ -82,7 +83,9 @@ class KvStoreRoutes:
                 if not count:
                     break
                 contents = contents.view(self._form.dtype).view(-1, *self._form.shape)
-                await self._receiver.store_blocks(transfer, waiting, left[:count], contents)
+                await run_to_completion(
+                    self._receiver.store_blocks, transfer, waiting, left[:count], contents
+                )
                 blocks, left = blocks + count, left[count:]
         received = kv_transfer.ReceivedBlocks(
             blocks=blocks, transfer_bytes=blocks * self._form.block_bytes, cached_tokens=0
@@ -111,7 +114,7 @@ class KvStoreRoutes:
         while missing:
             part = missing[: self._store.part_blocks]
             try:
-                contents = await self._sharing.read_part(part)
+                contents = await run_to_completion(self._sharing.read_part, part)
             except ConnectionResetError:
                 # Evicted since; blocks after a gap are of no use.
                 break

@@ -1,10 +1,11 @@
 """Windows for blocks that move between two engines of one node: memory that both map.
 
-The sender fills slots of a window, and sends their places through the agent, in the frames of the
-transfer. The receiver connects to the sender's socket, names the transfer's lease, gets the
-window, copies the blocks to its device, and releases their slots over that connection. The agent
-issues a lease for each transfer between two engines of a deployment on its node. It is 32 random
-hexadecimal digits that nobody else knows.
+The receiver connects to the sender's socket, names the transfer's lease, and gets the window. The
+sender fills slots of it, and sends the frames with their places over that connection. The receiver
+copies the blocks to its device, and releases their slots. So a thread at one end meets a thread at
+the other: only the transfer's head and end go through event loops and the agent. The agent issues a
+lease for each transfer between two engines of a deployment on its node. It is 32 random hexadecimal
+digits that nobody else knows.
 
 Rule 1: a slot is filled again only after the receiver has released it, or has closed its
 connection. Until then the window belongs to this transfer, also after the transfer has failed.
@@ -17,6 +18,7 @@ import errno
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
@@ -65,6 +67,7 @@ RETRY_S: Final = 60.0
 
 _LEASE_BYTES: Final = 32
 _COUNT_BYTES: Final = 4
+_FRAMES_BYTES: Final = 64 * 1024
 
 
 class WindowLost(ConnectionError):
@@ -72,7 +75,7 @@ class WindowLost(ConnectionError):
 
 
 class SenderWindow:
-    """The window of one transfer, at its sender."""
+    """The window of one transfer, at its sender: a thread fills it, the event loop frees slots."""
 
     def __init__(self, window: OwnedWindow, form: KvBlockForm, slots: int) -> None:
         self.window = window
@@ -80,29 +83,33 @@ class SenderWindow:
         self._ring = SlotRing(slots)
         flat = torch.frombuffer(window.memory, dtype=torch.uint8)
         self._slots = flat[: slots * form.block_bytes].view(form.dtype).view(slots, *form.shape)
-        self._changed = asyncio.Condition()
+        self._changed = threading.Condition()
+        self._decided = asyncio.Event()
+        """Set once the receiver has the window or is gone."""
         self.is_connected = False
         self.is_lost = False
+        self._is_closed = False
+        self._link: socket.socket | None = None
+        self._unsent = b""
+        """Frames that wait for the receiver."""
 
-    async def take(self, count_max: int) -> SlotRun:
-        """Wait for up to `count_max` free slots. Raises WindowLost, and TimeoutError if no receiver
-        connects."""
-        async with self._changed:
-            run = None
-            while run is None:
-                run = self._ring.take(count_max)
-                if self.is_lost:
-                    raise WindowLost("the receiver has closed the window")
-                if run is None and self.is_connected:
-                    await self._changed.wait()
-                elif run is None:
-                    async with asyncio.timeout(CONNECT_S):
-                        await self._changed.wait()
-            return run
+    def take(self, count_max: int, stall_s: float) -> SlotRun:
+        """Wait for up to `count_max` free slots. For the thread that fills them.
+
+        Raises WindowLost, and TimeoutError if no receiver connects or it frees none for `stall_s`.
+        """
+        with self._changed:
+            while True:
+                if self.is_lost or self._is_closed:
+                    raise WindowLost("the window is closed")
+                if run := self._ring.take(count_max):
+                    return run
+                if not self._changed.wait(stall_s if self.is_connected else CONNECT_S):
+                    raise TimeoutError
 
     def give_back(self, count: int) -> None:
         """Give back the last slots of the run that was taken last."""
-        if count:
+        with self._changed:
             self._ring.give_back(count)
 
     def slots(self, run: SlotRun) -> Tensor:
@@ -111,28 +118,56 @@ class SenderWindow:
 
     async def wait_connected(self) -> None:
         """Wait until the receiver has the window. Raises WindowLost or TimeoutError."""
-        async with asyncio.timeout(CONNECT_S), self._changed:
-            await self._changed.wait_for(lambda: self.is_connected or self.is_lost)
+        async with asyncio.timeout(CONNECT_S):
+            await self._decided.wait()
         if not self.is_connected:
             raise WindowLost("the receiver has not taken the window")
 
-    async def set_connected(self) -> None:
-        """Note that the receiver has the window."""
-        async with self._changed:
+    def connect(self, link: socket.socket) -> None:
+        """Give the window to the receiver, and with it the frames that wait for it. Raises
+        OSError."""
+        with self._changed:
             self.is_connected = True
-            self._changed.notify_all()
+            self.window.send(link)
+            self._link = link
+            self._changed.notify()
+        self._decided.set()
+        self.send(b"")
 
-    async def release(self, count: int) -> None:
+    def send(self, frames: bytes) -> None:
+        """Send the places of blocks, once the receiver has the window. For any thread.
+
+        Raises WindowLost if it is gone.
+        """
+        with self._changed:
+            self._unsent += frames
+            if self._link is None or not self._unsent:
+                return
+            try:
+                # The link does not block, but the places of all slots always have room.
+                self._link.sendall(self._unsent)
+            except OSError as error:
+                raise WindowLost("the receiver has closed the window") from error
+            self._unsent = b""
+
+    def release(self, count: int) -> None:
         """Free slots. Raises ValueError if so many are not in use."""
-        async with self._changed:
+        with self._changed:
             self._ring.release(count)
-            self._changed.notify_all()
+            self._changed.notify()
 
-    async def lose(self) -> None:
+    def lose(self) -> None:
         """Note that the receiver is gone."""
-        async with self._changed:
-            self.is_lost = True
-            self._changed.notify_all()
+        with self._changed:
+            self.is_lost, self._link = True, None
+            self._changed.notify()
+        self._decided.set()
+
+    def close(self) -> None:
+        """Fill no more slots: end the wait for them."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
 
 
 class KvWindows:
@@ -255,16 +290,14 @@ class KvWindows:
             lease = self._leases.get(name)
             if lease is None or lease.is_connected or lease.is_lost:
                 return
-            lease.is_connected = True
             try:
-                lease.window.send(link)
-                await lease.set_connected()
+                lease.connect(link)
                 while count := int.from_bytes(await _read(link, _COUNT_BYTES), "little"):
-                    await lease.release(count)
+                    lease.release(count)
             except ValueError as error:
                 log.warning("a receiver of KV does not follow the protocol: %s", error)
             finally:
-                await lease.lose()
+                lease.lose()
                 if self._leases.get(name) is not lease:
                     self._free.append(lease.window)
 
@@ -276,11 +309,26 @@ class ReceivedWindow:
         self._link = link
         self.memory = memory
 
-    async def release(self, blocks: int) -> None:
-        """Let the sender fill the slots of the oldest `blocks` again."""
+    def receive(self) -> bytes:
+        """Wait for frames; b"" if no more will come. For any thread."""
+        try:
+            return self._link.recv(_FRAMES_BYTES)
+        except OSError as error:
+            raise WindowLost("cannot take KV from another engine's memory: it is gone") from error
+
+    def interrupt(self) -> None:
+        """Let `receive` return what has arrived, and nothing more.
+
+        The sender learns of it only if it sends more: the window may still be read.
+        """
+        with suppress(OSError):
+            self._link.shutdown(socket.SHUT_RD)
+
+    def release(self, blocks: int) -> None:
+        """Let the sender fill the slots of the oldest `blocks` again. For any thread."""
         count = blocks.to_bytes(_COUNT_BYTES, "little")
         try:
-            await asyncio.get_running_loop().sock_sendall(self._link, count)
+            self._link.sendall(count)
         except OSError as error:
             raise WindowLost("cannot take KV from another engine's memory: it is gone") from error
 
@@ -305,6 +353,8 @@ async def received_window(
         except (OSError, ValueError, TimeoutError, WindowRefused) as error:
             reason = str(error) or "no answer"
             raise WindowLost(f"cannot take KV from another engine's memory: {reason}") from error
+        # From here on only the transfer's thread waits at it.
+        link.setblocking(True)
         yield ReceivedWindow(link, memoryview(memory))
 
 

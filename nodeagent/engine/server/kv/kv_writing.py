@@ -1,13 +1,21 @@
-"""Writes the stream of a transfer: blocks in the stream itself, or in a window beside it."""
+"""Writes the stream of a transfer: with its blocks, or with a window beside it that has them.
+
+Rule 1: one thread reads all blocks of a transfer, and waits there for room: for slots of the
+window, or until an earlier part is written. The event loop only writes what that thread has read.
+Rule 2: blocks that are read and not yet written are bounded by PARTS_AHEAD parts of PART_BYTES for
+each transfer, or by its window.
+"""
 
 import asyncio
-from collections.abc import Sequence
-from typing import NamedTuple
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 import torch
 from aiohttp import web
 from torch import Tensor
 
+from isochrone.service.threads import start_thread, wait_to_completion
 from isochrone.wire.kv import kv_transfer
 from nodeagent.engine.kvcache.slot_ring import SlotRun
 from nodeagent.engine.kvcache.transfer_frames import (
@@ -21,6 +29,9 @@ from nodeagent.engine.kvcache.transfer_frames import (
 )
 from nodeagent.engine.server.kv.kv_windows import KvWindows, SenderWindow
 
+PARTS_AHEAD: Final = 2
+"""One is written while the next one is read."""
+
 
 class BlockRoom(NamedTuple):
     """Where the next `blocks` blocks are read to: slots of a window, or other host memory."""
@@ -28,13 +39,6 @@ class BlockRoom(NamedTuple):
     blocks: int
     run: SlotRun | None
     out: Tensor
-
-
-class ReadPart(NamedTuple):
-    """Blocks that were copied off the device, as they go into the stream."""
-
-    blocks: int
-    frames: list[bytes | memoryview]
 
 
 class BlockWriter:
@@ -46,42 +50,18 @@ class BlockWriter:
         windows: KvWindows,
         lease: SenderWindow | None,
         stall_s: float,
-        blocks_max: int = 0,
     ) -> None:
-        """Give up if the receiver takes nothing for `stall_s`.
-
-        A part of PART_BYTES is read at once; without a window each part may be twice as large as
-        the one before, up to `blocks_max` blocks.
-        """
+        """Give up if the receiver takes nothing for `stall_s`."""
         self._request = request
         self._windows = windows
         self._lease = lease
         self._stall_s = stall_s
-        self._part_blocks = windows.part_blocks
-        self._blocks_max = max(blocks_max, windows.part_blocks)
+        self._loop = asyncio.get_running_loop()
+        self._parts: asyncio.Queue[list[bytes | memoryview] | None] = asyncio.Queue()
+        self._written = threading.Condition()
+        self._ahead = 0
+        self._is_closed = False
         self.response = web.StreamResponse(headers={"content-type": kv_transfer.CONTENT_TYPE})
-
-    async def room(self, count_max: int) -> BlockRoom:
-        """Wait for room for some of the next `count_max` blocks."""
-        count = min(count_max, self._part_blocks)
-        if self._lease is None:
-            # A small first part: the receiver has it while the second one is read.
-            self._part_blocks = min(2 * self._part_blocks, self._blocks_max)
-            return BlockRoom(count, None, self._windows.staged(count))
-        try:
-            async with asyncio.timeout(self._stall_s):
-                run = await self._lease.take(count)
-        except TimeoutError as error:
-            raise ConnectionResetError("the receiver does not take blocks") from error
-        return BlockRoom(run.slots, run, self._lease.slots(run))
-
-    def give_back(self, room: BlockRoom, blocks: int) -> None:
-        """Give back all of `room` but that of the first `blocks`.
-
-        Call it before room for further blocks is taken.
-        """
-        if self._lease is not None:
-            self._lease.give_back(room.blocks - blocks)
 
     async def begin(self, head: TransferHead) -> None:
         """Write the head."""
@@ -90,9 +70,29 @@ class BlockWriter:
         await self.response.prepare(self._request)
         await self._write([encode_head(head)])
 
-    async def write(self, part: ReadPart) -> None:
-        """Write blocks."""
-        await self._write(part.frames)
+    async def write_all(
+        self, read: Callable[[], None], stop: Callable[[], None] = lambda: None
+    ) -> None:
+        """Have `read` run on a thread of its own, and write what it puts.
+
+        Raises what `read` raises. It has ended when this returns or raises: `stop` ends its waits
+        other than those for room.
+        """
+        reading = start_thread("kv-send", read)
+        reading.add_done_callback(lambda _: self._parts.put_nowait(None))
+        try:
+            while (frames := await self._parts.get()) is not None:
+                await self._write(frames)
+                with self._written:
+                    self._ahead -= 1
+                    self._written.notify()
+            await reading
+        finally:
+            self._close()
+            stop()
+            await wait_to_completion(asyncio.wait({reading}))
+            if not reading.cancelled():
+                reading.exception()
 
     async def end(self, end: TransferEnd) -> None:
         """End the stream, once the receiver has the window."""
@@ -103,27 +103,67 @@ class BlockWriter:
                 raise ConnectionResetError("the receiver has not taken the window") from error
         await self._write([encode_end(end)], is_last=True)
 
-    def encode(self, digests: Sequence[bytes], contents: Tensor, room: BlockRoom) -> ReadPart:
-        """Return the frames of blocks that were read for `room`. For any thread.
+    def room(self, count_max: int) -> BlockRoom:
+        """Wait for room for some of the next `count_max` blocks. For the thread that reads.
 
-        `digests` begins with theirs.
+        Raises ConnectionResetError if the transfer has ended, or the receiver takes no blocks.
+        """
+        count = min(count_max, self._windows.part_blocks)
+        if self._lease is not None:
+            try:
+                run = self._lease.take(count, self._stall_s)
+            except TimeoutError as error:
+                raise ConnectionResetError("the receiver does not take blocks") from error
+            return BlockRoom(run.slots, run, self._lease.slots(run))
+        with self._written:
+            self._written.wait_for(lambda: self._ahead < PARTS_AHEAD or self._is_closed)
+            if self._is_closed:
+                raise ConnectionResetError("the transfer has ended")
+        return BlockRoom(count, None, self._windows.staged(count))
+
+    def put(self, digests: Sequence[bytes], contents: Tensor, room: BlockRoom) -> None:
+        """Have blocks written that were read for `room`. For the thread that reads.
+
+        `digests` begins with theirs. There may be fewer of them than `room` is for.
         """
         digests = digests[: len(contents)]
-        if self._lease is None or room.run is None:
-            frames: list[bytes | memoryview] = []
-            for digest, content in zip(digests, contents, strict=True):
-                frames += encode_block(digest, content_bytes(content))
-            return ReadPart(len(contents), frames)
-        if contents.data_ptr() != room.out.data_ptr():
-            room.out[: len(contents)].copy_(contents)
-        size, first = self._lease.block_bytes, room.run.first
+        if self._lease is not None and room.run is not None:
+            self._put_in_window(self._lease, room.run, digests, contents, room.out)
+            return
+        frames: list[bytes | memoryview] = []
+        for digest, content in zip(digests, contents, strict=True):
+            frames += encode_block(digest, content_bytes(content))
+        with self._written:
+            self._ahead += 1
+        self._loop.call_soon_threadsafe(self._parts.put_nowait, frames)
+
+    def _put_in_window(
+        self,
+        lease: SenderWindow,
+        run: SlotRun,
+        digests: Sequence[bytes],
+        contents: Tensor,
+        out: Tensor,
+    ) -> None:
+        lease.give_back(run.slots - len(contents))
+        filled = out[: len(contents)]
+        if contents.data_ptr() != out.data_ptr():
+            filled.copy_(contents)
+        size = lease.block_bytes
+        places = range(run.first * size, (run.first + len(contents)) * size, size)
         references = [
-            encode_block_in_window(digest, content_bytes(slot), (first + index) * size)
-            for index, (digest, slot) in enumerate(
-                zip(digests, room.out[: len(contents)], strict=True)
-            )
+            encode_block_in_window(digest, content_bytes(slot), place)
+            for digest, slot, place in zip(digests, filled, places, strict=True)
         ]
-        return ReadPart(len(contents), [b"".join(references)])
+        lease.send(b"".join(references))
+
+    def _close(self) -> None:
+        """End the wait for room."""
+        if self._lease is not None:
+            self._lease.close()
+        with self._written:
+            self._is_closed = True
+            self._written.notify()
 
     async def _write(self, pieces: list[bytes | memoryview], *, is_last: bool = False) -> None:
         try:
