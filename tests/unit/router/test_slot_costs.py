@@ -223,6 +223,49 @@ def test_columns_decide_as_one_loop_over_all_replicas(
         assert len(routes) == len(finite)
 
 
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.integers(0, 2**32), st.sampled_from((0, 1, 20, 2040, 2100)))
+def test_a_copy_of_columns_keeps_what_they_were(
+    new_columns: Callable[[], SlotColumns], seed: int, slots: int
+) -> None:
+    chance = random.Random(seed)
+    columns = new_columns()
+    for _ in range(slots):
+        columns.append()
+    waits = [inf] * slots
+    kept: list[tuple[SlotColumns, list[float]]] = [(columns, waits)]
+    for _ in range(chance.choice((10, 1500))):
+        changed, expected = chance.choice(kept) if chance.random() < 0.05 else kept[0]
+        action = chance.random()
+        if action < 0.05:
+            changed.append()
+            expected.append(inf)
+        elif action < 0.15 and len(kept) < 30:
+            kept.append((changed.copy(), expected.copy()))
+        elif action < 0.9 and expected:
+            slot = chance.randrange(min(len(expected), 40))
+            expected[slot] = float(chance.randrange(1000))
+            changed.replace(slot, -1.0, expected[slot], 0.0, inf)
+        else:
+            copy, expected = chance.choice(kept)
+            assert waits_of(copy) == finite(expected)
+    for copy, expected in kept:
+        assert len(copy) == len(expected)
+        assert waits_of(copy) == finite(expected)
+
+
+def waits_of(columns: SlotColumns) -> dict[int, float]:
+    """Return the waits of the slots that can be chosen."""
+    costs = columns.costs(0.0, 1.0, 1.0)
+    return {slot: costs[slot] for slot in costs.up_to(10**6)}
+
+
+def finite(values: list[float]) -> dict[int, float]:
+    return {slot: value for slot, value in enumerate(values) if value < inf}
+
+
 @pytest.mark.parametrize("limit", [-1.0, 0.0, 2.5, inf])
 def test_values_are_the_same_in_c_and_numpy(in_c: ModuleType, limit: float) -> None:
     both: list[SlotValues] = [ValuesInNumpy(), in_c.SlotValues()]
