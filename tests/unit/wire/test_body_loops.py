@@ -2,6 +2,7 @@
 
 import base64
 from pathlib import Path
+from random import Random
 from types import ModuleType
 
 import pytest
@@ -55,11 +56,12 @@ def test_each_position_of_a_body_is_looked_at(in_c: ModuleType, size: int) -> No
         assert in_c.scan_body(b"x" * size + b"[" * count) == found
 
 
-@given(st.integers(0, 5000), SEEDS, st.randoms(use_true_random=False))
+# One drawn number gives the bytes: hypothesis takes seconds to draw thousands of them one by one.
+@given(st.integers(0, 5000), SEEDS, SEEDS)
 def test_prompts_have_the_same_hashes_in_c(
-    in_c: ModuleType, size: int, seed: int, chance: object
+    in_c: ModuleType, size: int, seed: int, content: int
 ) -> None:
-    prompt = bytes(chance.choices(range(256), k=size))  # type: ignore[attr-defined]
+    prompt = Random(content).randbytes(size)
     ends = block_ends(size)
     assert in_c.chained_hashes(prompt, ends, seed) == hash_in_python(prompt, ends, seed)
     if size > 240:
