@@ -51,6 +51,7 @@ class Leadership:
             log.warning("stepping down", extra={"fields": {"epoch": epoch}})
         self._heartbeats.clear()
         self._pulses.clear()
+        self._admission.dismiss()
         await self._peers.refuse_all(
             RegistrationRefused(code=RefusedCode.NOT_ACTING, reason="another scheduler acts now")
         )

@@ -41,6 +41,10 @@ ERROR_CHARS_MAX: Final = 300
 """The characters of the last error that a registration carries."""
 
 HANDSHAKE_TIMEOUT_S: Final = 5.0
+WELCOME_TIMEOUT_S: Final = 300.0
+"""The longest wait for the welcome: a scheduler to which a whole fleet connects takes one peer
+after the other. Pings notice meanwhile if it hangs."""
+
 SILENCE_S: Final = 20.0
 """The longest time that a send may take, and twice the interval of pings. The connection is closed
 after it."""
@@ -207,7 +211,7 @@ class ControlLink:
                 ssl=self._ssl,
             ) as socket,
         ):
-            welcome = self._welcome = await self._register(socket)
+            welcome = self._welcome = await self._register(socket, handshake)
             handshake.reschedule(None)
             self._socket = socket
             self.url = url
@@ -235,7 +239,9 @@ class ControlLink:
             return
         await self._on_message(message)
 
-    async def _register(self, socket: aiohttp.ClientWebSocketResponse) -> Welcome:
+    async def _register(
+        self, socket: aiohttp.ClientWebSocketResponse, handshake: asyncio.Timeout
+    ) -> Welcome:
         challenge = await self._receive(socket)
         if isinstance(challenge, RegistrationRefused):
             raise self._refusal(challenge)
@@ -274,6 +280,7 @@ class ControlLink:
             keys_held=stored.keys_held,
         )
         await socket.send_bytes(codec.encode(register))
+        handshake.reschedule(asyncio.get_running_loop().time() + WELCOME_TIMEOUT_S)
         reply = await self._receive(socket)
         if isinstance(reply, RegistrationRefused):
             raise self._refusal(reply)

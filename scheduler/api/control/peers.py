@@ -39,7 +39,7 @@ from scheduler.decide.membership import MessageRateLimit
 from scheduler.state.leadership import Leadership
 from scheduler.state.lease_state import LeaseState, NotActing
 from scheduler.state.peers.heartbeats import Heartbeats
-from scheduler.state.peers.peer_admission import PeerAdmission
+from scheduler.state.peers.peer_admission import PeerAdmission, TurnTaken
 from scheduler.state.peers.peer_connection import PeerConnection
 from scheduler.state.peers.peer_registry import PeerRegistry
 from scheduler.state.peers.relay_tokens import RelayTokens
@@ -55,6 +55,9 @@ from scheduler.store.lease import (
 from scheduler.store.pool import INTAKE_TIMEOUT_S, UNAVAILABLE, Pool, transaction, using
 
 REGISTER_TIMEOUT_S: Final = 5.0
+TURN_TIMEOUT_S: Final = 240.0
+"""The longest wait for a turn to register; a peer waits somewhat longer (WELCOME_TIMEOUT_S)."""
+
 PEERS_MAX: Final = 10_000
 ALIVE_S: Final = 6.0
 """A node heard within this time is alive: another machine of its name is refused."""
@@ -125,12 +128,17 @@ class PeerServer:
         decoder = codec.decoder(incoming)
         network = client_network(request.transport) if request.transport else ""
         try:
-            if not self._unregistered.add(network):
-                return _too_many_unregistered()
-            peer = await self._admit(request, socket, role, decoder)
-        finally:
-            self._unregistered.remove(network)
-        if peer is None:
+            try:
+                if not self._unregistered.add(network):
+                    return _too_many_unregistered()
+                await socket.prepare(request)
+                register, certificate = await self._verify_peer(socket, role, decoder)
+            finally:
+                self._unregistered.remove(network)
+            await self._wait_turn(socket, register)
+            peer = await self._register(socket, request.transport, register, certificate)
+        except PeerRefused as refusal:
+            await _send_refusal(socket, refusal)
             return web.Response()
         socket.accept_large_messages(request)
         sender = asyncio.create_task(peer.send_queued())
@@ -154,21 +162,6 @@ class PeerServer:
             await asyncio.gather(sender, return_exceptions=True)
         return web.Response()
 
-    async def _admit(
-        self, request: web.Request, socket: ControlSocket, role: PeerRole, decoder: Any
-    ) -> PeerConnection | None:
-        """Register one peer; return None once a refused peer has been notified and disconnected."""
-        await socket.prepare(request)
-        try:
-            return await self._register(socket, request.transport, role, decoder)
-        except PeerRefused as refusal:
-            metrics.REFUSED.labels(refusal.refused.code.value).inc()
-            # A connection that broke, or sent too large a frame, is closed already.
-            with suppress(ConnectionError):
-                await socket.send_bytes(codec.encode(refusal.refused))
-                await socket.close()
-            return None
-
     async def _pass_on(
         self,
         socket: web.WebSocketResponse,
@@ -189,31 +182,62 @@ class PeerServer:
             else:
                 await handle(peer, message)
 
-    async def _register(
-        self,
-        socket: web.WebSocketResponse,
-        transport: asyncio.Transport | None,
-        role: PeerRole,
-        decoder: Any,
-    ) -> PeerConnection:
-        """Challenge, verify, admit and store a peer; raises PeerRefused."""
+    async def _verify_peer(
+        self, socket: web.WebSocketResponse, role: PeerRole, decoder: Any
+    ) -> tuple[Register, Certificate]:
+        """Challenge a peer and verify its certificate and signature. Raises PeerRefused."""
         if not self._lease.is_acting:
             raise self._redirect()
-        if len(self._peers) >= PEERS_MAX:
+        if len(self._peers) + self._admission.waiting >= PEERS_MAX:
             reason = f"{PEERS_MAX} peers are connected"
             raise PeerRefused(RefusedCode.NOT_ACTING, reason, retry_after_s=10)
         nonce = secrets.token_bytes(32)
         challenge = Challenge(protocol=codec.PROTOCOL, cluster_id=self._cluster_id, nonce=nonce)
         await socket.send_bytes(codec.encode(challenge))
         register = await _receive_registration(socket, decoder)
-        # Verified before it takes a place in the queue: strangers would crowd out the fleet.
-        certificate = self._verify(register, role, nonce)
-        wait_s = self._admission.wait_s(role, register.name)
-        if wait_s > 0:
-            reason = "many peers connect at once; come back after retry_after_s"
-            raise PeerRefused(RefusedCode.BUSY, reason, wait_s)
+        return register, self._verify(register, role, nonce)
+
+    async def _wait_turn(self, socket: web.WebSocketResponse, register: Register) -> None:
+        """Wait until a verified peer may register. Raises PeerRefused.
+
+        Meanwhile the connection is read: pings are answered, and a peer that leaves is noticed.
+        """
+        turn = asyncio.create_task(self._admission.wait_turn(register.role, register.name))
+        frame = asyncio.create_task(_receive(socket))
+        try:
+            await asyncio.wait(
+                (turn, frame), timeout=TURN_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            if turn.done():
+                return turn.result()
+            if not frame.done():
+                reason = f"no turn to register within {TURN_TIMEOUT_S:g} s: many peers connect"
+                raise PeerRefused(RefusedCode.BUSY, reason)
+            if frame.result() is None:
+                raise PeerRefused(RefusedCode.BUSY, "the peer left before its turn")
+            reason = "cannot take a message before the welcome to the peer"
+            raise PeerRefused(RefusedCode.MALFORMED, reason)
+        except TurnTaken as error:
+            reason = "the same peer connected again"
+            raise PeerRefused(RefusedCode.DUPLICATE, reason) from error
+        finally:
+            turn.cancel()
+            frame.cancel()
+            await asyncio.gather(turn, frame, return_exceptions=True)
+
+    async def _register(
+        self,
+        socket: web.WebSocketResponse,
+        transport: asyncio.Transport | None,
+        register: Register,
+        certificate: Certificate,
+    ) -> PeerConnection:
+        """Store an admitted peer's registration, and welcome it. Raises PeerRefused."""
+        role = register.role
         is_registered = False
         try:
+            if not self._lease.is_acting:
+                raise self._redirect()
             self._refuse_twin(register)
             cluster = await self._record(register, certificate)
             is_registered = True
@@ -413,6 +437,15 @@ def _too_many_unregistered() -> web.Response:
     response = json_error(ApiError(ErrorCode.UNAVAILABLE, reason, retry_after_s=1.0))
     response.force_close()
     return response
+
+
+async def _send_refusal(socket: web.WebSocketResponse, refusal: PeerRefused) -> None:
+    """Tell a peer why it is refused, and close its connection."""
+    metrics.REFUSED.labels(refusal.refused.code.value).inc()
+    # A connection that broke, or sent too large a frame, is closed already.
+    with suppress(ConnectionError):
+        await socket.send_bytes(codec.encode(refusal.refused))
+        await socket.close()
 
 
 async def _receive_registration(socket: web.WebSocketResponse, decoder: Any) -> Register:

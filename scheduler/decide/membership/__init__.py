@@ -6,7 +6,7 @@ which reports must be written, `placement_seal` what proves that a replica was p
 `store_master` which node of a PoP runs the master of its store of KV.
 """
 
-from scheduler.decide.membership.connection_admission import ConnectionAdmission
+from scheduler.decide.membership.connection_admission import ConnectionAdmission, Places
 from scheduler.decide.membership.following import AssignmentFollowing, RouteFollowing
 from scheduler.decide.membership.liveness import (
     LivenessLimits,
@@ -26,6 +26,7 @@ __all__ = (
     "LivenessView",
     "MessageRateLimit",
     "NodeContact",
+    "Places",
     "RouteFollowing",
     "StoreMember",
     "has_changed",

@@ -1,110 +1,153 @@
-"""A fleet that connects at once is admitted at the configured rate, each peer at its time."""
+"""A fleet that connects at once registers at the configured rate, a few at a time, in order."""
 
-import heapq
-import random
+import asyncio
+from collections.abc import AsyncIterator
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isochrone.wire.peers.control import PeerRole
 from scheduler.decide.membership.connection_admission import (
     BURST_S,
     UNSERVED_MAX,
     UNSERVED_TIMEOUT_S,
     ConnectionAdmission,
+    Places,
 )
+from scheduler.state.lease_state import LeaseState
+from scheduler.state.peers.peer_admission import PeerAdmission, TurnTaken
+from scheduler.state.peers.peer_registry import PeerRegistry
+
+AGENT = PeerRole.AGENT
 
 
 @settings(deadline=None, max_examples=30)
 @given(
     count=st.integers(1, 400),
     per_s=st.sampled_from([10.0, 50.0, 200.0]),
-    seed=st.integers(0, 2**16),
+    served_after_s=st.sampled_from([0.0, 0.3, 3.0, float("inf")]),
 )
-def test_every_peer_is_admitted_once_and_not_faster_than_the_rate(
-    count: int, per_s: float, seed: int
+def test_peers_are_admitted_at_the_rate_as_long_as_they_are_served(
+    count: int, per_s: float, served_after_s: float
 ) -> None:
-    rng = random.Random(seed)
     admission = ConnectionAdmission(per_s)
-    attempts = sorted((rng.uniform(0.0, 0.1), f"n{index}") for index in range(count))
-    admitted: list[float] = []
-    tries = 0
-    while attempts:
-        now, name = attempts.pop(0)
-        tries += 1
-        wait_s = admission.wait_s(name, now)
+    now, admitted = 0.0, list[float]()
+    served = 0
+    while len(admitted) < count:
+        while served < len(admitted) and admitted[served] + served_after_s <= now:
+            admission.served(f"n{served}")
+            served += 1
+        wait_s = admission.wait_s(now)
         if wait_s == 0:
+            admission.admit(f"n{len(admitted)}", now)
             admitted.append(now)
-            admission.served(name, now)
+        elif served < len(admitted):
+            now = min(now + wait_s, admitted[served] + served_after_s)
         else:
-            attempts.append((now + wait_s + rng.uniform(0.0, 0.3), name))
-            attempts.sort()
-    assert len(admitted) == count
-    assert tries <= 2 * count, "each peer is told its time once"
+            now += wait_s
     for index, at in enumerate(admitted):
+        ahead = admitted[index + UNSERVED_MAX] - at if index + UNSERVED_MAX < count else 1e9
+        assert ahead >= min(served_after_s, UNSERVED_TIMEOUT_S) - 1e-6
         later = sum(1 for other in admitted[index:] if other <= at + 1.0)
-        assert later <= per_s * (1.0 + BURST_S + 1.0) + 2
-    assert admitted[-1] <= count / per_s + 1.0, "no peer waits longer than the queue"
-
-
-def test_a_peer_that_returns_early_keeps_its_place() -> None:
-    admission = ConnectionAdmission(1.0)
-    assert admission.wait_s("a", 0.0) == 0.0
-    admission.served("a", 0.0)
-    waits = {name: admission.wait_s(name, 0.0) for name in "bcd"}
-    assert waits == {"b": 1.0, "c": 2.0, "d": 3.0}
-    assert admission.wait_s("d", 1.0) == 2.0
-    assert admission.wait_s("d", 3.0) == 0.0
-    assert admission.wait_s("e", 3.0) == 1.0
+        assert later <= per_s * (1.0 + BURST_S) + 2
+    longest_s = min(served_after_s, UNSERVED_TIMEOUT_S) * count / UNSERVED_MAX
+    assert admitted[-1] <= count / per_s + longest_s + 1e-6, "nothing is idle while peers wait"
 
 
 def test_places_can_begin_at_a_later_time() -> None:
-    admission = ConnectionAdmission(10.0)
-    assert [round(admission.take_place(5.0), 3) for _ in range(3)] == [5.0, 5.1, 5.2]
+    places = Places(10.0)
+    assert [round(places.take(5.0), 3) for _ in range(3)] == [5.0, 5.1, 5.2]
 
 
-def test_peers_that_never_return_lose_their_places() -> None:
-    admission = ConnectionAdmission(100.0)
-    for index in range(50_000):
-        admission.wait_s(f"ghost-{index}", 0.0)
-    assert len(admission._places) <= 20_000
+class Turns:
+    """An admission on a clock that stands still, and the peers that wait for their turn."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        lease = LeaseState(holder="s1", ttl_s=6.0, clock=lambda: self.now_s)
+        self.admission = PeerAdmission(per_s=1000.0, lease=lease, peers=PeerRegistry())
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def ask(self, *names: str) -> None:
+        for name in names:
+            self.tasks[name] = asyncio.create_task(self.admission.wait_turn(AGENT, name))
+        await self.settle()
+
+    async def release(self, name: str) -> None:
+        self.admission.release(AGENT, name)
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Let each task run as far as it can."""
+        for _ in range(3):
+            await asyncio.wait(self.tasks.values(), timeout=0)
+
+    def admitted(self, *names: str) -> list[bool]:
+        return [self.tasks[name].done() for name in names]
 
 
-def test_admitted_peers_are_limited_and_time_out() -> None:
-    admission = ConnectionAdmission(1000.0)
-    for index in range(UNSERVED_MAX):
-        assert admission.wait_s(f"n{index}", 0.0) == 0.0
-    assert admission.wait_s("next", 0.2) >= 0.9
-    admission.served("n0", 0.3)
-    assert admission.wait_s("other", 0.3) > 0.0, "an earlier peer has an earlier place"
-    assert admission.wait_s("next", 1.2) == 0.0
-    assert admission.wait_s("last", 1.2) > 0.0
-    assert admission.wait_s("later", UNSERVED_TIMEOUT_S + 3.0) == 0.0, (
-        "peers that were never served time out"
-    )
+@pytest.fixture
+async def turns() -> AsyncIterator[Turns]:
+    """Turns of which as many are taken as may be unserved."""
+    turns = Turns()
+    taken = [f"n{index}" for index in range(UNSERVED_MAX)]
+    await turns.ask(*taken)
+    assert all(turns.admitted(*taken))
+    yield turns
+    for task in turns.tasks.values():
+        task.cancel()
+    await asyncio.gather(*turns.tasks.values(), return_exceptions=True)
 
 
-@settings(deadline=None, max_examples=20)
-@given(served_per_s=st.sampled_from([20.0, 50.0, 100.0]), seed=st.integers(0, 2**16))
-def test_slow_service_lengthens_the_step_between_places(served_per_s: float, seed: int) -> None:
-    rng = random.Random(seed)
-    admission = ConnectionAdmission(250.0)
-    count, tries, free_at = 600, 0, 0.0
-    attempts = [(rng.uniform(0.0, 0.5), index, "dial") for index in range(count)]
-    heapq.heapify(attempts)
-    done = 0
-    while attempts:
-        now, index, what = heapq.heappop(attempts)
-        if what == "served":
-            admission.served(f"n{index}", now)
-            done += 1
-            continue
-        tries += 1
-        wait_s = admission.wait_s(f"n{index}", now)
-        if wait_s == 0:
-            free_at = max(free_at, now) + 1 / served_per_s
-            heapq.heappush(attempts, (free_at, index, "served"))
-        else:
-            heapq.heappush(attempts, (now + wait_s + rng.uniform(0.0, 0.2), index, "dial"))
-    assert done == count
-    assert tries <= 4 * count
-    assert now <= 1.3 * count / served_per_s + 5.0, "the scheduler is hardly ever idle"
+async def test_peers_have_their_turns_in_order_as_others_are_served(turns: Turns) -> None:
+    await turns.ask("a", "b", "c")
+    assert turns.admitted("a", "b", "c") == [False] * 3
+    assert turns.admission.waiting == 3
+    await turns.release("n7")
+    assert turns.admitted("a", "b", "c") == [True, False, False]
+    await turns.release("n8")
+    await turns.release("n9")
+    assert turns.admitted("a", "b", "c") == [True] * 3
+
+
+async def test_a_peer_that_left_takes_no_turn(turns: Turns) -> None:
+    await turns.ask("a", "b")
+    turns.tasks["a"].cancel()
+    await turns.release("n0")
+    assert turns.admitted("b") == [True]
+    assert turns.admission.waiting == 0
+
+
+async def test_a_peer_that_leaves_with_its_turn_gives_it_to_the_next(turns: Turns) -> None:
+    await turns.ask("a", "b")
+    turns.admission.release(AGENT, "n0")  # it is the turn of "a", whose task has not run yet
+    turns.tasks["a"].cancel()
+    await turns.settle()
+    assert turns.tasks["a"].cancelled()
+    assert turns.admitted("b") == [True]
+
+
+async def test_a_peer_that_connects_again_keeps_its_place(turns: Turns) -> None:
+    await turns.ask("a", "b")
+    first = turns.tasks["a"]
+    await turns.ask("a")
+    with pytest.raises(TurnTaken):
+        await first
+    await turns.release("n0")
+    assert turns.admitted("a", "b") == [True, False]
+
+
+async def test_peers_that_are_never_served_do_not_hold_up_the_others(turns: Turns) -> None:
+    await turns.ask("a")
+    turns.now_s = UNSERVED_TIMEOUT_S
+    await turns.ask("b")
+    assert turns.admitted("a", "b") == [True, True]
+
+
+async def test_when_the_term_ends_nobody_waits_any_longer(turns: Turns) -> None:
+    await turns.ask("a", "b")
+    turns.admission.dismiss()
+    await turns.settle()
+    assert turns.admitted("a", "b") == [True, True]
+    assert turns.admission.waiting == 0
