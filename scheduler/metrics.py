@@ -15,6 +15,11 @@ ROUTE_GENERATION = Gauge(
     "isochrone_scheduler_route_generation", "Generation of the route table.", registry=REGISTRY
 )
 PEERS = Gauge("isochrone_scheduler_peers", "Connected peers, by role.", ["role"], registry=REGISTRY)
+PEERS_WAITING = Gauge(
+    "isochrone_scheduler_peers_waiting",
+    "Peers that connected and wait for their turn to register.",
+    registry=REGISTRY,
+)
 FROZEN = Gauge(
     "isochrone_scheduler_frozen",
     "1 while placement is frozen because many nodes are silent.",

@@ -12,7 +12,8 @@ from isochrone.wire.peers.assignment import ReplicaSpec
 from isochrone.wire.peers.control import FromAgent, PeerRole, RefusedCode
 from isochrone.wire.peers.report import Pulse, Report
 from scheduler import metrics
-from scheduler.api.control.peers import RETRY_REFUSED_S, PeerRefused, PeerServer
+from scheduler.api.control.peer_frames import PeerRefused
+from scheduler.api.control.peers import RETRY_REFUSED_S, PeerServer
 from scheduler.decide.membership import has_changed, sealed_fields
 from scheduler.state.lease_state import LeaseState, NotActing
 from scheduler.state.peers.assignment_outbox import AssignmentOutbox

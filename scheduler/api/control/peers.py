@@ -6,18 +6,15 @@ Nothing that a peer sends is stored or decoded further before its certificate is
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from typing import Any, Final
 
-from aiohttp import WSMsgType, web
+from aiohttp import web
 
 from isochrone.service.clock import utc_now
 from isochrone.service.network.connection_count import ConnectionCount, client_network
-from isochrone.service.network.http_server import json_error
 from isochrone.service.trust import identity
 from isochrone.service.trust.identity import Certificate, IdentityError
 from isochrone.wire import codec
-from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import ClusterId, Epoch, NodeId
 from isochrone.wire.peers.control import (
     CacheSaltSecret,
@@ -32,9 +29,16 @@ from isochrone.wire.peers.control import (
     register_payload,
 )
 from isochrone.wire.peers.suspicions import SUSPICIONS, FleetSuspicions
-from scheduler import metrics
 from scheduler.api.control.certificates import CertificateIssuer
-from scheduler.api.control.control_socket import REGISTER_BYTES_MAX, ControlSocket
+from scheduler.api.control.control_socket import ControlSocket
+from scheduler.api.control.peer_frames import (
+    PeerRefused,
+    decode,
+    receive,
+    receive_registration,
+    send_refusal,
+    too_many_unregistered,
+)
 from scheduler.decide.membership import MessageRateLimit
 from scheduler.state.leadership import Leadership
 from scheduler.state.lease_state import LeaseState, NotActing
@@ -54,7 +58,6 @@ from scheduler.store.lease import (
 )
 from scheduler.store.pool import INTAKE_TIMEOUT_S, UNAVAILABLE, Pool, transaction, using
 
-REGISTER_TIMEOUT_S: Final = 5.0
 TURN_TIMEOUT_S: Final = 240.0
 """The longest wait for a turn to register; a peer waits somewhat longer (WELCOME_TIMEOUT_S)."""
 
@@ -73,14 +76,6 @@ LEAP_MAX: Final = 2**40
 """The largest lead of a peer's generation or epoch over the store's. It is more than any history
 that a restored backup can have lost, and far less than would exhaust the 63 bits of these
 counters."""
-
-
-class PeerRefused(Exception):
-    """A peer is refused and its connection closed."""
-
-    def __init__(self, code: RefusedCode, reason: str, retry_after_s: float = 1.0) -> None:
-        super().__init__(reason)
-        self.refused = RegistrationRefused(code=code, reason=reason, retry_after_s=retry_after_s)
 
 
 MessageHandler = Callable[[PeerConnection, Any], Awaitable[None]]
@@ -130,7 +125,7 @@ class PeerServer:
         try:
             try:
                 if not self._unregistered.add(network):
-                    return _too_many_unregistered()
+                    return too_many_unregistered()
                 await socket.prepare(request)
                 register, certificate = await self._verify_peer(socket, role, decoder)
             finally:
@@ -138,7 +133,7 @@ class PeerServer:
             await self._wait_turn(socket, register)
             peer = await self._register(socket, request.transport, register, certificate)
         except PeerRefused as refusal:
-            await _send_refusal(socket, refusal)
+            await send_refusal(socket, refusal)
             return web.Response()
         socket.accept_large_messages(request)
         sender = asyncio.create_task(peer.send_queued())
@@ -172,9 +167,9 @@ class PeerServer:
         """Handle messages until the peer leaves, no faster than its role may send them."""
         is_agent = peer.role is PeerRole.AGENT
         pace = MessageRateLimit(AGENT_MESSAGES_PER_S if is_agent else ROUTER_MESSAGES_PER_S)
-        while (frame := await _receive(socket)) is not None:
+        while (frame := await receive(socket)) is not None:
             await asyncio.sleep(pace.wait_s(len(frame), self._lease.clock()))
-            message = _decode(frame, decoder)
+            message = decode(frame, decoder)
             if isinstance(message, Register):
                 raise PeerRefused(RefusedCode.MALFORMED, "cannot register twice")
             if isinstance(message, Renew):
@@ -190,11 +185,11 @@ class PeerServer:
             raise self._redirect()
         if len(self._peers) + self._admission.waiting >= PEERS_MAX:
             reason = f"{PEERS_MAX} peers are connected"
-            raise PeerRefused(RefusedCode.NOT_ACTING, reason, retry_after_s=10)
+            raise PeerRefused(RefusedCode.BUSY, reason, retry_after_s=10)
         nonce = secrets.token_bytes(32)
         challenge = Challenge(protocol=codec.PROTOCOL, cluster_id=self._cluster_id, nonce=nonce)
         await socket.send_bytes(codec.encode(challenge))
-        register = await _receive_registration(socket, decoder)
+        register = await receive_registration(socket, decoder)
         return register, self._verify(register, role, nonce)
 
     async def _wait_turn(self, socket: web.WebSocketResponse, register: Register) -> None:
@@ -203,7 +198,7 @@ class PeerServer:
         Meanwhile the connection is read: pings are answered, and a peer that leaves is noticed.
         """
         turn = asyncio.create_task(self._admission.wait_turn(register.role, register.name))
-        frame = asyncio.create_task(_receive(socket))
+        frame = asyncio.create_task(receive(socket))
         try:
             await asyncio.wait(
                 (turn, frame), timeout=TURN_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
@@ -428,55 +423,3 @@ class PeerServer:
             return
         peer.certificate = renewed
         peer.enqueue(Renewed(certificate_pem=renewed_pem))
-
-
-def _too_many_unregistered() -> web.Response:
-    """Refuse a connection before its upgrade, and close it: a stranger must cost little."""
-    metrics.REFUSED.labels("unregistered").inc()
-    reason = "cannot register now: too many peers that have not registered are connected; try again"
-    response = json_error(ApiError(ErrorCode.UNAVAILABLE, reason, retry_after_s=1.0))
-    response.force_close()
-    return response
-
-
-async def _send_refusal(socket: web.WebSocketResponse, refusal: PeerRefused) -> None:
-    """Tell a peer why it is refused, and close its connection."""
-    metrics.REFUSED.labels(refusal.refused.code.value).inc()
-    # A connection that broke, or sent too large a frame, is closed already.
-    with suppress(ConnectionError):
-        await socket.send_bytes(codec.encode(refusal.refused))
-        await socket.close()
-
-
-async def _receive_registration(socket: web.WebSocketResponse, decoder: Any) -> Register:
-    try:
-        async with asyncio.timeout(REGISTER_TIMEOUT_S):
-            frame = await _receive(socket)
-    except TimeoutError:
-        frame = None
-    if frame is None:
-        reason = (
-            f"no registration of at most {REGISTER_BYTES_MAX} bytes in {REGISTER_TIMEOUT_S:g} s"
-        )
-        raise PeerRefused(RefusedCode.MALFORMED, reason)
-    register = _decode(frame, decoder)
-    if not isinstance(register, Register):
-        raise PeerRefused(RefusedCode.MALFORMED, "the first message must be a registration")
-    return register
-
-
-async def _receive(socket: web.WebSocketResponse) -> bytes | None:
-    """Return the next frame; None when the connection has closed."""
-    frame = await socket.receive()
-    if frame.type is WSMsgType.BINARY:
-        return bytes(frame.data)
-    if frame.type is WSMsgType.TEXT:
-        raise PeerRefused(RefusedCode.MALFORMED, "cannot read frame: text, expected msgpack")
-    return None
-
-
-def _decode(frame: bytes, decoder: Any) -> Any:
-    try:
-        return codec.decode(frame, decoder)
-    except codec.MalformedFrame as error:
-        raise PeerRefused(RefusedCode.MALFORMED, str(error)) from error

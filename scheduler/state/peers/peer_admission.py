@@ -8,6 +8,7 @@ this module applies it.
 import asyncio
 
 from isochrone.wire.peers.control import PeerRole
+from scheduler import metrics
 from scheduler.decide.membership import ConnectionAdmission, Places
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.peers.peer_registry import PeerRegistry
@@ -56,7 +57,8 @@ class PeerAdmission:
         self._waiting[key] = turn  # at the place of the previous one
         self._admit_next()
         try:
-            await turn
+            with metrics.PEERS_WAITING.track_inprogress():
+                await turn
         except asyncio.CancelledError:
             if self._waiting.get(key) is turn:
                 del self._waiting[key]

@@ -32,7 +32,7 @@ from isochrone.wire.peers.control import (
     Welcome,
 )
 from isochrone.wire.peers.report import Pulse
-from scheduler.api.control import peers
+from scheduler.api.control import peer_frames
 from scheduler.api.control.control_socket import REGISTER_BYTES_MAX
 from scheduler.api.control.join import READING_PER_NETWORK_MAX
 from scheduler.api.control.peers import AGENT_MESSAGES_PER_S
@@ -372,7 +372,7 @@ async def test_a_registered_peer_may_send_larger_messages_than_a_stranger(
 async def test_strangers_take_no_more_than_their_networks_share_and_are_cut_off(
     admin: Admin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "REGISTER_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(peer_frames, "REGISTER_TIMEOUT_S", 1.0)
     identity = await joined(admin, tmp_path)
     async with aiohttp.ClientSession() as http, AsyncExitStack() as stack:
         silent = [
