@@ -259,6 +259,7 @@ class PrefillLeg:
                 metrics.KV_OTHER_FORMAT.labels("prefill").inc()
             if leg.status != 200 or leg.content_type != kv_transfer.CONTENT_TYPE:
                 raise LegRefused(f"{candidate.replica_id} answered {leg.status}")
+            lease = lease.answered_with(leg.headers)
             blocks = _pieces(leg.content)
             with child_span("transfer kv") as span:
                 engine = open_session(self._engine)

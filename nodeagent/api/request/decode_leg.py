@@ -22,6 +22,7 @@ from nodeagent.api.request.answer_relay import EVENT_STREAM
 from nodeagent.api.request.handoff_notice import announce_prefill
 from nodeagent.api.request.request_estimates import prefill_estimate
 from nodeagent.decide.requests.admission import TokenReservation
+from nodeagent.decide.requests.handoff import named_replicas
 from nodeagent.decide.requests.kv_quota import KvQuota, KvUser
 from nodeagent.decide.requests.prefill_leg import (
     DecodeLoad,
@@ -78,12 +79,12 @@ class DecodeLegs:
         Return None if the prompt is read here. `sent_on` are the request's headers that go to a
         prefill replica.
         """
-        replicas = headers.parse_peer_replicas(request.headers.get(headers.PREFILL_REPLICAS, ""))
+        named = named_replicas(request.headers, replica.spec.replica_id)
+        replicas = headers.parse_peer_replicas(named.get(headers.PREFILL_REPLICAS, ""))
         handshake = engine.handshake
         needs_prefill = handshake is not None and handshake.needs_prefill
         holders = parse_holders(
-            request.headers.get(kv_sharing.KV_HOLDERS, ""),
-            request.headers.get(kv_sharing.KV_STORE, ""),
+            named.get(kv_sharing.KV_HOLDERS, ""), named.get(kv_sharing.KV_STORE, "")
         )
         is_alone = any(name in request.headers for name in ONE_ENGINE_ONLY) and not needs_prefill
         if is_alone or not (engine.sends_kv or handshake is not None):
