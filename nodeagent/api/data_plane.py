@@ -47,7 +47,7 @@ from nodeagent.api.request.decode_leg import (
     report_found,
 )
 from nodeagent.api.request.engine_trials import EngineRequest, engine_request
-from nodeagent.api.request.handoff_notice import announce_replica
+from nodeagent.api.request.handoff_notice import announce_prefill, announce_replica
 from nodeagent.api.request.model_name import with_deployment_name, with_model_name
 from nodeagent.api.request.request_adapter import (
     add_loaded,
@@ -298,6 +298,8 @@ class DataPlaneServer:
                 handoff_span(target, sent),
                 self._peer_replicas.relay(target, request.path, body, sent) as answer,
             ):
+                if read_at := answer.headers.get(headers.READ_AT):
+                    await announce_prefill(request, ReplicaId(read_at))
                 response = response_head(answer, FROM_PEER)
                 response.headers[headers.HANDOFF_REPLICA] = target.replica_id
                 await response.prepare(request)

@@ -202,12 +202,14 @@ def answer_context(
 
 
 def report_found(leg: DecodeLeg | None, response: web.StreamResponse) -> None:
-    """Say in the answer's head where the prompt's cached tokens were found, and count them."""
+    """Say in the answer's head where the prompt was read and its cached tokens were found; count
+    those."""
     found = kv_sharing.parse_found(response.headers.pop(kv_sharing.KV_FOUND, ""))
     if leg is not None and leg.fetched is not None:
         response.headers[kv_sharing.FETCH_MS] = str(round(1000 * leg.fetched.waited_s))
     if leg is not None and leg.expected is not None:
         if leg.received is not None:
+            response.headers[headers.READ_AT] = leg.read_at
             # All of it came from the prefill replica; this is what that one had.
             found = kv_sharing.FoundTokens(device=leg.received.cached_tokens)
         elif leg.fetched is not None and leg.fetched.blocks:
