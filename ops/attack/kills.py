@@ -4,6 +4,7 @@ an answer differs from its reference by rounding alone.
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -30,6 +31,8 @@ def run_attack(
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--victim", nargs="*", choices=victims, default=victims)
     arguments = parser.parse_args()
+    # Engines and masters would outlive a program that is terminated: it ends as by Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     instants = range(arguments.first, arguments.first + arguments.instants)
     try:
         outcomes = asyncio.run(attack(instants, arguments.seed, tuple(arguments.victim)))
