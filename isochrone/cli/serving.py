@@ -44,14 +44,8 @@ def models_list(obj: CliContext) -> None:
         for row in obj.api.list("/v1/models")
     ]
     columns = [
-        "model_id",
-        "architecture",
-        "context_tokens",
-        "size_mib",
-        "source",
-        "licence",
-        "signed_by",
-    ]
+        "model_id", "architecture", "context_tokens", "size_mib", "source", "licence", "signed_by"
+    ]  # fmt: skip
     show_rows(rows, columns, obj.output)
 
 
@@ -261,6 +255,9 @@ def deploy(obj: CliContext, /, deployment: str, wait: bool, timeout_s: float, **
         stderr.print(line)
     if wait:
         row = _wait_warm(obj, deployment, timeout_s)
+    elif obj.output == "table":
+        row.pop("unmet", None)  # of the plan before this change
+        stderr.print("planned within seconds: `isochrone status` shows what cannot be placed")
     show_one(row, obj.output)
 
 

@@ -19,19 +19,18 @@ from isochrone.service.tracing.recorder import child_span, current_span
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http import headers
 from isochrone.wire.ids import ReplicaId
-from isochrone.wire.kv import kv_sharing, kv_transfer
+from isochrone.wire.kv import kv_transfer
 from isochrone.wire.peers.report import ReplicaState
 from nodeagent import metrics
-from nodeagent.api.inference_paths import (
-    INFERENCE_PATHS,
-    body_bytes_max,
-)
+from nodeagent.api.inference_paths import INFERENCE_PATHS, body_bytes_max
 from nodeagent.api.kv_address import KvAddressRoute
 from nodeagent.api.kv_sharing import KvSharingRoutes, SharingReplica
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.api.pop_loads import PopLoadReader
 from nodeagent.api.request.answer_relay import (
+    FROM_ENGINE,
+    FROM_PEER,
     count_bytes,
     loss_headers,
     refusal,
@@ -48,7 +47,7 @@ from nodeagent.api.request.decode_leg import (
     report_found,
 )
 from nodeagent.api.request.engine_trials import EngineRequest, engine_request
-from nodeagent.api.request.handoff_notice import announce_replica
+from nodeagent.api.request.handoff_notice import announce_prefill, announce_replica
 from nodeagent.api.request.model_name import with_deployment_name, with_model_name
 from nodeagent.api.request.request_adapter import (
     add_loaded,
@@ -77,6 +76,7 @@ from nodeagent.decide.requests.handoff import (
     PeerReplicaLost,
     choose_handoff,
     is_worth_probing,
+    named_replicas,
     queued_before,
 )
 from nodeagent.decide.requests.kv_quota import NO_KV_LIMITS, KvQuota, KvRateLimits
@@ -112,9 +112,6 @@ TO_ENGINE: Final = (
 TO_PEER: Final = (*TO_ENGINE[:-4], headers.TOKENS, headers.ROUTER, headers.PREEMPTIONS)
 """Request headers that are relayed to a peer replica's node. The list of peer replicas is not
 among them, so a request is handed off at most once."""
-
-FROM_ENGINE: Final = ("content-type", "retry-after", "cache-control", kv_sharing.KV_FOUND)
-FROM_PEER: Final = (*FROM_ENGINE, kv_sharing.FETCH_MS, headers.LOAD, headers.ENGINE_LOST)
 
 
 class DataPlaneServer:
@@ -290,6 +287,7 @@ class DataPlaneServer:
         """
         target = handoff.target
         sent = {name: request.headers[name] for name in TO_PEER if name in request.headers}
+        sent |= named_replicas(request.headers, target.replica_id)
         sent[headers.REPLICA] = target.replica_id
         sent[headers.PENDING_PREFILL_TOKENS] = str(target.pending_prefill_tokens)
         sent[headers.PREFILL_MS] = str(target.prefill_ms)
@@ -300,6 +298,8 @@ class DataPlaneServer:
                 handoff_span(target, sent),
                 self._peer_replicas.relay(target, request.path, body, sent) as answer,
             ):
+                if read_at := answer.headers.get(headers.READ_AT):
+                    await announce_prefill(request, ReplicaId(read_at))
                 response = response_head(answer, FROM_PEER)
                 response.headers[headers.HANDOFF_REPLICA] = target.replica_id
                 await response.prepare(request)

@@ -164,7 +164,7 @@ class KvSharingRoutes:
         response: web.StreamResponse | None = None
         try:
             async with engine.http.post(kv_sharing.BLOCKS_PATH, data=body, headers=sent) as answer:
-                response = response_head(answer, ("content-type",))
+                response = response_head(answer, ("content-type", kv_transfer.WINDOW))
                 await response.prepare(request)
                 async for piece in answer.content.iter_any():
                     self._quota.take(user, len(piece), self._clock())

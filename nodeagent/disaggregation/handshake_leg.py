@@ -21,6 +21,7 @@ from isochrone.service.tracing.recorder import child_span, current_span
 from isochrone.service.tracing.spans import SpanKind
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.ids import ReplicaId
 from isochrone.wire.kv import kv_transfer
 from isochrone.wire.kv.kv_transfer import KvAddress
 from nodeagent import metrics
@@ -100,6 +101,8 @@ class HandshakeLeg:
         self.transfer = request.transfer
         self.received: kv_transfer.ReceivedBlocks | None = None
         self.received_s = 0.0
+        self.read_at = ReplicaId("")
+        """The prefill replica that read the prompt."""
         tokens = headers.parse_tokens(request.sent.get(headers.TOKENS, ""))
         uncached = request.replicas[0].pending_prefill_tokens
         prompt = max(uncached, tokens.prompt if tokens is not None else 0)
@@ -211,6 +214,7 @@ class HandshakeLeg:
         self.received = kv_transfer.ReceivedBlocks(
             blocks=0, transfer_bytes=0, cached_tokens=cached_tokens(prompt)
         )
+        self.read_at = candidate.replica_id
         if decoding is not None:
             answer = await decoding
         else:

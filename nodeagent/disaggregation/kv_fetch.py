@@ -258,6 +258,7 @@ class PrefixFetcher:
                     plan.peer, kv_sharing.BLOCKS_PATH, body, sent
                 ) as answer:
                     if answer.status == 200 and answer.content_type == kv_transfer.CONTENT_TYPE:
+                        lease = lease.answered_with(answer.headers)
                         pieces = received.count(answer.content)
                         head = {**length_header(answer), **lease.to_receiver}
                         engine = open_session(self._engine)

@@ -11,7 +11,7 @@ for a while.
 """
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -31,6 +31,11 @@ class WindowLease(NamedTuple):
     socket: str = ""
     record_failure: Callable[[], None] = lambda: None
     """Called if the blocks have not all arrived."""
+
+    def answered_with(self, answered: Mapping[str, str]) -> "WindowLease":
+        """Return the lease as the headers of the sender's answer leave it: it may have no window
+        free, and then sends the blocks through its socket."""
+        return WindowLease() if answered.get(kv_transfer.WINDOW) == kv_transfer.NO_WINDOW else self
 
     @property
     def to_sender(self) -> dict[str, str]:

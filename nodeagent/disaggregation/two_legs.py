@@ -128,6 +128,8 @@ class PrefillLeg:
         self.received: kv_transfer.ReceivedBlocks | None = None
         """The blocks that arrived; None until the transfer is complete."""
         self.received_s = 0.0
+        self.read_at = ReplicaId("")
+        """The prefill replica that read the prompt."""
         self.fetched: FetchedPrefix | None = None
         """The part of the prompt's prefix that another replica had."""
         self.expected: kv_transfer.ExpectedPrompt | None = None
@@ -203,6 +205,7 @@ class PrefillLeg:
                 continue
             self.received_s = self._clock()
             self.received = received
+            self.read_at = candidate.replica_id
             metrics.PREFILL_LEG_SECONDS.observe(self.received_s - began_s)
             metrics.KV_TRANSFER_BYTES.inc(received.transfer_bytes)
             metrics.KV_TRANSFER_SECONDS.observe(received.after_prefill_ms / 1000)
@@ -259,6 +262,7 @@ class PrefillLeg:
                 metrics.KV_OTHER_FORMAT.labels("prefill").inc()
             if leg.status != 200 or leg.content_type != kv_transfer.CONTENT_TYPE:
                 raise LegRefused(f"{candidate.replica_id} answered {leg.status}")
+            lease = lease.answered_with(leg.headers)
             blocks = _pieces(leg.content)
             with child_span("transfer kv") as span:
                 engine = open_session(self._engine)

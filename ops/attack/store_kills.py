@@ -11,13 +11,12 @@ node to another, and no node may hold tokens or KV blocks. The table that one ru
 store_kills.md.
 """
 
-import argparse
 import asyncio
 import os
 import random
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import aiohttp
@@ -26,7 +25,7 @@ import msgspec
 from isochrone.wire.http import headers
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.kv.kv_sharing import KV_FOUND, FoundTokens, parse_found
-from ops.attack.two_leg_nodes import AttackFailed
+from ops.attack.kills import AttackFailed, is_given_beside_others, run_attack
 from tests.engines.embedded_store import EmbeddedNode, embedded_nodes
 from tests.engines.store_nodes import move_master
 from tests.system.harness import until
@@ -142,16 +141,12 @@ async def kill_part(nodes: Sequence[EmbeddedNode], victim: str, target: Embedded
 
 
 async def is_rounding(node: EmbeddedNode, prompt: Sequence[int], text: str, tenant: str) -> bool:
-    """Return whether an engine gives this text without the store, too, beside others.
+    """Return whether an engine gives this text without the store, too, beside others."""
 
-    Sums of floats are rounded otherwise if other sequences run in the same steps.
-    """
-    for beside in range(2, 6):
-        names = [f"beside {tenant} {beside} {number}" for number in range(beside)]
-        together = await asyncio.gather(*(ask(node, prompt, one) for one in names))
-        if any(answer.text == text for answer in together):
-            return True
-    return False
+    async def ask_again(name: str) -> str:
+        return (await ask(node, prompt, name)).text
+
+    return await is_given_beside_others(text, ask_again, tenant, range(2, 6))
 
 
 async def wait_clean(nodes: Sequence[EmbeddedNode], name: str, chance: random.Random) -> None:
@@ -197,7 +192,7 @@ async def attack(
     return outcomes
 
 
-def format_table(outcomes: dict[str, list[StoreKillOutcome]]) -> list[str]:
+def format_table(outcomes: Mapping[str, Sequence[StoreKillOutcome]]) -> list[str]:
     """Return the lines of a table: a row for each victim."""
     rows = [
         "| killed | instants | answers whole | failed at the killed engine | prompt tokens from the"
@@ -210,23 +205,5 @@ def format_table(outcomes: dict[str, list[StoreKillOutcome]]) -> list[str]:
     return rows
 
 
-def main() -> int:
-    """Run the attack and print its figures."""
-    parser = argparse.ArgumentParser(prog="python -m ops.attack.store_kills")
-    parser.add_argument("--instants", type=int, default=50, help="of each victim")
-    parser.add_argument("--first", type=int, default=0, help="number of the first instant")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--victim", nargs="*", choices=VICTIMS, default=VICTIMS)
-    arguments = parser.parse_args()
-    instants = range(arguments.first, arguments.first + arguments.instants)
-    try:
-        outcomes = asyncio.run(attack(instants, arguments.seed, tuple(arguments.victim)))
-    except AttackFailed as failure:
-        sys.stdout.write(f"failed: {failure}\n")
-        return 1
-    sys.stdout.write("\n".join(format_table(outcomes)) + "\n")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_attack("ops.attack.store_kills", VICTIMS, attack, format_table))

@@ -14,22 +14,22 @@ engine, and after so many tokens of all streams. It begins when the phase is see
 one run printed is in two_leg_kills.md.
 """
 
-import argparse
 import asyncio
 import random
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from ops.attack.kills import AttackFailed, is_given_beside_others, run_attack
 from ops.attack.two_leg_nodes import (
     DECODE,
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
     READERS,
-    AttackFailed,
     NumberedRequest,
     Pair,
     StreamedAnswer,
@@ -113,10 +113,10 @@ class KillOutcome(NamedTuple):
 
 async def wait_for(pair: Pair, phase: KillPhase, reader: str, progress: StreamProgress) -> bool:
     """Wait until a phase is seen; return False if all streams ended before."""
-    node = reader if phase is KillPhase.READING else DECODE
+    engine = reader if phase is KillPhase.READING else DECODE
     counts = "running" if phase is KillPhase.READING else "kv_transfer_held_blocks"
     while not all(progress.has_ended):
-        if (await pair.nodes[node].engine_stats())[counts]:
+        if (await pair.engines[engine].stats())[counts]:
             return True
         await asyncio.sleep(0.002)
     return False
@@ -135,8 +135,8 @@ async def attack_once(pair: Pair, victim: str, instant: int, seed: int) -> KillO
         expected.append(alone.text)
     # All prompts are read by the one that may be killed, as long as it lives.
     readers = chance.sample(READERS, len(READERS))
-    node = pair.nodes[readers[0] if victim.startswith("prefill") else DECODE]
-    await node.forget_crashes()
+    target = pair.engines[readers[0] if victim.startswith("prefill") else DECODE]
+    await target.forget_crashes()
     progress = StreamProgress()
 
     async def stream(number: int, delay_s: float) -> StreamedAnswer:
@@ -154,7 +154,7 @@ async def attack_once(pair: Pair, victim: str, instant: int, seed: int) -> KillO
         else:
             reached = await wait_for(pair, phase, readers[0], progress)
             await asyncio.sleep(share * PHASE_S)
-        (node.kill_engine if victim.endswith("engine") else node.kill_agent)()
+        (target.kill if victim.endswith("engine") else target.node.kill_agent)()
         return KillOutcome(phase, reached, progress.waiting(), progress.mid_stream(), 0, 0, 0)
 
     killing = asyncio.create_task(kill_within(chance.random()))
@@ -162,7 +162,7 @@ async def attack_once(pair: Pair, victim: str, instant: int, seed: int) -> KillO
     answers = await asyncio.gather(*map(stream, range(STREAMS), delays_s))
     outcome = await killing
     if victim.endswith("agent"):
-        await node.restart_agent()
+        await target.node.restart_agent()
     name = f"{victim}, instant {instant} ({phase})"
     try:
         await pair.wait_clean()
@@ -170,7 +170,7 @@ async def attack_once(pair: Pair, victim: str, instant: int, seed: int) -> KillO
         raise AttackFailed(f"{name}: {pair.last_left}") from error
     rounded = 0
     for request, text, answer in zip(requests, expected, answers, strict=True):
-        if not (answer.is_whole or node is pair.nodes[DECODE]):
+        if not (answer.is_whole or target is pair.engines[DECODE]):
             raise AttackFailed(f"{name}: an answer was lost")
         if answer.text != text if answer.is_whole else not text.startswith(answer.text):
             if not await is_rounding(pair, request, answer.text):
@@ -187,15 +187,14 @@ async def attack_once(pair: Pair, victim: str, instant: int, seed: int) -> KillO
 async def is_rounding(pair: Pair, request: NumberedRequest, text: str) -> bool:
     """Return whether the decode engine alone gives this text, too, beside others or in pieces.
 
-    The weights are floats: their sums are rounded otherwise if other sequences run in the same
-    steps, or if a prompt is read in two pieces. A draw at the border of two tokens may then give
-    the other one.
+    A prompt that is read in two pieces is rounded otherwise, too.
     """
-    for beside in range(1, STREAMS + 1):
-        tenants = [f"beside {request.seed} {beside} {number}" for number in range(beside)]
-        together = await asyncio.gather(*(pair.ask(request, tenant) for tenant in tenants))
-        if any(answer.text.startswith(text) for answer in together):
-            return True
+
+    async def ask(tenant: str) -> str:
+        return (await pair.ask(request, tenant)).text
+
+    if await is_given_beside_others(text, ask, str(request.seed), range(1, STREAMS + 1)):
+        return True
     for tokens in range(BLOCK_TOKENS, PROMPT_TOKENS, BLOCK_TOKENS):
         tenant = f"split {request.seed} {tokens}"
         await pair.ask(NumberedRequest(request.prompt[:tokens], request.seed, 1), tenant)
@@ -205,14 +204,19 @@ async def is_rounding(pair: Pair, request: NumberedRequest, text: str) -> bool:
 
 
 async def attack(
-    instants: Sequence[int], seed: int, victims: Sequence[str] = VICTIMS, *, echo: bool = False
+    instants: Sequence[int],
+    seed: int,
+    victims: Sequence[str] = VICTIMS,
+    *,
+    echo: bool = False,
+    on_one_node: bool = False,
 ) -> dict[str, list[KillOutcome]]:
     """Run the attack; return the outcomes of each victim. Raises AttackFailed."""
     outcomes: dict[str, list[KillOutcome]] = {victim: [] for victim in victims}
     kills = [(victim, instant) for instant in instants for victim in victims]
     for first in range(0, len(kills), KILLS_PER_FLEET):
         with tempfile.TemporaryDirectory(prefix="kill") as folder:
-            async with a_pair(Path(folder)) as pair:
+            async with a_pair(Path(folder), on_one_node=on_one_node) as pair:
                 for victim, instant in kills[first : first + KILLS_PER_FLEET]:
                     outcomes[victim].append(await attack_once(pair, victim, instant, seed))
                     if echo:
@@ -236,23 +240,7 @@ def format_table(outcomes: Mapping[str, Sequence[KillOutcome]]) -> list[str]:
     return rows
 
 
-def main() -> int:
-    """Run the attack and print its figures."""
-    parser = argparse.ArgumentParser(prog="python -m ops.attack.two_leg_kills")
-    parser.add_argument("--instants", type=int, default=50, help="of each victim")
-    parser.add_argument("--first", type=int, default=0, help="number of the first instant")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--victim", nargs="*", choices=VICTIMS, default=VICTIMS)
-    arguments = parser.parse_args()
-    instants = range(arguments.first, arguments.first + arguments.instants)
-    try:
-        outcomes = asyncio.run(attack(instants, arguments.seed, tuple(arguments.victim), echo=True))
-    except AttackFailed as failure:
-        sys.stdout.write(f"failed: {failure}\n")
-        return 1
-    sys.stdout.write("\n".join(format_table(outcomes)) + "\n")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        run_attack("ops.attack.two_leg_kills", VICTIMS, partial(attack, echo=True), format_table)
+    )

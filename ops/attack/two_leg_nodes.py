@@ -1,6 +1,6 @@
-"""The nodes of ops.attack.two_leg_kills: one answers, and two have replicas that read its prompts.
+"""The replicas of ops.attack.two_leg_kills: one answers, and two read its prompts.
 
-Each node's agent and engine are processes, with a tiny model, and can be killed.
+Agents and engines are processes, with a tiny model, and can be killed.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ import msgspec
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
+from ops.attack.kills import AttackFailed
 from ops.bench.engine_node import NodeSetup
 from ops.golden import tiny
 
@@ -32,10 +33,6 @@ given up, and the time until each restart doubles."""
 
 BACK_S: Final = 120.0
 STREAM_S: Final = 60.0
-
-
-class AttackFailed(Exception):
-    """A token was lost, repeated or leaked, or a part did not come back."""
 
 
 class NumberedRequest(msgspec.Struct, frozen=True):
@@ -54,16 +51,16 @@ class StreamedAnswer(msgspec.Struct, frozen=True):
 
 
 class AttackedNode:
-    """A node whose agent and engine can be killed."""
+    """A node whose agent can be killed."""
 
     def __init__(self, setup: NodeSetup) -> None:
         self.setup = setup
+        self.engines = [AttackedEngine(self, name) for name in (setup.name, *setup.others)]
         self.address = ""
         self._process: asyncio.subprocess.Process | None = None
-        self._engine_kills = 0
 
     async def start(self) -> None:
-        """Start the agent, and wait until its engine is warm."""
+        """Start the agent, and wait until its engines are warm."""
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "ops.bench.engine_node"),
             msgspec.json.encode(self.setup).decode(),
@@ -77,81 +74,91 @@ class AttackedNode:
             raise AttackFailed(f"node {self.setup.name} did not become warm")
 
     async def stop(self) -> None:
-        """End the agent and its engine."""
+        """End the agent and its engines."""
         if self._process is not None and self._process.returncode is None:
             assert self._process.stdin is not None
             self._process.stdin.close()
             await self._process.wait()
 
-    def engine_pid(self) -> int:
-        """Return the process of the engine."""
-        record = self._engine_folder / "process.json"
-        return int(msgspec.json.decode(record.read_bytes())["pid"])
-
-    def engine_state(self) -> str:
-        """Say whether the process of the engine is alive."""
-        try:
-            os.kill(self.engine_pid(), 0)
-        except ProcessLookupError:
-            return "engine dead"
-        except OSError:
-            return "no engine"
-        return "engine alive"
-
-    def kill_engine(self) -> None:
-        """Kill the engine; its agent starts another."""
-        self._engine_kills += 1
-        os.killpg(self.engine_pid(), signal.SIGKILL)
-
-    async def forget_crashes(self) -> None:
-        """Begin with a new agent if this one has seen its engine die too often."""
-        if self._engine_kills >= ENGINE_KILLS_MAX:
-            self.kill_agent()
-            await self.restart_agent()
-
     async def restart_agent(self) -> None:
-        """Start another agent for the engine that survived."""
+        """Start another agent for the engines that survived."""
         assert self._process is not None
         await self._process.wait()
-        self._engine_kills = 0
-        survivor = self.engine_pid()
+        survivors = [engine.pid() for engine in self.engines]
         await self.start()
-        if self.engine_pid() != survivor:
-            raise AttackFailed(f"the agent of {self.setup.name} did not adopt its engine")
+        if [engine.pid() for engine in self.engines] != survivors:
+            raise AttackFailed(f"the agent of {self.setup.name} did not adopt its engines")
+        for engine in self.engines:
+            engine.kills = 0
 
     def kill_agent(self) -> None:
         """Kill the agent."""
         assert self._process is not None
         self._process.kill()
 
-    async def engine_stats(self) -> Mapping[str, Any]:
+    async def load(self, replica: str) -> headers.ReportedLoad | None:
+        """Return the load of a replica, None while it is not warm."""
+        async with (
+            aiohttp.ClientSession(f"http://{self.address}") as http,
+            http.get("/ping") as answer,
+        ):
+            loads = headers.parse_loads(answer.headers.get(headers.LOADS, ""))
+        return loads.get(ReplicaId(replica))
+
+
+class AttackedEngine:
+    """An engine that can be killed, on its node."""
+
+    def __init__(self, node: AttackedNode, name: str) -> None:
+        self.node = node
+        self.name = name
+        self.kills = 0
+
+    def pid(self) -> int:
+        """Return the process of the engine."""
+        record = self._folder / "process.json"
+        return int(msgspec.json.decode(record.read_bytes())["pid"])
+
+    def state(self) -> str:
+        """Say whether the process of the engine is alive."""
+        try:
+            os.kill(self.pid(), 0)
+        except ProcessLookupError:
+            return "engine dead"
+        except OSError:
+            return "no engine"
+        return "engine alive"
+
+    def kill(self) -> None:
+        """Kill the engine; its agent starts another."""
+        self.kills += 1
+        os.killpg(self.pid(), signal.SIGKILL)
+
+    async def forget_crashes(self) -> None:
+        """Begin with a new agent if this one has seen its engine die too often."""
+        if self.kills >= ENGINE_KILLS_MAX:
+            self.node.kill_agent()
+            await self.node.restart_agent()
+
+    async def stats(self) -> Mapping[str, Any]:
         """Return the engine's own counts."""
-        connector = aiohttp.UnixConnector(str(self._engine_folder / "engine.sock"))
+        connector = aiohttp.UnixConnector(str(self._folder / "engine.sock"))
         async with (
             aiohttp.ClientSession(connector=connector) as http,
             http.get("http://engine/stats") as answer,
         ):
             return dict(await answer.json())
 
-    async def load(self) -> headers.ReportedLoad | None:
-        """Return the load of the replica, None while it is not warm."""
-        async with (
-            aiohttp.ClientSession(f"http://{self.address}") as http,
-            http.get("/ping") as answer,
-        ):
-            loads = headers.parse_loads(answer.headers.get(headers.LOADS, ""))
-        return loads.get(ReplicaId(self.setup.name))
-
     @property
-    def _engine_folder(self) -> Path:
-        return Path(self.setup.folder) / "engines" / self.setup.name
+    def _folder(self) -> Path:
+        return Path(self.node.setup.folder) / "engines" / self.name
 
 
 class Pair:
-    """The nodes of the attack."""
+    """The engines of the attack."""
 
-    def __init__(self, nodes: Mapping[str, AttackedNode]) -> None:
-        self.nodes = nodes
+    def __init__(self, engines: Mapping[str, AttackedEngine]) -> None:
+        self.engines = engines
         self.last_left = ""
         """The request state that was left at the last check."""
 
@@ -161,8 +168,8 @@ class Pair:
             [
                 PeerReplica(
                     ReplicaId(name),
-                    NodeId(self.nodes[name].address),
-                    self.nodes[name].address,
+                    NodeId(self.engines[name].node.address),
+                    self.engines[name].node.address,
                     PROMPT_TOKENS,
                     4000 if name == DECODE else 20,
                     20_000 if name == DECODE else 100,
@@ -203,7 +210,7 @@ class Pair:
         with suppress(aiohttp.ClientError, OSError):
             async with (
                 asyncio.timeout(STREAM_S),
-                aiohttp.ClientSession(f"http://{self.nodes[DECODE].address}") as http,
+                aiohttp.ClientSession(f"http://{self.engines[DECODE].node.address}") as http,
                 http.post("/v1/completions", json=body, headers=sent) as response,
             ):
                 if response.status == 200:
@@ -216,53 +223,66 @@ class Pair:
         text = "".join(re.findall(r'"text":"((?:[^"\\]|\\.)*)"', "\n".join(lines)))
         return StreamedAnswer(text, "data: [DONE]" in whole)
 
+    async def check_windows(self) -> None:
+        """Raise AttackFailed unless KV goes through memory that two engines map."""
+        await self.ask(a_request(random.Random(0)), "windows", READERS)
+        stats = [await engine.stats() for engine in self.engines.values()]
+        if not any(one["kv_window_leases_total"] for one in stats):
+            raise AttackFailed("no KV went through a window")
+
     async def wait_clean(self) -> None:
         """Wait until every replica is warm and nothing is left of any request."""
         async with asyncio.timeout(BACK_S):
-            for node in self.nodes.values():
-                while (left := await self._left(node)) is not None:
-                    self.last_left = f"{node.setup.name}: {left}"
+            for engine in self.engines.values():
+                while (left := await self._left(engine)) is not None:
+                    self.last_left = f"{engine.name}: {left}"
                     await asyncio.sleep(0.05)
 
-    async def _left(self, node: AttackedNode) -> str | None:
-        """Return what is left of requests at a node, None for nothing."""
+    async def _left(self, engine: AttackedEngine) -> str | None:
+        """Return what is left of requests at a replica, None for nothing."""
         try:
-            load = await node.load()
+            load = await engine.node.load(engine.name)
             if load is None:
-                return f"not warm, {node.engine_state()}"
-            stats = await node.engine_stats()
+                return f"not warm, {engine.state()}"
+            stats = await engine.stats()
         except (aiohttp.ClientError, OSError) as error:
-            return f"no answer: {error}, {node.engine_state()}"
+            return f"no answer: {error}, {engine.state()}"
         tokens = load.prefill_tokens + load.decode_tokens + load.running
         blocks = stats["kv_transfer_held_blocks"] + stats["kv_blocks_used"]
-        waiting = stats["kv_transfers_waiting"]
-        if not (tokens or blocks or waiting):
+        waiting, leased = stats["kv_transfers_waiting"], stats["kv_windows_leased"]
+        if not (tokens or blocks or waiting or leased):
             return None
-        return f"{tokens} tokens and requests, {blocks} blocks, {waiting} transfers"
+        return (
+            f"{tokens} tokens and requests, {blocks} blocks, {waiting} transfers, {leased} windows"
+        )
 
 
 @asynccontextmanager
-async def a_pair(folder: Path) -> AsyncIterator[Pair]:
-    """Run the three nodes with a tiny model."""
+async def a_pair(folder: Path, *, on_one_node: bool = False) -> AsyncIterator[Pair]:
+    """Run the three replicas with a tiny model, on a node each or `on_one_node`."""
     model = folder / "model"
     model.mkdir()
     tiny.write_folder(model, "qwen3")
     tiny.write_tokenizer(model)
     async with AsyncExitStack() as stack:
-        nodes = {}
-        for name in (DECODE, *READERS):
+        nodes = []
+        for name in (DECODE,) if on_one_node else (DECODE, *READERS):
             setup = NodeSetup(
                 name=name,
+                others=READERS if on_one_node else (),
                 model=str(model),
                 folder=str(folder / name),
                 kv_memory_bytes=4 * 1024**2,
                 context_tokens=512,
                 options={"batch_tokens_max": "32"},
             )
-            nodes[name] = AttackedNode(setup)
-            stack.push_async_callback(nodes[name].stop)
-        await asyncio.gather(*[node.start() for node in nodes.values()])
-        yield Pair(nodes)
+            nodes.append(AttackedNode(setup))
+            stack.push_async_callback(nodes[-1].stop)
+        await asyncio.gather(*[node.start() for node in nodes])
+        pair = Pair({engine.name: engine for node in nodes for engine in node.engines})
+        if on_one_node:
+            await pair.check_windows()
+        yield pair
 
 
 def a_request(chance: random.Random) -> NumberedRequest:

@@ -106,6 +106,9 @@ LOAD_FIELDS_MAX: Final = 16
 HANDOFF_REPLICA: Final = "x-isochrone-passed"
 """The peer replica that answers instead of the addressed one."""
 
+READ_AT: Final = "x-isochrone-read-at"
+"""Node to node, in the answer to a handed-off request: the prefill replica that read its prompt."""
+
 PREFILL_REPLICA: Final = "x-isochrone-prefill-replica"
 """The replica that reads the prompt: a prefill replica, or again the addressed one."""
 

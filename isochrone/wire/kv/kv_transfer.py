@@ -40,6 +40,10 @@ WINDOW: Final = "x-isochrone-kv-window"
 """Agent to its engines: the lease of the transfer's window, 32 random hexadecimal digits. A node
 relays it to its engine only if it has issued the lease itself."""
 
+NO_WINDOW: Final = "none"
+"""The value of WINDOW in the answer of a sending engine that was named a lease and has no window
+free: the blocks are in the stream. The answer to a transfer through its window has no WINDOW."""
+
 WINDOW_SOCKET: Final = "x-isochrone-kv-window-socket"
 """Agent to the receiving engine: the path of the sending engine's socket for windows."""
 

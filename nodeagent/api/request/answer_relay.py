@@ -10,11 +10,24 @@ import msgspec
 from aiohttp import web
 
 from isochrone.wire.http import headers
+from isochrone.wire.kv import kv_sharing, kv_transfer
 from nodeagent import metrics
 from nodeagent.api.request.engine_trials import EngineRequest
 from nodeagent.supervisor import ManagedReplica
 
 WHOLE_BODY_BYTES_MAX: Final = 512 * 1024
+FROM_ENGINE: Final = (
+    "content-type",
+    "retry-after",
+    "cache-control",
+    kv_sharing.KV_FOUND,
+    kv_transfer.WINDOW,
+)
+"""Headers of an engine's answer that are relayed."""
+
+FROM_PEER: Final = (*FROM_ENGINE, kv_sharing.FETCH_MS, headers.LOAD, headers.ENGINE_LOST)
+"""Headers of another node's answer that are relayed."""
+
 EVENT_STREAM: Final = "text/event-stream"
 ENGINE_LOST_EVENT: Final = b"data: " + msgspec.json.encode(
     {"error": {"code": headers.ENGINE_LOST_CODE, "message": "the engine failed"}}

@@ -22,6 +22,7 @@ from nodeagent.api.request.answer_relay import EVENT_STREAM
 from nodeagent.api.request.handoff_notice import announce_prefill
 from nodeagent.api.request.request_estimates import prefill_estimate
 from nodeagent.decide.requests.admission import TokenReservation
+from nodeagent.decide.requests.handoff import named_replicas
 from nodeagent.decide.requests.kv_quota import KvQuota, KvUser
 from nodeagent.decide.requests.prefill_leg import (
     DecodeLoad,
@@ -78,12 +79,12 @@ class DecodeLegs:
         Return None if the prompt is read here. `sent_on` are the request's headers that go to a
         prefill replica.
         """
-        replicas = headers.parse_peer_replicas(request.headers.get(headers.PREFILL_REPLICAS, ""))
+        named = named_replicas(request.headers, replica.spec.replica_id)
+        replicas = headers.parse_peer_replicas(named.get(headers.PREFILL_REPLICAS, ""))
         handshake = engine.handshake
         needs_prefill = handshake is not None and handshake.needs_prefill
         holders = parse_holders(
-            request.headers.get(kv_sharing.KV_HOLDERS, ""),
-            request.headers.get(kv_sharing.KV_STORE, ""),
+            named.get(kv_sharing.KV_HOLDERS, ""), named.get(kv_sharing.KV_STORE, "")
         )
         is_alone = any(name in request.headers for name in ONE_ENGINE_ONLY) and not needs_prefill
         if is_alone or not (engine.sends_kv or handshake is not None):
@@ -201,12 +202,14 @@ def answer_context(
 
 
 def report_found(leg: DecodeLeg | None, response: web.StreamResponse) -> None:
-    """Say in the answer's head where the prompt's cached tokens were found, and count them."""
+    """Say in the answer's head where the prompt was read and its cached tokens were found; count
+    those."""
     found = kv_sharing.parse_found(response.headers.pop(kv_sharing.KV_FOUND, ""))
     if leg is not None and leg.fetched is not None:
         response.headers[kv_sharing.FETCH_MS] = str(round(1000 * leg.fetched.waited_s))
     if leg is not None and leg.expected is not None:
         if leg.received is not None:
+            response.headers[headers.READ_AT] = leg.read_at
             # All of it came from the prefill replica; this is what that one had.
             found = kv_sharing.FoundTokens(device=leg.received.cached_tokens)
         elif leg.fetched is not None and leg.fetched.blocks:

@@ -5,13 +5,24 @@ same time. The node that receives a request is one LAN round trip from all repli
 can read their current queues, so it takes the last step of the routing decision. A replica that
 sleeps counts with the time that it needs to wake, because a router learns of a sleep late, too, and
 one whose engine has no free sequence with the time until it has one.
+
+The router also names replicas that may read the prompt or have its prefix. After a handoff they are
+named as if the router had addressed the target: it may fetch what the first replica has cached.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.http.headers import (
+    PEER_REPLICAS,
+    PREFILL_REPLICAS,
+    REPLICA,
+    PeerReplica,
+    format_peer_replicas,
+    parse_peer_replicas,
+)
 from isochrone.wire.ids import ReplicaId
+from isochrone.wire.kv.kv_sharing import KV_HOLDERS, KV_STORE
 
 MARGIN_MS: Final = 5.0
 """Time that a handoff must save: it costs a probe, a LAN round trip and one more relay."""
@@ -74,6 +85,26 @@ def choose_handoff(
     if estimated_ttft_ms(best, queued_tokens[best.replica_id]) > limit_ms:
         return None
     return Handoff(best, _queue_tokens_within(best, limit_ms))
+
+
+def named_replicas(sent: Mapping[str, str], own: ReplicaId) -> dict[str, str]:
+    """Return the headers that name other replicas of the PoP for the one that answers, `own`.
+
+    `sent` are those of the router. Each list begins with the replica that answers.
+    """
+    named = {name: sent[name] for name in (PREFILL_REPLICAS, KV_HOLDERS, KV_STORE) if name in sent}
+    if not named or own == sent.get(REPLICA):
+        return named
+    peers = parse_peer_replicas(sent.get(PEER_REPLICAS, ""))
+    target = [peer for peer in peers if peer.replica_id == own][:1]
+    readers = parse_peer_replicas(named.pop(PREFILL_REPLICAS, ""))[1:]
+    holders = parse_peer_replicas(named.pop(KV_HOLDERS, ""))
+    holders = [peer for peer in holders if peer.replica_id != own]
+    if target and readers:
+        named[PREFILL_REPLICAS] = format_peer_replicas(target + readers)
+    if target and holders:
+        named[KV_HOLDERS] = format_peer_replicas(target + holders)
+    return named
 
 
 def _queue_tokens_within(replica: PeerReplica, ttft_ms: float) -> int:

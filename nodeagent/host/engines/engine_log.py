@@ -19,6 +19,8 @@ ERROR_LEVEL: Final = re.compile(rb"\bERROR\b")
 """A line that its engine calls an error, though it names none."""
 NO_ERROR: Final = re.compile(rb"\b(?:DEBUG|INFO|WARNING)\b")
 """Lines that their engine does not call an error, such as vLLM's warning of a low `ulimit`."""
+NO_PROBLEM: Final = re.compile(rb'^\{"at":"[^"]*","level":"(?:debug|info)"')
+"""A line of the embedded engine that reports no problem."""
 UNFINISHED: Final = re.compile(rb":$|\bvalidation errors? for \w+$")
 """An error whose reason is on the lines that follow."""
 LINES_MAX: Final = 4
@@ -29,7 +31,7 @@ CONTROL: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f-\x9
 
 
 def last_error(log: Path) -> str:
-    """Return the last error in an engine's log, else its last line.
+    """Return the last error in an engine's log, else its last line, "" if that is no problem.
 
     The last line of all is often a warning or a message about the shutdown.
     """
@@ -39,7 +41,8 @@ def last_error(log: Path) -> str:
         errors = [n for n, line in enumerate(lines) if _is_error(line)]
         first_hand = [n for n in errors if not SECOND_HAND.search(lines[n])]
         reported = [n for n, line in enumerate(lines) if ERROR_LEVEL.search(line)]
-        for found in (first_hand, errors, reported, range(len(lines))):
+        last = [] if not lines or NO_PROBLEM.search(lines[-1]) else [len(lines) - 1]
+        for found in (first_hand, errors, reported, last):
             if found:
                 return _quote(lines[found[-1] :])
     return ""

@@ -310,6 +310,11 @@ async def _require_replacement(
 def roles_problem(engine: EngineSettings, policy: PlacementPolicy) -> str:
     """Return why replicas of this engine cannot have roles of their own; empty if they can."""
     one = capabilities_of(engine.driver)
+    if policy.prefill_share:
+        return (
+            "prefill_share is of an earlier release: set it to 0, and roles to auto or to a ratio"
+            " such as prefill=1,decode=2"
+        )
     if (policy.prefill_devices or policy.decode_devices) and policy.roles == UNIFIED_ROLES:
         return (
             "prefill_devices and decode_devices are of roles: set roles to auto, or to a ratio such"
@@ -321,6 +326,11 @@ def roles_problem(engine: EngineSettings, policy: PlacementPolicy) -> str:
         return f"{store_use(engine)} needs replicas without roles: set roles to unified"
     if policy.roles == UNIFIED_ROLES:
         return transfer_problem(engine)
+    if policy.roles != AUTO_ROLES and policy.replicas_max == 1:
+        return (
+            f"roles {policy.roles!r} need two replicas in a PoP, and replicas_max is 1: raise it,"
+            " or set roles to unified"
+        )
     known = ", ".join(name for name, able in ENGINE_CAPABILITIES.items() if able.sends_kv)
     if not one.sends_kv:
         return (

@@ -25,6 +25,7 @@ from isochrone.wire import codec
 from isochrone.wire.client_keys.keys import PREFIX as KEY_PREFIX
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import KeyId
+from scheduler.api.admin.json_body import decode_body
 from scheduler.api.client_objects.adapter_intake import AdapterIntake
 from scheduler.decide.membership import LivenessLimits
 from scheduler.planner.client import PlannerClient, PlannerFailed
@@ -42,9 +43,6 @@ log = logging.getLogger(__name__)
 BODY_BYTES_MAX: Final = 1024 * 1024
 BODY_TIMEOUT_S: Final = 10.0
 ETAG_PATTERN: Final = r'^(\*|(W/)?"[0-9]{1,18}")$'
-WHOLE_MAX: Final = float(2**53)
-"""Above it, floats are not exact whole numbers."""
-
 LIMIT_DEFAULT: Final = 100
 LIMIT_MAX: Final = 500
 ID_ALPHABET: Final = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -229,7 +227,7 @@ def endpoint_handler(
         body = None
         if decoder is not None:
             try:
-                body = _decode(raw, decoder)
+                body = decode_body(raw, decoder)
             except codec.MalformedFrame as error:
                 raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error
         return await _respond(endpoint, context, http, raw, body)
@@ -258,29 +256,6 @@ def endpoint_handler(
             ) from error
 
     return handle
-
-
-def _decode(raw: bytes, decoder: "msgspec.json.Decoder[Any]") -> Any:
-    """Decode a body, in which a whole number may be written `1.0`. Raises MalformedFrame."""
-    try:
-        return codec.decode_json(raw, decoder)
-    except codec.MalformedFrame:
-        try:
-            whole = msgspec.json.encode(_with_whole_numbers(msgspec.json.decode(raw)))
-        except (msgspec.DecodeError, RecursionError, ValueError):
-            whole = raw
-        return codec.decode_json(whole, decoder)
-
-
-def _with_whole_numbers(value: Any) -> Any:
-    """Return a JSON value with an int in place of each whole float, as JSON Schema counts them."""
-    if isinstance(value, dict):
-        return {name: _with_whole_numbers(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_with_whole_numbers(inner) for inner in value]
-    if isinstance(value, float) and value.is_integer() and abs(value) <= WHOLE_MAX:
-        return int(value)
-    return value
 
 
 def _check_query(endpoint: Endpoint, http: web.Request) -> None:

@@ -12,6 +12,7 @@ from scheduler.api.admin.endpoint import ETAG_PATTERN, LIMIT_DEFAULT, LIMIT_MAX,
 
 _PATH_PARAMETER = re.compile(r"\{(\w+)(?::[^}]*)?\}")
 
+_COMPONENT: Final = "#/components/schemas/"
 _TEXT: Final = {"type": "string"}
 _ETAG: Final = {"type": "string", "pattern": ETAG_PATTERN}
 _IDEMPOTENCY_KEY: Final = {"type": "string", "pattern": "^[!-~]{1,128}$"}
@@ -38,9 +39,10 @@ def document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any]:
     types |= {endpoint.body for endpoint in endpoints if endpoint.body is not None}
     ordered = sorted(types, key=lambda struct: struct.__name__)
     schemas, components = msgspec.json.schema_components(
-        ordered, ref_template="#/components/schemas/{name}"
+        ordered, ref_template=_COMPONENT + "{name}"
     )
     by_type = dict(zip(ordered, schemas, strict=True))
+    _close([by_type[one.body] for one in endpoints if one.body is not None], components)
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         path = _PATH_PARAMETER.sub(r"{\1}", endpoint.path)
@@ -63,6 +65,24 @@ def document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any]:
             "securitySchemes": {"admin": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _close(bodies: Sequence[Any], components: dict[str, Any]) -> None:
+    """Let the objects of bodies have no other fields, at any depth, as json_body.py does."""
+    rest, closed = list(bodies), set[str]()
+    while rest:
+        schema = rest.pop()
+        if isinstance(schema, dict):
+            rest += schema.values()
+        elif isinstance(schema, list):
+            rest += schema
+        elif isinstance(schema, str) and schema.startswith(_COMPONENT):
+            name = schema.removeprefix(_COMPONENT)
+            if name not in closed:
+                closed.add(name)
+                rest.append(components[name])
+                if "properties" in components[name]:
+                    components[name]["additionalProperties"] = False
 
 
 def _operation(endpoint: Endpoint, by_type: dict[Any, dict[str, Any]]) -> dict[str, Any]:

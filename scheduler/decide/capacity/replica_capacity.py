@@ -308,5 +308,7 @@ def _why_too_small(
 
 
 def gib(size_bytes: float) -> str:
-    """Return a size as text in GiB."""
+    """Return a size as text in GiB; one below a hundredth of it in MiB, rounded up."""
+    if 0 < size_bytes < GIB / 100:
+        return f"{ceil(size_bytes / 2**20)} MiB"
     return f"{size_bytes / GIB:.2f} GiB"

@@ -414,6 +414,43 @@ async def test_a_key_keeps_the_ids_of_deployments_given_by_id_or_name(
         assert entry.deployments == ("d",)
 
 
+async def test_a_misspelt_field_is_refused_at_any_depth(admin: Admin) -> None:
+    document = (await admin.ask("GET", "/openapi.json", token=None)).body
+    schemas = document["components"]["schemas"]
+    deployment, model = a_deployment_body(), a_model_body()
+    artifact = msgspec.to_builtins(an_artifact(), str_keys=True)
+    artifact["files"] = [{**artifact["files"][0], "sha": "0"}]
+    cases: tuple[tuple[str, str, dict[str, Any], str], ...] = (
+        ("POST /v1/deployments", "NewDeploymentBody", {**deployment, "rolls": "auto"}, "rolls"),
+        (
+            "POST /v1/deployments",
+            "NewDeploymentBody",
+            {**deployment, "policy": {"role": "auto", "replicas_max": 2.0}},
+            "policy.role",
+        ),
+        (
+            "POST /v1/deployments",
+            "NewDeploymentBody",
+            {**deployment, "engine": {"share-kv": True}},
+            "engine.share-kv",
+        ),
+        ("PUT /v1/models/m", "CatalogModel", {**model, "licens": "MIT"}, "licens"),
+        (
+            "PUT /v1/models/m",
+            "CatalogModel",
+            {**model, "artifact": artifact},
+            "artifact.files.0.sha",
+        ),
+    )
+    for endpoint, name, body, field in cases:
+        method, _, path = endpoint.partition(" ")
+        answer = await admin.ask(method, path, body)
+        assert answer.status == 400, answer
+        assert field in answer.body["error"]["message"]
+        schema = {**schemas[name], "components": document["components"]}
+        assert not Draft202012Validator(schema).is_valid(body), field
+
+
 @pytest.mark.parametrize(
     ("path", "name"),
     [

@@ -144,6 +144,28 @@ async def test_the_decode_engine_computes_only_the_end_of_the_prompt(pair: Pair)
         await until("all blocks are free", partial(is_idle, engine), 10.0)
 
 
+@pytest.mark.parametrize("split", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}], ids=str)
+async def test_kv_moves_between_engines_of_other_widths(
+    pair: Pair, tmp_path: Path, short_folder: Path, split: dict[str, int]
+) -> None:
+    """A whole engine reads for one that is split over ranks, and the other way round."""
+    tiny.write_folder(tmp_path, "qwen3")
+    tiny.write_tokenizer(tmp_path)
+    process = start(short_folder, "s", model_path=str(tmp_path), **split)
+    try:
+        engine = await asyncio.to_thread(wait_ready, process, short_folder / "s")
+        async with engine.session() as http:
+            expected, _ = await complete(pair.decode, a_salt())
+            for other in (pair._replace(prefill=http), pair._replace(decode=http)):
+                (text, cached), result = await transferred(other, a_salt())
+                assert (text, cached) == (expected, BLOCKS * 16)
+                assert result["blocks"] == BLOCKS
+                for one in (other.prefill, other.decode):
+                    await until("all blocks are free", partial(is_idle, one), 10.0)
+    finally:
+        end(process)
+
+
 async def test_what_the_decode_engine_has_is_not_sent_again(pair: Pair) -> None:
     salt = a_salt()
     first, _ = await transferred(pair, salt)

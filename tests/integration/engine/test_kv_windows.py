@@ -346,6 +346,7 @@ async def test_abandoned_leases_leave_no_memory_descriptor_or_task(windows: KvWi
         "kv_windows": 1,
         "kv_windows_leased": 0,
         "kv_window_leases_total": 1010,
+        "kv_windows_lacking_total": 0,
     }
 
 

@@ -75,6 +75,7 @@ class SharingNodes(NamedTuple):
         *others: PeerReplica,
         store: str = "",
         tenant: str = "t",
+        peers: str = "",
     ) -> SharedAnswer:
         """Send a request as a router does, with the replicas that may have its prefix."""
         sent = {
@@ -88,6 +89,8 @@ class SharingNodes(NamedTuple):
             holders = [self.peer(name), *others]
             sent[kv_sharing.KV_HOLDERS] = headers.format_peer_replicas(holders)
             sent[kv_sharing.KV_STORE] = store
+        if peers:
+            sent[headers.PEER_REPLICAS] = peers
         body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         node = self.nodes[name]
         async with node.http.post("/v1/completions", json=body, headers=sent) as response:
@@ -157,6 +160,7 @@ async def pop() -> AsyncIterator[SharingNodes]:
 async def test_a_prefix_is_computed_once_in_a_pop_whatever_fails(pop: SharingNodes) -> None:
     """One test, because starting engines takes most of its time."""
     await check_fetch_from_holder(pop)
+    await check_handoff(pop)
     await check_faults(pop)
     await check_copy_outlives_its_source(pop)
 
@@ -182,6 +186,18 @@ async def check_fetch_from_holder(pop: SharingNodes) -> None:
     # Another tenant finds none of it.
     other = await pop.ask("b", prompt, pop.peer("a"), tenant="other")
     assert other == SharedAnswer(first.text, FoundTokens())
+
+
+async def check_handoff(pop: SharingNodes) -> None:
+    """A replica that takes over a request fetches its prefix from the one that handed it off."""
+    prompt, tokens = a_prompt(), PROMPT_BLOCKS * 16
+    first = await pop.ask("a", prompt)
+    queued = pop.nodes["a"].supervisor.replicas[ReplicaId("a")].admission.admit(10_000, 1, 10_000)
+    assert queued is not None
+    peers = headers.format_peer_replicas([pop.peer("a"), pop.peer("b")])
+    handed_off = await pop.ask("a", prompt, pop.peer("b"), store="b", peers=peers)
+    queued.release()
+    assert handed_off == SharedAnswer(first.text, FoundTokens(peer=tokens))
 
 
 async def check_faults(pop: SharingNodes) -> None:

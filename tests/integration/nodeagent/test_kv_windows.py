@@ -1,11 +1,13 @@
 """Two engines of one node: KV goes from one to the other through memory, whatever fails."""
 
+import asyncio
 import os
 import shutil
 import signal
 import socket as socket_module
 import tempfile
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.kv import kv_sharing
 from isochrone.wire.kv.kv_transfer import WINDOW_SOCKET_NAME
 from nodeagent import metrics
+from nodeagent.engine.server.kv.kv_windows import WINDOWS_MAX
 from ops.golden import tiny
 from tests.integration.nodeagent.test_data_plane import Node, a_node
 from tests.integration.nodeagent.test_two_legs import a_prompt, artifact_of, is_warm, spec_of
@@ -44,7 +47,8 @@ class TwoEngines(NamedTuple):
         async with self.engine(name).http.get("/stats") as answer:
             return dict(await answer.json())
 
-    def peers(self, *names: str) -> str:
+    def peers(self, *names: str, fast: str = "p") -> str:
+        """Return the header that names these replicas, all but one slow at reading prompts."""
         address = self.node.address
         return headers.format_peer_replicas(
             [
@@ -53,8 +57,8 @@ class TwoEngines(NamedTuple):
                     NodeId(address),
                     address,
                     200,
-                    4000 if name == "d" else 20,
-                    20_000 if name == "d" else 100,
+                    20 if name == fast else 4000,
+                    100 if name == fast else 20_000,
                 )
                 for name in names
             ]
@@ -99,9 +103,11 @@ class TwoEngines(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def long_probe_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the node enough time to answer a probe on a busy machine."""
+    """Give the nodes enough time to answer on a busy machine."""
     monkeypatch.setattr("nodeagent.api.peer_replicas.PROBE_TIMEOUT_S", 10.0)
     monkeypatch.setattr("nodeagent.decide.requests.prefill_leg.TIMEOUT_MIN_S", 20.0)
+    monkeypatch.setattr("nodeagent.decide.requests.kv_fetch.LOCATE_TIMEOUT_MIN_S", 10.0)
+    monkeypatch.setattr("nodeagent.decide.requests.kv_fetch.LOCATE_TIMEOUT_MAX_S", 10.0)
 
 
 @pytest.fixture
@@ -128,6 +134,8 @@ async def test_blocks_go_through_memory_whatever_fails(two: TwoEngines) -> None:
     assert (await two.stats("p"))["kv_window_leases_total"] == 1
     await check_fetch(two)
     await check_strangers(two)
+    await check_handoff(two)
+    await check_no_free_window(two)
     await check_without_socket(two)
     await check_deaths(two)
 
@@ -156,6 +164,65 @@ async def check_strangers(two: TwoEngines) -> None:
         assert answer.status == 200
         assert len(await answer.read()) > 12 * 1000
     assert (await two.stats("p"))["kv_window_leases_total"] == before
+
+
+async def check_handoff(two: TwoEngines) -> None:
+    """A replica that takes over a request of another one on its node fetches the prefix from it."""
+    prompt = a_prompt()
+    expected, _ = await two.ask(prompt, name="p")
+    queued = two.node.supervisor.replicas[ReplicaId("p")].admission.admit(10_000, 1, 10_000)
+    assert queued is not None
+    replicas = two.peers("p", "d", fast="")
+    sent = {headers.PEER_REPLICAS: replicas, kv_sharing.KV_HOLDERS: replicas}
+    handed_off = await two.ask(prompt, name="p", **sent)
+    queued.release()
+    assert handed_off == (expected, "peer=192")
+
+
+async def check_no_free_window(two: TwoEngines) -> None:
+    """While all windows of the sender are in use, blocks come through the agent, and only then."""
+    before = await two.stats("p")
+    async with AsyncExitStack() as held:
+        for number in range(WINDOWS_MAX):
+            await held.enter_async_context(a_held_window(two, f"{number:032x}"))
+        await two.prefilled("crowded")
+        prompt = a_prompt()
+        expected, _ = await two.ask(prompt, name="p")
+        text, found = await two.ask(prompt, **{kv_sharing.KV_HOLDERS: two.peers("d", "p")})
+        assert (text, found) == (expected, "peer=192")
+        crowded = await two.stats("p")
+    assert crowded["kv_window_leases_total"] == before["kv_window_leases_total"] + WINDOWS_MAX
+    assert crowded["kv_windows_lacking_total"] == before["kv_windows_lacking_total"] + 2
+    await until("nothing is held", two.is_clean, 10.0)
+    await two.prefilled("roomy")
+    after = await two.stats("p")
+    assert after["kv_window_leases_total"] == crowded["kv_window_leases_total"] + 1
+    await until("nothing is held", two.is_clean, 10.0)
+
+
+@asynccontextmanager
+async def a_held_window(two: TwoEngines, lease: str) -> AsyncIterator[None]:
+    """Take a window of `p` as a receiver does, and keep it."""
+    sent = {"x-isochrone-kv-window": lease, "x-isochrone-kv-transfer": lease}
+    sent |= {"x-isochrone-leg": "prefill"}
+    body = {"prompt": a_prompt(), "max_tokens": 1}
+    leases = (await two.stats("p"))["kv_windows_leased"]
+    leg = asyncio.create_task(two.engine("p").http.post("/v1/completions", json=body, headers=sent))
+    with socket_module.socket(socket_module.AF_UNIX) as link:
+        link.settimeout(10.0)
+
+        async def is_leased() -> bool:
+            return (await two.stats("p"))["kv_windows_leased"] > leases
+
+        await until("the window is leased", is_leased, 10.0)
+        link.connect(str(two.folder("p") / WINDOW_SOCKET_NAME))
+        link.sendall(lease.encode())
+        await asyncio.to_thread(link.recv, 1)
+        yield
+    leg.cancel()
+    await asyncio.wait({leg})
+    if not leg.cancelled():
+        leg.result().close()
 
 
 async def check_without_socket(two: TwoEngines) -> None:

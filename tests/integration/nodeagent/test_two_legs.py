@@ -126,10 +126,11 @@ class TwoLegs(NamedTuple):
         bad: PeerReplica | None = None,
         deadline_ms: int = 0,
         traceparent: str = "",
+        at: str = "d",
     ) -> Answer:
         """Send a request as a router does, without hiding interim responses; call `then` after.
 
-        `bad` is another prefill replica.
+        `bad` is another prefill replica. Replica `at` may hand the request off to `d`.
         """
         options: dict[str, Any] = {
             "max_tokens": TOKENS,
@@ -145,7 +146,7 @@ class TwoLegs(NamedTuple):
             "content-type": "application/json",
             "content-length": str(len(body)),
             "connection": "close",
-            headers.REPLICA: "d",
+            headers.REPLICA: at,
             headers.CACHE_SALT: tenant,
             headers.TOKENS: f"p={len(prompt)};o={TOKENS}",
             headers.PENDING_PREFILL_TOKENS: str(len(prompt)),
@@ -156,9 +157,11 @@ class TwoLegs(NamedTuple):
         if traceparent:
             lines[headers.TRACEPARENT] = traceparent
         if candidates or bad is not None:
-            peers = [*self.peers("d", *candidates), *([bad] if bad is not None else [])]
+            peers = [*self.peers(at, *candidates), *([bad] if bad is not None else [])]
             lines[headers.PREFILL_REPLICAS] = headers.format_peer_replicas(peers)
-        host, _, port = self.nodes[0].address.partition(":")
+        if at != "d":
+            lines[headers.PEER_REPLICAS] = headers.format_peer_replicas(self.peers(at, "d"))
+        host, _, port = self.nodes[NAMES.index(at)].address.partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         try:
@@ -244,6 +247,7 @@ async def test_two_legs_answer_as_one_replica_does_whatever_fails(
     assert not spans
     await check_trace(fleet, spans)
     await check_choices(fleet)
+    await check_handoff(fleet)
     await check_cancel(fleet)
     await check_bad_peers(fleet)
     await check_slow_link(fleet)
@@ -322,6 +326,21 @@ async def check_choices(fleet: TwoLegs) -> None:
     assert outcomes() == {**before, "busy": before.get("busy", 0) + 1}
     queue.release()
     await asyncio.sleep(2 * LOAD_MAX_AGE_S)
+    await until("tokens are released", fleet.is_idle, 10.0)
+
+
+async def check_handoff(fleet: TwoLegs) -> None:
+    """The replica that takes over a request has its prompt read, and the router is told where."""
+    prompt, before = a_prompt(), prefilled()
+    alone = await fleet.ask(prompt, tenant="alone")
+    admission = fleet.nodes[NAMES.index("p2")].supervisor.replicas[ReplicaId("p2")].admission
+    queued = admission.admit(60_000, 1, 60_000)
+    assert queued is not None
+    answer = await fleet.ask(prompt, "p1", at="p2")
+    queued.release()
+    assert (answer.heads, answer.text) == (["103", "103", "p1", "200"], alone.text)
+    assert "x-isochrone-passed: d" in answer.body
+    assert prefilled() == before + 1
     await until("tokens are released", fleet.is_idle, 10.0)
 
 

@@ -106,6 +106,9 @@ def test_deploy_and_explain_print_what_was_derived_and_what_engines_say() -> Non
     deployed = CliRunner().invoke(serving.deploy, ["d", "--model", "m"], obj=context)
     assert deployed.exit_code == 0, deployed.output
     assert EXPLAINED["sizes_in_words"][0] in deployed.stderr
+    # What the plan before this change lacked says nothing about it.
+    assert "unmet" not in deployed.stdout
+    assert "`isochrone status` shows what cannot be placed" in deployed.stderr
     shown = CliRunner().invoke(serving.explain, ["d"], obj=context)
     assert shown.exit_code == 0, shown.output
     lines = shown.stdout.splitlines()

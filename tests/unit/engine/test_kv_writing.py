@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from isochrone.wire.kv import kv_transfer
 from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.transfer_frames import TransferEnd
 from nodeagent.engine.server.kv.kv_windows import PART_BYTES, KvWindows
@@ -39,7 +40,7 @@ class Response:
 
 def a_writer(response: Any, stall_s: float = 0.0, windows: KvWindows | None = None) -> BlockWriter:
     windows = windows or KvWindows(FORM, Path("unused"), StagingMemory(0))
-    request: Any = None
+    request: Any = SimpleNamespace(headers={})
     writer = BlockWriter(request, windows, None, stall_s)
     writer.response = response
     return writer
@@ -53,6 +54,17 @@ def read(writer: BlockWriter, blocks: int) -> list[int]:
         writer.put(DIGESTS[sum(parts) :], room.out.fill_(sum(parts)), room)
         parts.append(room.blocks)
     return parts
+
+
+async def test_a_sender_without_a_free_window_says_that_blocks_are_in_the_stream() -> None:
+    windows = KvWindows(FORM, Path("unused"), StagingMemory(0))
+    for sent, said in (({}, None), ({kv_transfer.WINDOW: "0" * 32}, kv_transfer.NO_WINDOW)):
+        async with windows.lease(sent.get(kv_transfer.WINDOW, "")) as lease:
+            request: Any = SimpleNamespace(headers=sent)
+            writer = BlockWriter(request, windows, lease, 0.0)
+        assert lease is None
+        assert writer.response.headers.get(kv_transfer.WINDOW) == said
+    assert windows.counts()["kv_windows_lacking_total"] == 1
 
 
 async def test_a_receiver_that_does_not_read_the_end_is_given_up() -> None:

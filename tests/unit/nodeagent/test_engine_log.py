@@ -19,6 +19,9 @@ HUB: Final = "  Value error, Invalid repository ID or local directory specified:
 TOKENIZER: Final = "ValueError: Couldn't instantiate the backend tokenizer from one of:"
 INFO: Final = "(APIServer pid=2) INFO:     Application shutdown complete."
 
+READY: Final = '{"at":"2026-11-28T08:49:55+0000","level":"info","message":"ready","load_s":7.3}'
+FAULT: Final = '{"at":"2026-11-28T08:50:01+0000","level":"error","message":"error: bad"}'
+
 
 @pytest.mark.parametrize(
     ("lines", "reason"),
@@ -32,8 +35,13 @@ INFO: Final = "(APIServer pid=2) INFO:     Application shutdown complete."
          f"{TOKENIZER} (1) a library, (2) a slow one {INFO}"),
         (["\x1b[31mKeyError: 'lm_head'\x1b[0m"], "KeyError: 'lm_head'"),
         (["", "  "], ""),
+        ([READY], ""),
+        ([READY, "killed"], "killed"),
+        ([READY, FAULT, READY], FAULT),
+        ([FAULT.replace("error: bad", "bad")], FAULT.replace("error: bad", "bad")),
     ],
-    ids=["killed", "first hand", "second hand", "silent", "pydantic", "colon", "colours", "none"],
+    ids=["killed", "first hand", "second hand", "silent", "pydantic", "colon", "colours", "none",
+         "own line", "after it", "own error", "own warning"],
 )  # fmt: skip
 def test_the_line_that_says_why_is_found(tmp_path: Path, lines: list[str], reason: str) -> None:
     log = tmp_path / "engine.log"

@@ -4,14 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
+from isochrone.wire.kv.kv_sharing import KV_HOLDERS, KV_STORE
 from nodeagent.decide.requests.handoff import (
     MARGIN_MS,
     Handoff,
     choose_handoff,
     estimated_ttft_ms,
     is_worth_probing,
+    named_replicas,
     queued_before,
 )
 
@@ -105,3 +108,32 @@ def test_a_handoff_always_starts_sooner_within_its_queue_limit(
     assert estimated_ttft_ms(handoff.target, queued_tokens[handoff.target.replica_id]) <= limit_ms
     if handoff.queue_tokens_max > 1:
         assert estimated_ttft_ms(handoff.target, handoff.queue_tokens_max) <= limit_ms + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("own", "readers", "holders"),
+    [
+        (A, [A, C], [A, B]),  # no handoff
+        (B, [B, C], [B, A]),  # the first replica may have the prefix, and B asks itself no more
+        (a_peer("unknown"), [], []),
+    ],
+)
+def test_after_a_handoff_other_replicas_are_named_for_its_target(
+    own: PeerReplica, readers: list[PeerReplica], holders: list[PeerReplica]
+) -> None:
+    sent = {
+        headers.REPLICA: "a",
+        headers.PEER_REPLICAS: headers.format_peer_replicas([A, B]),
+        headers.PREFILL_REPLICAS: headers.format_peer_replicas([A, C]),
+        KV_HOLDERS: headers.format_peer_replicas([A, B]),
+        KV_STORE: "b",
+    }
+    named = named_replicas(sent, own.replica_id)
+    assert headers.parse_peer_replicas(named.get(headers.PREFILL_REPLICAS, "")) == readers
+    assert headers.parse_peer_replicas(named.get(KV_HOLDERS, "")) == holders
+
+
+def test_a_request_without_other_replicas_has_none_after_a_handoff() -> None:
+    peers = headers.format_peer_replicas([A, B])
+    sent = {headers.REPLICA: "a", headers.PEER_REPLICAS: peers}
+    assert named_replicas(sent, B.replica_id) == {}

@@ -265,6 +265,10 @@ def test_a_new_version_without_a_slot_beside_the_old_one_is_reported() -> None:
     assert unmet.reason.endswith(". To make room, free 3.25 GiB on n1")
     roomy = msgspec.structs.replace(full, nodes=(a_node("n1", "ams", gib=16.0),))
     assert plan_deployments(roomy).unmet == ()
+    nearly = msgspec.structs.replace(full, nodes=(a_node("n1", "ams", gib=11.247),))
+    (unmet,) = plan_deployments(nearly).unmet
+    assert "most free on one device is 5.25 GiB: 4 MiB too little. To make room" in unmet.reason
+    assert unmet.reason.endswith("free 4 MiB on n1")
 
 
 def test_a_version_without_a_slot_is_told_what_makes_room() -> None:

@@ -188,8 +188,8 @@ def test_explain_says_what_each_role_has_to_do_and_can_do() -> None:
     explanation = explain_placement(split_pop(), DeploymentId("d"))
     assert explanation is not None
     assert explanation.roles == (
-        "ams: 1 of 3 replicas prefill (1 should): 500 uncached prompt tokens/s for 1000;"
-        " 2 generate: 50 output tokens/s for 200",
+        "ams: 1 of 3 replicas prefill (1 should): demand 500 uncached prompt tokens/s, of 1000 that"
+        " they can read; 2 generate: demand 50 output tokens/s, of 200 that they can generate",
     )
     assert [row.role.value for row in explanation.here] == ["unified", "prefill", "decode"]
     cluster = split_pop()
@@ -197,6 +197,7 @@ def test_explain_says_what_each_role_has_to_do_and_can_do() -> None:
     one = explain_placement(lonely, DeploymentId("d"))
     assert one is not None
     assert one.roles[0].startswith("ams: 0 of 1 replicas prefill (0 should)")
+    assert "uncached prompt tokens/s, read where the answers are generated; 1" in one.roles[0]
     assert one.roles[0].endswith("; the only replica of a PoP does both")
     unified = explain_placement(two_pops(), DeploymentId("d"))
     assert unified is not None

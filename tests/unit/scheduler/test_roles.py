@@ -134,6 +134,14 @@ def test_only_engines_that_send_kv_have_roles() -> None:
     assert roles_problem(EngineSettings(driver="embedded"), split) == ""
     assert roles_problem(EngineSettings(driver="vllm"), PlacementPolicy()) == ""
     assert roles_problem(EngineSettings(share_kv=True), PlacementPolicy()) == ""
+    for roles in ("unified", "prefill=1,decode=2"):
+        old = PlacementPolicy(roles=roles, prefill_share=0.3)
+        assert roles_problem(EngineSettings(), old).startswith("prefill_share is of an earlier")
+    lone = PlacementPolicy(roles="prefill=1,decode=2", replicas_max=1)
+    assert "need two replicas in a PoP, and replicas_max is 1" in roles_problem(
+        EngineSettings(), lone
+    )
+    assert roles_problem(EngineSettings(), PlacementPolicy(roles="auto", replicas_max=1)) == ""
     reason = roles_problem(EngineSettings(driver="llama_cpp"), split)
     assert reason.startswith("roles 'prefill=1,decode=2' need an engine that sends the KV")
     assert roles_problem(EngineSettings(driver="vllm"), split) == ""

@@ -187,6 +187,8 @@ class KvWindows:
         self._leases: dict[str, SenderWindow] = {}
         self._may_allocate_at_s = 0.0
         self.leases_total = 0
+        self.lacking_total = 0
+        """Transfers that were to have a window, and got none."""
 
     def counts(self) -> dict[str, float]:
         """Return the metrics, by name."""
@@ -194,6 +196,7 @@ class KvWindows:
             "kv_windows": self._windows,
             "kv_windows_leased": self._windows - len(self._free),
             "kv_window_leases_total": self.leases_total,
+            "kv_windows_lacking_total": self.lacking_total,
         }
 
     async def start(self) -> None:
@@ -235,6 +238,7 @@ class KvWindows:
         """Lease a window to a transfer; None if there is none, or the name cannot be used."""
         window = self._take_window() if is_transfer_id(name) and name not in self._leases else None
         if window is None:
+            self.lacking_total += bool(name)
             yield None
             return
         self.leases_total += 1

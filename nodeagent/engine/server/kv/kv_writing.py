@@ -62,6 +62,8 @@ class BlockWriter:
         self._ahead = 0
         self._is_closed = False
         self.response = web.StreamResponse(headers={"content-type": kv_transfer.CONTENT_TYPE})
+        if lease is None and kv_transfer.WINDOW in request.headers:
+            self.response.headers[kv_transfer.WINDOW] = kv_transfer.NO_WINDOW
 
     async def begin(self, head: TransferHead) -> None:
         """Write the head."""

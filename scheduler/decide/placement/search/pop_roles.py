@@ -47,12 +47,16 @@ class PopRoles(msgspec.Struct, frozen=True, kw_only=True):
         """Return it as text."""
         generating = self.unified + self.decode
         alone = "; the only replica of a PoP does both" if generating + self.prefill == 1 else ""
+        reading = (
+            f"of {self.prefill_capacity_per_s:.4g} that they can read"
+            if self.prefill
+            else "read where the answers are generated"
+        )
         return (
             f"{self.pop}: {self.prefill} of {self.prefill + generating} replicas prefill"
-            f" ({self.prefill_wanted} should): {self.uncached_per_s:.4g} uncached prompt tokens/s"
-            f" for {self.prefill_capacity_per_s:.4g}; {generating} generate:"
-            f" {self.output_per_s:.4g} output tokens/s for {self.output_capacity_per_s:.4g}"
-            f"{alone}"
+            f" ({self.prefill_wanted} should): demand {self.uncached_per_s:.4g} uncached prompt"
+            f" tokens/s, {reading}; {generating} generate: demand {self.output_per_s:.4g} output"
+            f" tokens/s, of {self.output_capacity_per_s:.4g} that they can generate{alone}"
         )
 
 
