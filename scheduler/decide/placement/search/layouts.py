@@ -205,7 +205,17 @@ class DeploymentLayouts:
 
     def _assignment(self, layout: Layout) -> LoadAssignment:
         if layout not in self._assignments:
-            capacity = self._kept_capacity.copy()
-            capacity[self._sites] += self._capacity * layout
-            self._assignments[layout] = self._state.assignment_of(capacity)
+            self._assignments[layout] = self._assigned_anew(layout)
         return self._assignments[layout]
+
+    def _assigned_anew(self, layout: Layout) -> LoadAssignment:
+        """Return the assignment with a layout; from one with a replica less if that is known."""
+        for site in np.flatnonzero(layout).tolist():
+            fewer = (*layout[:site], layout[site] - 1, *layout[site + 1 :])
+            if fewer in self._assignments:
+                assignment = self._assignments[fewer].copy()
+                assignment.add_capacity(int(self._sites[site]), float(self._capacity[site]))
+                return assignment
+        capacity = self._kept_capacity.copy()
+        capacity[self._sites] += self._capacity * layout
+        return self._state.assignment_of(capacity)
