@@ -70,9 +70,10 @@ class Recombination:
     def _try(self, room: "_FreeRoom", combination: Combination, before: Savepoint) -> bool:
         """Place a combination. Return whether the cost is lower than before; roll back if not."""
         empty = self._draft.savepoint(self._draft.states)
-        if room.place(combination) and before.lowered() > IMPROVEMENT_MIN:
-            return True
-        empty.roll_back()
+        for as_packed in (False, True):
+            if room.place(combination, as_packed) and before.lowered() > IMPROVEMENT_MIN:
+                return True
+            empty.roll_back()
         return False
 
 
@@ -94,8 +95,12 @@ class _FreeRoom:
             tuple(places.count((state, site)) for site in self._sites) for state in self._states
         ]
 
-    def place(self, combination: Combination) -> bool:
-        """Place the replicas of a combination; return whether the plan may start so many."""
+    def place(self, combination: Combination, as_packed: bool) -> bool:
+        """Place the replicas of a combination; return whether all found a slot.
+
+        Each takes the best slot of its site, on the node with fewest replicas of its deployment for
+        example; or, `as_packed`, the devices that are known to leave room for all others.
+        """
         draft = self._draft
         placed = [
             (site, packed)
@@ -105,15 +110,17 @@ class _FreeRoom:
         # Models that load fastest go first, so that load queues are shortest.
         placed.sort(key=lambda item: self._states[item[1].deployment].needs.model.weights_bytes)
         for site, packed in placed:
-            if not draft.has_starts_left:
-                return False
             state = self._states[packed.deployment]
             needs = state.needs
-            candidate = draft.ledger.candidate_on(
-                site, packed.node, packed.device_ids, needs.deployment, needs.model
-            )
             gain = draft.gain_at(state, site)
-            draft.take(state, msgspec.structs.replace(gain, candidate=candidate))
+            if as_packed:
+                candidate = draft.ledger.candidate_on(
+                    site, packed.node, packed.device_ids, needs.deployment, needs.model
+                )
+                gain = msgspec.structs.replace(gain, candidate=candidate)
+            if gain.candidate is None or not draft.has_starts_left:
+                return False
+            draft.take(state, gain)
         return True
 
     def _packing(self, site: int) -> SitePacking:
