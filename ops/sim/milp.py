@@ -1,13 +1,13 @@
 """The planner's cost as a mixed integer program, solved by HiGHS: the optimum of a small world.
 
 Needs scipy (the extra `bench`). Each set of devices that a replica could take is a column, so
-memory is exact; the assignment of load is fractional, as in the planner. On each node the smallest
-model loads first, which makes load queues shortest.
+memory is exact; the assignment of load is fractional, as in the planner. Start times are those of
+an idle node, so the optimum here is never above the true one.
 """
 
 from collections import defaultdict
 from itertools import combinations
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -16,7 +16,6 @@ from scipy.sparse import csr_matrix
 from isochrone.wire.ids import DeviceId, NodeId
 from ops.sim.recost import SlotColumn, empty_draft
 from scheduler.decide.capacity.device_classes import GIB
-from scheduler.decide.capacity.start_times import DISK_BYTES_PER_S, plausible_rate
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.placement import PlanLimits
 from scheduler.decide.placement.score import (
@@ -24,14 +23,10 @@ from scheduler.decide.placement.score import (
     MISSING,
     MISSING_SPREAD,
     ONE_POP_MS,
-    START_PER_S,
     UNSERVED_MS,
 )
 from scheduler.decide.placement.search.deployment_state import DeploymentState
 from scheduler.decide.placement.search.draft import PlacementDraft
-
-QUEUED_MAX: Final = 16
-"""With more replicas on one node than this, their queue is counted lower than it is."""
 
 Terms = dict[int, float]
 """The coefficient of each column in one constraint."""
@@ -107,32 +102,7 @@ def solve(cluster: ClusterState, limit_s: float = 60.0) -> MilpSolution:
         _add_deployment(program, draft, state, memory)
     for key, terms in memory.items():
         program.row(terms, 0, draft.ledger.free[key] / GIB)
-    _add_load_queues(program, draft)
     return program.solve(limit_s)
-
-
-def _add_load_queues(program: MilpProgram, draft: PlacementDraft) -> None:
-    """Add what replicas wait for those that load before them on their node.
-
-    Of each two replicas one waits for the smaller model. With n replicas of models that have at
-    least some size, n (n - 1) / 2 pairs wait for that size. This is convex in n, so lines through
-    neighbouring whole numbers are enough.
-    """
-    sizes = {state.deployment_id: state.needs.model.weights_bytes for state in draft.states}
-    by_node: dict[NodeId, dict[int, int]] = defaultdict(dict)
-    for column, slot in program.slots.items():
-        by_node[slot.node_id][column] = sizes[slot.deployment_id]
-    for node_id, size_of in by_node.items():
-        node = draft.fleet.nodes[node_id]
-        rate = plausible_rate(node.disk_bytes_per_s) or DISK_BYTES_PER_S
-        smaller = 0
-        for size in sorted(set(size_of.values())):
-            pairs = program.column(START_PER_S * (size - smaller) / rate)
-            waiting = [column for column, each in size_of.items() if each >= size]
-            for count in range(1, QUEUED_MAX):
-                terms = dict.fromkeys(waiting, -float(count))
-                program.row({pairs: 1.0, **terms}, -count * (count + 1) / 2, np.inf)
-            smaller = size
 
 
 def _add_deployment(

@@ -7,8 +7,8 @@ the code was frozen, such as the first digits of its commit. Rows are written as
 `--resume` keeps the rows of the file and goes on after them; `--minutes` ends a run early.
 
 Writes small_worlds.csv: seed, the optimum by HiGHS and its bound, the planner's cost, the cost of
-the greedy fill alone, and the gap. The search counts load queues in the order in which it placed
-replicas, so `gap_on_one_sum_percent` compares the slots of both in one order (`recost.py`).
+the greedy fill alone, and the gap. HiGHS counts no load queues, so `gap_on_one_sum_percent`
+compares the slots of both with queues counted alike (`recost.py`).
 
 The test suite plans some of the worlds again and compares with the optima in the table, so it needs
 no solver.

@@ -1,7 +1,7 @@
 """Computes the cost of given slots again, with the smallest model starting first on each node.
 
-The search counts load queues in the order in which it happened to place replicas. To compare its
-slots with a solver's, both are counted in the order that makes queues cheapest.
+The search counts load queues in the order in which it happened to place replicas, and a solver
+counts no queues. To compare their slots, both are counted in the order that makes queues cheapest.
 """
 
 from collections.abc import Sequence

@@ -157,6 +157,8 @@ def test_the_cost_of_a_layout_is_that_of_its_replicas_on_the_draft() -> None:
         (94_619, 13_645.0),
         # A second replica of two devices displaces two others at once, which displace three more.
         (120_454, 2_149.7),
+        # Five deployments have replicas on one node of four devices, with different ones elsewhere.
+        (428_508, 78_955.2),
     ],
 )
 def test_recombination_finds_chains_of_moves_through_several_sites(

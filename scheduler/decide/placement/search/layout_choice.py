@@ -6,11 +6,15 @@ subgradient): at any prices each deployment chooses by itself, and the sum of th
 less the price of all room, is a lower bound. Prices rise where too many want a site. After each
 choice they are sought again, because large replicas leave different room.
 
+At each of these choices, the rest is chosen greedily at the prices, and all layouts are improved,
+one or two deployments at a time. Most of the cheapest combinations are found so.
+
 The bound is as good as the search for layouts (`layouts.py`), which is not exact. So the result is
 not proved to be the cheapest.
 """
 
 from collections.abc import Sequence
+from itertools import permutations
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -67,6 +71,7 @@ class LayoutChoice:
         self._found: list[Combination] = []
         self._chosen: list[Layout] = [(0,) * len(packings)] * len(layouts)
         self._choices = 0
+        self._improved: set[tuple[Layout, ...]] = set()
 
     @property
     def attempts(self) -> int:
@@ -161,35 +166,72 @@ class LayoutChoice:
 
     def _dive(self, number: int, room: Floats, prices: Floats) -> None:
         """Let each deployment from `number` on take its cheapest layout at some prices that still
-        fits, then improve all in turn. Note the result if it is the cheapest so far."""
+        fits, then improve all. Note the result if it is the cheapest so far."""
         before = list(self._chosen)
         for other in range(number, len(self._layouts)):
-            known = self._layouts[other].known()
-            for row, _ in self._fitting(other, room, prices):
-                if self._choose(other, tuple(known.counts[row].tolist())):
-                    room = room - known.used[row]
-                    break
-        while self._evaluations < EVALUATIONS_MAX and self._improve_each():
-            pass
-        cost = sum(
-            each.cost(layout) for each, layout in zip(self._layouts, self._chosen, strict=True)
-        )
+            room = self._take_cheapest(other, room, prices)
+        self._improve_all()
+        cost = self._cost()
         if cost < self._below:
             self._below = cost - IMPROVEMENT_MIN
             self._found.append(Combination(cost, tuple(self._chosen)))
         self._chosen = before
 
+    def _improve_all(self) -> None:
+        """Improve the chosen layouts until no change of one or two lowers the cost."""
+        if tuple(self._chosen) in self._improved:
+            return
+        self._improved.add(tuple(self._chosen))
+        while self._evaluations < EVALUATIONS_MAX:
+            if not (self._improve_each() or self._improve_pairs()):
+                break
+        self._improved.add(tuple(self._chosen))
+
+    def _take_cheapest(self, number: int, room: Floats, prices: Floats) -> Floats:
+        """Choose a deployment's cheapest layout that fits; return the room that it leaves."""
+        known = self._layouts[number].known()
+        for row, _ in self._fitting(number, room, prices):
+            if self._choose(number, tuple(known.counts[row].tolist())):
+                return np.asarray(room - known.used[row], np.float64)
+        return room
+
+    def _cost(self) -> float:
+        return sum(
+            each.cost(layout) for each, layout in zip(self._layouts, self._chosen, strict=True)
+        )
+
+    def _room(self) -> Floats:
+        """Return the room that all chosen layouts leave."""
+        used = [each.used(self._chosen[at]) for at, each in enumerate(self._layouts)]
+        return np.asarray(1.0 - np.sum(used, axis=0), np.float64)
+
+    def _improve_pairs(self) -> bool:
+        """Let one deployment improve in the room of another too, and that one choose again in what
+        is left; return whether that lowers the cost for any two."""
+        free, none = np.zeros(2 * len(self._packings)), (0,) * len(self._packings)
+        for first, second in permutations(range(len(self._layouts)), 2):
+            before, cost = list(self._chosen), self._cost()
+            self._choose(second, none)
+            if self._improve(first):
+                self._take_cheapest(second, self._room(), free)
+                self._improve(second)
+                if self._cost() < cost - IMPROVEMENT_MIN:
+                    return True
+            self._chosen = before
+        return False
+
     def _improve_each(self) -> bool:
         """Improve each deployment's layout in the room that the others leave; return whether one
         changed."""
-        changed = False
+        changed = [self._improve(number) for number in range(len(self._layouts))]
+        return any(changed)
+
+    def _improve(self, number: int) -> bool:
+        layouts, chosen = self._layouts[number], self._chosen[number]
+        room = self._room() + layouts.used(chosen)
         free = np.zeros(len(self._packings))
-        for number, layouts in enumerate(self._layouts):
-            used = [each.used(self._chosen[other]) for other, each in enumerate(self._layouts)]
-            room = 1.0 - sum(used) + used[number]
-            layout = layouts.improve(self._chosen[number], free, layouts.most_in(room))
-            changed |= layout != self._chosen[number] and self._choose(number, layout)
-        return changed
+        layout = layouts.improve(chosen, free, layouts.most_in(room))
+        return layout != chosen and self._choose(number, layout)
 
     def _choose(self, number: int, layout: Layout) -> bool:
         """Choose a deployment's layout, if it fits on devices beside those that are chosen; return
