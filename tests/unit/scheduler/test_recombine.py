@@ -162,8 +162,9 @@ def test_the_cost_of_a_layout_is_that_of_its_replicas_on_the_draft() -> None:
     ],
 )
 def test_recombination_finds_chains_of_moves_through_several_sites(
-    seed: int, optimum: float
+    seed: int, optimum: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(layout_choice, "CHOICES_MAX", 25)
     limits = msgspec.structs.replace(MANY, effort=100)
     world = small_world(seed)
     draft, _ = run_search(world, limits)
