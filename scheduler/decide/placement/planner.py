@@ -10,7 +10,8 @@ Steps, and where each of them is:
     devices of its site (`search/slot_ledger.py`).
  4. Improve while effort is left (`search/local_search.py`), each change kept or rolled back as a
     whole: drop new replicas that do not pay, move others, take full slots from replicas that are
-    worth less (`search/swap.py`), exchange the contents of two nodes or the sites of two replicas
+    worth less (`search/swap.py`), lay out all new replicas of a small fleet again together
+    (`search/recombine.py`), exchange the contents of two nodes or the sites of two replicas
     (`search/exchange.py`), refill sites in other orders, and force replicas elsewhere to leave
     local minima (`search/perturb.py`). Where a policy allows no more replicas, start one where it
     is worth more, so that another can end.

@@ -199,14 +199,7 @@ class DeploymentState:
         for replica in self.replicas:
             if replica.site >= 0:
                 capacity[replica.site] += replica.capacity
-        self.assignment = LoadAssignment(
-            needs.requests_per_s * needs.weight,
-            needs.load,
-            fleet.table.latency_ms,
-            capacity,
-            UNSERVED_MS,
-            needs.cities,
-        )
+        self.assignment = self.assignment_of(capacity)
         policy = needs.deployment.policy
         self._pins: RolePins | None = None
         if has_pins(policy):
@@ -217,6 +210,18 @@ class DeploymentState:
     def deployment_id(self) -> DeploymentId:
         """The deployment's id."""
         return self.needs.deployment_id
+
+    def assignment_of(self, capacity: Floats) -> LoadAssignment:
+        """Return its load assigned to replicas that can carry `capacity` at each site."""
+        needs = self.needs
+        return LoadAssignment(
+            needs.requests_per_s * needs.weight,
+            needs.load,
+            self._fleet.table.latency_ms,
+            capacity,
+            UNSERVED_MS,
+            needs.cities,
+        )
 
     @property
     def is_full(self) -> bool:

@@ -20,6 +20,10 @@ class EffortBudget:
         """Say whether no attempt is left."""
         return self._left <= 0
 
+    def has(self, attempts: int) -> bool:
+        """Say whether at least `attempts` are left."""
+        return self._left >= attempts
+
     def spend(self, attempts: int) -> bool:
         """Take `attempts` from the budget; False, and nothing is taken, if it is spent."""
         if self._left <= 0:

@@ -1,4 +1,4 @@
-"""Improves a filled draft: drops, moves, swaps, rebuilds and perturbs new replicas.
+"""Improves a filled draft: drops, moves, swaps, recombines, rebuilds and perturbs new replicas.
 
 Rule: each change is tried on the draft; if the cost of the deployments it touched is not lower, it
 is rolled back.
@@ -18,6 +18,7 @@ from scheduler.decide.placement.search.exchange import Exchange
 from scheduler.decide.placement.search.greedy_fill import FillOrder, fill
 from scheduler.decide.placement.search.load_assignment import EPSILON
 from scheduler.decide.placement.search.perturb import Perturbation
+from scheduler.decide.placement.search.recombine import Recombination
 from scheduler.decide.placement.search.removal import cheapest_removal, removable_replicas
 from scheduler.decide.placement.search.swap import Preemption, SlotSwap
 
@@ -38,6 +39,7 @@ class LocalSearch:
         self._swap = SlotSwap(draft, settle_s, self._effort)
         self._perturbation = Perturbation(draft, self._swap, self._move, self._effort)
         self._exchange = Exchange(draft, self._swap, self._move, self._effort)
+        self._recombination = Recombination(draft, self._effort)
 
     def preemptions(self) -> list[Preemption]:
         """Return the running replicas that are to end for others."""
@@ -70,16 +72,23 @@ class LocalSearch:
             fill(draft)
 
     def run(self) -> None:
-        """Improve the draft until no change lowers the cost or the effort is spent."""
+        """Improve the draft until no change lowers the cost or the effort is spent.
+
+        Recombination comes before the changes that try one thing after another: it leads close to
+        the end at once. It comes again after them, because they find what it does not.
+        """
         for _ in range(PRUNES_MAX):
             if not self._drop_unprofitable():
                 break
             fill(self._draft)
+        has_recombined = False
         while not self._effort.is_spent:
             changed = self._move_new_replicas()
             changed |= self._swap.run()
+            if not changed and not has_recombined:
+                has_recombined, changed = True, self.recombine()
             changed = changed or self._rebuild_all() or self._perturbation.run()
-            if not (changed or self.exchange()):
+            if not (changed or self.exchange() or self.recombine()):
                 return
             fill(self._draft)
 
@@ -90,6 +99,10 @@ class LocalSearch:
     def exchange(self) -> bool:
         """Try exchanges until one lowers the cost; return whether there was one."""
         return self._exchange.run()
+
+    def recombine(self) -> bool:
+        """Combine other layouts of the deployments; return whether that lowers the cost."""
+        return self._recombination.run()
 
     def relocate_running(self) -> None:
         """For deployments at their maximum, start a replica elsewhere if it is worth more there.

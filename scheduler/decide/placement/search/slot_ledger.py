@@ -106,6 +106,29 @@ class SlotLedger:
             cached = self._candidates[key] = (self._site_versions[site], found)
         return cached[1]
 
+    def candidate_on(
+        self,
+        site: int,
+        node: FleetNode,
+        device_ids: tuple[DeviceId, ...],
+        deployment: Deployment,
+        model: CatalogModel,
+    ) -> Candidate:
+        """Return the slot on given devices of one node, which have room for it."""
+        start_s = self._fleet.start_times.start_s(node, model, self._queued_bytes[node.node_id])
+        failures = self._fleet.failures_on(deployment.deployment_id, node.node_id)
+        awake_bytes = awake_memory_bytes(model, deployment)
+        return Candidate(
+            slot=Slot(
+                parts=(SlotPart(node=node, device_ids=device_ids),),
+                memory_bytes=awake_bytes,
+                awake_bytes=awake_bytes,
+            ),
+            site=site,
+            start_s=start_s,
+            start_cost=start_cost(start_s) + FAILED_HERE * failures,
+        )
+
     def largest_free(self, count: int) -> Floats:
         """Return for each site the most bytes that `count` devices of one node all have free.
 
