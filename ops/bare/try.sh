@@ -74,15 +74,33 @@ if [ -n "$ALL" ]; then
     done
 fi
 
-bootstrap() {  # SYSTEM: Debian with its packages, made once in $SYSTEMS
+bootstrap() {  # SYSTEM: Debian with its packages, made once in $SYSTEMS; each but `bare` is `bare` and what it has besides
     local root=$SYSTEMS/$1
     [ -e "$root/.complete" ] && return
+    [ "$1" = bare ] || bootstrap bare
     rm -rf --one-file-system "$root"
     echo "bootstrapping Debian 12 with ${PACKAGES[$1]}"
-    debootstrap --variant=minbase --include="${PACKAGES[$1]}" bookworm "$root" >"$SYSTEMS/$1.log" 2>&1 ||
-        { tail -n 20 "$SYSTEMS/$1.log" >&2; exit 1; }
-    chroot "$root" useradd --create-home --shell /bin/bash user
+    if [ "$1" = bare ]; then
+        debootstrap --variant=minbase --include="${PACKAGES[bare]}" bookworm "$root"
+        chroot "$root" useradd --create-home --shell /bin/bash user
+    else
+        cp -a "$SYSTEMS/bare" "$root"
+        rm "$root/.complete"
+        add_packages "$root" "${PACKAGES[$1]//,/ }"
+    fi >"$SYSTEMS/$1.log" 2>&1 || { tail -n 20 "$SYSTEMS/$1.log" >&2; exit 1; }
     touch "$root/.complete"
+}
+
+add_packages() {  # ROOT PACKAGES: install them there, and start none of their services
+    printf '#!/bin/sh\nexit 101\n' >"$1/usr/sbin/policy-rc.d"
+    chmod 755 "$1/usr/sbin/policy-rc.d"
+    # shellcheck disable=SC2016
+    ROOT=$1 ADDED=$2 unshare --mount --pid --fork --kill-child bash -euc '
+        mount --make-rprivate / && mount -t proc proc "$ROOT/proc"
+        export DEBIAN_FRONTEND=noninteractive
+        chroot "$ROOT" apt-get -q update
+        chroot "$ROOT" apt-get -qy install --no-install-recommends $ADDED'
+    rm "$1/usr/sbin/policy-rc.d"
 }
 
 run_in() {  # PLACE USER read-only|writable FOLDER COMMAND: run COMMAND in FOLDER of the root that was prepared at PLACE
