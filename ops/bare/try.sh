@@ -2,6 +2,7 @@
 # Runs the README's two commands on a minimal Debian, so that a missing install step is noticed.
 #
 #     ops/bare/try.sh [--all | --only-wheel] [--keep FOLDER] [--wheel FILE]
+#     ops/bare/try.sh --bootstrap --keep FOLDER
 #
 # Bootstraps Debian 12 with only the packages that the README names, clones the committed files into it, and runs
 # `make up ONESHOT=1` and `make test` there in each combination below. Nothing of this machine is mounted but the
@@ -15,20 +16,23 @@
 # router without a compiler. The wheel, the strictest and the richest are tried beside each other, and what each printed
 # comes when it has ended. `--all` runs both commands in all combinations, whole, one after another.
 # `--keep FOLDER` keeps the bootstrapped systems there for the next time; otherwise everything is removed at the end.
+# With `--bootstrap` nothing is tried in them.
 # Needs root and debootstrap. The last lines are a table of what ran, how long it took, and tokens per second.
 set -euo pipefail
 usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" >&2; exit 2; }
-ALL='' KEEP='' WHEEL='' ONLY_WHEEL=''
+ALL='' KEEP='' WHEEL='' ONLY_WHEEL='' ONLY_BOOTSTRAP=''
 while [ $# -gt 0 ]; do
     case $1 in
         --all) ALL=1 ;;
         --only-wheel) ONLY_WHEEL=1 ;;
+        --bootstrap) ONLY_BOOTSTRAP=1 ;;
         --keep) [ $# -ge 2 ] || usage; KEEP=$(realpath -m "$2"); shift ;;
         --wheel) [ $# -ge 2 ] || usage; WHEEL=$(realpath "$2"); shift ;;
         *) usage ;;
     esac
     shift
 done
+[ -z "$ONLY_BOOTSTRAP" ] || [ -n "$KEEP" ] || usage
 [ "$(id -u)" = 0 ] || { echo "cannot bootstrap a system: run $0 as root" >&2; exit 1; }
 command -v debootstrap >/dev/null || { echo "cannot bootstrap a system: install the package debootstrap" >&2; exit 1; }
 HERE=$(realpath "$(dirname "$0")/../..")
@@ -81,26 +85,27 @@ bootstrap() {  # SYSTEM: Debian with its packages, made once in $SYSTEMS; each b
     rm -rf --one-file-system "$root"
     echo "bootstrapping Debian 12 with ${PACKAGES[$1]}"
     if [ "$1" = bare ]; then
-        debootstrap --variant=minbase --include="${PACKAGES[bare]}" bookworm "$root"
-        chroot "$root" useradd --create-home --shell /bin/bash user
+        debootstrap --variant=minbase --include="${PACKAGES[bare]}" bookworm "$root" &&
+            chroot "$root" useradd --create-home --shell /bin/bash user
     else
-        cp -a "$SYSTEMS/bare" "$root"
-        rm "$root/.complete"
-        add_packages "$root" "${PACKAGES[$1]//,/ }"
+        cp -a "$SYSTEMS/bare" "$root" && rm "$root/.complete" && add_packages "$root" "${PACKAGES[$1]//,/ }"
     fi >"$SYSTEMS/$1.log" 2>&1 || { tail -n 20 "$SYSTEMS/$1.log" >&2; exit 1; }
     touch "$root/.complete"
 }
 
 add_packages() {  # ROOT PACKAGES: install them there, and start none of their services
+    local result=0
     printf '#!/bin/sh\nexit 101\n' >"$1/usr/sbin/policy-rc.d"
     chmod 755 "$1/usr/sbin/policy-rc.d"
     # shellcheck disable=SC2016
     ROOT=$1 ADDED=$2 unshare --mount --pid --fork --kill-child bash -euc '
-        mount --make-rprivate / && mount -t proc proc "$ROOT/proc"
+        mount --make-rprivate /
+        mount -t proc proc "$ROOT/proc"
         export DEBIAN_FRONTEND=noninteractive
         chroot "$ROOT" apt-get -q update
-        chroot "$ROOT" apt-get -qy install --no-install-recommends $ADDED'
+        chroot "$ROOT" apt-get -qy install --no-install-recommends $ADDED' || result=$?
     rm "$1/usr/sbin/policy-rc.d"
+    return $result
 }
 
 run_in() {  # PLACE USER read-only|writable FOLDER COMMAND: run COMMAND in FOLDER of the root that was prepared at PLACE
@@ -151,6 +156,7 @@ try_commands() {  # PLACE SYSTEM USER FILES FOLDER COMMAND...: run make COMMAND 
         make='make up ONESHOT=1' again=
         # As CI does: a test that fails on a busy machine is run once more.
         [ "$command" != test ] || { make="make test $suites" again=" || make test-again $suites"; }
+        make=$optimised$make
         echo "--- $make: system $system, as $user, $mode, in '$folder'"
         began=$SECONDS result=passed
         run_in "$place" "$user" "$mode" "$folder" "$make$again" 2>&1 | tee "$place/output" || result=FAILED
@@ -164,9 +170,15 @@ try_commands() {  # PLACE SYSTEM USER FILES FOLDER COMMAND...: run make COMMAND 
 python3 "$HERE/ops/bare/index_settings.py" "$WORK/pip.conf" >"$WORK/mounts"
 # Without a compiler `interpreted-tests` are the router's tests as they run there.
 suites="SUITES='engine-tests control-tests system-tests interpreted-tests'"
-[ -z "$ALL" ] || suites=
+# That the router compiles is tried, not how fast it is then: the wheel's is optimised, and this one only in `--all`.
+optimised='ISOCHRONE_OPTIMISE=0 '
+[ -z "$ALL" ] || suites='' optimised=''
 [ -z "$ONLY_WHEEL" ] || COMBINATIONS=()
 bootstrap bare
+if [ -n "$ONLY_BOOTSTRAP" ]; then
+    for combination in "${COMBINATIONS[@]}"; do bootstrap "${combination%% *}"; done
+    exit 0
+fi
 places=() running=()
 begin() {  # PLACE FUNCTION ARGUMENT...: call it with the place, beside what runs already; with --all wait for it
     places+=("$1")
