@@ -5,7 +5,7 @@ them in the wheel and are loaded in their stead. A named tuple is made by interp
 it is defined: what every request makes anew is a plain class.
 
 ISOCHRONE_COMPILED=1 fails where it cannot compile, ISOCHRONE_COMPILED=0 does not compile.
-ISOCHRONE_OPTIMISE=0 tries in a fifth of the time whether it compiles: the build is slow. An
+ISOCHRONE_OPTIMISE=0 tries in half of the time whether it compiles: what it makes is slow. An
 editable installation never has extension modules beside its sources, where they would hide every
 later edit: ops/packaging/compile_request_path.py puts them where they cannot.
 """
