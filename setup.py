@@ -4,7 +4,8 @@ mypyc makes extension modules of the sources that `isochrone/compiled.py` names,
 them in the wheel and are loaded in their stead. A named tuple is made by interpreted code wherever
 it is defined: what every request makes anew is a plain class.
 
-ISOCHRONE_COMPILED=1 fails where it cannot compile, ISOCHRONE_COMPILED=0 does not compile. An
+ISOCHRONE_COMPILED=1 fails where it cannot compile, ISOCHRONE_COMPILED=0 does not compile.
+ISOCHRONE_OPTIMISE=0 tries in half of the time whether it compiles: what it makes is slow. An
 editable installation never has extension modules beside its sources, where they would hide every
 later edit: ops/packaging/compile_request_path.py puts them where they cannot.
 """
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from isochrone import compiled
 
 SETTING = os.environ.get(compiled.SETTING, "")
+OPTIMISE = os.environ.get("ISOCHRONE_OPTIMISE", "3")
 IS_EDITABLE = any(word in sys.argv for word in ("editable_wheel", "develop", "dist_info"))
 
 
@@ -51,7 +53,7 @@ def compiled_setup() -> None:
         setup(setup_requires=["mypy>=1.19", *project["dependencies"]])
         return
     hot = compiled.hot_modules(Path())
-    extensions = mypycify(hot, debug_level="0", group_name=compiled.GROUP)
+    extensions = mypycify(hot, opt_level=OPTIMISE, debug_level="0", group_name=compiled.GROUP)
     for extension in extensions:
         # One library of its own: its functions call one another without asking the linker's table.
         extension.extra_compile_args += ["-fno-plt", "-fvisibility=hidden"]

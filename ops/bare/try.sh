@@ -2,6 +2,7 @@
 # Runs the README's two commands on a minimal Debian, so that a missing install step is noticed.
 #
 #     ops/bare/try.sh [--all | --only-wheel] [--keep FOLDER] [--wheel FILE]
+#     ops/bare/try.sh --bootstrap --keep FOLDER
 #
 # Bootstraps Debian 12 with only the packages that the README names, clones the committed files into it, and runs
 # `make up ONESHOT=1` and `make test` there in each combination below. Nothing of this machine is mounted but the
@@ -15,20 +16,23 @@
 # router without a compiler. The wheel, the strictest and the richest are tried beside each other, and what each printed
 # comes when it has ended. `--all` runs both commands in all combinations, whole, one after another.
 # `--keep FOLDER` keeps the bootstrapped systems there for the next time; otherwise everything is removed at the end.
+# With `--bootstrap` nothing is tried in them.
 # Needs root and debootstrap. The last lines are a table of what ran, how long it took, and tokens per second.
 set -euo pipefail
 usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" >&2; exit 2; }
-ALL='' KEEP='' WHEEL='' ONLY_WHEEL=''
+ALL='' KEEP='' WHEEL='' ONLY_WHEEL='' ONLY_BOOTSTRAP=''
 while [ $# -gt 0 ]; do
     case $1 in
         --all) ALL=1 ;;
         --only-wheel) ONLY_WHEEL=1 ;;
+        --bootstrap) ONLY_BOOTSTRAP=1 ;;
         --keep) [ $# -ge 2 ] || usage; KEEP=$(realpath -m "$2"); shift ;;
         --wheel) [ $# -ge 2 ] || usage; WHEEL=$(realpath "$2"); shift ;;
         *) usage ;;
     esac
     shift
 done
+[ -z "$ONLY_BOOTSTRAP" ] || [ -n "$KEEP" ] || usage
 [ "$(id -u)" = 0 ] || { echo "cannot bootstrap a system: run $0 as root" >&2; exit 1; }
 command -v debootstrap >/dev/null || { echo "cannot bootstrap a system: install the package debootstrap" >&2; exit 1; }
 HERE=$(realpath "$(dirname "$0")/../..")
@@ -74,15 +78,34 @@ if [ -n "$ALL" ]; then
     done
 fi
 
-bootstrap() {  # SYSTEM: Debian with its packages, made once in $SYSTEMS
+bootstrap() {  # SYSTEM: Debian with its packages, made once in $SYSTEMS; each but `bare` is `bare` and what it has besides
     local root=$SYSTEMS/$1
     [ -e "$root/.complete" ] && return
+    [ "$1" = bare ] || bootstrap bare
     rm -rf --one-file-system "$root"
     echo "bootstrapping Debian 12 with ${PACKAGES[$1]}"
-    debootstrap --variant=minbase --include="${PACKAGES[$1]}" bookworm "$root" >"$SYSTEMS/$1.log" 2>&1 ||
-        { tail -n 20 "$SYSTEMS/$1.log" >&2; exit 1; }
-    chroot "$root" useradd --create-home --shell /bin/bash user
+    if [ "$1" = bare ]; then
+        debootstrap --variant=minbase --include="${PACKAGES[bare]}" bookworm "$root" &&
+            chroot "$root" useradd --create-home --shell /bin/bash user
+    else
+        cp -a "$SYSTEMS/bare" "$root" && rm "$root/.complete" && add_packages "$root" "${PACKAGES[$1]//,/ }"
+    fi >"$SYSTEMS/$1.log" 2>&1 || { tail -n 20 "$SYSTEMS/$1.log" >&2; exit 1; }
     touch "$root/.complete"
+}
+
+add_packages() {  # ROOT PACKAGES: install them there, and start none of their services
+    local result=0
+    printf '#!/bin/sh\nexit 101\n' >"$1/usr/sbin/policy-rc.d"
+    chmod 755 "$1/usr/sbin/policy-rc.d"
+    # shellcheck disable=SC2016
+    ROOT=$1 ADDED=$2 unshare --mount --pid --fork --kill-child bash -euc '
+        mount --make-rprivate /
+        mount -t proc proc "$ROOT/proc"
+        export DEBIAN_FRONTEND=noninteractive
+        chroot "$ROOT" apt-get -q update
+        chroot "$ROOT" apt-get -qy install --no-install-recommends $ADDED' || result=$?
+    rm "$1/usr/sbin/policy-rc.d"
+    return $result
 }
 
 run_in() {  # PLACE USER read-only|writable FOLDER COMMAND: run COMMAND in FOLDER of the root that was prepared at PLACE
@@ -126,16 +149,28 @@ try_wheel() {  # PLACE: build the wheel, if none was given, and install it
     put_away "$1"
 }
 
+# Processes of the fleet that outlive it are listed. (The pattern does not match itself.)
+nothing_left=" && ! grep -ls '/[.]state/fleet' /proc/[0-9]*/cmdline"
+
+check_demo() {  # OUTPUT: the demo came to its end
+    local words
+    for words in 'one replica, in ams' 'after demand grew in sin' 'base_url='; do
+        grep -q "$words" "$1" || { echo "make up did not say: $words"; return 1; }
+    done
+}
+
 try_commands() {  # PLACE SYSTEM USER FILES FOLDER COMMAND...: run make COMMAND there, one after another
-    local place=$1 system=$2 user=$3 mode=$4 folder=$5 command make again began result speed
+    local place=$1 system=$2 user=$3 mode=$4 folder=$5 command make after began result speed
     prepare "$place" "$system" "$user" "$folder"
     for command in "${@:6}"; do
-        make='make up ONESHOT=1' again=
+        make='make up ONESHOT=1' after=$nothing_left
         # As CI does: a test that fails on a busy machine is run once more.
-        [ "$command" != test ] || { make="make test $suites" again=" || make test-again $suites"; }
+        [ "$command" != test ] || { make="make test $suites" after=" || make test-again $suites"; }
+        make=$settings$make
         echo "--- $make: system $system, as $user, $mode, in '$folder'"
         began=$SECONDS result=passed
-        run_in "$place" "$user" "$mode" "$folder" "$make$again" 2>&1 | tee "$place/output" || result=FAILED
+        run_in "$place" "$user" "$mode" "$folder" "$make$after" 2>&1 | tee "$place/output" || result=FAILED
+        [ "$command" = test ] || check_demo "$place/output" || result=FAILED
         # The demo prints a row for each city: TTFT, then tokens per second. The first row is the nearest replica's.
         speed=$(awk '/^ams .* ms +[0-9.]+ +[0-9]+\/[0-9]+ / && !seen {print $6; seen = 1}' "$place/output")
         note "$place" "$system" "$user" "$mode" "$folder" "make $command" $result $((SECONDS - began)) "${speed:-}"
@@ -146,9 +181,16 @@ try_commands() {  # PLACE SYSTEM USER FILES FOLDER COMMAND...: run make COMMAND 
 python3 "$HERE/ops/bare/index_settings.py" "$WORK/pip.conf" >"$WORK/mounts"
 # Without a compiler `interpreted-tests` are the router's tests as they run there.
 suites="SUITES='engine-tests control-tests system-tests interpreted-tests'"
-[ -z "$ALL" ] || suites=
+# That the router compiles is tried, not how fast it is then: the wheel's is optimised, and this one only in `--all`.
+# The demo is tried by `make up`, which checks what its test does.
+settings="ISOCHRONE_OPTIMISE=0 PYTEST_ADDOPTS='--deselect tests/system/test_make_up.py' "
+[ -z "$ALL" ] || suites='' settings=''
 [ -z "$ONLY_WHEEL" ] || COMBINATIONS=()
 bootstrap bare
+if [ -n "$ONLY_BOOTSTRAP" ]; then
+    for combination in "${COMBINATIONS[@]}"; do bootstrap "${combination%% *}"; done
+    exit 0
+fi
 places=() running=()
 begin() {  # PLACE FUNCTION ARGUMENT...: call it with the place, beside what runs already; with --all wait for it
     places+=("$1")

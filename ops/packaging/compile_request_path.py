@@ -58,7 +58,7 @@ def compile_copy(copy: Path, out: Path) -> None:
             "PYTHONPATH": str(copy),
             "CC": compiler,
             "LDSHARED": f"{compiler} -shared",
-            "CFLAGS": "-O3",
+            "CFLAGS": f"-O{os.environ.get('ISOCHRONE_OPTIMISE', '3')}",
             "ZIG_GLOBAL_CACHE_DIR": str(copy / "zig"),
             "ZIG_LOCAL_CACHE_DIR": str(copy / "zig"),
         }

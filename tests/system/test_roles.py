@@ -8,6 +8,7 @@ import asyncio
 import os
 import random
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -35,6 +36,7 @@ class RoleLoad:
     """Streams of counted letters, one after another."""
 
     def __init__(self) -> None:
+        self.open = 0
         self.complete = 0
         self.failures: list[str] = []
 
@@ -46,6 +48,10 @@ class RoleLoad:
             return self.complete >= target
 
         await until(f"{count} more answers", are_complete, WARM_S)
+
+    async def is_running(self) -> bool:
+        """Say whether most streams are open."""
+        return 2 * self.open > STREAMS
 
 
 async def one_answer(fleet: Fleet, http: aiohttp.ClientSession, chance: random.Random) -> str:
@@ -81,17 +87,25 @@ async def one_answer(fleet: Fleet, http: aiohttp.ClientSession, chance: random.R
 
 @asynccontextmanager
 async def under_role_load(fleet: Fleet) -> AsyncIterator[RoleLoad]:
-    """Run STREAMS streams during the block, then finish them."""
+    """Run STREAMS streams during the block, then finish them.
+
+    Each rests after an answer for as long as that took, because engines start meanwhile.
+    """
     load, stopping = RoleLoad(), asyncio.Event()
 
     async def one_after_another(number: int) -> None:
         chance = random.Random(number)
         while not stopping.is_set():
-            if wrong := await one_answer(fleet, http, chance):
+            began_s = time.monotonic()
+            load.open += 1
+            wrong = await one_answer(fleet, http, chance)
+            load.open -= 1
+            if wrong:
                 load.failures.append(wrong)
-                await asyncio.sleep(0.1)
             else:
                 load.complete += 1
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stopping.wait(), max(0.1, time.monotonic() - began_s))
 
     key = {"authorization": f"Bearer {fleet.key}"}
     timeout = aiohttp.ClientTimeout(total=90.0)
@@ -289,6 +303,7 @@ async def test_nodes_of_either_role_drain_are_lost_and_roll_out_without_a_lost_t
                 assert not load.failures, (role, load.failures)
             for role in ("prefill", "generates"):
                 lost = nodes[role]
+                await until("most streams are open", load.is_running, WARM_S)
                 await lose(fleet, lost)
                 # The other one answers, before the lost one is replaced.
                 await load.more(STREAMS)

@@ -1,6 +1,7 @@
 """OpenAI routes without inference, on aiohttp: model lists, the health check, unknown paths."""
 
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -35,6 +36,12 @@ ROUTES: Final = (
     " /v1/conversations, /v1/files, /v1/batches, /v1/messages and /ai/run/{model}, and GET"
     " /v1/models; GET /openapi.json describes them all"
 )
+
+
+@cache
+def public_document() -> bytes:
+    """Return the OpenAPI document of the public API, made once in a process."""
+    return msgspec.json.encode(document(version("isochrone")))
 
 
 def auxiliary_app(
@@ -77,10 +84,10 @@ def auxiliary_app(
         metrics.errors.labels(error.code.value).inc()
         return error_response(error, msgspec.json.encode(openai_error(error)))
 
-    public_document = msgspec.json.encode(document(version("isochrone")))
+    body = public_document()
 
     async def openapi(_: web.Request) -> web.Response:
-        return web.Response(body=public_document, content_type="application/json")
+        return web.Response(body=body, content_type="application/json")
 
     anthropic_form = _anthropic_form(encode_error, request_id_of)
     middlewares = [error_middleware(encode_error), anthropic_form, _explain_not_found]

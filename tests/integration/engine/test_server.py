@@ -397,33 +397,6 @@ async def test_sigterm_drains_and_exits_zero(model_path: Path, short_folder: Pat
     assert "lighthouse" not in log
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"model_path": "/nowhere/model.gguf"}, "no such file"),
-        ({"kv_memory_bytes": 2**60}, "are available"),
-        ({"kv_host_bytes": 2**60, "kv_memory_bytes": 2**20}, f"and {2**60 + 2**20} of KV"),
-        ({"device": "cuda:0"}, "no CUDA device"),
-        ({"device": "tpu"}, "device"),
-        ({"batch_tokens_max": 2}, "must exceed"),
-        ({"unknown_field": 1}, "unknown_field"),
-    ],
-    ids=str,
-)
-async def test_an_unusable_config_ends_with_a_message(
-    model_path: Path, short_folder: Path, fields: dict[str, Any], said: str
-) -> None:
-    whole = {"model_path": str(model_path), "served_name": "x", **fields}
-    process = launch(short_folder, **whole)
-    try:
-        assert await asyncio.to_thread(process.wait, WAIT_S) == 2
-    finally:
-        await asyncio.to_thread(end, process)
-    log = (short_folder / "log").read_text()
-    assert said in log
-    assert log.splitlines()[-1].startswith("cannot")
-
-
 async def test_near_its_memory_ceiling_it_refuses_and_survives(
     model_path: Path, short_folder: Path
 ) -> None:
