@@ -56,6 +56,8 @@ class MessagePart(msgspec.Struct, frozen=True):
     image_url: DataUrl | MediaReference | None = None
     audio_url: DataUrl | MediaReference | None = None
     video_url: DataUrl | MediaReference | None = None
+    uuid: None = None
+    """Under this name vLLM would answer one tenant with another's image."""
 
 
 class RequestMessage(msgspec.Struct, frozen=True):
@@ -112,6 +114,9 @@ class _GenerationRequest(RefusedOpenAiFields, frozen=True, kw_only=True):
     bootstrap_host: msgspec.Raw = ABSENT
     bootstrap_port: msgspec.Raw = ABSENT
     bootstrap_room: msgspec.Raw = ABSENT
+    mm_processor_kwargs: None = None
+    """With it vLLM enlarges an image beyond the pixels that the router has checked."""
+    media_io_kwargs: None = None
 
 
 class ChatRequest(_GenerationRequest, frozen=True, kw_only=True):

@@ -77,6 +77,27 @@ def test_a_field_of_a_chat_that_no_engine_has_is_refused_by_name(field: str) -> 
     assert (refused.value.param or "").startswith(field)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("mm_processor_kwargs", {"min_pixels": 10**9}),
+        ("media_io_kwargs", {"video": {"num_frames": -1}}),
+    ],
+)
+def test_options_that_would_undo_the_limit_of_pixels_are_refused(field: str, value: Any) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], field: value}
+    with pytest.raises(ApiError, match=f"cannot use field '{field}'"):
+        decode(json.dumps(body).encode(), CHAT)
+
+
+def test_a_name_for_an_image_in_a_cache_that_tenants_share_is_refused() -> None:
+    part = {"type": "image_url", "image_url": None, "uuid": "logo"}
+    body = {"model": "m", "messages": [{"role": "user", "content": [part]}]}
+    with pytest.raises(ApiError) as refused:
+        decode(json.dumps(body).encode(), CHAT)
+    assert refused.value.param == "messages[0].content[0].uuid"
+
+
 @pytest.mark.parametrize("field", REFUSED_RESPONSES)
 def test_a_field_of_a_response_that_is_not_honoured_is_refused_by_name(field: str) -> None:
     body = {"model": "m", "input": "a", field: REFUSED_RESPONSES[field]}
