@@ -17,6 +17,7 @@ import msgspec
 from aiohttp import web
 
 from isochrone.wire.engines.engine_capabilities import lacking_features
+from tests.chat_fields import HONOURED, NOT_TEXT, REFUSED
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import Bench, a_bench, a_key, a_route, a_table
 from tests.integration.router.test_conformance import SURFACES, Surface, message_of
@@ -208,6 +209,28 @@ async def check_surface(bench: Bench, driver: str, model: str, name: str) -> Non
     checks += [check(field, value, is_honoured=False) for field, value in surface.refused.items()]
     await asyncio.gather(*checks)
     _check_arrivals(bench, surface, name, driver)
+
+
+async def check_within_chat(bench: Bench, driver: str, model: str) -> None:
+    """Check the fields within the messages, tools and formats of a chat, several at once."""
+    chat = SURFACES["chat"]
+    surface = chat._replace(body={**chat.body, "model": model, "max_tokens": 3})
+    limit = asyncio.Semaphore(AT_ONCE)
+
+    async def check(name: str, fields: dict[str, Any], *, is_honoured: bool) -> None:
+        async with limit:
+            status, answer = await _post(bench, surface, fields)
+            lacks = any(is_lacking(driver, "chat", field) for field in fields)
+            if is_honoured and not lacks:
+                assert status == 200, (name, answer)
+            else:
+                assert status == 400, (name, answer)
+                assert lacks or name in message_of(surface, answer), (name, answer)
+
+    checks = [check(name, fields, is_honoured=True) for name, fields in HONOURED.items()]
+    checks += [check(name, fields, is_honoured=False) for name, fields in REFUSED.items()]
+    await asyncio.gather(*checks)
+    assert (await _post(bench, surface, NOT_TEXT))[0] == 400
 
 
 async def _post(bench: Bench, surface: Surface, fields: dict[str, Any]) -> tuple[int, Any]:

@@ -16,12 +16,14 @@ def tenants() -> None:
 
 @tenants.command("limit")
 @click.argument("tenant")
+@click.option("--new", "is_new", is_flag=True, help="The tenant may have no key yet.")
 @limit_options
 @click.pass_obj
-def tenants_limit(obj: CliContext, /, tenant: str, **limits: float | None) -> None:
+def tenants_limit(obj: CliContext, /, tenant: str, *, is_new: bool, **limits: float | None) -> None:
     """Set limits of a tenant, for all of its keys together.
 
-    Limits that are not given stay the same; 0 removes a limit.
+    Limits that are not given stay the same; 0 removes a limit. A tenant without a key is refused,
+    unless `--new` says that its first one follows.
     """
     if not given_limits(limits):
         raise click.UsageError("give at least one limit")
@@ -29,7 +31,8 @@ def tenants_limit(obj: CliContext, /, tenant: str, **limits: float | None) -> No
     before = found[0]["limits"] if found else {}
     etag = found[0]["etag"] if found else None
     path = f"/v1/tenants/{segment(tenant)}/limits"
-    show_one(obj.api.ask("PUT", path, {**before, **given_limits(limits)}, etag=etag), obj.output)
+    body, query = {**before, **given_limits(limits)}, {"new": "true"} if is_new else None
+    show_one(obj.api.ask("PUT", path, body, query=query, etag=etag), obj.output)
 
 
 @tenants.command("list")

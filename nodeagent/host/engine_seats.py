@@ -42,6 +42,8 @@ class EngineSeats:
         request = self._seats.request(
             tenant, objective or TtftObjective(now_s), now_s, yields=yields, item=item
         )
+        # Since the last change others may have become ready by time alone (Rule 5).
+        self._wake([waiting for waiting in self._seated if waiting.is_seated])
         if item is not None:
             item.on_preempt(partial(self._release, request))
         preempted = self._seats.item_to_preempt(request, self._clock())

@@ -36,6 +36,12 @@ class MockMessage(msgspec.Struct, frozen=True):
     tool_calls: list[Any] | None = None
 
 
+class MockTool(msgspec.Struct, frozen=True):
+    """A tool; its name and parameters are read where it is called."""
+
+    type: Literal["function"] = "function"
+
+
 class MockFields(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that change no numbered token, and so are honoured by ignoring them."""
 
@@ -134,6 +140,10 @@ def decode(data: bytes) -> MockRequestBody:
         raise _invalid(str(error)) from error
     if body.top_logprobs is not None and not body.logprobs:
         raise _invalid("top_logprobs needs logprobs", "top_logprobs")
+    try:
+        msgspec.convert(body.tools or [], list[MockTool])
+    except msgspec.ValidationError as error:
+        raise _invalid(f"tools: {error}", "tools") from error
     return body
 
 

@@ -16,9 +16,10 @@ import json
 import os
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 import openai
@@ -72,18 +73,22 @@ async def interactive_round(fleet: Fleet, requests: int) -> list[float]:
         return await asyncio.gather(*streams)
 
 
-async def begin_backlog(client: openai.AsyncOpenAI) -> str:
-    """Begin a batch that outlasts a round; return its id."""
+def mock_item(number: int) -> dict[str, Any]:
+    """Return the body of one item for a mock engine."""
+    messages = [{"role": "user", "content": f"item {number}"}]
+    return {"model": "mock", "max_tokens": TOKENS, "messages": messages}
+
+
+async def begin_backlog(
+    client: openai.AsyncOpenAI, item: Callable[[int], dict[str, Any]], *, steady_items: int
+) -> str:
+    """Begin a batch that outlasts a round; return its id once it has come to its pace."""
     lines = [
         {
             "custom_id": str(number),
             "method": "POST",
             "url": "/v1/chat/completions",
-            "body": {
-                "model": "mock",
-                "max_tokens": TOKENS,
-                "messages": [{"role": "user", "content": f"item {number}"}],
-            },
+            "body": item(number),
         }
         for number in range(BACKLOG_ITEMS)
     ]
@@ -94,7 +99,7 @@ async def begin_backlog(client: openai.AsyncOpenAI) -> str:
     )
 
     async def is_steady() -> bool:
-        return await answered(client, batch.id) >= STEADY_ITEMS
+        return await answered(client, batch.id) >= steady_items
 
     await until("items are answered", is_steady)
     return batch.id
@@ -169,7 +174,7 @@ async def run(rounds: int, requests: int) -> str:
             rates: list[float] = []
             for _ in range(rounds):
                 without.append(await interactive_round(fleet, requests))
-                batch_id = await begin_backlog(client)
+                batch_id = await begin_backlog(client, mock_item, steady_items=STEADY_ITEMS)
                 before, began_s = await answered(client, batch_id), time.perf_counter()
                 beside.append(await interactive_round(fleet, requests))
                 after = await answered(client, batch_id)

@@ -75,7 +75,8 @@ class DeploymentWork:
         """Forget items, and stop those that run."""
         for ref in lost:
             self.preemptions.pop(ref, None)
-            task = self.running.get(ref)
+            # A task that is cancelled before its first step would not remove itself.
+            task = self.running.pop(ref, None)
             if task is not None:
                 task.cancel()
         self.waiting = deque(item for item in self.waiting if item.ref not in lost)
@@ -223,7 +224,7 @@ class AnswerBatches:
             else:
                 self._results.append(answer)
         finally:
-            del work.running[item.ref]
+            work.running.pop(item.ref, None)
         if name in self._work:
             self._start(name)
 

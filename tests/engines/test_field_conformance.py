@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nodeagent.host.engines.engine_process import EngineProcess
-from tests.field_conformance import a_router_before, check_surface
+from tests.field_conformance import a_router_before, check_surface, check_within_chat
 from tests.integration.router.test_conformance import SURFACES
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -26,3 +26,5 @@ async def test_each_field_is_honoured_or_refused(
         prepare=lambda path, body: engine.salted(path, body, "t", "50"),
     ) as bench:
         await check_surface(bench, driver, spec.name, name)
+        if name == "chat":
+            await check_within_chat(bench, driver, spec.name)

@@ -18,7 +18,6 @@ from router.apis.messages.schema import (
 )
 from router.apis.messages.translate import to_chat, to_tokenize
 from router.apis.openai.decode import decode
-from router.apis.openai.schema import CHAT_PATH
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.translating_writer import TranslatingWriter
 from router.dataplane.http_messages import HttpRequest, ResponseWriter
@@ -61,7 +60,7 @@ def read_messages_request(
         omits_thinking=isinstance(thinking, ThinkingEnabled | ThinkingAdaptive)
         and thinking.display == "omitted",
     )
-    inference = openai.read(request, CHAT_PATH, to_chat(given), events.failed)
+    inference = openai.read_translated(request, to_chat(given), events.failed, "messages")
     translating = TranslatingWriter(
         writer,
         translate_frame=events.translate_frame,
@@ -83,7 +82,7 @@ def _read_count_request(
         translate_refusal=partial(translate_refusal, request_id=request.client_request_id),
         header_lines=_request_id_line(request),
     )
-    return openai.read_count(request, to_tokenize(given)), translating
+    return openai.read_count(request, to_tokenize(given), "messages"), translating
 
 
 def translate_count(body: bytes) -> bytes:

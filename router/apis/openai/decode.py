@@ -4,7 +4,8 @@ The node gets the client's own bytes. Only a stream whose client does not ask fo
 changed to ask for it, because the router needs the count; the frame is then not sent to the client.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -73,6 +74,25 @@ def decode_checked(body: bytes, decoder: "msgspec.json.Decoder[R]") -> R:
         return decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise invalid_field(codec.describe(error)) from None
+
+
+@contextmanager
+def named_as(messages_field: str) -> Iterator[None]:
+    """Let errors about a chat's messages name the field that the client's API has for them.
+
+    Places within the messages are left out: they are not those of the client's field.
+    """
+    try:
+        yield
+    except ApiError as error:
+        if error.param is None or not error.param.startswith("messages"):
+            raise
+        raise ApiError(
+            error.code,
+            error.message.replace(f"field '{error.param}'", f"field '{messages_field}'"),
+            param=messages_field,
+            headers=error.headers,
+        ) from None
 
 
 def refuse_storing(store: bool | None) -> None:

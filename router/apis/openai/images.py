@@ -1,8 +1,9 @@
 """Checks the images of a chat by their headers, before an engine spends memory on them. Pure.
 
 A picture of a kilobyte may decode to gigabytes. Formats are those of OpenAI's API; where each keeps
-its width and height is from its specification (PNG 11.2.2, GIF89a 18, JPEG T.81 B.2.2, WebP RFC
-9649 2.5 to 2.7).
+its width and height is from its specification (PNG 11.2.2, GIF89a 18 and 20, JPEG T.81 B.2.2, WebP
+RFC 9649 2.5 to 2.7). A file that states its size twice is refused, and so is all that a decoder may
+read in another way than this module: else the engine would allocate another size than was checked.
 """
 
 import base64
@@ -26,8 +27,23 @@ _PNG: Final = b"\x89PNG\r\n\x1a\n"
 _JPEG_SIZES: Final = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
 """The markers of a JPEG frame, which holds the size."""
 
-_JPEG_ALONE: Final = frozenset({0x01, *range(0xD0, 0xD9)})
-"""Markers without a length."""
+_JPEG_TABLES: Final = frozenset({0xC4, 0xCC, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE})
+"""Other markers that may come before the scan, with a length. Of the rest some decoders skip a
+segment and others two bytes."""
+
+_JPEG_SCAN: Final = 0xDA
+_JPEG_FRAME_BYTES: Final = 8
+"""The least length of a frame's segment."""
+
+_GIF_EXTENSION: Final = 0x21
+_GIF_FRAME: Final = 0x2C
+_GIF_COMMENT: Final = 0xFE
+_GIF_COLOURS: Final = 0x80
+"""The flag that says that a table of colours follows."""
+
+BLOCKS_MAX: Final = 10_000
+"""The segments, chunks and blocks in front of the pixels that are looked at in one request. Files
+have some twenty; millions of empty ones would keep the router from all other requests."""
 
 
 class ImageSize(NamedTuple):
@@ -37,9 +53,26 @@ class ImageSize(NamedTuple):
     height: int
 
 
+class TooManyBlocks(Exception):
+    """The images of a request have more than BLOCKS_MAX blocks in front of their pixels."""
+
+
+class BlockCount:
+    """How many blocks of images were looked at."""
+
+    def __init__(self) -> None:
+        self._blocks = 0
+
+    def add(self) -> None:
+        """Count one more. Raises TooManyBlocks."""
+        self._blocks += 1
+        if self._blocks > BLOCKS_MAX:
+            raise TooManyBlocks
+
+
 def check_images(request: ChatRequest, pixels_max: int) -> None:
     """Raise ApiError 400 if an image is of an unknown format, broken or too large."""
-    count = 0
+    count, blocks = 0, BlockCount()
     for number, message in enumerate(request.messages):
         if not isinstance(message.content, list):
             continue
@@ -48,17 +81,20 @@ def check_images(request: ChatRequest, pixels_max: int) -> None:
             if url is not None:
                 count += 1
                 field = f"messages[{number}].content[{place}].image_url"
-                _check_image(url, field, pixels_max)
+                _check_image(url, field, pixels_max, blocks)
     if count > IMAGES_MAX:
         raise _invalid("messages", f"they have {count} images, the limit is {IMAGES_MAX}")
 
 
-def image_size(data: bytes) -> ImageSize | None:
-    """Return the size in an image's header; None if it has none that is known."""
+def image_size(data: bytes, blocks: BlockCount) -> ImageSize | None:
+    """Return the size in an image's header; None if it has none that is known.
+
+    Raises TooManyBlocks.
+    """
     for begins, read in _READERS:
         if data.startswith(begins):
             try:
-                return read(data)
+                return read(data, blocks)
             except IndexError:
                 return None
     return None
@@ -69,20 +105,18 @@ def _image_url(part: MessagePart) -> str | None:
     return given.url if isinstance(given, MediaReference) else given
 
 
-def _check_image(url: str, field: str, pixels_max: int) -> None:
+def _check_image(url: str, field: str, pixels_max: int, blocks: BlockCount) -> None:
     match = _DATA_URL.match(url)
     if match is None:
         reason = "expected `data:image/FORMAT;base64,...` with PNG, JPEG, GIF or WebP"
         raise _invalid(field, reason)
-    begin, size = match.end(), None
-    if is_surely_base64(url, begin):
-        size = image_size(binascii.a2b_base64(url[begin : begin + HEAD_CHARS]))
-    if size is None:
-        try:
-            data = base64.b64decode(url[begin:], validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise _invalid(field, f"its base64 is not valid: {error}") from None
-        size = image_size(data)
+    try:
+        size = _size_of(url, match.end(), blocks)
+    except (binascii.Error, ValueError) as error:
+        raise _invalid(field, f"its base64 is not valid: {error}") from None
+    except TooManyBlocks:
+        reason = f"the images have more than {BLOCKS_MAX} blocks in front of their pixels"
+        raise _invalid(field, reason) from None
     if size is None or not (size.width and size.height):
         raise _invalid(field, "it is no PNG, JPEG, GIF or WebP, or its header is broken")
     pixels = size.width * size.height
@@ -94,40 +128,83 @@ def _check_image(url: str, field: str, pixels_max: int) -> None:
         )
 
 
-def _png_size(data: bytes) -> ImageSize | None:
+def _size_of(url: str, begin: int, blocks: BlockCount) -> ImageSize | None:
+    """Decode a part of an image, or all of it if need be. Raises ValueError and TooManyBlocks."""
+    if is_surely_base64(url, begin):
+        size = image_size(binascii.a2b_base64(url[begin : begin + HEAD_CHARS]), blocks)
+        if size is not None:
+            return size
+    return image_size(base64.b64decode(url[begin:], validate=True), blocks)
+
+
+def _png_size(data: bytes, blocks: BlockCount) -> ImageSize | None:
+    """Skip chunks up to the pixels. Raises IndexError if the data end before them."""
     if data[12:16] != b"IHDR" or len(data) < 24:
         return None
-    return ImageSize(int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big"))
-
-
-def _gif_size(data: bytes) -> ImageSize | None:
-    if len(data) < 10:
-        return None
-    return ImageSize(int.from_bytes(data[6:8], "little"), int.from_bytes(data[8:10], "little"))
-
-
-def _jpeg_size(data: bytes) -> ImageSize | None:
-    """Skip segments up to the frame header. Raises IndexError if the data end before it."""
-    at = 2
+    size = ImageSize(int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big"))
+    at = 8
     while True:
+        blocks.add()
+        at += 12 + int.from_bytes(data[at : at + 4], "big")
+        kind = data[at + 4 : at + 8]
+        if kind == b"IDAT":
+            return size
+        if len(kind) < 4 or kind == b"IHDR":
+            return None
+
+
+def _gif_size(data: bytes, blocks: BlockCount) -> ImageSize | None:
+    """Return the size of the screen with the first frame, which may be larger.
+
+    Raises IndexError if the data end before the frame.
+    """
+    width, height = (int.from_bytes(data[at : at + 2], "little") for at in (6, 8))
+    at = 13 + _gif_colour_bytes(data[10])
+    while data[at] == _GIF_EXTENSION:
+        if not data[at + 2] and data[at + 1] != _GIF_COMMENT:
+            return None
+        at += 2
+        while data[at]:
+            blocks.add()
+            at += 1 + data[at]
+        blocks.add()
+        at += 1
+    if data[at] != _GIF_FRAME or len(data) < at + 10:
+        return None
+    left, top, across, down = (
+        int.from_bytes(data[place : place + 2], "little") for place in range(at + 1, at + 9, 2)
+    )
+    return ImageSize(max(width, left + across), max(height, top + down))
+
+
+def _gif_colour_bytes(flags: int) -> int:
+    return 3 << (flags & 7) + 1 if flags & _GIF_COLOURS else 0
+
+
+def _jpeg_size(data: bytes, blocks: BlockCount) -> ImageSize | None:
+    """Skip segments up to the scan. Raises IndexError if the data end before it."""
+    at, size = 2, None
+    while True:
+        blocks.add()
         if data[at] != 0xFF:
             return None
         marker = data[at + 1]
         if marker == 0xFF:
             # Fill bytes may come before any marker.
             at += 1
-        elif marker in _JPEG_ALONE:
-            at += 2
-        elif marker in _JPEG_SIZES:
-            if len(data) < at + 9:
-                return None
+            continue
+        if marker == _JPEG_SCAN:
+            return size
+        length = data[at + 2] << 8 | data[at + 3]
+        if marker in _JPEG_SIZES and size is None and length >= _JPEG_FRAME_BYTES:
             height, width = data[at + 5 : at + 7], data[at + 7 : at + 9]
-            return ImageSize(int.from_bytes(width, "big"), int.from_bytes(height, "big"))
-        else:
-            at += 2 + max(2, int.from_bytes(data[at + 2 : at + 4], "big"))
+            size = ImageSize(int.from_bytes(width, "big"), int.from_bytes(height, "big"))
+        elif marker not in _JPEG_TABLES or length < 2:
+            return None
+        at += 2 + length
 
 
-def _webp_size(data: bytes) -> ImageSize | None:
+def _webp_size(data: bytes, blocks: BlockCount) -> ImageSize | None:
     if data[8:12] != b"WEBP" or len(data) < 30:
         return None
     kind = data[12:16]
@@ -143,7 +220,7 @@ def _webp_size(data: bytes) -> ImageSize | None:
     return None
 
 
-_READERS: Final[tuple[tuple[bytes, Callable[[bytes], ImageSize | None]], ...]] = (
+_READERS: Final[tuple[tuple[bytes, Callable[[bytes, BlockCount], ImageSize | None]], ...]] = (
     (_PNG, _png_size),
     (b"GIF8", _gif_size),
     (b"\xff\xd8", _jpeg_size),

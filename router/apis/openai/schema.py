@@ -40,7 +40,7 @@ StopTexts = str | Annotated[list[str], Meta(max_length=16)]
 
 
 class MediaReference(msgspec.Struct, frozen=True):
-    """An image, audio or video in a `data:` URL.
+    """An image or audio in a `data:` URL.
 
     Other URLs are refused: an engine would fetch them from inside the fleet's network.
     """
@@ -55,7 +55,10 @@ class MessagePart(msgspec.Struct, frozen=True):
     text: str | None = None
     image_url: DataUrl | MediaReference | None = None
     audio_url: DataUrl | MediaReference | None = None
-    video_url: DataUrl | MediaReference | None = None
+    video_url: None = None
+    """Nothing limits what a video decodes to; vLLM also reads a list of images as one."""
+    uuid: None = None
+    """Under this name vLLM would answer one tenant with another's image."""
 
 
 class RequestMessage(msgspec.Struct, frozen=True):
@@ -63,6 +66,9 @@ class RequestMessage(msgspec.Struct, frozen=True):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[MessagePart], Meta(max_length=1024)] | None = None
+    function_call: None = None
+    audio: None = None
+    """Engines would leave both out of the prompt; `tool_calls` have taken the first one's place."""
 
 
 class RequestStreamOptions(msgspec.Struct, frozen=True):
@@ -112,6 +118,9 @@ class _GenerationRequest(RefusedOpenAiFields, frozen=True, kw_only=True):
     bootstrap_host: msgspec.Raw = ABSENT
     bootstrap_port: msgspec.Raw = ABSENT
     bootstrap_room: msgspec.Raw = ABSENT
+    mm_processor_kwargs: None = None
+    """With it vLLM enlarges an image beyond the pixels that the router has checked."""
+    media_io_kwargs: None = None
 
 
 class ChatRequest(_GenerationRequest, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from router.apis.openai.decode import (
     RERANK,
     decode,
     determinism_of,
+    named_as,
     refuse_storing,
     resume_body_builder,
     wants_usage,
@@ -172,8 +173,7 @@ class OpenAiSurface:
             refuse_lacking(deployment, path, body)
         if isinstance(openai, ChatRequest):
             refuse_storing(openai.store)
-            if has_parts(openai):
-                check_images(openai, self._config.image_pixels_max)
+            self._check_images(openai)
         body = without_transfer_fields(body, openai)
         answer_count = count_answers(openai)
         return InferenceRequest(
@@ -202,16 +202,37 @@ class OpenAiSurface:
             ttft_ms=ttft_ms_of(request),
         )
 
-    def read_count(self, request: HttpRequest, body: bytes) -> InferenceRequest:
+    def read_translated(
+        self,
+        request: HttpRequest,
+        body: bytes,
+        encode_error_event: Callable[[ApiError], bytes],
+        messages_field: str,
+    ) -> InferenceRequest:
+        """Read a chat that was made of another API's request, where `messages_field` has its text.
+
+        Raises ApiError, in terms of that field.
+        """
+        with named_as(messages_field):
+            return self.read(request, CHAT_PATH, body, encode_error_event)
+
+    def read_count(
+        self, request: HttpRequest, body: bytes, messages_field: str
+    ) -> InferenceRequest:
         """Return the request for the number of tokens of a chat. Raises ApiError if it is invalid.
 
-        `body` is a chat's. The request is counted, and uses no tokens.
+        `body` is a chat's, made of a request with `messages_field`. The request is counted, and
+        uses no tokens.
         """
         key = request.key
         assert key is not None
-        openai: OpenAiRequest = decode(body, CHAT)
+        openai: ChatRequest = decode(body, CHAT)
         deployment = self._named_model(openai.model, key, request.named_path, "chat").deployment
         refuse_lacking_route(deployment, "token_count")
+        with named_as(messages_field):
+            refuse_lacking(deployment, CHAT_PATH, body)
+            # Engines read images to count their tokens.
+            self._check_images(openai)
         if openai.model != deployment.name:
             # An adapter has its model's tokens.
             body = with_model(body, deployment.name)
@@ -236,6 +257,10 @@ class OpenAiSurface:
             determinism="",
             prefix_keys=NO_KEYS,
         )
+
+    def _check_images(self, request: ChatRequest) -> None:
+        if has_parts(request):
+            check_images(request, self._config.image_pixels_max)
 
     def _named_model(self, name: str, key: KeyEntry, path: str, kind: str) -> NamedModel:
         """Return the deployment of a kind, and perhaps the adapter, that a request names.

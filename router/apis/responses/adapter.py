@@ -4,7 +4,6 @@ from typing import Final
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.apis.openai.decode import decode
-from router.apis.openai.schema import CHAT_PATH
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.responses.events import ResponseEvents, new_response
 from router.apis.responses.translate import RESPONSES_REQUEST, ResponsesRequest, to_chat
@@ -35,7 +34,7 @@ def read_responses_request(
     refuse_stored(responses_request)
     response_id = f"resp_{request.request_id}"
     events = ResponseEvents(new_response(responses_request, response_id, int(openai.unix_clock())))
-    inference = openai.read(request, CHAT_PATH, to_chat(responses_request), events.failed)
+    inference = openai.read_translated(request, to_chat(responses_request), events.failed, "input")
     translating = TranslatingWriter(
         writer,
         translate_frame=events.translate_frame,

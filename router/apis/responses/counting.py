@@ -68,7 +68,7 @@ def read_input_tokens_request(
         # A refusal is in OpenAI's format already.
         translate_refusal=bytes,
     )
-    return openai.read_count(request, chat), translating
+    return openai.read_count(request, chat, "input"), translating
 
 
 def translate_input_tokens(body: bytes) -> bytes:

@@ -19,7 +19,6 @@ from isochrone.wire.ids import KeyId, TenantId
 from isochrone.wire.peers import responses as wire
 from router.apis.batches.relay import in_a_task
 from router.apis.openai.decode import decode
-from router.apis.openai.schema import CHAT_PATH
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.responses.events import ResponseEvents, new_response
 from router.apis.responses.finishing_writer import FinishingWriter
@@ -95,7 +94,7 @@ class StoredResponses:
         )
         # Whatever is wrong with the request is said before anything is stored.
         encode_error = ResponseEvents(response).failed
-        self._openai.read(request, CHAT_PATH, to_chat(given), encode_error)
+        self._openai.read_translated(request, to_chat(given), encode_error, "input")
         items = input_of(request.body, f"{response_id}_in")
         begun = await in_a_task(self._begin(request, given, response, items, is_stored))
         ref = wire.ResponseRef(response_id, begun.lease_id)
@@ -111,7 +110,7 @@ class StoredResponses:
         earlier = parse_items(context_items, "previous_response_id")
         whole = msgspec.structs.replace(given, input=[*earlier, *parse_items(items, "input")])
         events = ResponseEvents(response)
-        inference = self._openai.read(request, CHAT_PATH, to_chat(whole), events.failed)
+        inference = self._openai.read_translated(request, to_chat(whole), events.failed, "input")
         if not is_stored:
             await self._serve(inference, _translating(writer, events))
         else:
@@ -227,7 +226,7 @@ def read_background(
         input=[*parse_items(earlier, "previous_response_id"), *parse_items(items, "input")],
     )
     events = ResponseEvents({**msgspec.json.decode(leased.body), "status": "in_progress"})
-    inference = openai.read(request, CHAT_PATH, to_chat(whole), events.failed)
+    inference = openai.read_translated(request, to_chat(whole), events.failed, "input")
     return inference, _translating(writer, events), events
 
 

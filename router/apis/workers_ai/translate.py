@@ -181,6 +181,10 @@ def _to_instructed_chat(run: RunRequest, model: str, options: dict[str, Any]) ->
     return OpenAiCall(CHAT_PATH, msgspec.json.encode(chat), text_field=text_field)
 
 
+FIELDS_OF_QUEUE: Final = frozenset({"requests", "request_id"})
+"""The fields of `?queueRequest=true`, which names another kind of body."""
+
+
 def _check(run: RunRequest, sent: dict[str, msgspec.Raw], model: str) -> None:
     """Raise ApiError 400 if a request has no single task, or uses what is not supported."""
     given = [name for name in FIELDS_OF_TASK if name in sent]
@@ -189,6 +193,8 @@ def _check(run: RunRequest, sent: dict[str, msgspec.Raw], model: str) -> None:
     if len(given) != 1:
         quoted = " and ".join(f"'{name}'" for name in given)
         found = f"it has {quoted}" if given else "it has none"
+        if not given and not sent.keys().isdisjoint(FIELDS_OF_QUEUE):
+            found += "; for queued runs add ?queueRequest=true to the URL"
         reason = f"it needs exactly one of {_DECIDING_FIELDS}; {found}"
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use the request body: {reason}")
     unsupported = sorted(sent.keys() - FIELDS_OF_TASK[given[0]])

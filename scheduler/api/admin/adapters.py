@@ -9,17 +9,14 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import ModelId, TenantId
 from isochrone.wire.peers.adapter import ADAPTER_FILES
 from scheduler.api.admin.endpoint import AdminRequest, Endpoint, Page, require_found
+from scheduler.api.admin.tenants import require_tenant
 from scheduler.api.client_objects.adapter_intake import AdapterIntake, NewAdapter, UploadedFile
-from scheduler.store.accounts.tenants import first_tenants, has_tenant
 from scheduler.store.catalogue import EtagMoved
 from scheduler.store.client_objects import adapters as store
 from scheduler.store.client_objects.adapters import AdapterNodes, StoredAdapter
 from scheduler.store.deployments import find_deployment
 
 NODES_SHOWN: Final = 100
-TENANTS_SHOWN: Final = 10
-"""The names of tenants in the message that refuses another."""
-
 KIND: Final = "adapter"
 
 
@@ -41,7 +38,8 @@ async def create_adapter(request: AdminRequest) -> AdapterView:
     """Describe an adapter of a tenant for the model of a deployment; its files follow."""
     body: NewAdapterBody = request.body
     if not body.public:
-        await _check_tenant(request, body.tenant_id)
+        # No request could use a private adapter of another.
+        await require_tenant(request, body.tenant_id, "cannot add an adapter of")
     found = await find_deployment(request.connection, body.model)
     model = found.name if found is not None else body.model
     new = NewAdapter(body.tenant_id, model, body.name, body.description, body.public)
@@ -100,20 +98,6 @@ async def list_adapter_tenants(request: AdminRequest) -> Page:
         for row in rows
     ]
     return request.page(views, lambda view: view.tenant_id)
-
-
-async def _check_tenant(request: AdminRequest, tenant_id: str) -> None:
-    """Raise ApiError 400 if there is no such tenant: no request could use its private adapter."""
-    if await has_tenant(request.connection, tenant_id):
-        return
-    names = await first_tenants(request.connection, TENANTS_SHOWN + 1)
-    some = ", ".join(names[:TENANTS_SHOWN]) + (", ..." if len(names) > TENANTS_SHOWN else "")
-    raise ApiError(
-        ErrorCode.INVALID_REQUEST,
-        f"cannot add an adapter of tenant {tenant_id[:60]!r}: it has neither a key nor a budget;"
-        f" use one of {some or 'none: create a key first'} (`isochrone keys list` shows all)",
-        param="tenant_id",
-    )
 
 
 def _intake(request: AdminRequest) -> AdapterIntake:

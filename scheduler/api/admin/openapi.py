@@ -29,6 +29,11 @@ _QUERY_SCHEMAS: Final[dict[str, dict[str, Any]]] = {
     "to": _DAY,
     "by": {"enum": ["key", "tenant"], "default": "key"},
     "per": {"enum": ["total", "day"], "default": "total"},
+    "new": {
+        "enum": ["true", "false"],
+        "default": "false",
+        "description": "whether the tenant may have no key yet",
+    },
 }
 """The schemas of query parameters that are not any text."""
 

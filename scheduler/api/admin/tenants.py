@@ -15,12 +15,36 @@ from scheduler.api.admin.endpoint import (
     require_found,
 )
 from scheduler.store.accounts import tenant_budgets
+from scheduler.store.accounts.tenants import first_tenants, has_tenant
 
 _NAME: Final = re.compile(NAME_PATTERN)
 
+TENANTS_SHOWN: Final = 10
+"""The names of tenants in the message that refuses another."""
+
+
+async def require_tenant(
+    request: AdminRequest, tenant_id: str, action: str, hint: str = ""
+) -> None:
+    """Raise ApiError 400 if there is no such tenant, with a few that there are."""
+    if await has_tenant(request.connection, tenant_id):
+        return
+    names = await first_tenants(request.connection, TENANTS_SHOWN + 1)
+    some = ", ".join(names[:TENANTS_SHOWN]) + (", ..." if len(names) > TENANTS_SHOWN else "")
+    raise ApiError(
+        ErrorCode.INVALID_REQUEST,
+        f"{action} tenant {tenant_id[:60]!r}: it has neither a key nor a budget; use one of"
+        f" {some or 'none: create a key first'} (`isochrone keys list` shows all){hint}",
+        param="tenant_id",
+    )
+
 
 async def put_budget(request: AdminRequest) -> TenantBudgetView:
-    """Create or replace a tenant's budget. Routers apply it with the next route table."""
+    """Create or replace a tenant's budget. Routers apply it with the next route table.
+
+    A tenant without a key is most likely mistyped, so that the budget would limit nothing. One that
+    is to be limited from its first key on is named with `new=true`.
+    """
     limits: LimitsBody = request.body
     tenant_id = TenantId(request.name)
     if not _NAME.match(tenant_id):
@@ -28,6 +52,13 @@ async def put_budget(request: AdminRequest) -> TenantBudgetView:
             ErrorCode.INVALID_REQUEST,
             f"cannot limit tenant {tenant_id[:60]!r}: names are as those of `keys create`",
         )
+    if request.query("new") not in (None, "true", "false"):
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST, "cannot limit: new is `true` or `false`", param="new"
+        )
+    if request.query("new") != "true":
+        hint = ", or limit it before its first key with `--new`, `new=true`"
+        await require_tenant(request, tenant_id, "cannot limit", hint)
     before = await tenant_budgets.get_budget(request.connection, tenant_id)
     after = await tenant_budgets.put_budget(request.connection, tenant_id, limits, request.etag)
     await request.record("tenant.limit", tenant_id, before=before, after=after)
@@ -61,6 +92,7 @@ TENANT_ENDPOINTS: Final = (
         "Create or replace a tenant's budget",
         TenantBudgetView,
         LimitsBody,
+        query=("new",),
         changes_key=True,
     ),
     Endpoint(

@@ -145,5 +145,5 @@ async def test_an_adapter_needs_a_tenant_that_exists(admin: Admin, tmp_path: Pat
     await admin.ask("DELETE", f"/v1/keys/{revoked['key_id']}")
     assert (await run_cli(admin, *upload, revoked["tenant_id"]))[0] == 1
     budget = {"tokens_per_day": 1000}
-    await admin.ask("PUT", f"/v1/tenants/{revoked['tenant_id']}/limits", budget)
+    await admin.ask("PUT", f"/v1/tenants/{revoked['tenant_id']}/limits?new=true", budget)
     assert (await run_cli(admin, *upload, revoked["tenant_id"]))[0] == 0

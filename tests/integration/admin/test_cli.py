@@ -40,6 +40,16 @@ async def limit_a_tenant(admin: Admin) -> None:
     assert (await run_cli(admin, "tenants", "limit", "acme"))[0] == 2
     code, _, err = await run_cli(admin, "tenants", "limit", "No Name", "--concurrency", "1")
     assert (code, "cannot limit tenant 'No Name'" in err) == (1, True)
+    code, _, err = await run_cli(admin, "tenants", "limit", "acmee", "--concurrency", "1")
+    assert (code, "use one of acme" in " ".join(err.replace("│", " ").split())) == (1, True), err
+    assert len(json.loads((await run_cli(admin, "-o", "json", "tenants", "list"))[1])) == 1
+    new = ("tenants", "limit", "acmee", "--new", "--concurrency", "1")
+    assert (await run_cli(admin, *new))[0] == 0
+    assert (await run_cli(admin, *new[:3], *new[4:]))[0] == 0, "it has a budget now"
+    assert (await run_cli(admin, "tenants", "unlimit", "acmee"))[0] == 0
+    path = "/v1/tenants/acme/limits?new="
+    assert (await admin.ask("PUT", path + "maybe", {"concurrency": 1})).status == 400
+    assert (await admin.ask("PUT", path + "false", {"concurrency": 0})).status == 200
     assert (await run_cli(admin, "tenants", "unlimit", "acme"))[0] == 0
     code, _, err = await run_cli(admin, "tenants", "unlimit", "acme")
     assert (code, "cannot find" in err) == (1, True)

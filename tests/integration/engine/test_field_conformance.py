@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.field_conformance import a_router_before, check_surface
+from tests.field_conformance import a_router_before, check_surface, check_within_chat
 from tests.integration.engine.conftest import EngineProcess
 from tests.integration.router.test_conformance import SURFACES
 
@@ -22,3 +22,5 @@ async def test_each_field_is_honoured_or_refused(
         ) as bench,
     ):
         await check_surface(bench, "embedded", "smollm2", name)
+        if name == "chat":
+            await check_within_chat(bench, "embedded", "smollm2")

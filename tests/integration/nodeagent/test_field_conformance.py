@@ -5,7 +5,7 @@ from pathlib import Path
 from isochrone.wire.models.model import EngineSettings
 from tests.builders import a_spec
 from tests.engines.real_engines import running_engine
-from tests.field_conformance import a_router_before, check_surface
+from tests.field_conformance import a_router_before, check_surface, check_within_chat
 from tests.integration.router.test_conformance import SURFACES
 
 
@@ -20,3 +20,4 @@ async def test_each_field_is_honoured_or_refused_by_the_mock_engine(tmp_path: Pa
     ):
         for name in SURFACES:
             await check_surface(bench, "mock", "mock", name)
+        await check_within_chat(bench, "mock", "mock")

@@ -58,38 +58,21 @@ def chat_with(url: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [part]}]
 
 
+BIG_BLOCK = {
+    "role": "user",
+    "content": [
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": BIG_PNG}}
+    ],
+}
+BIG_INPUT = [{"role": "user", "content": [{"type": "input_image", "image_url": BIG_URL}]}]
+
 IMAGE_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"model": "tiny", "messages": chat_with(BIG_URL)}),
     "a lie": ("/v1/chat/completions", {"model": "tiny", "messages": chat_with(LYING_URL)}),
-    "responses": (
-        "/v1/responses",
-        {
-            "model": "tiny",
-            "input": [{"role": "user", "content": [{"type": "input_image", "image_url": BIG_URL}]}],
-        },
-    ),
-    "messages": (
-        "/v1/messages",
-        {
-            "model": "tiny",
-            "max_tokens": 3,
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        {
-                            "type": "image",
-                            "source": {
-                                "type": "base64",
-                                "media_type": "image/png",
-                                "data": BIG_PNG,
-                            },
-                        }
-                    ],
-                }
-            ],
-        },
-    ),
+    "responses": ("/v1/responses", {"model": "tiny", "input": BIG_INPUT}),
+    "input_tokens": ("/v1/responses/input_tokens", {"model": "tiny", "input": BIG_INPUT}),
+    "messages": ("/v1/messages", {"model": "tiny", "max_tokens": 3, "messages": [BIG_BLOCK]}),
+    "count_tokens": ("/v1/messages/count_tokens", {"model": "tiny", "messages": [BIG_BLOCK]}),
     "run": ("/ai/run/tiny", {"messages": chat_with(BIG_URL)}),
 }
 
@@ -102,5 +85,7 @@ async def test_an_image_of_a_billion_pixels_reaches_no_engine(tmp_path: Path, na
             text = await response.text()
             assert response.status == 400, text
         assert "pixels, the limit is 64000000" in text, text
+        field = "input" if "input" in body else "messages"
+        assert f"cannot use field '{field}" in text, text
         assert bench.nodes[0].requests == 0
         await still_serves(bench)

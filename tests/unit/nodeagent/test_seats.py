@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isochrone.ttft_order import ttft_objective
+from isochrone.ttft_order import TtftObjective, ttft_objective
 from isochrone.wire.models.model import EngineSettings
 from nodeagent.decide.requests.seats import ACTIVE_S, SeatRequest, Seats, spare_seats
 from nodeagent.drivers import DRIVERS, sequences_max, spare_seats_of
@@ -181,6 +181,31 @@ async def test_a_wait_that_is_cancelled_takes_no_seat() -> None:
     await asyncio.gather(tasks[0], tasks[2])
     assert order == ["a", "c"]
     assert not seats._seated
+
+
+async def test_a_request_that_time_alone_gives_a_seat_does_not_wait_on() -> None:
+    now_s, done = 0.0, asyncio.Event()
+    seats = EngineSeats(4, clock=lambda: now_s)
+    names: list[str] = []
+
+    async def use(name: str) -> None:
+        async with seats.seat("flood", TtftObjective(prefill_s=60.0)):
+            names.append(name)
+            await done.wait()
+
+    async with seats.seat("small"):
+        pass
+    tasks = [asyncio.create_task(use(name)) for name in "abc"]
+    while not seats._seated:
+        await asyncio.wait(tasks, timeout=0)
+    assert names == ["a", "b"], "half of the seats while another tenant uses the engine"
+    now_s = ACTIVE_S
+    tasks.append(asyncio.create_task(use("d")))
+    for _ in range(20):
+        await asyncio.wait(tasks, timeout=0)
+    assert sorted(names) == ["a", "b", "c", "d"]
+    done.set()
+    await asyncio.gather(*tasks)
 
 
 @pytest.mark.parametrize(

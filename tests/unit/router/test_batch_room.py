@@ -1,8 +1,12 @@
 """Requests of batches take only what interactive requests leave free."""
 
+import asyncio
+
 import pytest
 
+from isochrone.wire.peers.batches import ItemRef
 from router.decide.admission.batch_room import ReplicaRoom, requests_max
+from router.loops.answer_batches import DeploymentWork
 
 
 @pytest.mark.parametrize(
@@ -57,3 +61,15 @@ def test_an_operators_limit_replaces_that_of_the_sequences() -> None:
     rooms = [ReplicaRoom(1_000_000, 0, 16, 30)] * 2
     assert requests_max(rooms, 0, 10, per_replica_max=3) == 6
     assert requests_max(rooms, 0, 10, per_replica_max=0) == 0
+
+
+async def test_an_item_that_is_dropped_before_its_task_began_is_not_held() -> None:
+    async def answer() -> None:
+        raise AssertionError("it does not begin")
+
+    work, ref = DeploymentWork(), ItemRef("batch", 1, "lease")
+    task = work.running[ref] = asyncio.create_task(answer())
+    work.drop({ref})
+    await asyncio.wait({task})
+    assert task.cancelled()
+    assert work.refs == []

@@ -22,7 +22,15 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.peers.routes import DeploymentEntry, KeyEntry, KeyTable, RouteTable
 from router.apis.openai.decode import CHAT, decode
-from router.apis.openai.images import HEAD_CHARS, IMAGES_MAX, ImageSize, check_images, image_size
+from router.apis.openai.images import (
+    BLOCKS_MAX,
+    HEAD_CHARS,
+    IMAGES_MAX,
+    BlockCount,
+    ImageSize,
+    check_images,
+    image_size,
+)
 from router.apis.openai.schema import CHAT_PATH
 from router.apis.openai.surface import OpenAiSurface
 from router.config import RouterConfig
@@ -32,18 +40,36 @@ from router.fleet_state import FleetState
 PIXELS_MAX = 1_000_000
 
 
-def a_png(width: int, height: int) -> bytes:
+def a_chunk(kind: bytes, data: bytes = b"") -> bytes:
+    return len(data).to_bytes(4, "big") + kind + data + bytes(4)
+
+
+def a_png_header(width: int, height: int) -> bytes:
     size = width.to_bytes(4, "big") + height.to_bytes(4, "big")
-    return b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + size + b"\x08\x02\0\0\0"
+    return a_chunk(b"IHDR", size + b"\x08\x02\0\0\0")
 
 
-def a_gif(width: int, height: int) -> bytes:
-    return b"GIF89a" + width.to_bytes(2, "little") + height.to_bytes(2, "little")
+def a_png(width: int, height: int, between: bytes = b"") -> bytes:
+    return b"\x89PNG\r\n\x1a\n" + a_png_header(width, height) + between + a_chunk(b"IDAT")
+
+
+def a_gif(width: int, height: int, *, frame: bytes | None = None, between: bytes = b"") -> bytes:
+    size = width.to_bytes(2, "little") + height.to_bytes(2, "little")
+    colours = b"\x91\0\0" + bytes(3 << 2)
+    frame = b"\x2c" + bytes(4) + size + b"\0" if frame is None else frame
+    return b"GIF89a" + size + colours + between + frame + b"\x02\0\x3b"
+
+
+def a_frame(width: int, height: int) -> bytes:
+    size = height.to_bytes(2, "big") + width.to_bytes(2, "big")
+    return b"\xff\xc2\0\x0b\x08" + size + b"\x01\x01\x11\0"
+
+
+SCAN = b"\xff\xda\0\x08\x01\x01\0\0\x3f\0"
 
 
 def a_jpeg(width: int, height: int, before: bytes = b"") -> bytes:
-    size = height.to_bytes(2, "big") + width.to_bytes(2, "big")
-    return b"\xff\xd8" + before + b"\xff\xc2\0\x11\x08" + size + b"\x03"
+    return b"\xff\xd8" + before + a_frame(width, height) + SCAN
 
 
 def a_webp(kind: bytes, rest: bytes) -> bytes:
@@ -54,6 +80,11 @@ EXIF = b"\xff\xe1\xff\xf0" + bytes(0xFFF0 - 2)
 IMAGES = [
     a_png(640, 480),
     a_gif(640, 480),
+    a_gif(
+        640, 480, between=b"\x21\xfe\0\x21\xff\x0bNETSCAPE2.0\x03\x01\0\0\0\x21\xf9\x04\0\0\0\0\0"
+    ),
+    a_gif(1, 1, frame=b"\x2c\x01\0\x02\0\x7f\x02\xde\x01\0"),
+    a_png(640, 480, a_chunk(b"iCCP", bytes(300)) + a_chunk(b"fcTL", bytes(26))),
     a_jpeg(640, 480),
     a_jpeg(640, 480, EXIF + EXIF + b"\xff\xff\xff\xdb\0\x04\0\0"),
     a_webp(b"VP8 ", b"\0\0\0\x9d\x01\x2a" + (640).to_bytes(2, "little") + b"\xe0\x01"),
@@ -74,7 +105,7 @@ def a_url(data: bytes, kind: str = "png") -> str:
 
 @pytest.mark.parametrize("data", IMAGES)
 def test_a_size_is_read_from_each_format(data: bytes) -> None:
-    assert image_size(data) == ImageSize(640, 480)
+    assert image_size(data, BlockCount()) == ImageSize(640, 480)
     check_images(chat(a_url(data)), PIXELS_MAX)
 
 
@@ -83,7 +114,7 @@ def test_sizes_agree_with_a_library(kind: str) -> None:
     pillow = pytest.importorskip("PIL.Image")
     file = io.BytesIO()
     pillow.new("RGB", (37, 21)).save(file, kind)
-    assert image_size(file.getvalue()) == ImageSize(37, 21)
+    assert image_size(file.getvalue(), BlockCount()) == ImageSize(37, 21)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +127,16 @@ def test_sizes_agree_with_a_library(kind: str) -> None:
         (a_url(b"hello"), "header is broken"),
         (a_url(a_png(5, 5)[:20]), "header is broken"),
         (a_url(b"\xff\xd8\xff\xe1\xff\xff"), "header is broken"),
+        (a_url(a_gif(1, 1, frame=b"\x2c\0\0\0\0\xff\xff\xff\xff\0")), "65535 x 65535"),
+        (a_url(a_gif(1, 1, frame=b"\x2c\xff\xff\xff\xff\x01\0\x01\0\0")), "65536 x 65536"),
+        (a_url(a_gif(2, 2, between=b"\x21\x01\0")), "header is broken"),
+        (a_url(a_gif(2, 2, frame=b"")), "header is broken"),
+        (a_url(a_png(2, 2, a_png_header(50_000, 20_000))), "header is broken"),
+        (a_url(a_png(2, 2)[:-12]), "header is broken"),
+        (a_url(a_jpeg(2, 2, a_frame(65_000, 65_000))), "header is broken"),
+        (a_url(a_jpeg(2, 2, b"\xff\0\0\x14" + a_frame(65_000, 65_000) + SCAN)), "is broken"),
+        (a_url(a_jpeg(2, 2, b"\xff\xf0\0\x14" + a_frame(65_000, 65_000) + SCAN)), "is broken"),
+        (a_url(a_jpeg(2, 0)), "header is broken"),
         ("data:image/png;base64,!!!", "base64 is not valid"),
         ("data:image/png,abc", "expected `data:image/FORMAT;base64"),
         ("data:image/svg+xml;base64,AAAA", "expected `data:image/FORMAT;base64"),
@@ -117,14 +158,14 @@ def test_the_number_of_images_is_limited() -> None:
 
 @given(st.sampled_from(IMAGES), st.integers(0, 40), st.binary(max_size=40))
 def test_any_bytes_have_a_size_or_none(data: bytes, keep: int, rest: bytes) -> None:
-    size = image_size(data[:keep] + rest)
+    size = image_size(data[:keep] + rest, BlockCount())
     assert size is None or (size.width >= 0 and size.height >= 0)
 
 
 def test_a_frame_header_behind_much_else_is_found_and_a_cut_one_is_not() -> None:
     data = a_jpeg(640, 480, EXIF * 3)
     check_images(chat(a_url(data)), PIXELS_MAX)
-    assert image_size(data[:-2]) is None
+    assert image_size(data[: -len(SCAN)], BlockCount()) is None
     with pytest.raises(ApiError, match="base64 is not valid"):
         check_images(chat(a_url(a_png(2, 2) + bytes(HEAD_CHARS)) + "!AAA"), PIXELS_MAX)
 
@@ -158,3 +199,25 @@ def test_an_image_is_checked_however_its_field_is_spelt(name: str) -> None:
     ).encode()
     with pytest.raises(ApiError, match="pixels"):
         surface.read(request, CHAT_PATH, body, openai_error_event)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        a_jpeg(2, 2, b"\xff" * BLOCKS_MAX),
+        a_jpeg(2, 2, b"\xff\xfe\0\x02" * BLOCKS_MAX),
+        a_png(2, 2, a_chunk(b"tEXt") * BLOCKS_MAX),
+        a_gif(2, 2, between=b"\x21\xfe" + b"\x01x" * BLOCKS_MAX + b"\0"),
+        a_gif(2, 2, between=b"\x21\xfe\0" * (BLOCKS_MAX + 1)),
+    ],
+)
+def test_what_comes_before_the_pixels_is_read_up_to_a_limit(data: bytes) -> None:
+    with pytest.raises(ApiError, match=f"more than {BLOCKS_MAX} blocks"):
+        check_images(chat(a_url(data)), PIXELS_MAX)
+
+
+def test_the_images_of_a_request_share_the_limit_of_blocks() -> None:
+    url = a_url(a_jpeg(2, 2, b"\xff\xfe\0\x02" * (BLOCKS_MAX // 4)))
+    check_images(chat(url, url, url), PIXELS_MAX)
+    with pytest.raises(ApiError, match="blocks in front"):
+        check_images(chat(url, url, url, url), PIXELS_MAX)

@@ -12,6 +12,7 @@ from isochrone.wire.errors import ApiError
 from router.apis.openai.decode import CHAT, decode, refuse_storing
 from router.apis.openai.schema import ChatRequest
 from router.apis.responses.translate import RESPONSES_REQUEST, ResponsesRequest, to_chat
+from tests.chat_fields import CHAT_TYPES
 
 CHANGES_NO_ANSWER = {
     *("user", "metadata", "safety_identifier"),
@@ -59,6 +60,11 @@ def test_each_field_of_a_response_is_decided() -> None:
     assert fields <= {*ResponsesRequest.__struct_fields__}
 
 
+@pytest.mark.parametrize(("kind", "decided"), CHAT_TYPES, ids=lambda value: str(value)[-40:])
+def test_each_field_within_a_chat_is_decided(kind: Any, decided: frozenset[str]) -> None:
+    assert kind.__annotations__.keys() - decided == set(), "decide these: honoured or refused"
+
+
 def test_completions_and_embeddings_have_no_new_fields() -> None:
     completion = completion_create_params.CompletionCreateParamsBase.__annotations__.keys()
     assert completion - {*ChatRequest.__struct_fields__} <= {
@@ -75,6 +81,29 @@ def test_a_field_of_a_chat_that_no_engine_has_is_refused_by_name(field: str) -> 
     with pytest.raises(ApiError, match=f"cannot use field '{field}") as refused:
         decode(json.dumps({**body, field: REFUSED[field]}).encode(), CHAT)
     assert (refused.value.param or "").startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("mm_processor_kwargs", {"min_pixels": 10**9}),
+        ("media_io_kwargs", {"video": {"num_frames": -1}}),
+    ],
+)
+def test_options_that_would_undo_the_limit_of_pixels_are_refused(field: str, value: Any) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], field: value}
+    with pytest.raises(ApiError, match=f"cannot use field '{field}'"):
+        decode(json.dumps(body).encode(), CHAT)
+
+
+@pytest.mark.parametrize("name", ["uuid", "video_url"])
+def test_a_part_that_the_limits_of_images_do_not_hold_is_refused(name: str) -> None:
+    """A name in a cache that tenants share, and a video, which may be a list of images."""
+    part = {"type": "image_url", name: "data:video/jpeg;base64,AAAA"}
+    body = {"model": "m", "messages": [{"role": "user", "content": [part]}]}
+    with pytest.raises(ApiError) as refused:
+        decode(json.dumps(body).encode(), CHAT)
+    assert refused.value.param == f"messages[0].content[0].{name}"
 
 
 @pytest.mark.parametrize("field", REFUSED_RESPONSES)

@@ -96,6 +96,12 @@ def test_an_invalid_request_is_refused_with_a_reason(fields: dict[str, Any]) -> 
     assert refused.value.message.startswith("cannot ")
 
 
+@pytest.mark.parametrize("field", ["requests", "request_id"])
+def test_the_body_of_a_queued_run_without_the_parameter_says_what_is_missing(field: str) -> None:
+    with pytest.raises(ApiError, match=r"it has none; for queued runs add \?queueRequest=true"):
+        translate(**{field: "r"})
+
+
 def test_complete_responses_become_results() -> None:
     usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
