@@ -1,7 +1,8 @@
 """The fields within the messages, tools and formats of a chat: each is honoured or refused by name.
 
 `CHAT_TYPES` are OpenAI's own types: a field that is new there fails test_openai_fields.py until
-someone decides. field_conformance.py sends `HONOURED` and `REFUSED` to each engine.
+someone decides. field_conformance.py sends `HONOURED` and `REFUSED` to our own engines.
+Vendors' engines refuse some of what these honour.
 """
 
 from typing import Any, Final

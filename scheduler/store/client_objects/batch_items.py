@@ -15,6 +15,9 @@ from scheduler.store.pool import Connection, affected_rows
 ATTEMPTS_MAX: Final = 5
 """An item that failed so often gets an error as its answer."""
 
+REPEATED_AT_ONCE: Final = 1_000
+"""Items with a repeated id that are answered by one statement."""
+
 _ITEM_COLUMNS: Final = ("batch_id", "line", "custom_id", "byte_offset", "byte_length")
 _ANSWERED_COLUMNS: Final = (*_ITEM_COLUMNS, "is_done", "error_code", "result")
 
@@ -71,18 +74,40 @@ async def add_items(connection: Connection, batch_id: str, items: Sequence[NewIt
 
 
 async def fail_repeated_ids(connection: Connection, batch_id: str) -> None:
-    """Answer every item whose custom id an earlier line has with an error."""
+    """Answer every item whose custom id an earlier line has with an error. In a transaction.
+
+    In one statement the items are joined with those that are repeated. A planner that does not know
+    of this batch yet expects a single row of each, and compares every item with every other one.
+    """
+    repeated = connection.cursor(
+        """
+        SELECT line FROM (
+            SELECT line, row_number() OVER (PARTITION BY custom_id ORDER BY line) AS place
+            FROM batch_item WHERE batch_id = $1 AND error_code = '') numbered
+        WHERE place > 1
+        """,
+        batch_id,
+        prefetch=REPEATED_AT_ONCE,
+        timeout=120.0,
+    )
+    lines: list[int] = []
+    async for row in repeated:
+        lines.append(row["line"])
+        if len(lines) == REPEATED_AT_ONCE:
+            await _fail_repeated(connection, batch_id, lines)
+            lines.clear()
+    await _fail_repeated(connection, batch_id, lines)
+
+
+async def _fail_repeated(connection: Connection, batch_id: str, lines: Sequence[int]) -> None:
     await connection.execute(
         """
         UPDATE batch_item SET is_done = true, error_code = 'duplicate_custom_id',
             result = convert_to('cannot use ''custom_id'': an earlier line has the same', 'UTF8')
-        WHERE batch_id = $1 AND NOT is_done AND line IN (
-            SELECT line FROM (
-                SELECT line, row_number() OVER (PARTITION BY custom_id ORDER BY line) AS place
-                FROM batch_item WHERE batch_id = $1 AND error_code = '') numbered
-            WHERE place > 1)
+        WHERE batch_id = $1 AND line = ANY($2) AND NOT is_done
         """,
         batch_id,
+        lines,
         timeout=120.0,
     )
 
@@ -311,8 +336,8 @@ async def delete_items(connection: Connection, limit: int) -> int:
     if batch_id is None:
         return 0
     deleted = await connection.execute(
-        "DELETE FROM batch_item WHERE batch_id = $1 AND line IN"
-        " (SELECT line FROM batch_item WHERE batch_id = $1 LIMIT $2)",
+        "DELETE FROM batch_item WHERE ctid = ANY(ARRAY"
+        "(SELECT ctid FROM batch_item WHERE batch_id = $1 LIMIT $2))",
         batch_id,
         limit,
     )

@@ -6,7 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -16,7 +16,13 @@ from scheduler.decide.batch_shares import WaitingBatch
 from scheduler.loops.advance_batches import AdvanceBatches
 from scheduler.state.files.batch_folder import BatchFolder
 from scheduler.store.accounts import tenant_budgets
-from scheduler.store.client_objects.batch_items import waiting_batches, without_spent_quota
+from scheduler.store.client_objects.batch_items import (
+    NewItem,
+    add_items,
+    fail_repeated_ids,
+    waiting_batches,
+    without_spent_quota,
+)
 from scheduler.store.client_objects.batches import add_batch, open_batches
 from scheduler.store.pool import Pool, transaction, using
 from tests.builders import a_deployment
@@ -182,3 +188,39 @@ async def test_items_without_a_quota_are_not_leased_until_it_is_raised(turns: Tu
     async with transaction(turns.pool) as connection:
         await tenant_budgets.put_budget(connection, "acme", LimitsBody(tokens_per_day=1000), None)
     assert await turns.waiting() == ["of-acme", "of-other"]
+
+
+LINES = 400
+
+
+@pytest.mark.parametrize("every", [2, LINES + 1])
+async def test_repeated_ids_of_a_batch_that_the_planner_does_not_know_are_found_without_a_join(
+    turns: Turns, every: int
+) -> None:
+    """It expects one row of such a batch: a join would compare every line with every other one."""
+    for name in ("known", "new"):
+        await turns.begin(name)
+    async with transaction(turns.pool) as connection:
+        known = [NewItem(line, f"id-{line}", 0, 1) for line in range(20 * LINES)]
+        await add_items(connection, "known", known)
+    async with using(turns.pool) as connection:
+        await connection.execute("ANALYZE batch_item")
+    items = [
+        NewItem(line, f"id-{line - line % every if line % 2 else line}", 0, 1)
+        for line in range(LINES)
+    ]
+    statements: list[Any] = []
+    async with transaction(turns.pool) as connection:
+        await add_items(connection, "new", items)
+        with connection.query_logger(statements.append):
+            await fail_repeated_ids(connection, "new")
+        failed = await connection.fetch(
+            "SELECT line FROM batch_item WHERE error_code = 'duplicate_custom_id'"
+        )
+        own = [statement for statement in statements if "batch_item" in statement.query]
+        for statement in own:
+            plan = await connection.fetch(f"EXPLAIN {statement.query}", *statement.args)
+            assert not [row for (row,) in plan if "Loop" in row or "Join" in row], plan
+    assert own
+    assert len(failed) == len(items) - len({item.custom_id for item in items})
+    assert all(row["line"] % 2 for row in failed)
