@@ -2,7 +2,7 @@
 
 `CHAT_TYPES` are OpenAI's own types: a field that is new there fails test_openai_fields.py until
 someone decides. field_conformance.py sends `HONOURED` and `REFUSED` to our own engines.
-Vendors' engines refuse some of what these honour.
+llama.cpp refuses a message of the assistant that is a refusal alone.
 """
 
 from typing import Any, Final
@@ -72,7 +72,7 @@ CHAT_TYPES: Final[tuple[tuple[Any, frozenset[str]], ...]] = (
 HONOURED: Final[dict[str, dict[str, Any]]] = {
     "name": {"messages": [{**USER, "name": "ann"}]},
     "refusal": {"messages": [USER, {"role": "assistant", "refusal": "no"}, USER]},
-    "a text part": a_part({"type": "text", "text": "hi", "prompt_cache_breakpoint": None}),
+    "a text part": a_part({"type": "text", "text": "hi"}),
     "a call and its result": {
         "messages": [USER, CALLED, {"role": "tool", "tool_call_id": "c1", "content": "x"}],
         "tools": [TOOL],
