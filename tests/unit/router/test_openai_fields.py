@@ -60,7 +60,9 @@ def test_each_field_of_a_response_is_decided() -> None:
     assert fields <= {*ResponsesRequest.__struct_fields__}
 
 
-@pytest.mark.parametrize(("kind", "decided"), CHAT_TYPES, ids=lambda value: str(value)[-40:])
+@pytest.mark.parametrize(
+    ("kind", "decided"), CHAT_TYPES, ids=[kind.__name__ for kind, _ in CHAT_TYPES]
+)
 def test_each_field_within_a_chat_is_decided(kind: Any, decided: frozenset[str]) -> None:
     assert kind.__annotations__.keys() - decided == set(), "decide these: honoured or refused"
 
