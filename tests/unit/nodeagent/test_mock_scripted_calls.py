@@ -100,7 +100,7 @@ async def test_a_loop_makes_each_call_once_and_ends(fields: dict[str, Any], step
         ("call look ['at']", {}),
         (SCRIPT, {"tool_choice": "none"}),
         (SCRIPT, {"tools": None}),
-        (SCRIPT, {"tools": [{"function": {"name": ["look"]}}, "look"]}),
+        (SCRIPT, {"tools": [{"function": {"name": ["look"]}}]}),
     ],
     ids=["no line", "no such tool", "no JSON", "no object", "none", "no tools", "no names"],
 )
