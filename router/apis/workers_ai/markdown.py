@@ -11,6 +11,7 @@ from aiohttp import BodyPartReader, web
 
 from isochrone.service.network.http_server import FORM_ERRORS
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import TenantId
 from isochrone.wire.peers.routes import KeyEntry
 from router.apis.workers_ai.auxiliary import EnvelopeRoutes, WorkersAiReply
 from router.apis.workers_ai.catalog import envelope
@@ -28,6 +29,8 @@ FILES_FIELD: Final = re.compile(r"files(?:\[\d{0,4}\])?")
 
 FILES_MAX: Final = 8
 NAME_BYTES_MAX: Final = 255
+ANSWER_S: Final = 55.0
+"""The longest time for all documents of a request: the router waits 60 s for an answer."""
 
 
 class UploadedDocument(NamedTuple):
@@ -61,7 +64,7 @@ def add_markdown_routes(
             documents = [document async for document in _uploads(request)]
             if not documents:
                 raise _invalid("it has no field 'files' with a document")
-            converted = await _converted(converter, key, documents)
+            converted = await convert_all(converter, key.tenant_id, documents)
         finally:
             admitted.settle(0, routes.clock())
         return WorkersAiReply(envelope([*map(_row, documents, converted)]))
@@ -70,21 +73,29 @@ def add_markdown_routes(
     routes.add("POST", TO_MARKDOWN_PATH, convert)
 
 
-async def _converted(
-    converter: DocumentConverter, key: KeyEntry, documents: Sequence[UploadedDocument]
+async def convert_all(
+    converter: DocumentConverter,
+    tenant_id: TenantId,
+    documents: Sequence[UploadedDocument],
+    within_s: float = ANSWER_S,
 ) -> list[ConvertedDocument]:
-    """Convert documents. Raises ApiError if one cannot be taken now, and ends the others then."""
+    """Convert documents; those that are not read `within_s` have an error.
+
+    Raises ApiError if one cannot be taken now, and ends the others then.
+    """
+    begun = [
+        asyncio.create_task(converter.convert(tenant_id, one.name, one.content))
+        for one in documents
+    ]
     try:
-        async with asyncio.TaskGroup() as tasks:
-            begun = [
-                tasks.create_task(converter.convert(key.tenant_id, one.name, one.content))
-                for one in documents
-            ]
-    except* ApiError as refused:
-        error = refused.exceptions[0]
-    else:
-        return [task.result() for task in begun]
-    raise error
+        await asyncio.wait(begun, timeout=within_s, return_when=asyncio.FIRST_EXCEPTION)
+        error = f"not read within {within_s:g} s beside other documents: send it again by itself"
+        late = ConvertedDocument(error=error)
+        return [task.result() if task.done() else late for task in begun]
+    finally:
+        for task in begun:
+            task.cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
 
 
 def _check_region(key: KeyEntry, fleet: FleetState) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import TenantId
+from router.apis.workers_ai.markdown import UploadedDocument, convert_all
 from router.documents.converter import (
     AT_ONCE_MAX,
     WAITING_MAX,
@@ -91,3 +92,27 @@ async def test_a_client_that_leaves_gives_back_its_turn() -> None:
     await turned()
     converter.end("e")
     assert (await last).data == "e"
+
+
+async def test_documents_that_are_late_have_an_error_and_leave_their_turns() -> None:
+    converter = SlowConverter()
+    files = [UploadedDocument(f"{name}.txt", name.encode()) for name in ("quick", "slow", "queued")]
+    converter.ends["quick"] = asyncio.Event()
+    converter.end("quick")
+    quick, *late = await convert_all(converter, TenantId("t"), files, within_s=0.05)
+    assert quick == ConvertedDocument(data="quick")
+    assert all("within 0.05 s" in document.error for document in late)
+    sent(converter, "t", names := [f"next-{number}" for number in range(AT_ONCE_MAX)])
+    await turned()
+    assert converter.begun[-AT_ONCE_MAX:] == names
+
+
+async def test_if_one_document_is_refused_the_others_of_its_request_end() -> None:
+    converter = SlowConverter()
+    files = [UploadedDocument("a.txt", str(number).encode()) for number in range(30)]
+    with pytest.raises(ApiError) as refused:
+        await convert_all(converter, TenantId("t"), files)
+    assert refused.value.code is ErrorCode.OUT_OF_CAPACITY
+    sent(converter, "t", ["next"])
+    await turned()
+    assert converter.begun[-1] == "next"
