@@ -108,7 +108,8 @@ async def test_the_stop_sequence_is_named(claude: anthropic.AsyncAnthropic) -> N
 async def test_images_are_refused_by_an_engine_without_them(
     claude: anthropic.AsyncAnthropic,
 ) -> None:
-    source: Any = {"type": "base64", "media_type": "image/gif", "data": "R0lGODlhAQABAA=="}
+    pixel = "R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAAAIBRAA7"
+    source: Any = {"type": "base64", "media_type": "image/gif", "data": pixel}
     content: Any = [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}]
     with pytest.raises(anthropic.BadRequestError, match="only content parts of type 'text'"):
         await claude.messages.create(
