@@ -1,8 +1,8 @@
 """Limits how many peers register at once when a whole fleet connects; the others wait their turn.
 
-They wait on their open connections. To send them away costs almost as much as to register them, and
-whoever returns too late leaves the scheduler idle. `scheduler/decide` decides how many register;
-this module applies it.
+They wait on their open connections. To send a peer away costs almost as much as to register it,
+and one that comes back too late leaves the scheduler idle. `scheduler/decide` decides how many
+register; this module applies it.
 """
 
 import asyncio
