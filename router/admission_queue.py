@@ -51,7 +51,7 @@ class QueueEntry(Ticket):
 
     __slots__ = (
         "can_wait", "deployment_id", "is_admitted", "is_displaced", "is_queued", "queued_at_s",
-        "until_s", "wake_event",
+        "until_s", "wake_event", "was_refused",
     )  # fmt: skip
 
     def __init__(
@@ -79,6 +79,8 @@ class QueueEntry(Ticket):
         self.is_queued = False
         self.is_displaced = False
         self.is_admitted = False
+        self.was_refused = False
+        """True while it waits because nodes refuse its tenant's requests."""
         self.wake_event: InlineEvent | None = None
 
     def wake(self) -> None:
@@ -117,7 +119,11 @@ class AdmissionQueue:
         if not self._queue.depth or entry.is_admitted:
             return False
         head = self._queue.head(entry.lane)
-        return head is not None and head is not entry
+        if head is None or head is entry:
+            return False
+        # Nodes have room for a tenant's first request beside one whose requests they refuse.
+        is_first = not entry.is_queued and not self._queue.has_waiting(entry.lane, entry.tenant)
+        return not (head.was_refused and is_first)
 
     def retry_after_s(self, entry: QueueEntry) -> float:
         """Estimate when such a request would be admitted, from the rate of the last seconds."""

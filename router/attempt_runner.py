@@ -107,10 +107,10 @@ class AttemptRunner:
             outside = fleet.directory.replicas_outside(request.key.regions)
             excluded |= outside
         version = fleet.draw_version(deployment, request.session or request.request_id, outside)
-        full = NO_REPLICAS
+        full = fleet.full_for(context.asker)
         if context.is_refused_if_busy:
-            full = fleet.in_flight.full_batches(routing.replicas.slots)
-            excluded |= full
+            full |= fleet.in_flight.full_batches(routing.replicas.slots)
+        excluded |= full
         routes = rank(snapshot, query, excluded | version.excluded)
         if not routes and version.may_fall_back:
             routes = rank(snapshot, query, excluded)
@@ -147,6 +147,7 @@ class AttemptRunner:
         """Send the request to the best replica."""
         request, stream, target = context.request, context.stream, routes[0]
         attempt = context.attempt = ReplicaAttempt(target)
+        self._fleet.note_asked(context.asker, target.route.replica_id)
         self._reserve(context, attempt, target)
         attempt.sent_at_s = self._clock()
         if self._tracer is not None:
@@ -306,21 +307,19 @@ class AttemptRunner:
         answered_by = head.handed_off_to or attempt.target.route.replica_id
         self._move_to(context, attempt, routes, answered_by)
         attempt.end_prefill()
-        ranked, reservation = attempt.ranked, attempt.reservation
-        assert reservation is not None
-        node_id = ranked.route.node_id
-        self._feedback.record_answer_head(ranked.route, head.load, head.refusal, reservation)
-        adapter, has_waited = context.request.adapter, False
-        if adapter is not None:
-            has_waited = self._learn_adapter(context, ranked.route, adapter, head)
-        check_status(node_id, head)
+        ranked, held, adapter = attempt.ranked, attempt.reservation, context.request.adapter
+        assert held is not None
+        route, asker = ranked.route, context.asker
+        self._feedback.record_answer_head(route, head.load, head.refusal, held, asker)
+        has_waited = adapter is not None and self._learn_adapter(context, route, adapter, head)
+        check_status(route.node_id, head)
         if head.status == 200 and not exchange.is_stream:
             if context.request.is_media:
                 estimate = context.prompt_tokens_estimate
                 exchange.usage = media_usage(exchange.body, head.content_type, estimate)
             else:
-                exchange.usage, exchange.body = read_usage(node_id, exchange.body)
-        self._feedback.record_success(ranked.route)
+                exchange.usage, exchange.body = read_usage(route.node_id, exchange.body)
+        self._feedback.record_success(route)
         attempt.take(ANSWERED)
         if exchange.is_stream:
             exchange.set_timeout(self._config.stream_idle_timeout_s)
@@ -330,7 +329,7 @@ class AttemptRunner:
             times.tokens_before = context.stream.generated.tokens
             # The time to load an adapter says nothing about the replica's speed.
             if attempt.prefill_id is None and not has_waited:
-                self._feedback.record_first_token(ranked, times.attempt_ttft_ms, reservation)
+                self._feedback.record_first_token(ranked, times.attempt_ttft_ms, held)
             if times.first_token_at_s is None:
                 times.first_token_at_s = now_s
 

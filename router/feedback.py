@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Set
 
-from isochrone.wire.http.headers import ReportedLoad
+from isochrone.wire.http.headers import BUSY, ReportedLoad
 from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
 from isochrone.wire.peers.routes import Route
 from router.decide.caches.prefix_index import NO_KEYS, PrefixKeys, SentPrompt
 from router.decide.choice.prefill_replicas import PrefillReading
+from router.decide.replicas.full_replicas import Asker
 from router.decide.replicas.ranked_route import RankedRoute
 from router.decide.replicas.tokens_in_flight import Reservation
 from router.fleet_state import FleetState
@@ -118,8 +119,11 @@ class AttemptFeedback:
         load: ReportedLoad | None,
         refused: str = "",
         reservation: Reservation | None = None,
+        asker: Asker | None = None,
     ) -> None:
         """Note the head of an answer: the node is alive, and this is the replica's load.
+
+        `asker` is whose request it was, None for a probe.
 
         The load no longer includes the prompt of the answered request, which was refused or read.
         So finish or release its reservation before comparing, or that much of the other routers'
@@ -137,8 +141,15 @@ class AttemptFeedback:
             # It left the route table and was dropped: a new record of it would stay forever.
             return
         fleet.nodes.record_refusal(route.replica_id, refused)
-        if load is not None:
-            fleet.record_load(route, load, answered_at_s)
+        if load is None:
+            return
+        fleet.record_load(route, load, answered_at_s)
+        if asker is None:
+            return
+        if refused == BUSY:
+            fleet.full.record_refusal(asker, route.replica_id, load.running, now_s)
+        elif not refused:
+            fleet.full.record_answer(asker, route.replica_id, load.running)
 
     def record_first_token(
         self, ranked: RankedRoute, took_ms: float, reservation: Reservation

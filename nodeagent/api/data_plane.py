@@ -394,7 +394,7 @@ class DataPlaneServer:
         """Relay the engine's answer, with the replica's load as of the first token."""
         response = response_head(answer, FROM_ENGINE)
         if answer.status == 429:
-            response.headers[headers.REFUSED] = "busy"
+            response.headers[headers.REFUSED] = headers.BUSY
         if replica.spec.replica_id != request.headers.get(headers.REPLICA):
             response.headers[headers.HANDOFF_REPLICA] = replica.spec.replica_id
         if headers.GENERATED_TOKENS in request.headers and replica.engine is not None:

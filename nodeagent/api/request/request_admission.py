@@ -63,7 +63,7 @@ def admit(
         item=batch_item(request),
     )
     if reservation is None:
-        raise RequestRefused("busy", load=load_header(request, replica))
+        raise RequestRefused(headers.BUSY, load=load_header(request, replica))
     return reservation
 
 

@@ -161,6 +161,12 @@ class FairQueue(Generic[T]):
         flow = lane.first() if lane is not None else None
         return next(iter(flow.tickets.values())) if flow is not None else None
 
+    def has_waiting(self, name: str, tenant: TenantId) -> bool:
+        """Return whether a tenant has tickets in the lane."""
+        lane = self._lanes.get(name)
+        flow = lane.flows.get(tenant) if lane is not None else None
+        return flow is not None and bool(flow.tickets)
+
     def take(self, ticket: T, now_s: float) -> None:
         """Remove a ticket that got capacity, and charge its tenant."""
         lane = self._lanes[ticket.lane]

@@ -297,6 +297,11 @@ class InFlightLedger:
         if load.sequence_wait_ms != wait_ms:
             self._on_change(replica_id)
 
+    def requests_at(self, replica_id: ReplicaId) -> int:
+        """Return how many requests of all routers a replica has, as far as is known."""
+        load = self.load_of(replica_id)
+        return load.requests + load.others_requests
+
     def full_batches(self, replica_ids: Iterable[ReplicaId]) -> Set[ReplicaId]:
         """Return the replicas whose engine runs as many requests of clients as it can."""
         full = set()

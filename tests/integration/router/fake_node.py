@@ -20,7 +20,8 @@ class FakeNode:
     """One node. Its attributes define its behaviour and may be changed at any time.
 
     - `cut_at`, `hang_at`, `error_at`: the token at which a stream breaks, stalls or fails.
-    - `refuse`: the reason in its refusals. `handed_off_to`: the replica that it names as answering.
+    - `refuse`: the reason in its refusals. `room`: how many requests it serves at once, 0 for any.
+    - `handed_off_to`: the replica that it names as answering.
     - `announces`: whether it announces `handed_off_to` in an interim response, then waits for
       `may_answer`; with `takes_back` it says that it serves the request itself after all.
     - `read_by`: the replicas that read a prompt, one after the other; it waits for `may_answer`.
@@ -40,6 +41,7 @@ class FakeNode:
         self.itl_s = 0.0
         self.ttft_s = 0.0
         self.refuse = ""
+        self.room = 0
         self.status = 200
         self.error_body: bytes | None = None
         self.cut_at: int | None = None
@@ -207,8 +209,11 @@ class FakeNode:
             extra[headers.HANDOFF_REPLICA] = self.handed_off_to
         if headers.GENERATED_TOKENS in request.headers and self.resumes:
             extra[headers.RESUMED] = self.resumes
-        if self.refuse:
-            return web.Response(status=429, headers={headers.REFUSED: self.refuse, **extra})
+        is_full = 0 < self.room < self.running
+        if self.room:
+            extra[headers.LOAD] = f"p=0;d=0;r={self.running - is_full};w=0"
+        if refused := self.refuse or (headers.BUSY if is_full else ""):
+            return web.Response(status=429, headers={headers.REFUSED: refused, **extra})
         if self.status != 200:
             error = {"error": {"message": "broken", "type": "x", "code": "x", "param": None}}
             return web.json_response(error, status=self.status, headers=extra)

@@ -19,6 +19,8 @@ class OneLane:
         self.regional = 0
         """Capacity in the region, which requests limited to it may use."""
         self.queue = AdmissionQueue(depth_max, bytes_max, asyncio.get_running_loop().time)
+        self.refused: set[str] = set()
+        """Tenants whose requests nodes refuse, whatever the capacity."""
         self.order: list[str] = []
         self.looks = 0
 
@@ -44,7 +46,8 @@ class OneLane:
             while True:
                 self.looks += 1
                 capacity = self.regional if is_limited else self.capacity + self.regional
-                if self.queue.must_wait(entry) or capacity < tokens:
+                entry.was_refused = name[0] in self.refused
+                if self.queue.must_wait(entry) or capacity < tokens or entry.was_refused:
                     await self.queue.wait(entry)
                     continue
                 self.queue.admit(entry)
@@ -97,6 +100,36 @@ async def test_a_request_that_waits_for_its_region_blocks_no_other() -> None:
     await asyncio.gather(limited, behind)
     assert lane.order == ["b1", "a2", "a-limited", "c-limited"]
     assert lane.queue.depth == 0
+
+
+async def test_a_tenants_first_request_passes_one_whose_tenant_is_refused() -> None:
+    lane = OneLane(capacity=3)
+    lane.refused = {"a"}
+    waiting = [asyncio.create_task(lane.serve("a1"))]
+    await lane.until(lambda: lane.queue.depth == 1)
+    await lane.serve("b1")
+    await lane.serve("b2")
+    # Once its own are refused, the next ones wait in their turn.
+    lane.refused = {"a", "b"}
+    for name in ("b3", "b4"):
+        waiting.append(asyncio.create_task(lane.serve(name)))
+        await lane.until(lambda: lane.queue.depth == len(waiting))
+    lane.refused = set()
+    lane.free(1)
+    lane.free(1)
+    await asyncio.gather(*waiting)
+    assert lane.order == ["b1", "b2", "a1", "b3", "b4"]
+
+
+async def test_a_tenants_first_request_does_not_pass_a_head_without_capacity() -> None:
+    lane = OneLane(capacity=5)
+    large = asyncio.create_task(lane.serve("a", tokens=10))
+    await lane.until(lambda: lane.queue.depth == 1)
+    small = asyncio.create_task(lane.serve("b", tokens=1))
+    await lane.until(lambda: lane.queue.depth == 2)
+    lane.free(6)
+    await asyncio.gather(large, small)
+    assert lane.order == ["a", "b"]
 
 
 async def test_the_region_and_the_rest_take_turns_at_what_becomes_free() -> None:

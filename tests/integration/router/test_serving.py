@@ -342,6 +342,20 @@ async def test_refusals_of_all_nodes_give_429_and_not_502(tmp_path: Path) -> Non
             assert (await response.json())["error"]["code"] == "out_of_capacity"
 
 
+async def test_requests_that_wait_do_not_ask_a_full_node_without_end(tmp_path: Path) -> None:
+    node, count = FakeNode(), 24
+    node.room, node.ttft_s = 4, 0.2
+    async with a_bench(tmp_path, [node], queue_timeout_s=30) as bench:
+
+        async def send() -> int:
+            async with bench.chat() as response:
+                return int(response.status)
+
+        assert await asyncio.gather(*(send() for _ in range(count))) == [200] * count
+    # All ask once, before any is refused. Then one asks for each answer, and a few a second anyway.
+    assert node.requests < 3 * count
+
+
 async def test_a_deployment_without_replicas_gives_503_and_is_counted(tmp_path: Path) -> None:
     async with a_bench(tmp_path, demand_interval_s=3600) as bench:
         bench.app.fleet.adopt(a_table([], generation=2))
