@@ -5,10 +5,10 @@
 Starts a scheduler, a node with one engine (the embedded one with the demo's settings, or a real
 vLLM with as many seats), and a router. Probes are sent alone, and then beside the flood in
 alternating phases: with a key of another tenant, and with a key of the flooding tenant, for which
-every queue is first come, first served. Prints the times to first token and the tokens per second
-that the engine generated meanwhile, for both tenants together, at what time of their phase the
-slowest probes were sent, and where these waited: each probe is traced. With `--sessions` each
-request of the flood names a session of its own.
+every queue is first come, first served. Prints the times to first token, the tokens per second that
+the engine generated meanwhile for both tenants, when the slowest probes were sent, and where these
+waited: each probe is traced, and the kernel's count of waits for a processor is sampled. With
+`--sessions` each request of the flood names a session of its own.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from nodeagent.host.engines.engine_process import EngineProcess
 from nodeagent.host.engines.engine_record import EngineRecord
 from ops.attack.engine_histograms import Counts, describe, read_histograms
 from ops.attack.flooded_engines import TARGETS, FloodTarget
+from ops.attack.processor_waits import ProcessorWaits, first_child
 from tests.otlp_collector import Collector, a_collector
 from tests.system.harness import CITIES, Fleet, a_fleet, until
 
@@ -64,6 +65,8 @@ class Probe(NamedTuple):
     """Since its phase began."""
 
     trace_id: str
+    clock_s: float
+    """When it was sent, by the clock of `ProcessorWaits`."""
 
 
 @dataclass
@@ -155,7 +158,7 @@ class FloodedFleet:
                 await asyncio.sleep(REFUSED_PAUSE_S)
             elif not took_s:
                 raise RuntimeError("cannot measure: the answer has no text")
-        return Probe(took_s, began_s - phase_began_s, trace_id)
+        return Probe(took_s, began_s - phase_began_s, trace_id, began_s)
 
     async def flood(self, *, sessions: bool) -> None:
         """Keep one request open without end, and retry soon when it is refused."""
@@ -206,6 +209,14 @@ class FloodedFleet:
         waited_s["in the engine and on the way back"] = in_router_s - sum(waited_s.values())
         waited_s["outside the router"] = probe.ttft_s - in_router_s
         return ", ".join(f"{seconds:.3f} s {place}" for place, seconds in waited_s.items())
+
+    def processes(self) -> dict[str, int]:
+        """Return the pids of the processes that a request passes."""
+        pids = {name: self._fleet.processes.pid(f"{name}-{POP}") for name in ("router", "node")}
+        engine = pids["engine"] = self._fleet.engine_pids()[f"node-{POP}"]
+        if child := first_child(engine):
+            pids["engine's child"] = child
+        return pids
 
     async def tokens_generated(self) -> int:
         """Return how many tokens the engine has generated, by its own count."""
@@ -277,10 +288,12 @@ async def run(given: argparse.Namespace) -> None:
         for _ in range(PROBES_ALONE):
             found["alone"].probes.append(await flooded.probe(flooded.keys[OTHER_TENANT]))
             await asyncio.sleep(PROBE_PAUSE_S / 5)
+        waits = ProcessorWaits(flooded.processes())
         flooding = [
             asyncio.create_task(flooded.flood(sessions=given.sessions))
             for _ in range(given.clients)
         ]
+        sampling = asyncio.create_task(waits.run())
         try:
             await asyncio.sleep(WARM_UP_S)
             for _ in range(given.rounds):
@@ -290,13 +303,14 @@ async def run(given: argparse.Namespace) -> None:
             if ended := [task for task in flooding if task.done()]:
                 await asyncio.gather(*ended)
         finally:
-            for task in flooding:
+            for task in (*flooding, sampling):
                 task.cancel()
-            await asyncio.gather(*flooding, return_exceptions=True)
+            await asyncio.gather(*flooding, sampling, return_exceptions=True)
         await asyncio.sleep(EXPORTED_S)
         slowest = sorted(found[OTHER_TENANT].probes, reverse=True)[:SLOWEST]
         slow = [
             f"- {probe.ttft_s:.3f} s, sent at {probe.sent_s:.1f} s: {flooded.waits_of(probe)}"
+            f"{described(waits, probe)}"
             for probe in slowest
         ]
     print(
@@ -326,6 +340,15 @@ def table(found: Mapping[str, PhaseFigures]) -> list[str]:
             f" | {rate} |"
         )
     return lines
+
+
+def described(waits: ProcessorWaits, probe: Probe) -> str:
+    """Return how long each process computed and waited for a processor during a probe."""
+    found = waits.between(probe.clock_s, probe.clock_s + probe.ttft_s)
+    return "".join(
+        f"; {name} computed {had.computed_s:.3f} s, waited for a processor {had.waited_s:.3f} s"
+        for name, had in found.items()
+    )
 
 
 def quantile(values: Sequence[float], share: float) -> float:
