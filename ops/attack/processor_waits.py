@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 SAMPLE_S: Final = 0.05
 
 
-class ProcessorTime(NamedTuple):
+class ThreadTime(NamedTuple):
     """What the first thread of a process has had since it began, in seconds."""
 
     computed_s: float
@@ -26,7 +26,7 @@ class ProcessorWaits:
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._pids = dict(pids)
-        self._samples: list[tuple[float, dict[str, ProcessorTime]]] = []
+        self._samples: list[tuple[float, dict[str, ThreadTime]]] = []
 
     async def run(self) -> None:
         """Sample until cancelled."""
@@ -35,11 +35,11 @@ class ProcessorWaits:
             for name, pid in self._pids.items():
                 # It may have ended.
                 with suppress(OSError):
-                    found[name] = processor_time(pid)
+                    found[name] = thread_time(pid)
             self._samples.append((time.perf_counter(), found))
             await asyncio.sleep(SAMPLE_S)
 
-    def between(self, began_s: float, ended_s: float) -> dict[str, ProcessorTime]:
+    def between(self, began_s: float, ended_s: float) -> dict[str, ThreadTime]:
         """Return what each process had between two times, to within two samples."""
         before = [found for at_s, found in self._samples if at_s <= began_s][-1:]
         after = [found for at_s, found in self._samples if at_s >= ended_s][:1]
@@ -47,24 +47,22 @@ class ProcessorWaits:
             return {}
         first, last = before[0], after[0]
         return {
-            name: ProcessorTime(
-                *(new - old for new, old in zip(last[name], first[name], strict=True))
-            )
+            name: ThreadTime(*(new - old for new, old in zip(last[name], first[name], strict=True)))
             for name in self._pids
             if name in first and name in last
         }
 
 
-def processor_time(pid: int) -> ProcessorTime:
+def thread_time(pid: int) -> ThreadTime:
     """Return what the first thread of a process has had.
 
     Raises OSError if it is gone.
     """
     computed_ns, waited_ns, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
-    return ProcessorTime(int(computed_ns) / 1e9, int(waited_ns) / 1e9)
+    return ThreadTime(int(computed_ns) / 1e9, int(waited_ns) / 1e9)
 
 
 def first_child(pid: int) -> int | None:
     """Return the child of a process that has computed most, or None if it has none."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return max(map(int, children), key=processor_time, default=None)
+    return max(map(int, children), key=thread_time, default=None)
