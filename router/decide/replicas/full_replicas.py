@@ -27,7 +27,7 @@ Asker = tuple[str, bool]
 """Whose requests a node treats alike: a tenant, and whether they are items of batches."""
 
 
-class Refusal:
+class RoomRefusal:
     """How many requests a replica had when it refused one, and when it was asked with as many."""
 
     __slots__ = ("asked_at_s", "refused_at_s", "requests")
@@ -41,14 +41,14 @@ class FullReplicas:
     """The refusals of the last seconds, by whose request was refused."""
 
     def __init__(self) -> None:
-        self._refusals: dict[Asker, dict[ReplicaId, Refusal]] = {}
+        self._refusals: dict[Asker, dict[ReplicaId, RoomRefusal]] = {}
         self._swept_at_s = 0.0
 
     def record_refusal(
         self, asker: Asker, replica_id: ReplicaId, requests: int, now_s: float
     ) -> None:
         """Note that a replica that has `requests` refused one."""
-        self._refusals.setdefault(asker, {})[replica_id] = Refusal(requests, now_s)
+        self._refusals.setdefault(asker, {})[replica_id] = RoomRefusal(requests, now_s)
         if now_s - self._swept_at_s > FORGET_S:
             self._sweep(now_s)
 
@@ -78,7 +78,7 @@ class FullReplicas:
             and requests_at(replica_id) >= refusal.requests
         }
 
-    def _find(self, asker: Asker, replica_id: ReplicaId) -> Refusal | None:
+    def _find(self, asker: Asker, replica_id: ReplicaId) -> RoomRefusal | None:
         refusals = self._refusals.get(asker)
         return refusals.get(replica_id) if refusals is not None else None
 
