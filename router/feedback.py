@@ -146,10 +146,12 @@ class AttemptFeedback:
         fleet.record_load(route, load, answered_at_s)
         if asker is None:
             return
+        # Requests on their way count here and not there, and the others' were reported long ago.
+        requests = min(load.running, fleet.in_flight.requests_at(route.replica_id))
         if refused == BUSY:
-            fleet.full.record_refusal(asker, route.replica_id, load.running, now_s)
+            fleet.full.record_refusal(asker, route.replica_id, requests, now_s)
         elif not refused:
-            fleet.full.record_answer(asker, route.replica_id, load.running)
+            fleet.full.record_answer(asker, route.replica_id, requests)
 
     def record_first_token(
         self, ranked: RankedRoute, took_ms: float, reservation: Reservation

@@ -3,8 +3,9 @@
 Generations are also admitted by number, where the engine's limit of concurrent sequences is known.
 Requests beyond the limits wait in the routers' queues, which are fair between tenants. The surplus
 that is admitted waits on the node if the engine's own queue is first come, first served
-(`seats.py`). A tenant without a request here may enter beside a tenant that fills the replica. If
-items of batches hold what a client's request needs, they are preempted (`preemption.py`).
+(`seats.py`). A tenant without a request here may enter beside a tenant that fills the replica, and
+routers share the places (`router_shares.py`). If items of batches hold what a client's request
+needs, they are preempted (`preemption.py`).
 
 Each reservation is released exactly once. A router knows its own requests better than the node
 does, so the load reported to a router also gives the tokens of all other routers. Prompts are
@@ -20,6 +21,7 @@ from isochrone.sequence_wait import sequence_wait_ms
 from isochrone.wire.http.headers import ReportedLoad
 from nodeagent.decide.requests.preemption import BatchItem, in_order_of_preemption
 from nodeagent.decide.requests.prompt_progress import tokens_read
+from nodeagent.decide.requests.router_shares import RouterShares
 from nodeagent.decide.requests.sequence_ends import SequenceEnds
 
 SURPLUS_SHARE: Final = 0.25
@@ -49,9 +51,11 @@ class ReplicaAdmission:
         self.generations_max = 0
         """The limit of generations in flight; 0 for none."""
         share = FAIR_SURPLUS_SHARE if is_engine_fair else SURPLUS_SHARE
+        surplus = max(SURPLUS_MIN, int(share * sequences_max)) if sequences_max else 0
         if sequences_max:
-            surplus = max(SURPLUS_MIN, int(share * sequences_max))
             self.generations_max = sequences_max + surplus
+        # The sequences stay taken while places are left.
+        self._router_shares = RouterShares(left_max=surplus)
         self.is_closed = False
         """True while the engine refuses new requests for lack of memory, whatever the tokens."""
         self.wake_ms: Callable[[], int] = lambda: 0
@@ -109,8 +113,11 @@ class ReplicaAdmission:
         does not save (default: the whole prompt), and `prefill_ms` of the time that it takes.
         `generates_for` is the tenant of a generation, None for a request without one.
         """
-        preempted = self._make_room(prompt_tokens + output_tokens, generates_for, item)
+        left = self._router_shares.places_left(router, now_s, to_all=item is not None)
+        preempted = self._make_room(prompt_tokens + output_tokens, generates_for, item, left)
         if preempted is None:
+            if item is None and generates_for is not None:
+                self._router_shares.record_refusal(router, now_s)
             return None
         for other in preempted:
             other.preempt()
@@ -125,6 +132,7 @@ class ReplicaAdmission:
         self.running += 1
         if generates_for is not None:
             self._generations[generates_for] += 1
+            self._router_shares.record_begin(router)
             self._sequence_ends.record_begin(self._generations.total(), now_s)
         reservation = TokenReservation(
             self,
@@ -144,9 +152,12 @@ class ReplicaAdmission:
         return reservation
 
     def _make_room(
-        self, needed_tokens: int, tenant: str | None, item: BatchItem | None
+        self, needed_tokens: int, tenant: str | None, item: BatchItem | None, left: int
     ) -> list[BatchItem] | None:
-        """Return the items to preempt so that a request fits; None if it does not even then."""
+        """Return the items to preempt so that a request fits; None if it does not even then.
+
+        `left` places are for other routers, unless it is its tenant's first request.
+        """
         if self.is_closed:
             return None
         endable = in_order_of_preemption(self._items) if item is None else []
@@ -155,7 +166,7 @@ class ReplicaAdmission:
         is_first = tenant is not None and not self._generations[tenant]
         for ended in range(len(endable) + 1):
             fits = running == 0 or in_flight + needed_tokens <= self.tokens_max
-            if fits and self._has_place(tenant, generations, is_first=is_first):
+            if fits and self._has_place(tenant, generations, left, is_first=is_first):
                 return endable[:ended]
             if ended < len(endable):
                 reservation = self._items[endable[ended]]
@@ -236,14 +247,18 @@ class ReplicaAdmission:
         """Number of requests in flight whose prompt does not queue here."""
         return self.running - len(self._in_prefill)
 
-    def _has_place(self, tenant: str | None, generations: int, *, is_first: bool) -> bool:
+    def _has_place(
+        self, tenant: str | None, generations: int, left: int, *, is_first: bool
+    ) -> bool:
         """Return True if one more generation beside `generations` is within their limit.
 
         The first one of a tenant may exceed the limit, up to twice the limit.
         """
         if tenant is None or not self.generations_max:
             return True
-        return generations < (2 if is_first else 1) * self.generations_max
+        if is_first:
+            return generations < 2 * self.generations_max
+        return generations < self.generations_max - left
 
     def _end_prefill(self, reservation: "TokenReservation", now_s: float) -> None:
         """Release the prefill tokens of a reservation. Called by TokenReservation only."""
@@ -270,6 +285,7 @@ class ReplicaAdmission:
         self._decode_tokens -= reservation.output_tokens
         tenant = reservation.generates_for
         if tenant is not None:
+            self._router_shares.record_end(reservation.router)
             self._generations[tenant] -= 1
             if not self._generations[tenant]:
                 del self._generations[tenant]

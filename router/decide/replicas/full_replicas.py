@@ -4,7 +4,8 @@ Routers do not know a node's limit of requests, and each refusal would let the n
 ask.
 
 Rule 1: a replica that refused a tenant's request when it had N requests is asked for that tenant
-again once it has fewer: this router's own requests, and those of others by the last report.
+again once it has fewer: this router's own requests, and those of others by the last report. N is
+counted in the same way, so that a late report lets none ask in vain.
 Rule 2: every ASK_AGAIN_S one request asks anyway. What the replica lacked may have been tokens, of
 which another request needs fewer, and reports are late.
 Rule 3: an answer that says that the replica has more than N requests raises N to that.
