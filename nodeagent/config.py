@@ -27,7 +27,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     schedulers: tuple[Url, ...]
     state: Path
     join_token_file: Path | None = None  # read at the first start only
-    log_level: str = "INFO"
+    log_level: str = "INFO"  # DEBUG, INFO, WARNING, ERROR or CRITICAL
 
     # The data-plane server, to which routers and other nodes connect.
     address: Url  # the address that they dial, such as http://10.0.0.7:9000

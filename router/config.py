@@ -22,7 +22,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     state_folder: Path = Path("/var/lib/isochrone/router")
     schedulers: tuple[Url, ...] = ()
     join_token_file: Path | None = None  # read once, at the first start
-    log_level: str = "INFO"
+    log_level: str = "INFO"  # DEBUG, INFO, WARNING, ERROR or CRITICAL
 
     # The public endpoint, and the limits of one client.
     host: str = "127.0.0.1"
