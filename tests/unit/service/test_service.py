@@ -5,6 +5,7 @@ import fcntl
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,6 +21,8 @@ from isochrone.wire.ids import PopId
 from isochrone.wire.peers.control import PeerRole
 from nodeagent.config import NodeConfig
 from router.__main__ import main as router_command
+from router.config import RouterConfig
+from router.processes import WorkerIdentity, worker_config
 from scheduler.config import SchedulerConfig
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -68,15 +71,25 @@ def test_an_unknown_environment_variable_is_refused_by_name() -> None:
         ({"address": "10.0.0.7:9000"}, "address"),
         ({"address": "http://10.0.0.7:9000", "door_tls": "true"}, "must begin with https"),
         ({"address": "https://10.0.0.7:9000"}, "must begin with https"),
+        ({"private_port": "9101"}, "private_port 9101 without private_host"),
     ],
 )
-def test_an_address_that_cannot_be_connected_to_is_refused(
+def test_an_address_at_which_nothing_would_answer_is_refused(
     settings: dict[str, str], words: str
 ) -> None:
     given = {"name": "n", "state": "/a", "schedulers": '["http://s:1"]', "address": "http://n:1"}
     env = {f"X_{name.upper()}": text for name, text in (given | settings).items()}
     with pytest.raises(ConfigError, match=words):
         load_config(NodeConfig, None, env, "X_")
+
+
+def test_a_private_port_without_an_address_is_refused() -> None:
+    with pytest.raises(ConfigError, match="private_port 9100 without private_host"):
+        load_config(RouterConfig, None, {"X_PRIVATE_PORT": "9100"}, "X_")
+    config = RouterConfig(private_host="10.0.0.1", private_port=9100)
+    listening: Any = None
+    worker = worker_config(WorkerIdentity(1, listening, 443), config)
+    assert (worker.private_host, worker.private_port) == ("", 0), "the main process has it"
 
 
 @pytest.mark.parametrize(
