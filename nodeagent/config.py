@@ -27,7 +27,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     schedulers: tuple[Url, ...]
     state: Path
     join_token_file: Path | None = None  # read at the first start only
-    log_level: str = "INFO"
+    log_level: str = "INFO"  # DEBUG, INFO, WARNING, ERROR or CRITICAL
 
     # The data-plane server, to which routers and other nodes connect.
     address: Url  # the address that they dial, such as http://10.0.0.7:9000
@@ -91,6 +91,11 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     hf_token_file: Path | None = None  # mode 0600; the token is sent to `hf_url` only
 
     def __post_init__(self) -> None:
+        if self.private_port and not self.private_host:
+            raise ValueError(
+                f"cannot use private_port {self.private_port} without private_host: set it to the"
+                " address at which `/metrics` is to be served"
+            )
         if self.door_tls != self.address.startswith("https:"):
             raise ValueError(
                 f"cannot use address {self.address!r}: it must begin with https if door_tls is "

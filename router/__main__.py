@@ -34,12 +34,12 @@ def main(config: Path | None, processes: int | None) -> NoReturn:
     """Serve the public endpoint of a PoP: send each request to the replica that answers soonest."""
     try:
         settings = load_config(RouterConfig, config, os.environ, "ISOCHRONE_ROUTER_")
+        setup_logs("router", settings.log_level)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from None
     count = settings.processes if processes is None else processes
     settings = msgspec.structs.replace(settings, processes=count or usable_cores())
-    setup_logs("router", settings.log_level)
     if settings.processes > 1:
         _share_metrics()
     # Imported only now, because the metrics library reads the environment when it is imported.

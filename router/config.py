@@ -22,7 +22,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     state_folder: Path = Path("/var/lib/isochrone/router")
     schedulers: tuple[Url, ...] = ()
     join_token_file: Path | None = None  # read once, at the first start
-    log_level: str = "INFO"
+    log_level: str = "INFO"  # DEBUG, INFO, WARNING, ERROR or CRITICAL
 
     # The public endpoint, and the limits of one client.
     host: str = "127.0.0.1"
@@ -123,6 +123,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     spool_bytes_max: Bytes = 64 * 1024 * 1024  # usage on disk while no scheduler is reachable
 
     def __post_init__(self) -> None:
+        if self.private_port and not self.private_host:
+            raise ValueError(
+                f"cannot use private_port {self.private_port} without private_host: set it to the"
+                " address at which `/metrics` is to be served"
+            )
         if self.trace_sample_ratio and not self.traces_endpoint:
             raise ValueError(
                 f"cannot use trace_sample_ratio {self.trace_sample_ratio} without traces_endpoint:"

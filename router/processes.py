@@ -84,6 +84,7 @@ def worker_config(worker: WorkerIdentity, config: RouterConfig) -> RouterConfig:
         schedulers=(),
         port=worker.port,
         private_host="",
+        private_port=0,
     )
 
 

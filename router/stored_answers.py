@@ -50,5 +50,6 @@ def compose_stored_answers(
         answer=answerer.answer,
         open_refs=stored.open,
         running_max=config.background_responses_max if is_main_process else 0,
+        clock=time.monotonic,
     )
     return StoredAnswers(StoredRoutes(client, stored), job)

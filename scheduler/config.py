@@ -11,6 +11,7 @@ from scheduler.decide.adapter_limits import AdapterLimits
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.membership import LivenessLimits
 from scheduler.decide.response_limits import ResponseLimits
+from scheduler.store.lease import MARGIN_S
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -22,7 +23,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     name: str
     database_url: str
     authority: Path  # the certificate authority's folder, the same on every scheduler of a cluster
-    log_level: str = "INFO"
+    log_level: str = "INFO"  # DEBUG, INFO, WARNING, ERROR or CRITICAL
 
     # The admin API.
     admin_token_file: Path  # its bearer token, mode 0600
@@ -53,7 +54,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # Peers renew certificates after two thirds of this time: schedulers may be down for the rest.
     certificate_lifetime_s: Positive = CERTIFICATE_LIFETIME_S
 
-    # The lease: another scheduler takes over this long after the acting one last renewed it.
+    # The lease: another scheduler takes over this long after the acting one last renewed it. The
+    # acting one stops a second earlier.
     lease_ttl_s: Positive = 6.0
     lease_renew_s: Positive = 2.0
     # How long a new term waits for every node's first report before it places replicas.
@@ -96,3 +98,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # Stored responses and conversations of the public API, in the database: `[responses]` in TOML,
     # with the fields of ResponseLimits. `tenant_bytes_max = 0` stores none.
     responses: ResponseLimits = ResponseLimits()
+
+    def __post_init__(self) -> None:
+        if self.lease_renew_s >= self.lease_ttl_s - MARGIN_S:
+            raise ValueError(
+                f"cannot use lease_renew_s {self.lease_renew_s:g} with lease_ttl_s"
+                f" {self.lease_ttl_s:g}: the lease would expire before it is renewed; a scheduler"
+                f" trusts it for {MARGIN_S:g} s less than lease_ttl_s"
+            )

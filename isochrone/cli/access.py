@@ -211,8 +211,14 @@ def events(obj: CliContext, limit: int, subject: str | None) -> None:
 @click.command()
 @click.argument("model")
 @click.argument("prompt")
-@click.option("--endpoint", envvar="ISOCHRONE_ENDPOINT", required=True, help="Router URL.")
-@click.option("--key", envvar="ISOCHRONE_API_KEY", required=True, help="API key.")
+@click.option(
+    "--endpoint",
+    envvar="ISOCHRONE_ENDPOINT",
+    show_envvar=True,
+    required=True,
+    help="Router URL.",
+)
+@click.option("--key", envvar="ISOCHRONE_API_KEY", show_envvar=True, required=True, help="API key.")
 @click.option("--max-tokens", type=int, default=256, help="Maximum length of the answer.")
 def chat(model: str, prompt: str, endpoint: str, key: str, max_tokens: int) -> None:
     """Send a prompt to a model through a router.

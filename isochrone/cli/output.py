@@ -48,7 +48,7 @@ def show_one(row: Mapping[str, Any], output: str) -> None:
 
 
 def cell(value: Any, name: str = "") -> str:
-    """Format one value for a table. Values named `at` or `..._at` are Unix times."""
+    """Format one value for a table. Values named `at` or `..._at` are Unix times, 0 for none."""
     if value in (None, "", [], {}):
         return "-"
     if isinstance(value, bool):
@@ -57,9 +57,9 @@ def cell(value: Any, name: str = "") -> str:
         return ", ".join(f"{field}={_nested(inner, field)}" for field, inner in value.items())
     if isinstance(value, list):
         return "; ".join(cell(inner) for inner in value)
+    if isinstance(value, int | float) and (name == "at" or name.endswith("_at")):
+        return f"{datetime.fromtimestamp(value, UTC):%Y-%m-%d %H:%M:%SZ}" if value else "-"
     if isinstance(value, float):
-        if name == "at" or name.endswith("_at"):
-            return f"{datetime.fromtimestamp(value, UTC):%Y-%m-%d %H:%M:%SZ}"
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
     return str(value)
 

@@ -61,6 +61,9 @@ def plan(obj: CliContext, /, save: Path | None, snapshot: Path | None, **options
     """
     if save is None and snapshot is None:
         raise click.UsageError("give --save FILE, or --what-if FILE")
+    if snapshot is None and (ignored := [name for name, value in options.items() if value]):
+        flag = ignored[0].removesuffix("_to").replace("_", "-")
+        raise click.UsageError(f"--{flag} needs --what-if FILE, a snapshot that --save has written")
     if save is not None:
         saved = obj.api.ask("GET", "/v1/picture")
         try:

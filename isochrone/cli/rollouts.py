@@ -8,7 +8,7 @@ from isochrone.cli.client import segment
 from isochrone.cli.context import CliContext
 from isochrone.cli.engine import engine_of, engine_options
 from isochrone.cli.output import show_one, show_rows
-from isochrone.cli.simple_commands import add_command
+from isochrone.cli.simple_commands import add_command, list_of_deployment
 
 
 @click.group()
@@ -50,9 +50,8 @@ def rollouts_start(obj: CliContext, /, deployment: str, **given: Any) -> None:
 @click.pass_obj
 def rollouts_list(obj: CliContext, deployment: str | None) -> None:
     """List rollouts."""
-    query = {"deployment_id": deployment} if deployment else None
     columns = ["rollout_id", "from_version", "to_version", "state", "step", "reason"]
-    show_rows(obj.api.list("/v1/rollouts", query), columns, obj.output)
+    show_rows(list_of_deployment(obj, "/v1/rollouts", deployment), columns, obj.output)
 
 
 def _parse_step(text: str) -> dict[str, Any]:

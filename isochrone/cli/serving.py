@@ -14,7 +14,7 @@ from isochrone.cli.context import CliContext
 from isochrone.cli.engine import engine_of, engine_options
 from isochrone.cli.manifest import artifact_of, config_values, signed
 from isochrone.cli.output import show_one, show_rows, stderr
-from isochrone.cli.simple_commands import add_command, list_command
+from isochrone.cli.simple_commands import add_command, list_command, list_of_deployment
 from isochrone.wire.engines.engine_capabilities import EngineCapabilities
 from isochrone.wire.models.model import KIND_FEATURES, ROLES_PATTERN
 
@@ -402,8 +402,7 @@ def engines(obj: CliContext) -> None:
 @click.pass_obj
 def placements(obj: CliContext, deployment: str | None) -> None:
     """List replicas with node, state and reason."""
-    query = {"deployment_id": deployment} if deployment else None
-    rows = obj.api.list("/v1/placements", query)
+    rows = list_of_deployment(obj, "/v1/placements", deployment)
     show_rows(rows, PLACEMENT_COLUMNS, obj.output)
 
 

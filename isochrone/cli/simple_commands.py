@@ -1,6 +1,7 @@
 """Builds commands that send one request to the admin API and print the answer."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -18,6 +19,17 @@ def list_command(name: str, path: str, columns: Sequence[str], help_text: str) -
         show_rows(obj.api.list(path), columns, obj.output)
 
     return command
+
+
+def list_of_deployment(obj: CliContext, path: str, deployment: str | None) -> list[dict[str, Any]]:
+    """Return the rows of a list, of one deployment or of all. Raises AdminError.
+
+    A deployment that has no rows must exist: else a wrong name would look like an empty list.
+    """
+    rows = obj.api.list(path, {"deployment_id": deployment} if deployment else None)
+    if deployment and not rows:
+        obj.api.ask("GET", f"/v1/deployments/{segment(deployment)}")
+    return rows
 
 
 def add_command(

@@ -19,6 +19,46 @@ class _Logged(NamedTuple):
     unlogged: int
 
 
+class RepeatFilter:
+    """Says which of many like events are logged. The caller passes the monotonic time."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, _Logged] = {}
+
+    def knows(self, kind: str) -> bool:
+        """Say whether an event of this kind was logged before."""
+        return kind in self._kinds
+
+    def times_to_log(self, kind: str, now: float) -> int:
+        """Count an event; return how many there were since one was logged, 0 to log none now."""
+        logged = self._kinds.get(kind)
+        if logged is not None and now - logged.at < REPEAT_S:
+            self._kinds[kind] = logged._replace(unlogged=logged.unlogged + 1)
+            return 0
+        if len(self._kinds) >= KINDS_MAX:
+            self._kinds.clear()
+        self._kinds[kind] = _Logged(now, 0)
+        return 1 if logged is None else logged.unlogged + 1
+
+
+class RepeatedWarning:
+    """A warning that a job may give in each turn: each reason at most once a minute."""
+
+    def __init__(self, logger: logging.Logger, message: str) -> None:
+        self._logger = logger
+        self._message = message
+        self._reasons = RepeatFilter()
+
+    def record(self, reason: str, now: float) -> None:
+        """Log the warning, unless it was logged with this reason within the last minute."""
+        times = self._reasons.times_to_log(reason, now)
+        if times:
+            fields: dict[str, object] = {"reason": reason[:200]}
+            if times > 1:
+                fields["times_since_last_logged"] = times
+            self._logger.warning(self._message, extra={"fields": fields})
+
+
 class FailureLog:
     """The failures of one job. The caller passes the monotonic time.
 
@@ -29,22 +69,18 @@ class FailureLog:
 
     def __init__(self, job: str) -> None:
         self._job = job
-        self._kinds: dict[str, _Logged] = {}
+        self._kinds = RepeatFilter()
 
     def record(self, error: Exception, now: float) -> None:
         """Log a failure, unless its kind was logged within the last minute."""
         kind = _kind_of(error)
-        logged = self._kinds.get(kind)
-        if logged is not None and now - logged.at < REPEAT_S:
-            self._kinds[kind] = logged._replace(unlogged=logged.unlogged + 1)
+        is_new_bug = not self._kinds.knows(kind) and not isinstance(error, OSError)
+        times = self._kinds.times_to_log(kind, now)
+        if not times:
             return
-        if len(self._kinds) >= KINDS_MAX:
-            self._kinds.clear()
-        self._kinds[kind] = _Logged(now, 0)
         fields: dict[str, object] = {"job": self._job, "error": repr(error)[:500]}
-        if logged is not None and logged.unlogged:
-            fields["times_since_last_logged"] = logged.unlogged + 1
-        is_new_bug = logged is None and not isinstance(error, OSError)
+        if times > 1:
+            fields["times_since_last_logged"] = times
         log.error("turn failed", exc_info=error if is_new_bug else None, extra={"fields": fields})
 
 

@@ -6,8 +6,11 @@ from typing import Final
 
 import msgspec
 
+from isochrone.service.config import ConfigError
+
 _encoder = msgspec.json.Encoder(enc_hook=str)
 _QUIET_LOGGERS: Final = ("aiohttp.access", "asyncio")
+_LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class JsonLineFormatter(logging.Formatter):
@@ -35,11 +38,16 @@ class JsonLineFormatter(logging.Formatter):
 
 
 def setup_logs(service: str, level: str = "INFO") -> None:
-    """Send this process's log records of at least `level` to standard error as JSON lines."""
+    """Send this process's log records of at least `level` to standard error as JSON lines.
+
+    Raises ConfigError.
+    """
+    if level.upper() not in _LEVELS:
+        raise ConfigError(f"cannot use log_level {level!r}: use one of {', '.join(_LEVELS)}")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLineFormatter(service))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level)
+    root.setLevel(level.upper())
     for name in _QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from isochrone.service.failure_log import RepeatedWarning
 from isochrone.wire.errors import ApiError
 from isochrone.wire.peers import batches as wire
 from isochrone.wire.peers.batches import (
@@ -104,6 +105,7 @@ class AnswerBatches:
         self._answer = answer
         self._is_busy = is_busy
         self._per_replica_max = per_replica_max
+        self._refusals = RepeatedWarning(log, "batch service")
         self._work: dict[str, DeploymentWork] = {}
         self._results: deque[ItemResult] = deque()
 
@@ -117,7 +119,7 @@ class AnswerBatches:
             leased = await self._lease()
         except ApiError as error:
             # Results are kept, and the leases run for a while.
-            log.warning("batch service", extra={"fields": {"reason": error.message[:200]}})
+            self._refusals.record(error.message, self._fleet.clock())
             return AnsweredCounts(0, 0)
         for name, work in list(self._work.items()):
             work.waiting.extendleft(reversed(work.preempted))

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable, Set
 from typing import Final, NamedTuple
 
+from isochrone.service.failure_log import RepeatedWarning
 from isochrone.wire.errors import ApiError
 from isochrone.wire.peers.responses import (
     LEASED_MAX,
@@ -42,15 +43,19 @@ class AnswerResponses:
         answer: AnswerResponse,
         open_refs: Set[ResponseRef],
         running_max: int,
+        clock: Callable[[], float],
     ) -> None:
         """Answer up to `running_max` background responses at once; 0 in all but one process.
 
-        `open_refs` are the responses that clients of this process wait for.
+        `open_refs` are the responses that clients of this process wait for. `clock`
+        gives monotonic seconds.
         """
         self._client = client
         self._answer = answer
         self._open = open_refs
         self._running_max = running_max
+        self._clock = clock
+        self._refusals = RepeatedWarning(log, "stored responses")
         self._running: dict[ResponseRef, asyncio.Task[None]] = {}
 
     async def run_once(self) -> AnsweredResponseCounts:
@@ -62,7 +67,7 @@ class AnswerResponses:
         try:
             leased = await self._client.lease(LeaseResponses(wanted=wanted, holds=holds))
         except ApiError as error:
-            log.warning("stored responses", extra={"fields": {"reason": error.message[:200]}})
+            self._refusals.record(error.message, self._clock())
             return AnsweredResponseCounts(0)
         for ref in leased.lost:
             if ref in self._running:

@@ -36,6 +36,35 @@ def commands() -> list[str]:
     return sorted({line for line in lines if line.startswith("isochrone ")})
 
 
+MESSAGES = [
+    *(ROOT / "ops/prometheus").glob("*.yml"),
+    *(
+        path
+        for service in ("isochrone", "scheduler", "router", "nodeagent")
+        for path in (ROOT / service).rglob("*.py")
+    ),
+]
+"""Files with texts that tell an operator what to type."""
+
+
+def test_every_command_that_a_message_names_can_be_typed() -> None:
+    named = {
+        line
+        for path in MESSAGES
+        for line in re.findall(r"`isochrone ([a-z][^`\n]*)`", path.read_text())
+    }
+    assert len(named) > 10
+    for line in sorted(named):
+        command: click.Command = main
+        words = line.split()
+        while isinstance(command, click.Group) and (words or not command.invoke_without_command):
+            found = command.get_command(click.Context(command), words.pop(0)) if words else None
+            assert found is not None, f"isochrone {line}"
+            command = found
+        for flag in (word.partition("=")[0] for word in words if word.startswith("-")):
+            assert any(flag in option.opts for option in command.params), f"isochrone {line}"
+
+
 def test_the_documents_show_a_configuration_of_every_service() -> None:
     assert sorted(re.findall(r"/etc/isochrone/(\w+)\.toml", DOCUMENTS)) == sorted(KINDS)
 

@@ -52,6 +52,31 @@ def test_every_file_that_a_document_names_is_there(document: str) -> None:
     assert lost <= {"utils.py"}, "but the one that STYLE says there must not be"
 
 
+MEASUREMENTS = sorted(path.relative_to(ROOT) for path in (ROOT / "ops").rglob("*.md"))
+
+
+@pytest.mark.parametrize("document", MEASUREMENTS, ids=str)
+def test_every_program_that_a_document_of_measurements_names_is_there(document: Path) -> None:
+    text = (ROOT / document).read_text()
+    modules = re.findall(r"python -m ((?:ops|tests)(?:\.[a-z]\w*)+)(?![.\w])", text)
+    named = {
+        *re.findall(r"`((?:\w+/)*\w+\.(?:py|c|h))`", text),
+        *(f"{module.replace('.', '/')}.py" for module in modules),
+    }
+    there = NAMES | {name.replace("/__main__.py", ".py") for name in NAMES}
+    assert not {name for name in named if not any(f"/{one}".endswith(f"/{name}") for one in there)}
+
+
+def test_every_package_is_on_the_map() -> None:
+    code_map = (ROOT / "ARCHITECTURE.md").read_text().split("## Code map")[1].split("```")[1]
+    packages = {
+        path.parent.name
+        for service in ("isochrone", "scheduler", "router", "nodeagent")
+        for path in (ROOT / service).rglob("*.py")
+    }
+    assert not packages - set(re.findall(r"\w+", code_map))
+
+
 @pytest.mark.parametrize("package", MAPPED)
 def test_every_module_is_on_the_map(package: str) -> None:
     code_map = (ROOT / "ARCHITECTURE.md").read_text().split("## Code map")[1].split("```")[1]

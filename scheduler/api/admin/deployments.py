@@ -302,7 +302,7 @@ async def _require_replacement(
         raise ApiError(
             ErrorCode.NOT_FOUND,
             f"cannot name {replacement!r} as the replacement: {reason};"
-            " `isochrone deployments` lists the names",
+            " `isochrone deployments list` shows the names",
             param="deprecation.replacement",
         )
 

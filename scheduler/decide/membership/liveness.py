@@ -9,11 +9,14 @@ Rule 4: a name that joined and has never connected says nothing about the networ
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import msgspec
 
 from isochrone.wire.ids import NodeId
 from scheduler.decide.cluster import FleetNode, Liveness
+
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class NodeContact(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,14 +31,15 @@ class NodeContact(msgspec.Struct, frozen=True, kw_only=True):
     back_s: Mapping[NodeId, float] = {}
 
 
-class LivenessLimits(msgspec.Struct, frozen=True, kw_only=True):
+class LivenessLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The limits of silence, and of how many nodes may be lost at once."""
 
-    suspect_after_s: float = 6.0
-    lost_after_s: float = 30.0  # then its replicas are replaced elsewhere
-    grace_s: float = 60.0  # for nodes to come back after a new scheduler acts, or after a cut
-    storm_share: float = 0.2  # placement freezes if more nodes are lost within `storm_window_s`
-    storm_window_s: float = 600.0
+    suspect_after_s: Seconds = 6.0
+    lost_after_s: Seconds = 30.0  # then its replicas are replaced elsewhere
+    grace_s: Seconds = 60.0  # for nodes to come back after a new scheduler acts, or after a cut
+    # Placement freezes if a larger share of the nodes is lost within `storm_window_s`.
+    storm_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2
+    storm_window_s: Seconds = 600.0
 
 
 class LivenessView(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,14 @@
 """What fails again and again is logged once a minute for each kind, with a count."""
 
+import asyncio
+import logging
+from typing import Any
+
 import pytest
 
-from isochrone.service.failure_log import REPEAT_S, FailureLog
+from isochrone.service.failure_log import REPEAT_S, FailureLog, RepeatedWarning
+from isochrone.wire.errors import ApiError, ErrorCode
+from router.loops.answer_responses import AnswerResponses
 
 
 def failure(error: Exception) -> Exception:
@@ -36,3 +42,43 @@ def test_a_bug_is_logged_with_its_traceback_once(caplog: pytest.LogCaptureFixtur
     except ValueError as other:
         log.record(other, REPEAT_S)
     assert [bool(record.exc_info) for record in caplog.records] == [True, False, True]
+
+
+def test_a_warning_of_each_turn_is_logged_once_a_minute_for_each_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warning = RepeatedWarning(logging.getLogger("job"), "refused")
+    for second in range(int(2 * REPEAT_S)):
+        warning.record("revoked" if second % 2 else "unreachable", float(second))
+    fields = [record.__dict__["fields"] for record in caplog.records]
+    assert [(field["reason"], field.get("times_since_last_logged")) for field in fields] == [
+        *(("unreachable", None), ("revoked", None)),
+        *(("unreachable", 30), ("revoked", 30)),
+    ]
+
+
+class RefusingClient:
+    """A client of a scheduler that has revoked this router."""
+
+    is_connected = True
+
+    async def lease(self, wanted: Any) -> Any:
+        raise ApiError(ErrorCode.UNAVAILABLE, "the peer's token is not valid (any more)")
+
+
+def test_a_router_whose_scheduler_refuses_it_does_not_fill_its_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client: Any = RefusingClient()
+    answer: Any = None
+    seconds = iter(range(1000))
+    job = AnswerResponses(
+        client=client,
+        answer=answer,
+        open_refs=set(),
+        running_max=1,
+        clock=lambda: float(next(seconds)),
+    )
+    for _ in range(int(REPEAT_S)):
+        asyncio.run(job.run_once())
+    assert [record.message for record in caplog.records] == ["stored responses"]

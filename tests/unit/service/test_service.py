@@ -5,18 +5,25 @@ import fcntl
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 from isochrone.service import files
 from isochrone.service.config import ConfigError, load_config
 from isochrone.service.files import write_atomic
+from isochrone.service.logs import setup_logs
 from isochrone.service.trust import identity
 from isochrone.service.trust.identity import Authority, IdentityError
 from isochrone.wire.ids import PopId
 from isochrone.wire.peers.control import PeerRole
 from nodeagent.config import NodeConfig
+from router.__main__ import main as router_command
+from router.config import RouterConfig
+from router.processes import WorkerIdentity, worker_config
+from scheduler.config import SchedulerConfig
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -64,15 +71,59 @@ def test_an_unknown_environment_variable_is_refused_by_name() -> None:
         ({"address": "10.0.0.7:9000"}, "address"),
         ({"address": "http://10.0.0.7:9000", "door_tls": "true"}, "must begin with https"),
         ({"address": "https://10.0.0.7:9000"}, "must begin with https"),
+        ({"private_port": "9101"}, "private_port 9101 without private_host"),
     ],
 )
-def test_an_address_that_cannot_be_connected_to_is_refused(
+def test_an_address_at_which_nothing_would_answer_is_refused(
     settings: dict[str, str], words: str
 ) -> None:
     given = {"name": "n", "state": "/a", "schedulers": '["http://s:1"]', "address": "http://n:1"}
     env = {f"X_{name.upper()}": text for name, text in (given | settings).items()}
     with pytest.raises(ConfigError, match=words):
         load_config(NodeConfig, None, env, "X_")
+
+
+def test_a_private_port_without_an_address_is_refused() -> None:
+    with pytest.raises(ConfigError, match="private_port 9100 without private_host"):
+        load_config(RouterConfig, None, {"X_PRIVATE_PORT": "9100"}, "X_")
+    config = RouterConfig(private_host="10.0.0.1", private_port=9100)
+    listening: Any = None
+    worker = worker_config(WorkerIdentity(1, listening, 443), config)
+    assert (worker.private_host, worker.private_port) == ("", 0), "the main process has it"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[liveness]\nlost_after = 60", "unknown field `lost_after`"),
+        ("[liveness]\nlost_after_s = -1", r"\$\.liveness\.lost_after_s"),
+        ("[liveness]\nstorm_share = 20", r"\$\.liveness\.storm_share"),
+        ("[batches]\nitems_max = 0", r"\$\.batches\.items_max"),
+        ("[adapters]\nrank_max = -8", r"\$\.adapters\.rank_max"),
+        ("[responses]\nkeep_days = 0", r"\$\.responses\.keep_days"),
+        ("lease_ttl_s = 2.5", "the lease would expire before it is renewed"),
+    ],
+)
+def test_limits_that_a_scheduler_cannot_keep_are_refused(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    path = tmp_path / "scheduler.toml"
+    needed = 'name = "s"\ndatabase_url = "x"\nauthority = "/a"\nadmin_token_file = "/t"\n'
+    path.write_text(needed + text)
+    with pytest.raises(ConfigError, match=words):
+        load_config(SchedulerConfig, path, {}, "X_")
+    path.write_text(f"{needed}[responses]\ntenant_bytes_max = 0")
+    assert load_config(SchedulerConfig, path, {}, "X_").responses.tenant_bytes_max == 0
+
+
+def test_an_unknown_log_level_is_refused_before_anything_is_logged(tmp_path: Path) -> None:
+    words = "cannot use log_level 'verbose': use one of DEBUG, INFO"
+    with pytest.raises(ConfigError, match=words):
+        setup_logs("router", "verbose")
+    path = tmp_path / "router.toml"
+    path.write_text('log_level = "verbose"')
+    result = CliRunner().invoke(router_command, ["--config", str(path)])
+    assert (result.exit_code, words in result.stderr) == (2, True), result.stderr
 
 
 def test_a_state_folder_is_locked_for_one_process(tmp_path: Path) -> None:
