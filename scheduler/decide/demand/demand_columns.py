@@ -1,12 +1,12 @@
 """Reads demand rows as columns: a large fleet has hundreds of thousands of rows.
 
-Reading the attributes of each row took a quarter of a plan. Instead, all rows are encoded as
-msgpack, in one pass of C. Where all have the same length, because deployments and cities have names
-of one length, the encoding is a table that numpy reads as it is. Otherwise each row is read.
+Reading the attributes of each row took a quarter of a plan. Instead, rows are encoded as msgpack,
+in one pass of C. Where all have the same length, because deployments and cities have names of one
+length, the encoding is a table that numpy reads as it is. Otherwise each row is read.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count, repeat
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -23,7 +23,15 @@ POP: Final = attrgetter("pop")
 ALL_RATES: Final = attrgetter(*RATES)
 
 FLOAT: Final = 0xCB
-"""The byte before a float in msgpack."""
+STRING: Final = 0xA0
+STRING_BYTES_MAX: Final = 31
+"""In msgpack, the byte before a float, and that before a string of up to 31 bytes less its size."""
+
+CHUNK: Final = 4_096
+"""Rows encoded at once: half a megabyte, which stays in a processor's cache."""
+
+NAMES: Final = ("deployment_id", "pop")
+ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 class DemandColumns(NamedTuple):
@@ -38,8 +46,13 @@ class DemandColumns(NamedTuple):
 
 def read_columns(rows: Sequence[DemandRate], index: Mapping[PopId, int]) -> DemandColumns:
     """Return the columns of rows; `index` numbers the cities."""
-    table = _table_of(rows) if rows else None
-    return _read_rows(rows, index) if table is None else _read_table(table, index)
+    columns = _read_table(rows) if rows else None
+    if columns is None:
+        return _read_rows(rows, index)
+    names: defaultdict[DeploymentId, int] = defaultdict(count().__next__)
+    number = _numbers(columns["deployment_id"], lambda name: names[DeploymentId(name)])
+    city = _numbers(columns["pop"], lambda pop: index.get(PopId(pop), -1))
+    return DemandColumns(list(names), number, city, [columns[rate] for rate in RATES])
 
 
 def _read_rows(rows: Sequence[DemandRate], index: Mapping[PopId, int]) -> DemandColumns:
@@ -51,72 +64,68 @@ def _read_rows(rows: Sequence[DemandRate], index: Mapping[PopId, int]) -> Demand
     return DemandColumns(list(names), number, city, list(rates))
 
 
-def _table_of(rows: Sequence[DemandRate]) -> "np.ndarray[Any, Any] | None":
-    """Return the encoding of all rows as records of equal length; None if they differ in length.
+def _read_table(rows: Sequence[DemandRate]) -> "dict[str, np.ndarray[Any, Any]] | None":
+    """Return the fields of all rows as arrays; None if their encodings differ in length.
 
     Each row begins where the one before it ends. So if the first begins at its place, and all have
-    the lengths of its names and plain floats, all are at their places.
+    names of the same lengths and plain floats, all are at their places.
     """
-    try:
-        data = msgspec.msgpack.encode(rows)
-    except TypeError:  # a number that is not a plain one, as numpy's are
+    row = rows[0]
+    sizes = {name: len(getattr(row, name).encode()) for name in NAMES}
+    if not all(1 <= size <= STRING_BYTES_MAX for size in sizes.values()):
         return None
-    header = 1 if len(rows) < 16 else 3 if len(rows) < 2**16 else 5
-    layout = _layout_of(rows[0])
-    if len(data) != header + len(rows) * layout.itemsize:
-        return None
-    table = np.frombuffer(data, layout, offset=header)
-    first = table[:1].copy()
-    is_alike = all((table[name] == first[name]).all() for name in ("name_length", "pop_length"))
-    is_alike = is_alike and all((table[f"{rate}_type"] == FLOAT).all() for rate in RATES)
-    return table if is_alike else None
+    markers = {name: STRING + size for name, size in sizes.items()} | dict.fromkeys(RATES, FLOAT)
+    layout = _layout_of(sizes)
+    columns: dict[str, np.ndarray[Any, Any]] = {
+        name: np.empty(len(rows), np.float64 if name in RATES else layout[name]) for name in markers
+    }
+    data = bytearray()
+    for begin in range(0, len(rows), CHUNK):
+        part = rows[begin : begin + CHUNK]
+        try:
+            ENCODER.encode_into(part, data)
+        except TypeError:  # a number that is not a plain one, as numpy's are
+            return None
+        header = 1 if len(part) < 16 else 3
+        if len(data) != header + len(part) * layout.itemsize:
+            return None
+        table = np.frombuffer(data, layout, offset=header)
+        if not all((table[f"{name}_marker"] == mark).all() for name, mark in markers.items()):
+            return None
+        for name, column in columns.items():
+            column[begin : begin + len(part)] = table[name]
+        del table  # which would keep `data` from being resized
+    return columns
 
 
-def _layout_of(row: DemandRate) -> "np.dtype[np.void]":
-    """Return the layout of a row's record: where its names, their lengths, and its rates are."""
+def _layout_of(sizes: Mapping[str, int]) -> "np.dtype[np.void]":
+    """Return the layout of an encoded row whose names have these sizes: a header, and for each
+    field its key, a marker and its value."""
     names, formats, offsets, at = [], [], [], 1
-    for field, key in zip(row.__struct_fields__, row.__struct_encode_fields__, strict=True):
-        at += 1 + len(key)
-        value = getattr(row, field)
-        if field in RATES:
-            parts = [(f"{field}_type", "u1"), (field, ">f8")]
-        else:
-            size = len(value.encode())
-            before = 1 if size < 2**5 else 2 if size < 2**8 else 3
-            short = "pop" if field == "pop" else "name"
-            parts = [(f"{short}_length", f"V{before}"), (short, f"S{max(1, size)}")]
-        for name, kind in parts:
-            names.append(name)
-            formats.append(kind)
-            offsets.append(at)
-            at += np.dtype(kind).itemsize
+    for field in DemandRate.__struct_fields__:
+        at += 1 + len(field)
+        kind = ">f8" if field in RATES else f"S{sizes[field]}"
+        names += [f"{field}_marker", field]
+        formats += ["u1", kind]
+        offsets += [at, at + 1]
+        at += 1 + sizes.get(field, 8)
     layout: Any = {"names": names, "formats": formats, "offsets": offsets, "itemsize": at}
     dtype: np.dtype[np.void] = np.dtype(layout)
     return dtype
 
 
-def _read_table(table: "np.ndarray[Any, Any]", index: Mapping[PopId, int]) -> DemandColumns:
-    names: defaultdict[DeploymentId, int] = defaultdict(count().__next__)
-    of_row, pops = np.ascontiguousarray(table["name"]), np.ascontiguousarray(table["pop"])
-    begins = [0, *(np.flatnonzero(of_row[1:] != of_row[:-1]) + 1).tolist()]
-    ends = [*begins[1:], len(table)]
-    numbers = [names[DeploymentId(name.decode())] for name in of_row[begins].tolist()]
-    # Deployments that are used in the same cities share the numbers of these.
-    known: dict[bytes, Ints] = {}
-    cities = []
-    for begin, end in zip(begins, ends, strict=True):
-        part = pops[begin:end]
-        key = part.tobytes()
-        if key not in known:
-            known[key] = np.fromiter(_cities(part.tolist(), index), np.int64, end - begin)
-        cities.append(known[key])
-    return DemandColumns(
-        list(names),
-        np.repeat(np.array(numbers, np.int64), np.diff([*begins, len(table)])),
-        np.concatenate(cities),
-        [table[rate].astype(np.float64) for rate in RATES],
-    )
-
-
-def _cities(pops: Sequence[bytes], index: Mapping[PopId, int]) -> Iterator[int]:
-    return (index.get(PopId(pop.decode()), -1) for pop in pops)
+def _numbers(column: "np.ndarray[Any, Any]", number_of: Callable[[str], int]) -> Ints:
+    """Return the number of each string of a column; `number_of` is called for each that differs
+    where they come in runs or are short, else for each."""
+    begins = np.append(0, np.flatnonzero(column[1:] != column[:-1]) + 1)
+    if len(begins) < len(column) // 8:
+        values = column[begins].tolist()
+        places = np.repeat(np.arange(len(begins)), np.diff(np.append(begins, len(column))))
+    elif column.itemsize <= 8:
+        keys = column.astype("S8").view(np.uint64)
+        distinct = np.unique(keys)
+        values, places = distinct.view("S8").tolist(), np.searchsorted(distinct, keys)
+    else:
+        values, places = column.tolist(), np.arange(len(column))
+    numbers: Ints = np.array([number_of(value.decode()) for value in values], np.int64)[places]
+    return numbers

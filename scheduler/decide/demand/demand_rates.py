@@ -145,7 +145,9 @@ def demand_by_deployment(
     # NaN compares as False.
     is_valid = np.logical_and.reduce([city >= 0, *((r >= 0) & (r < RATE_MAX) for r in rates)])
     kept = np.flatnonzero(is_valid & (np.maximum(rates[0], rates[1]) > RATE_MIN))
-    kept = kept[np.argsort(number[kept], kind="stable")]
+    # Numbers of 16 bits are sorted several times faster.
+    narrow = np.uint16 if len(names) < 2**16 else np.int64
+    kept = kept[np.argsort(number[kept].astype(narrow), kind="stable")]
     cities = city[kept]
     answered, refused, prompt, output = (rate[kept] for rate in rates)
     requests = answered + refused

@@ -1,7 +1,5 @@
 """Demand rows read as a table have the columns that they have read one by one."""
 
-from math import inf, nan
-
 import msgspec
 import numpy as np
 import pytest
@@ -26,7 +24,7 @@ def a_row(deployment: str, pop: str, *rates: float) -> DemandRate:
 
 def assert_equal(columns: DemandColumns, rows: list[DemandRate]) -> None:
     assert [columns.names[number] for number in columns.number] == [r.deployment_id for r in rows]
-    assert list(columns.names) == list(dict.fromkeys(row.deployment_id for row in rows))
+    assert sorted(columns.names) == sorted({row.deployment_id for row in rows})
     assert columns.city.tolist() == [INDEX.get(row.pop, -1) for row in rows]
     for name, column in zip(RATES, columns.rates, strict=True):
         np.testing.assert_array_equal(column, [float(getattr(row, name)) for row in rows])
@@ -53,13 +51,18 @@ def test_columns_are_those_of_the_rows_whatever_their_names_and_rates(
     assert_equal(read_columns(rows, INDEX), rows)
 
 
-@pytest.mark.parametrize("count", [1, 15, 16, 2**16])
+@pytest.mark.parametrize("count", [1, 15, 16, demand_columns.CHUNK + 1])
+@pytest.mark.parametrize("name", ["d{}", "deployment{}"])
+@pytest.mark.parametrize("is_sorted", [True, False])
 def test_rows_of_one_length_are_read_as_a_table(
-    count: int, monkeypatch: pytest.MonkeyPatch
+    count: int, name: str, is_sorted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds = [a_row(f"d{at % 3}", ("ams", "iad", "xyz")[at % 2], nan, inf, at) for at in range(6)]
-    kinds = [a_row(row.deployment_id, row.pop, 0.1 + 0.2, -0.0, 1e300) for row in kinds]
-    rows = [kinds[at * len(kinds) // count] for at in range(count)]
+    rows = [
+        a_row(name.format(at % 3), ("ams", "iad", "xyz")[at // 3 % 3], 0.1 + 0.2, -0.0, 1e300)
+        for at in range(count)
+    ]
+    if is_sorted:
+        rows.sort(key=lambda row: row.deployment_id)
     monkeypatch.setattr(demand_columns, "_read_rows", None)
     assert_equal(read_columns(rows, INDEX), rows)
 
