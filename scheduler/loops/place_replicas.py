@@ -68,6 +68,9 @@ class PlaceReplicas:
         self._first_reports = first_reports
         self._status = status
         self._nudge_place = nudge_place
+        self._is_late = False
+        """Whether the last plan was not committed, because the cluster had changed meanwhile. The
+        next one is a quick one: changes may come faster than thorough plans."""
 
     async def run_once(self) -> PlacementCounts:
         """Plan, commit, and send the nodes concerned their assignments."""
@@ -75,7 +78,7 @@ class PlaceReplicas:
             return PlacementCounts()
         if await self._first_reports.must_placement_wait(self._pool):
             return PlacementCounts(frozen="waiting for every node's first report")
-        plan = await self._planner.plan(self._heartbeats.observed())
+        plan = await self._planner.plan(self._heartbeats.observed(), is_quick=self._is_late)
         self._show(plan)
         if plan.is_empty:
             return PlacementCounts(unmet=len(plan.unmet), frozen=plan.frozen)
@@ -85,6 +88,7 @@ class PlaceReplicas:
         with self._assignments.resend_on_error(plan.node_ids):
             async with transaction(self._pool) as connection:
                 committed = await commit_plan(connection, plan, self._lease.epoch)
+            self._is_late = not committed
             if committed:
                 await self._announce(plan)
         if not committed:

@@ -61,9 +61,9 @@ class PlannerClient:
         self._numbers = count()
         self._pending: dict[int, asyncio.Future[PlannerReply]] = {}
 
-    async def plan(self, contact: NodeContact) -> PlacementPlan:
-        """Return what should start and end."""
-        return await self._ask(PlanRequest(contact), PlacementPlan)
+    async def plan(self, contact: NodeContact, *, is_quick: bool = False) -> PlacementPlan:
+        """Return what should start and end; if `is_quick`, without a thorough search."""
+        return await self._ask(PlanRequest(contact, is_quick), PlacementPlan)
 
     async def plan_prefetch(self, contact: NodeContact) -> PrefetchDecision:
         """Return which weights to prefetch to which nodes."""

@@ -24,9 +24,13 @@ class PlannerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanRequest(msgspec.Struct, frozen=True, tag=True):
-    """Ask what should start and end now. Answered with a PlacementPlan."""
+    """Ask what should start and end now. Answered with a PlacementPlan.
+
+    With `is_quick`, a small fleet that starts several replicas gets no thorough plan.
+    """
 
     contact: NodeContact
+    is_quick: bool = False
 
 
 class PrefetchRequest(msgspec.Struct, frozen=True, tag=True):

@@ -1,12 +1,14 @@
 """Answers requests to the planner, each from one consistent snapshot of the fleet."""
 
+from typing import Final
+
 import msgspec
 
 from isochrone import __version__
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.demand import with_forecast
 from scheduler.decide.membership import LivenessLimits, NodeContact
-from scheduler.decide.placement import PrefetchDecision, plan_fleet, plan_prefetch
+from scheduler.decide.placement import PlanLimits, PrefetchDecision, plan_fleet, plan_prefetch
 from scheduler.decide.whatif import ClusterSnapshot, explain_placement
 from scheduler.planner.demand_forecaster import DemandForecaster
 from scheduler.planner.messages import (
@@ -21,6 +23,8 @@ from scheduler.store.cluster import read_cluster
 from scheduler.store.fleet.node_reports import NodeReportCache
 from scheduler.store.pool import Pool, transaction
 
+QUICK: Final = PlanLimits(thorough_effort=0)
+
 
 class PlannerServer:
     """Answers requests. Keeps decoded node reports and the forecast between requests."""
@@ -34,8 +38,9 @@ class PlannerServer:
     async def answer(self, question: PlannerQuestion) -> object:
         """Return the answer to a question, of the type that its class names."""
         match question:
-            case PlanRequest(contact):
-                return plan_fleet(await self.cluster_state(contact), self._limits)
+            case PlanRequest(contact, is_quick):
+                limits = QUICK if is_quick else PlanLimits()
+                return plan_fleet(await self.cluster_state(contact), self._limits, limits)
             case PrefetchRequest(contact):
                 return await self._prefetch(contact)
             case ExplainRequest(contact, deployment_id):

@@ -66,8 +66,8 @@ class SimPlanner:
         self._server = server
         self._world = world
 
-    async def plan(self, contact: NodeContact) -> PlacementPlan:
-        plan = await self._server.answer(PlanRequest(contact))
+    async def plan(self, contact: NodeContact, *, is_quick: bool = False) -> PlacementPlan:
+        plan = await self._server.answer(PlanRequest(contact, is_quick))
         assert isinstance(plan, PlacementPlan)
         await asyncio.sleep(self._world.rng.uniform(0.005, 0.2))
         return plan

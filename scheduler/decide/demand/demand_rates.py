@@ -9,8 +9,7 @@ not what was served.
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import chain, count, pairwise, repeat, starmap
-from operator import attrgetter
+from itertools import pairwise, starmap
 from typing import Final, NamedTuple
 
 import msgspec
@@ -19,15 +18,12 @@ import numpy as np
 from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.peers.report import ReplicaProfile
 from scheduler.decide.arrays import NO_FLOATS, Floats, Ints
-from scheduler.decide.cluster import RATES, ClusterState, DemandRate
+from scheduler.decide.cluster import ClusterState, DemandRate
+from scheduler.decide.demand.demand_columns import read_columns
 
 RATE_MIN: Final = 1e-9
 RATE_MAX: Final = 1e9
 """Requests/s or tokens/s: below RATE_MIN is noise, above RATE_MAX a counting error."""
-
-NAME: Final = attrgetter("deployment_id")
-POP: Final = attrgetter("pop")
-ALL_RATES: Final = attrgetter(*RATES)
 
 
 class DeploymentDemand(NamedTuple):
@@ -145,15 +141,13 @@ def demand_by_deployment(
     Refused requests count. Rows of unknown cities are left out, and rates that are not a number,
     negative or implausibly large. Reads all rows as arrays: a large fleet has tens of thousands.
     """
-    names: defaultdict[DeploymentId, int] = defaultdict(count().__next__)
-    number = np.fromiter(map(names.__getitem__, map(NAME, rows)), np.int64, len(rows))
-    city = np.fromiter(map(index.get, map(POP, rows), repeat(-1)), np.int64, len(rows))
-    flat = chain.from_iterable(map(ALL_RATES, rows))
-    rates = list(np.fromiter(flat, np.float64, len(rows) * len(RATES)).reshape(-1, len(RATES)).T)
+    names, number, city, rates = read_columns(rows, index)
     # NaN compares as False.
     is_valid = np.logical_and.reduce([city >= 0, *((r >= 0) & (r < RATE_MAX) for r in rates)])
     kept = np.flatnonzero(is_valid & (np.maximum(rates[0], rates[1]) > RATE_MIN))
-    kept = kept[np.argsort(number[kept], kind="stable")]
+    # Numbers of 16 bits are sorted several times faster.
+    narrow = np.uint16 if len(names) < 2**16 else np.int64
+    kept = kept[np.argsort(number[kept].astype(narrow), kind="stable")]
     cities = city[kept]
     answered, refused, prompt, output = (rate[kept] for rate in rates)
     requests = answered + refused

@@ -13,8 +13,9 @@ Steps, and where each of them is:
     worth less (`search/swap.py`), lay out all new replicas of a small fleet again together
     (`search/recombine.py`), exchange the contents of two nodes or the sites of two replicas
     (`search/exchange.py`), refill sites in other orders, and force replicas elsewhere to leave
-    local minima (`search/perturb.py`). Where a policy allows no more replicas, start one where it
-    is worth more, so that another can end.
+    local minima (`search/perturb.py`). A small fleet that starts several replicas gets more effort,
+    for all that it lacks; what is too much for one plan is left to the next. Where a policy allows
+    no more replicas, start one where it is worth more, so that another can end.
  5. End what is no longer needed: preempted, drained, old versions, surplus; separate replicas that
     would all fail together (`retire.py`); and report what could not be met (`unmet.py`).
 
@@ -28,6 +29,7 @@ contact report as failed are replaced on nodes in contact.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
@@ -68,9 +70,10 @@ from scheduler.decide.placement.search.deployment_state import (
     PlannedReplica,
 )
 from scheduler.decide.placement.search.draft import PlacementDraft
-from scheduler.decide.placement.search.greedy_fill import fill
+from scheduler.decide.placement.search.greedy_fill import fill, keep_first
 from scheduler.decide.placement.search.local_search import LocalSearch
 from scheduler.decide.placement.search.pop_roles import due_role_changes, role_of_start
+from scheduler.decide.placement.search.recombine import is_small
 from scheduler.decide.placement.search.slot_ledger import SlotLedger
 from scheduler.decide.placement.unmet import (
     impossible_policy,
@@ -79,12 +82,16 @@ from scheduler.decide.placement.unmet import (
     unmet_requirements,
 )
 
+STARTS_ALL: Final = 10**6
+"""More replicas than any plan starts."""
+
 
 class PlanLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How much one plan may change, and how old a replica must be to end as surplus.
 
     A large fleet may change more at once: `moves_share` of its placements. `effort` limits the
-    attempts to improve the plan, of about a millisecond each.
+    attempts to improve the plan, of about a millisecond each. The plan of a small fleet that starts
+    several replicas gets `thorough_effort` attempts in addition.
     """
 
     starts_max: int = 8
@@ -93,6 +100,7 @@ class PlanLimits(msgspec.Struct, frozen=True, kw_only=True):
     settle_s: float = 300.0
     surge_max: int = 1
     effort: int = 60
+    thorough_effort: int = 1_200
 
 
 def plan_deployments(
@@ -109,8 +117,15 @@ def plan_deployments(
     builder.end_invalid()
     draft = builder.new_draft()
     search = LocalSearch(draft, limits.settle_s, limits.effort)
+    is_whole = limits.thorough_effort > 0 and is_small(draft)
+    if is_whole:
+        # Later plans make the starts that are too many for this one: all have to fit together.
+        draft.limit_starts(STARTS_ALL)
     search.fill()
     search.run()
+    if is_whole:
+        search.run_thoroughly(limits.thorough_effort)
+        keep_first(draft, builder.starts_max)
     search.relocate_running()
     for preemption in search.preemptions():
         builder.end_replica(preemption.replica, preemption.reason)
@@ -141,7 +156,7 @@ class PlanBuilder:
         self._cluster = cluster
         self._limits = limits
         share = int(limits.moves_share * len(cluster.placements))
-        self._starts_max = max(limits.starts_max, share)
+        self.starts_max = max(limits.starts_max, share)
         self._endings_max = max(limits.endings_max, share)
         self._models = {model.model_id: model for model in cluster.models}
         self._profiles: Profiles = cluster.measured()
@@ -214,7 +229,7 @@ class PlanBuilder:
     def draft_of(self, states: list[DeploymentState]) -> PlacementDraft:
         """Return a draft of some deployments."""
         ledger = SlotLedger(self.fleet, self._cluster)
-        return PlacementDraft(self.fleet, ledger, states, self._starts_max)
+        return PlacementDraft(self.fleet, ledger, states, self.starts_max)
 
     def state_of(self, deployment: Deployment, model: CatalogModel) -> DeploymentState:
         """Return a deployment's needs and all of its running replicas that stay."""

@@ -46,7 +46,7 @@ KEPT_FOR_S: Final = 3600.0
 PER_NODE_MAX: Final = 8
 """Targets of one node."""
 
-LIMITS: Final = PlanLimits(starts_max=1_000)
+LIMITS: Final = PlanLimits(starts_max=1_000, thorough_effort=0)
 
 
 class EndedPrefetch(msgspec.Struct, frozen=True, kw_only=True):

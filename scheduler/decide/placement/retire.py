@@ -12,7 +12,6 @@ from isochrone.wire.peers.report import ReplicaState
 from scheduler.decide.capacity.start_times import COMING
 from scheduler.decide.cluster import Placement
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
-from scheduler.decide.placement.fleet.slots import residency_allows
 from scheduler.decide.placement.score import START
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.draft import Gain, PlacementDraft
@@ -50,9 +49,10 @@ def end_forbidden(
 ) -> list[Placement]:
     """End the placements that residency forbids, and return the others."""
     kept = []
+    allowed = fleet.allowed_pops(deployment.policy)
     for placement in running:
         node = fleet.nodes.get(placement.node_id)
-        if node is not None and not residency_allows(deployment.policy, fleet.pops[node.pop]):
+        if node is not None and node.pop not in allowed:
             end(placement, f"residency no longer allows {node.pop}")
         else:
             kept.append(placement)

@@ -5,18 +5,24 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from typing import cast
 
 import msgspec
 import pytest
 
-from isochrone.wire.ids import DeploymentId, Epoch
+from isochrone.service.trust.identity import Authority
+from isochrone.wire.ids import DeploymentId, Epoch, Generation, NodeId, ReplicaId
+from scheduler.decide.cluster import PlacementPlan, ReplicaEnding
 from scheduler.decide.membership import LivenessLimits, NodeContact
-from scheduler.decide.placement import plan_fleet
+from scheduler.decide.placement import PlanLimits, plan_fleet
 from scheduler.decide.whatif import ClusterSnapshot
+from scheduler.loops.place_replicas import PlaceReplicas
 from scheduler.planner.client import PlannerClient, PlannerFailed
 from scheduler.planner.messages import PlannerSettings, frame
-from scheduler.store.pool import Pool
+from scheduler.store.lease import read_cluster_row
+from scheduler.store.pool import Pool, using
 from tests.builders import a_spec
+from tests.integration.scheduler.scheduler_parts import expire_lease, no_nudge, scheduler_parts
 from tests.integration.scheduler.test_store import begun, planned, reported
 
 HEARD = NodeContact(acting_for_s=99.0)
@@ -40,6 +46,8 @@ async def test_it_reads_decides_and_answers(planner: PlannerClient) -> None:
     saved = msgspec.json.decode(await planner.snapshot(HEARD), type=ClusterSnapshot)
     assert [node.node_id for node in saved.cluster.nodes] == ["n1"]
     assert await planner.plan(HEARD) == plan_fleet(saved.cluster, LivenessLimits())
+    quick = plan_fleet(saved.cluster, LivenessLimits(), PlanLimits(thorough_effort=0))
+    assert await planner.plan(HEARD, is_quick=True) == quick
     explained = await planner.explain(HEARD, DeploymentId("d"))
     assert explained is not None
     assert [here.replica_id for here in explained.here] == ["r1"]
@@ -93,3 +101,48 @@ def test_it_ends_when_nobody_can_ask(database_dsn: str) -> None:
         stdin.write(frame(settings(database_dsn)))
         stdin.close()
         assert process.wait(30.0) == 0
+
+
+class LatePlanner:
+    """Ends a replica in each plan; the first plan is of a cluster that has changed meanwhile."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.asked: list[bool] = []
+
+    async def plan(self, _: NodeContact, *, is_quick: bool = False) -> PlacementPlan:
+        self.asked.append(is_quick)
+        async with using(self.pool) as connection:
+            generation = (await read_cluster_row(connection)).generation
+        ending = ReplicaEnding(replica_id=ReplicaId("r1"), node_id=NodeId("n1"), reason="test")
+        based_on = Generation(generation - (len(self.asked) == 1))
+        return PlacementPlan(based_on=based_on, endings=(ending,))
+
+
+async def test_after_a_plan_that_came_too_late_the_next_one_is_quick(pool: Pool) -> None:
+    epoch = await begun(pool)
+    await reported(pool, epoch)
+    assert await planned(pool, epoch, a_spec())
+    await expire_lease(pool)
+    parts = await scheduler_parts(pool, "s2")
+    for _ in range(4):  # until it no longer waits for the nodes' first reports
+        await parts.hold_lease.run_once()
+        parts.clock.now_s += 4.0
+    await parts.hold_lease.run_once()
+    state, planner = parts.state, LatePlanner(pool)
+    place = PlaceReplicas(
+        pool=pool,
+        planner=cast(PlannerClient, planner),
+        authority=cast(Authority, None),  # it seals starts only
+        lease=state.lease,
+        peers=state.peers,
+        heartbeats=state.heartbeats,
+        assignments=state.assignments,
+        routes=state.routes,
+        first_reports=state.first_reports,
+        status=state.placement,
+        nudge_place=no_nudge,
+    )
+    committed = [(await place.run_once()).committed for _ in range(3)]
+    assert committed == [False, True, True]
+    assert planner.asked == [False, True, False]

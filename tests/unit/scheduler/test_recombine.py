@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from isochrone.wire.ids import DeviceId
 from ops.sim.optimality_gap import run_search, total_cost
-from ops.sim.recost import empty_draft, slots_of
+from ops.sim.production_gap import carried_out, slots_held
+from ops.sim.recost import empty_draft, recost, slots_of
 from ops.sim.small_worlds import small_world
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
 from scheduler.decide.placement.search import layout_choice
-from scheduler.decide.placement.search.greedy_fill import fill
+from scheduler.decide.placement.search.effort import EffortBudget
+from scheduler.decide.placement.search.greedy_fill import fill, keep_first
 from scheduler.decide.placement.search.layouts import DeploymentLayouts, LayoutSite
 from scheduler.decide.placement.search.local_search import LocalSearch
 from scheduler.decide.placement.search.packing import (
@@ -23,7 +25,8 @@ from scheduler.decide.placement.search.packing import (
     ReplicaSize,
     SitePacking,
 )
-from tests.builders import a_node
+from scheduler.decide.placement.search.recombine import DEVICES_MAX
+from tests.builders import a_cluster, a_deployment, a_device, a_node
 from tests.unit.scheduler.test_plan import after_plan
 
 MANY = PlanLimits(starts_max=10**6, endings_max=10**6)
@@ -184,6 +187,67 @@ def test_recombination_that_finds_nothing_leaves_the_draft_as_it_was(
     assert total_cost(draft) == pytest.approx(cost)
     assert sorted(slots_of(draft)) == sorted(slots)
     assert draft.ledger.free == free
+
+
+def test_the_plans_of_a_live_small_fleet_find_what_recombination_finds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second replica of two devices displaces two others at once, which displace three more."""
+    monkeypatch.setattr(layout_choice, "CHOICES_MAX", 25)
+    world, optimum = small_world(120_454), 2_149.7
+    costs = []
+    for thorough_effort in (0, PlanLimits().thorough_effort):
+        fleet = carried_out(world, PlanLimits(thorough_effort=thorough_effort))
+        costs.append(total_cost(recost(world, slots_held(fleet.cluster))))
+    assert costs[0] > 1.05 * optimum
+    assert costs[1] <= 1.01 * optimum
+
+
+@pytest.mark.parametrize(
+    ("replicas_min", "devices", "attempts"),
+    [
+        (2, 4, [PlanLimits().thorough_effort]),
+        # One replica has been tried at every site.
+        (1, 4, []),
+        # Too large: a layout would take too long to look at.
+        (2, DEVICES_MAX // 2 + 1, []),
+    ],
+)
+def test_a_small_fleet_that_starts_several_replicas_is_planned_thoroughly(
+    replicas_min: int, devices: int, attempts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added: list[int] = []
+    monkeypatch.setattr(EffortBudget, "add", lambda _, attempts: added.append(attempts))
+    cluster = a_cluster(
+        nodes=tuple(
+            a_node(
+                f"{pop}-1", pop, devices=tuple(a_device(8.0, f"gpu{at}") for at in range(devices))
+            )
+            for pop in ("ams", "iad")
+        ),
+        deployments=(a_deployment(replicas_min=replicas_min),),
+    )
+    plan = plan_deployments(cluster)
+    assert len(plan.starts) == replicas_min
+    assert added == attempts
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 400), starts_max=st.integers(0, 20))
+def test_what_a_plan_may_start_first_is_what_a_fill_would_take_first(
+    seed: int, starts_max: int
+) -> None:
+    draft = empty_draft(small_world(seed), MANY)
+    fill(draft)
+    whole = sorted(slots_of(draft))
+    keep_first(draft, starts_max)
+    kept = sorted(slots_of(draft))
+    assert len(kept) == min(starts_max, len(whole))
+    assert set(kept) <= set(whole)
+    assert draft.has_starts_left == (len(whole) < starts_max)
+    filled = empty_draft(small_world(seed), PlanLimits(starts_max=starts_max))
+    fill(filled)
+    assert kept == sorted(slots_of(filled))
 
 
 def test_a_plan_with_little_effort_is_not_recombined() -> None:

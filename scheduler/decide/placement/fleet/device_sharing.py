@@ -16,17 +16,17 @@ class DeviceSharing:
     """The memory of each device taken by replicas that never sleep, and by the largest that may."""
 
     def __init__(self, cluster: ClusterState) -> None:
-        self._total = {
-            (node.node_id, device.device_id): device.memory_bytes
-            for node in cluster.nodes
-            for device in node.devices
-        }
         self._fixed: defaultdict[DeviceKey, int] = defaultdict(int)
         self._sleeping: defaultdict[DeviceKey, Counter[int]] = defaultdict(Counter)
         self.is_used = any(d.policy.overcommit > 1 for d in cluster.deployments) or any(
             part.overcommit > 1 for p in cluster.placements for part in p.parts
         )
         """Whether any replica is or may be over-committed; otherwise nothing is booked."""
+        self._total = {
+            (node.node_id, device.device_id): device.memory_bytes
+            for node in (cluster.nodes if self.is_used else ())
+            for device in node.devices
+        }
         for placement in cluster.placements if self.is_used else ():
             for part in placement.parts:
                 awake_bytes = int(part.memory_bytes * part.overcommit)

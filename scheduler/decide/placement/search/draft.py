@@ -61,6 +61,16 @@ class PlacementDraft:
         """Say whether the plan may start another replica."""
         return self._starts_left > 0
 
+    @property
+    def exceeds_starts(self) -> bool:
+        """Say whether the draft starts more replicas than the plan may."""
+        return self._starts_left < 0
+
+    def limit_starts(self, starts_max: int) -> None:
+        """Change how many replicas the plan may start, those that it would start now included."""
+        starting = sum(1 for state in self.states for replica in state.replicas if replica.slot)
+        self._starts_left = starts_max - starting
+
     def largest_first(self) -> list[DeploymentState]:
         """Return all states by memory, largest first: they fit in the fewest places."""
         return sorted(self.states, key=lambda state: -state.needs.memory_bytes)

@@ -20,9 +20,14 @@ class EffortBudget:
         """Say whether no attempt is left."""
         return self._left <= 0
 
-    def has(self, attempts: int) -> bool:
-        """Say whether at least `attempts` are left."""
-        return self._left >= attempts
+    @property
+    def left(self) -> int:
+        """The attempts that are left."""
+        return max(0, self._left)
+
+    def add(self, attempts: int) -> None:
+        """Allow `attempts` more."""
+        self._left = self.left + attempts
 
     def spend(self, attempts: int) -> bool:
         """Take `attempts` from the budget; False, and nothing is taken, if it is spent."""

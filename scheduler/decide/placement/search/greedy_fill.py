@@ -18,7 +18,7 @@ import numpy as np
 from scheduler.decide.arrays import NO_FLOATS, Floats
 from scheduler.decide.capacity.device_classes import GIB
 from scheduler.decide.placement.score import START, START_PER_S
-from scheduler.decide.placement.search.deployment_state import DeploymentState
+from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.draft import Gain, PlacementDraft
 from scheduler.decide.placement.search.load_assignment import EPSILON
 
@@ -44,6 +44,23 @@ def fill(
     `only` limits it to some deployments.
     """
     _GreedyFill(draft, order).run(draft.states if only is None else only)
+
+
+def keep_first(draft: PlacementDraft, starts_max: int) -> None:
+    """Let the draft start `starts_max` replicas at most: those that a fill would take first.
+
+    The others are removed, for later plans to start.
+    """
+    draft.limit_starts(starts_max)
+    if not draft.exceeds_starts:
+        return
+    left = [replica for state in draft.states for replica in state.new_replicas()]
+    for replica in left:
+        draft.remove(replica)
+    while left and draft.has_starts_left:
+        first = min(left, key=_entry_of)
+        left.remove(first)
+        draft.put_back(first)
 
 
 class Known(Enum):
@@ -116,19 +133,27 @@ class _Bids:
         if tiers[site] < highest:
             site = int(np.where(tiers == highest, nets, -inf).argmax())
         net = float(nets[site])
-        return [self._entry(site, net, highest, order)] if net > EPSILON else []
+        return [_entry(self._state, site, net, highest, order)] if net > EPSILON else []
 
-    def _entry(self, site: int, net: float, tier: int, order: FillOrder) -> Entry:
-        needs = self._state.needs
-        size_gib = needs.memory_bytes / GIB
-        if tier > 0:
-            # Large replicas first, while devices are empty; among sites, the one that saves most.
-            first = needs.weight * 1e9 + size_gib
-        elif order is FillOrder.DENSITY:
-            first = net / (size_gib + 1.0)
-        else:
-            first = net if order is FillOrder.WORTH else size_gib
-        return (-float(tier), -first, -round(net, 3), self._state.number, site)
+
+def _entry(state: DeploymentState, site: int, net: float, tier: int, order: FillOrder) -> Entry:
+    size_gib = state.needs.memory_bytes / GIB
+    if tier > 0:
+        # Large replicas first, while devices are empty; among sites, the one that saves most.
+        first = state.needs.weight * 1e9 + size_gib
+    elif order is FillOrder.DENSITY:
+        first = net / (size_gib + 1.0)
+    else:
+        first = net if order is FillOrder.WORTH else size_gib
+    return (-float(tier), -first, -round(net, 3), state.number, site)
+
+
+def _entry_of(replica: PlannedReplica) -> Entry:
+    """Return the entry of a replica that was removed from its deployment."""
+    state, site = replica.state, replica.site
+    need = state.need_at(site)
+    net = state.saves_at(site) + need.worth - replica.hold_cost - replica.start_cost
+    return _entry(state, site, net, need.tier, FillOrder.DENSITY)
 
 
 class _GreedyFill:

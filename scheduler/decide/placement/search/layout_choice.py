@@ -57,14 +57,19 @@ class _Bound(NamedTuple):
 
 
 class LayoutChoice:
-    """Chooses among the layouts of some deployments, in their order, for less than `below`."""
+    """Chooses among the layouts of some deployments, in their order, for less than `below`.
+
+    It ends after about `attempts_max` attempts of the search.
+    """
 
     def __init__(
         self,
         layouts: Sequence[DeploymentLayouts],
         packings: Sequence[SitePacking],
         below: float,
+        attempts_max: int,
     ) -> None:
+        self._attempts_max = attempts_max
         self._layouts = layouts
         self._packings = packings
         self._below = below - IMPROVEMENT_MIN
@@ -77,6 +82,10 @@ class LayoutChoice:
     def attempts(self) -> int:
         """The work that was done, in attempts of the search: about a millisecond each."""
         return self._evaluations // 4 + 5 * self._choices
+
+    @property
+    def _is_over(self) -> bool:
+        return self.attempts >= self._attempts_max
 
     @property
     def _evaluations(self) -> int:
@@ -94,7 +103,7 @@ class LayoutChoice:
     def _descend(self, number: int, room: Floats, cost: float, prices: Floats) -> None:
         """Choose the layouts of deployment `number` and those after it, while those before it cost
         `cost` and leave `room`."""
-        if self._choices >= CHOICES_MAX:
+        if self._choices >= CHOICES_MAX or self._is_over:
             return
         self._choices += 1
         bound = self._lower_bound(number, room, self._below - cost, prices)
@@ -149,7 +158,7 @@ class LayoutChoice:
         reduced[(known.used > room + ROUNDING).any(axis=1)] = np.inf
         row = int(reduced.argmin())
         layout, cost = tuple(known.counts[row].tolist()), float(reduced[row])
-        if improve and self._evaluations < PRICED_MAX:
+        if improve and self._evaluations < PRICED_MAX and not self._is_over:
             most = layouts.most_in(room)
             layout = layouts.improve(layout, layouts.replica_prices(prices), most)
             cost = layouts.cost(layout) + float(layouts.used(layout) @ prices)
@@ -182,7 +191,7 @@ class LayoutChoice:
         if tuple(self._chosen) in self._improved:
             return
         self._improved.add(tuple(self._chosen))
-        while self._evaluations < EVALUATIONS_MAX:
+        while self._evaluations < EVALUATIONS_MAX and not self._is_over:
             if not (self._improve_each() or self._improve_pairs()):
                 break
         self._improved.add(tuple(self._chosen))

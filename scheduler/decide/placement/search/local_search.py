@@ -92,6 +92,16 @@ class LocalSearch:
                 return
             fill(self._draft)
 
+    def run_thoroughly(self, effort: int) -> None:
+        """Improve the draft with `effort` more attempts if it starts several replicas.
+
+        What starts together is laid out together: later it would have to move.
+        """
+        if sum(len(state.new_replicas()) for state in self._draft.states) > 1:
+            self._effort.add(effort)
+            self.recombine()
+            self.run()
+
     def force_off(self) -> bool:
         """Force replicas off their sites until that lowers the cost; return whether it did."""
         return self._perturbation.force_off()

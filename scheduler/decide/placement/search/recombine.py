@@ -21,14 +21,29 @@ from scheduler.decide.placement.search.layouts import DeploymentLayouts, Layout,
 from scheduler.decide.placement.search.packing import NodeMemory, ReplicaSize, SitePacking
 
 EFFORT_MIN: Final = 1_000
-"""With fewer attempts left a recombination does not begin. The plans of a running fleet have fewer
+"""With fewer attempts left a recombination does not begin. Plans that start one replica have fewer
 from the start."""
 
 PAIRS_MAX: Final = 200
 """With more (deployment, site) pairs there are too many layouts to look at."""
 
+CITY_PAIRS_MAX: Final = 150
+DEVICES_MAX: Final = 128
+"""With more (city, site) pairs or devices each layout takes too long to look at."""
+
 TRIED_MAX: Final = 3
 """How many combinations are tried on the draft, the cheapest first."""
+
+
+def is_small(draft: PlacementDraft) -> bool:
+    """Say whether the replicas of a fleet can be recombined within seconds."""
+    fleet = draft.fleet
+    sites = len(fleet.sites)
+    return (
+        len(draft.states) * sites <= PAIRS_MAX
+        and len(fleet.pops) * sites <= CITY_PAIRS_MAX
+        and len(draft.ledger.free) <= DEVICES_MAX
+    )
 
 
 class Recombination:
@@ -41,7 +56,7 @@ class Recombination:
 
     def run(self) -> bool:
         """Return whether another combination of layouts lowers the cost, and then keep it."""
-        if not self._effort.has(EFFORT_MIN):
+        if self._effort.left < EFFORT_MIN:
             return False
         draft = self._draft
         states = [state for state in draft.largest_first() if _is_free(state)]
@@ -57,7 +72,7 @@ class Recombination:
         room = _FreeRoom(draft, states)
         before = room.layouts_of([(replica.state, replica.site) for replica in leaving])
         cost = sum(each.cost(layout) for each, layout in zip(room.layouts, before, strict=True))
-        choice = LayoutChoice(room.layouts, room.packings, cost)
+        choice = LayoutChoice(room.layouts, room.packings, cost, self._effort.left)
         combinations = choice.run()
         self._effort.spend(choice.attempts)
         lowered = any(self._try(room, each, savepoint) for each in combinations[:TRIED_MAX])
