@@ -27,8 +27,13 @@ from scheduler.decide.capacity.step_time import ITL_TARGET_S
 HYSTERESIS: Final = 0.1
 """In `auto`, the present share of prefill replicas stays while the best one is as near as this."""
 
-AUTO_SHARE_MIN: Final = 0.15
-"""In `auto`, replicas stay unified while reading prompts takes a smaller share of their time."""
+AUTO_SHARE_MIN: Final = 0.4
+"""In `auto`, replicas stay unified while reading prompts takes a smaller share of their time: then
+few steps have a prompt in them, and roles would only delay first tokens (`ops.sim.roles_table`,
+where the decode-heavy mix has a share of 0.3 and the others of 0.7)."""
+
+SHARE_MARGIN: Final = 0.05
+"""In `auto`, prefill replicas that are there go on until that share is smaller by this."""
 
 AUTO_ROUNDING: Final = 0.1
 """In `auto`, this share of a prefill replica may lack work. A decode replica can read the prompts
@@ -148,9 +153,10 @@ def prefill_wanted(policy: PlacementPolicy, mix: TokenMix, counts: RoleCounts) -
         return min(max(1, round(share * total)), total - 1) if share > 0 else 0
     if not _is_known(mix):
         return counts.prefill
-    if has_short_steps(policy, mix, counts):
+    share = _reading_share(mix)
+    if share < _least_share(counts) or has_short_steps(policy, mix, counts):
         return 0
-    best = _auto_share(mix, RoleCounts()) * total
+    best = share * total
     fewest = int(max(0.0, best - CHANGE_MARGIN) + AUTO_ROUNDING)
     most = int(best + CHANGE_MARGIN + AUTO_ROUNDING)
     return min(max(counts.prefill, fewest), most, total - 1)
@@ -229,10 +235,19 @@ def _auto_share(mix: TokenMix, counts: RoleCounts) -> float:
     """Return the share of time that reading prompts takes, or the present share if it is near."""
     if not _is_known(mix):
         return 0.0
-    reading = mix.uncached_per_s / mix.prefill_rate
-    generating = mix.output_per_s / mix.decode_rate
-    share = reading / (reading + generating)
+    share = _reading_share(mix)
     present = counts.prefill / counts.total if counts.total else 0.0
     if present and abs(share - present) <= HYSTERESIS:
         return present
-    return share if share >= AUTO_SHARE_MIN else 0.0
+    return share if share >= _least_share(counts) else 0.0
+
+
+def _reading_share(mix: TokenMix) -> float:
+    """Return the share of replicas' time that reading prompts takes, of a mix that is known."""
+    reading = mix.uncached_per_s / mix.prefill_rate
+    return reading / (reading + mix.output_per_s / mix.decode_rate)
+
+
+def _least_share(counts: RoleCounts) -> float:
+    """Return the share of time from which on replicas have roles."""
+    return AUTO_SHARE_MIN - SHARE_MARGIN if counts.prefill else AUTO_SHARE_MIN

@@ -18,8 +18,10 @@ from scheduler.decide.capacity.default_sizes import prompt_step_s
 from scheduler.decide.capacity.step_time import ITL_TARGET_S
 from scheduler.decide.placement.roles import (
     AUTO_ROUNDING,
+    AUTO_SHARE_MIN,
     CHANGE_MARGIN,
     HYSTERESIS,
+    SHARE_MARGIN,
     STEP_MARGIN,
     ReplicaRole,
     RoleCounts,
@@ -107,6 +109,22 @@ def test_auto_gives_no_prefill_replica_less_than_nearly_its_time(
     share = prefill_share(AUTO, mix(uncached, output), RoleCounts())
     assert counts.prefill <= share * replicas + AUTO_ROUNDING + 1e-6
     assert counts.prefill + 1 >= (share - HYSTERESIS) * (replicas - 1)
+
+
+def test_auto_stays_unified_on_a_mix_that_is_mostly_output() -> None:
+    def share_of(share: float) -> TokenMix:
+        return mix(1000 * share, 100 * (1 - share))
+
+    unified = RoleCounts(unified=8)
+    roles = RoleCounts(unified=1, prefill=2, decode=5)
+    for share, of_unified, of_roles in (
+        (AUTO_SHARE_MIN + 0.01, 3, 3),
+        (AUTO_SHARE_MIN - SHARE_MARGIN / 2, 0, 2),
+        (AUTO_SHARE_MIN - 2 * SHARE_MARGIN, 0, 0),
+    ):
+        tokens = share_of(share)
+        assert prefill_wanted(AUTO, tokens, unified) == of_unified
+        assert prefill_wanted(AUTO, tokens, roles) == of_roles
 
 
 def test_auto_stays_unified_while_steps_keep_pauses_within_the_target() -> None:
@@ -274,7 +292,7 @@ def test_roles_settle_near_the_mix_and_stay(
     assert found >= min(best - CHANGE_MARGIN + AUTO_ROUNDING, len(replicas) - 1) - 1
     # A mix that moves by less than the margin changes nothing.
     share = (found + CHANGE_MARGIN / 2) / len(replicas)
-    if 0.2 < share < 0.8:
+    if AUTO_SHARE_MIN < share < 0.8:
         assert role_change(AUTO, mix(1000 * share, 100 * (1 - share)), replicas) is None
 
 
