@@ -98,6 +98,7 @@ class ModelRunner:
         )
         pages = self._attention.allocate_pages(shape.layers)
         self._kv = [LayerKV(self._attention, of_layer) for of_layer in pages]
+        self._on_host = _all_layers(pages) if device == "cpu" else None
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -207,9 +208,9 @@ class ModelRunner:
 
         They are copied to `out`, which has this form, if it is given.
         """
-        if self.device == "cpu":
+        if (held := self._on_host) is not None:
             contents = self._new_contents(len(blocks)) if out is None else out
-            rows, held = _rows(contents, 2), _all_layers(self.kv_pages())
+            rows = _rows(contents, 2)
             for at, block in enumerate(blocks):
                 rows[at] = held[:, block]
             return contents
@@ -220,17 +221,16 @@ class ModelRunner:
     @torch.inference_mode()
     def write_blocks(self, blocks: Sequence[int], contents: Tensor) -> None:
         """Fill `blocks` with what `read_blocks` returned."""
-        indices = self._index(blocks)
-        if self.device == "cpu":
-            rows, held = _rows(contents.contiguous(), 2), _all_layers(self.kv_pages())
+        if (held := self._on_host) is not None:
+            rows = _rows(contents.contiguous(), 2)
             for at, block in enumerate(blocks):
                 held[:, block] = rows[at]
         else:
-            contents = contents.to(self.device)
+            indices, contents = self._index(blocks), contents.to(self.device)
             for layer, kv in enumerate(self._kv):
                 kv.pages[indices] = contents[:, layer]
         if self.token_states is not None:
-            self.token_states.clear_blocks(indices, BLOCK_TOKENS)
+            self.token_states.clear_blocks(self._index(blocks), BLOCK_TOKENS)
 
     def _new_contents(self, blocks: int) -> Tensor:
         """Return host memory for `blocks`.
