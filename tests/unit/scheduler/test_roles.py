@@ -188,7 +188,8 @@ def test_auto_keeps_the_present_share_while_it_is_near(
     share = prefill_share(AUTO, mix(uncached, output), counts)
     best = prefill_share(AUTO, mix(uncached, output), RoleCounts())
     assert 0 <= share <= 1
-    assert share in (prefill / 10, best)
+    is_at_border = AUTO_SHARE_MIN - SHARE_MARGIN <= share < AUTO_SHARE_MIN
+    assert share in (prefill / 10, best) or (is_at_border and not best)
     if best and abs(best - prefill / 10) <= HYSTERESIS:
         assert share == prefill / 10
 
