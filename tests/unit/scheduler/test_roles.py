@@ -289,7 +289,10 @@ def test_roles_settle_near_the_mix_and_stay(
     replicas = settled(AUTO, running(unified, prefill, decode), tokens)
     best = prefill_share(AUTO, tokens, RoleCounts()) * len(replicas)
     found = prefilling(replicas)
-    assert found <= max(0.0, best) + CHANGE_MARGIN + AUTO_ROUNDING + 1e-6
+    # A little below the least share, prefill replicas that are there stay.
+    share = uncached / 1000 / (uncached / 1000 + output / 100)
+    most = share * len(replicas) if share >= AUTO_SHARE_MIN - SHARE_MARGIN else 0.0
+    assert found <= most + CHANGE_MARGIN + AUTO_ROUNDING + 1e-6
     assert found >= min(best - CHANGE_MARGIN + AUTO_ROUNDING, len(replicas) - 1) - 1
     # A mix that moves by less than the margin changes nothing.
     share = (found + CHANGE_MARGIN / 2) / len(replicas)
