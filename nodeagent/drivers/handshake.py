@@ -117,6 +117,9 @@ class MooncakeHandshake(_VllmHandshake):
         """Return the request with the other engine's bootstrap server."""
         if address is None:
             raise HandshakeFailed("the prefill engine has no bootstrap server")
+        if _first_choice(answer).get("finish_reason") != "length":
+            # It keeps no blocks then, and a decode engine would wait for them (MOONCAKE_ABORT_S).
+            raise HandshakeFailed("the answer ends with its first token")
         params = {
             "do_remote_decode": False,
             "do_remote_prefill": True,
@@ -185,11 +188,10 @@ class TensorRtLlmHandshake:
         self, fields: Fields, transfer: str, address: KvAddress | None, answer: Fields
     ) -> Fields:
         """Return a request for the generation phase, with the prompt as tokens."""
-        choices = answer.get("choices")
-        first = choices[0] if isinstance(choices, list) and choices else None
-        params = first.get("disaggregated_params") if isinstance(first, dict) else None
+        first = _first_choice(answer)
+        params = first.get("disaggregated_params")
         tokens = answer.get("prompt_token_ids")
-        if first is None or not isinstance(params, dict) or not isinstance(tokens, list):
+        if not isinstance(params, dict) or not isinstance(tokens, list):
             raise HandshakeFailed("the context phase's answer has no state")
         if first.get("finish_reason") not in ("length", "not_finished"):
             raise HandshakeFailed("the answer ends with its first token")
@@ -226,6 +228,13 @@ def cached_tokens(answer: Mapping[str, Any]) -> int:
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     count = details.get("cached_tokens") if isinstance(details, dict) else None
     return count if isinstance(count, int) and count > 0 else 0
+
+
+def _first_choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an answer's first choice; {} if it has none."""
+    choices = answer.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    return first if isinstance(first, dict) else {}
 
 
 def _host(host: str) -> str:

@@ -1,10 +1,11 @@
-"""Install Mooncake beside vLLM, so that engines of a PoP share KV through its store.
+"""Install Mooncake beside vLLM: engines of a PoP share KV through its store, or send it.
 
     python -m ops.engines.mooncake [--folder .engines]
 
 Adds the package (46 MB) to FOLDER/vllm, which `python -m ops.engines.vllm_cpu` creates. Its
 libraries need packages of Debian; those that are missing are named. On a CPU vLLM's worker of the
-store must not create an event of CUDA: that line is changed in the installed vLLM.
+store must not create an event of CUDA, and its connector must not ask which accelerator is in use:
+both lines are changed in the installed vLLM.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import ctypes
 import subprocess
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from ops.engines.vllm_cpu import ROOT
 
@@ -28,7 +29,8 @@ DEBIAN: Final = {
 }
 """The libraries that Mooncake loads, and the packages of Debian 12 that have them."""
 
-WORKER: Final = "vllm/distributed/kv_transfer/kv_connector/v1/mooncake/store/worker.py"
+FOLDER: Final = "vllm/distributed/kv_transfer/kv_connector/v1/mooncake"
+WORKER: Final = f"{FOLDER}/store/worker.py"
 CUDA_EVENT: Final = """\
                 current_event = torch.cuda.Event()
                 current_event.record()
@@ -40,6 +42,40 @@ NO_EVENT_ON_CPU: Final = """\
                     current_event.record()
                 break
 """
+CONNECTOR: Final = f"{FOLDER}/mooncake_connector.py"
+DEVICE: Final = """\
+        self.device_id = torch.accelerator.current_device_index()
+"""
+NO_DEVICE_ON_CPU: Final = """\
+        self.device_id = 0
+        if torch.accelerator.is_available():
+            self.device_id = torch.accelerator.current_device_index()
+"""
+
+
+class Change(NamedTuple):
+    """A part of a file of vLLM, and what takes its place."""
+
+    path: str
+    before: str
+    after: str
+
+    def made_in(self, source: str) -> str:
+        """Return the file's text with the change, also if it is there already.
+
+        Raises ValueError if the text is of a version that the change is not for.
+        """
+        if self.after in source:
+            return source
+        if source.count(self.before) != 1:
+            raise ValueError(f"cannot change {self.path}: it is not that of the vLLM tested here")
+        return source.replace(self.before, self.after)
+
+
+CHANGES: Final = (
+    Change(WORKER, CUDA_EVENT, NO_EVENT_ON_CPU),
+    Change(CONNECTOR, DEVICE, NO_DEVICE_ON_CPU),
+)
 
 
 def missing_packages() -> list[str]:
@@ -53,18 +89,6 @@ def missing_packages() -> list[str]:
     return missing
 
 
-def without_cuda_event(source: str) -> str:
-    """Return vLLM's worker of the store without an event of CUDA where there is no GPU.
-
-    Raises ValueError if it is of a version that this change is not for.
-    """
-    if NO_EVENT_ON_CPU in source:
-        return source
-    if source.count(CUDA_EVENT) != 1:
-        raise ValueError(f"cannot change {WORKER}: it is not that of the vLLM tested here")
-    return source.replace(CUDA_EVENT, NO_EVENT_ON_CPU)
-
-
 def install(environment: Path) -> Path:
     """Install into vLLM's environment; return the program of the store's master."""
     commands = environment / "bin"
@@ -73,8 +97,11 @@ def install(environment: Path) -> Path:
     if not any(packages.glob(f"mooncake_transfer_engine_non_cuda-{VERSION}.dist-info/RECORD")):
         # vLLM has all that it needs.
         subprocess.run([*pip, "install", "-q", "--no-deps", PACKAGE], check=True)
-    worker = packages / WORKER
-    worker.write_text(without_cuda_event(worker.read_text()))
+    for change in CHANGES:
+        file = packages / change.path
+        changed = change.made_in(source := file.read_text())
+        if changed != source:
+            file.write_text(changed)
     return commands / "mooncake_master"
 
 

@@ -79,6 +79,7 @@ class RoleWorld(NamedTuple):
             output_per_s=answers,
             prefill_rate=profile.prefill_tokens_per_s,
             decode_rate=decode_rate(profile, prompts + answers / 2),
+            prompt_step_s=profile.chunk_tokens / profile.prefill_tokens_per_s,
         )
 
 

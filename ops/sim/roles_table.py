@@ -1,11 +1,13 @@
 """Prefill and decode on different replicas, simulated over 16 cities: one table of all policies.
 
     python -m ops.sim.roles_table [--data FOLDER] [--out FILE.csv] [--table FILE.md]
-        [--processes N] [--requests N] [--draw N] [--world WORD] [--load N ...]
+        [--processes N] [--requests N] [--draw N] [--world WORD] [--load N ...] [--ours]
 
 Gaps are the times between two tokens, over all tokens. Load counts the hits that our choice reaches
 with unified replicas. The oracle sees everything as it is now; of its runs with the arrangements
 and weights of ORACLES the one counts whose p90 time to first token times its p90 gap is lowest.
+`auto by mix` is `auto` where the length of steps is not known to the planner. With `--ours` only
+our choice is run, with each arrangement of roles.
 """
 
 import argparse
@@ -13,9 +15,12 @@ import csv
 import sys
 from collections.abc import Sequence
 from itertools import product
+from math import inf
 from multiprocessing import Pool
 from pathlib import Path
 from typing import Final, NamedTuple
+
+import msgspec
 
 from isochrone.wire.models.model import AUTO_ROLES, UNIFIED_ROLES
 from ops.sim import data
@@ -31,6 +36,7 @@ DRAW: Final = 71
 GOAL: Final = 1.15
 LARGE: Final = CHUNKS[-1]
 HALF: Final = "prefill=1,decode=1"
+BY_MIX: Final = "auto by mix"
 
 
 class RolePolicyRun(NamedTuple):
@@ -53,7 +59,7 @@ RIVALS: Final = (
     *(RolePolicyRun("round robin", roles) for roles in (AUTO_ROLES, HALF)),
     *(RolePolicyRun("llm-d", roles) for roles in (AUTO_ROLES, HALF)),
     *(RolePolicyRun("llm-d 512", roles) for roles in (AUTO_ROLES, HALF)),
-    RolePolicyRun("ours", AUTO_ROLES, CHUNKS[0]),
+    RolePolicyRun("ours", BY_MIX, CHUNKS[0]),
 )
 ORACLES: Final = tuple(
     RolePolicyRun(f"oracle 1 {delay} {crowd}", roles)
@@ -107,7 +113,10 @@ class PreparedCell(NamedTuple):
         task = self.task
         unified = task.world.fleet(task.folder, task.draw, run.chunk_tokens)
         mix = task.world.mix(unified, self.requests, self.cached_share)
-        fleet = with_roles(unified, run.roles, mix)
+        if run.roles == BY_MIX:
+            mix = msgspec.structs.replace(mix, prompt_step_s=inf)
+        roles = AUTO_ROLES if run.roles == BY_MIX else run.roles
+        fleet = with_roles(unified, roles, mix)
         speed = speed_for(task.load / 100, unified, self.requests, self.cached_share)
         found = RoleSimulation(fleet, self.requests, speed, AGE_S, run.policy).run_roles()
         summed = summarize(run.label, found.outcome)
@@ -145,6 +154,12 @@ def run_task(task: TableTask) -> list[RoleFigures]:
     cell = prepare(task)
     oracle = best_oracle([cell.run(run) for run in ORACLES])
     return [oracle, cell.run(OURS), *(cell.run(run) for run in RIVALS)]
+
+
+def run_ours(task: TableTask) -> list[RoleFigures]:
+    """Run our choice alone at one load, with each arrangement of roles."""
+    cell = prepare(task)
+    return [cell.run(run) for run in (OURS, *RIVALS) if run.policy == OURS.policy]
 
 
 def misses(runs: Sequence[RoleFigures]) -> list[str]:
@@ -212,6 +227,7 @@ def main() -> int:
     parser.add_argument("--draw", type=int, default=DRAW, help="seed of what traces do not have")
     parser.add_argument("--world", default="", help="only worlds with this in their name")
     parser.add_argument("--load", type=int, nargs="*", default=list(LOADS), help="in percent")
+    parser.add_argument("--ours", action="store_true", help="no oracle, no other policies")
     arguments = parser.parse_args()
     try:
         folder = data.folder(arguments.data)
@@ -225,9 +241,10 @@ def main() -> int:
     ]
     cells = []
     with Pool(arguments.processes) as pool:
-        for cell in pool.imap(run_task, tasks):
+        for cell in pool.imap(run_ours if arguments.ours else run_task, tasks):
             cells.append(cell)
-            print("\n".join(table_lines([cell])[2:]), flush=True)
+            rows = table_lines([cell])[2:]
+            print("\n".join(rows[: len(cell)] if arguments.ours else rows), flush=True)
     if arguments.out:
         write_csv(arguments.out, cells)
     if arguments.table:

@@ -1,9 +1,11 @@
 """One real vLLM reads prompts for another: both under our agent, each on a node of its own.
 
-The engines move KV with NIXL, which `python -m ops.engines.vllm_cpu --nixl` installs. It takes two
-minutes and 8 GB of memory. A thread of each engine is busy while it waits, so two cores are few.
+The engines move KV with NIXL (`python -m ops.engines.vllm_cpu --nixl`) or with Mooncake's connector
+(`python -m ops.engines.mooncake`). Each takes two minutes and 8 GB of memory. With NIXL a thread of
+each engine is busy while it waits, so two cores are few.
 """
 
+import asyncio
 import os
 import re
 from collections.abc import AsyncIterator, Mapping
@@ -18,8 +20,10 @@ import pytest_asyncio
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.models.model import EngineSettings
 from isochrone.wire.peers.assignment import Role
+from nodeagent.drivers.vllm import KV_LEASE_S
 from tests.builders import GIB, a_spec
 from tests.engines.real_engines import ENGINES, MODEL, READY_S, VLLM_COMMANDS, needs_vllm
+from tests.engines.store_nodes import needs_mooncake
 from tests.integration.nodeagent.test_data_plane import Node, a_node
 from tests.integration.nodeagent.test_two_legs import TwoLegs, artifact_of, is_warm, outcomes
 from tests.system.harness import until
@@ -27,18 +31,26 @@ from tests.system.harness import until
 NIXL: Final = ENGINES / "nixl"
 PROMPT_TOKENS: Final = 579
 
+needs_nixl: Final = pytest.mark.skipif(
+    not (NIXL / "nixl").exists(),
+    reason=f"no NIXL in {NIXL}: run `python -m ops.engines.vllm_cpu --nixl`",
+)
+CONNECTORS: Final = [
+    pytest.param("nixl", marks=needs_nixl),
+    pytest.param("mooncake", marks=needs_mooncake),
+]
+ENDS_AT_ONCE: Final = {"ignore_eos": False, "logit_bias": {"2": 100}}
+"""Makes the end of the answer, token 2 of the model, the first token."""
+
 pytestmark = [
     needs_vllm,
-    pytest.mark.skipif(
-        not (NIXL / "nixl").exists(),
-        reason=f"no NIXL in {NIXL}: run `python -m ops.engines.vllm_cpu --nixl`",
-    ),
+    pytest.mark.timeout(900),
     pytest.mark.asyncio(loop_scope="session"),
 ]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def pair() -> AsyncIterator[TwoLegs]:
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=CONNECTORS)
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[TwoLegs]:
     artifact = artifact_of(MODEL)
     engine = EngineSettings(
         driver="vllm",
@@ -46,7 +58,7 @@ async def pair() -> AsyncIterator[TwoLegs]:
         tokens_in_flight_max=100_000,
         # A prompt is computed in other batches when a part of it is cached. By bf16 some prompt
         # then has another likeliest token.
-        options={"kv_connector": "nixl", "dtype": "float32"},
+        options={"kv_connector": request.param, "dtype": "float32"},
     )
     async with AsyncExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -103,7 +115,8 @@ def log_of(node: Node) -> str:
     (replica,) = node.supervisor.replicas.values()
     assert replica.engine is not None
     lines = replica.engine.log.read_text(errors="replace").splitlines()
-    return "\n".join([line for line in lines if "nixl" in line.lower()][-20:] + lines[-60:])
+    of_transfers = [line for line in lines if re.search("nixl|mooncake", line.lower())]
+    return "\n".join(of_transfers[-20:] + lines[-60:])
 
 
 async def test_a_prompt_is_read_by_one_vllm_and_answered_by_the_other(pair: TwoLegs) -> None:
@@ -112,7 +125,7 @@ async def test_a_prompt_is_read_by_one_vllm_and_answered_by_the_other(pair: TwoL
         prompt = [1000 + (37 * n + stream) % 5000 for n in range(PROMPT_TOKENS)]
         before = await tokens_by_source(decode)
         alone = await pair.ask(prompt, tenant="another", stream=stream)
-        assert alone.heads == ["200"]
+        assert alone.heads == ["200"], log_of(decode)
         computed = await counted(decode, "local_compute", before)
         legs = outcomes().get("prefill", 0.0)
         answer = await pair.ask(prompt, "p1", stream=stream)
@@ -122,6 +135,16 @@ async def test_a_prompt_is_read_by_one_vllm_and_answered_by_the_other(pair: TwoL
         assert outcomes()["prefill"] == legs + 1
         assert answer.cached_tokens == 0, "the prefill engine had nothing of it"
         assert answer.text == alone.text != ""
+    await until("tokens are released", pair.is_idle, 30.0)
+
+
+async def test_an_answer_that_ends_with_its_first_token_does_not_wait_for_kv(pair: TwoLegs) -> None:
+    prompt = [1500 + (43 * n) % 5000 for n in range(PROMPT_TOKENS)]
+    before = await tokens_by_source(pair.nodes[0])
+    async with asyncio.timeout(KV_LEASE_S):
+        answer = await pair.ask(prompt, "p1", fields=ENDS_AT_ONCE)
+    assert (answer.heads[-1], answer.text) == ("200", ""), answer
+    await counted(pair.nodes[0], "local_compute", before)
     await until("tokens are released", pair.is_idle, 30.0)
 
 

@@ -13,6 +13,13 @@ import msgspec
 
 from isochrone.wire.engines.engine import EngineConfig
 
+_SUFFIXES: Final[Mapping[str, int]] = {
+    "k": 10**3,
+    "K": 2**10,
+    "m": 10**6,
+    "M": 2**20,
+}
+
 TRUE: Final = frozenset({"", "true"})
 """The values that turn a flag on. `--option enforce_eager=` is one of them."""
 FALSE: Final = frozenset({"false"})
@@ -74,6 +81,16 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
                 except msgspec.ValidationError as error:
                     return f"cannot use {value!r} for option {field.name!r}: {error}"
         return ""
+
+
+def read_size(text: str) -> int:
+    """Return a number that may be written as 8k or 2.5k, as vLLM reads it; 0 if it is none."""
+    factor = _SUFFIXES.get(text[-1:], 1)
+    digits = text[:-1] if factor > 1 else text
+    try:
+        return max(0, int(float(digits) * factor))
+    except (ValueError, OverflowError):
+        return 0
 
 
 def _is_number(value: str) -> bool:

@@ -6,10 +6,10 @@ the most tokens that a step reads and from the speed at which the engine read a 
 length after its start. The embedded engine counts layers, and needs no such limit.
 """
 
-from collections.abc import Mapping
 from typing import Final
 
 from isochrone.wire.engines.engine_capabilities import capabilities_of
+from isochrone.wire.engines.engine_options import read_size
 from isochrone.wire.models.model import EngineSettings
 
 MARGIN: Final = 3.0
@@ -24,12 +24,6 @@ STEP_TOKENS_DEFAULT: Final = 2048
 larger one read it within the node's `stall_s`."""
 
 COUNTS_LAYERS: Final = frozenset({"embedded"})
-_SUFFIXES: Final[Mapping[str, int]] = {
-    "k": 10**3,
-    "K": 2**10,
-    "m": 10**6,
-    "M": 2**20,
-}
 
 
 def step_tokens_max(engine: EngineSettings) -> int:
@@ -37,7 +31,7 @@ def step_tokens_max(engine: EngineSettings) -> int:
     name = capabilities_of(engine.driver).step_tokens_option
     if not name or engine.driver in COUNTS_LAYERS:
         return 0
-    return _tokens(engine.options.get(name, "")) or STEP_TOKENS_DEFAULT
+    return read_size(engine.options.get(name, "")) or STEP_TOKENS_DEFAULT
 
 
 def step_limit_s(step_tokens: int, prefill_tokens_per_s: float) -> float:
@@ -45,13 +39,3 @@ def step_limit_s(step_tokens: int, prefill_tokens_per_s: float) -> float:
     if step_tokens <= 0 or prefill_tokens_per_s <= 0:
         return 0.0
     return min(LIMIT_S_MAX, MARGIN * step_tokens / prefill_tokens_per_s)
-
-
-def _tokens(text: str) -> int:
-    """Return a number that may be written as 8k or 2.5k, as vLLM reads it; 0 if it is none."""
-    factor = _SUFFIXES.get(text[-1:], 1)
-    digits = text[:-1] if factor > 1 else text
-    try:
-        return max(0, int(float(digits) * factor))
-    except (ValueError, OverflowError):
-        return 0

@@ -6,7 +6,7 @@ Rule 2: the rows of the flat batch lie in the order of `ForwardBatch.chunks`, de
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -96,7 +96,9 @@ class ModelRunner:
                 kv_format=kv_format or KvFormat(dtype),
             )
         )
-        self._kv = [LayerKV(self._attention) for _ in range(shape.layers)]
+        pages = self._attention.allocate_pages(shape.layers)
+        self._kv = [LayerKV(self._attention, of_layer) for of_layer in pages]
+        self._on_host = _all_layers(pages) if device == "cpu" else None
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -206,13 +208,11 @@ class ModelRunner:
 
         They are copied to `out`, which has this form, if it is given.
         """
-        if self.device == "cpu":
+        if (held := self._on_host) is not None:
             contents = self._new_contents(len(blocks)) if out is None else out
-            rows, runs = _rows(contents, 2), _block_runs(blocks)
-            for layer, kv in enumerate(self._kv):
-                held = _rows(kv.pages, 1)
-                for at, first, count in runs:
-                    rows[at : at + count, layer] = held[first : first + count]
+            rows = _rows(contents, 2)
+            for at, block in enumerate(blocks):
+                rows[at] = held[:, block]
             return contents
         indices = self._index(blocks)
         stacked = torch.stack([kv.pages[indices] for kv in self._kv], 1)
@@ -221,19 +221,16 @@ class ModelRunner:
     @torch.inference_mode()
     def write_blocks(self, blocks: Sequence[int], contents: Tensor) -> None:
         """Fill `blocks` with what `read_blocks` returned."""
-        indices = self._index(blocks)
-        if self.device == "cpu":
-            rows, runs = _rows(contents.contiguous(), 2), _block_runs(blocks)
-            for layer, kv in enumerate(self._kv):
-                held = _rows(kv.pages, 1)
-                for at, first, count in runs:
-                    held[first : first + count] = rows[at : at + count, layer]
+        if (held := self._on_host) is not None:
+            rows = _rows(contents.contiguous(), 2)
+            for at, block in enumerate(blocks):
+                held[:, block] = rows[at]
         else:
-            contents = contents.to(self.device)
+            indices, contents = self._index(blocks), contents.to(self.device)
             for layer, kv in enumerate(self._kv):
                 kv.pages[indices] = contents[:, layer]
         if self.token_states is not None:
-            self.token_states.clear_blocks(indices, BLOCK_TOKENS)
+            self.token_states.clear_blocks(self._index(blocks), BLOCK_TOKENS)
 
     def _new_contents(self, blocks: int) -> Tensor:
         """Return host memory for `blocks`.
@@ -266,23 +263,16 @@ class ModelRunner:
         return torch.tensor(values, dtype=torch.int64).to(self.device)
 
 
-class _BlockRun(NamedTuple):
-    """Blocks with consecutive numbers from `first` on, at `at` of the list."""
+def _all_layers(pages: Sequence[Tensor]) -> np.ndarray:
+    """Return the pages of all layers on the host as bytes [layers, blocks, bytes of one block].
 
-    at: int
-    first: int
-    blocks: int
-
-
-def _block_runs(blocks: Sequence[int]) -> list[_BlockRun]:
-    """Return the runs of consecutive numbers: each is one copy, and needs no memory between."""
-    runs: list[_BlockRun] = []
-    for at, block in enumerate(blocks):
-        if runs and block == runs[-1].first + runs[-1].blocks:
-            runs[-1] = runs[-1]._replace(blocks=runs[-1].blocks + 1)
-        else:
-            runs.append(_BlockRun(at, block, 1))
-    return runs
+    They lie at equal distances in one mapping, which each of them keeps.
+    """
+    first = _rows(pages[0], 1)
+    distance = pages[1].data_ptr() - pages[0].data_ptr() if len(pages) > 1 else 0
+    return np.lib.stride_tricks.as_strided(
+        first, (len(pages), *first.shape), (distance, *first.strides)
+    )
 
 
 def _rows(blocks: Tensor, leading: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nodeagent.engine.kernels.huge_pages import huge_page_bytes
+from nodeagent.engine.kernels.huge_pages import PAGE_BYTES, huge_page_bytes
 from nodeagent.engine.kvcache.kv_format import KvFormat
 from nodeagent.engine.scheduler.forward_batch import ForwardBatch
 
@@ -71,17 +71,24 @@ class AttentionBackend(ABC):
     def __init__(self, config: AttentionConfig) -> None:
         self.config = config
 
-    def allocate_pages(self) -> Tensor:
-        """Return the zeroed pages of one layer.
+    def allocate_pages(self, layers: int) -> list[Tensor]:
+        """Return the zeroed pages of each layer.
 
         Zeroed, because masked slots are multiplied by zero, and zero times NaN is NaN. Values lie
-        beside their keys, so that one gather reads both.
+        beside their keys, so that one gather reads both. On a CPU all layers lie in one mapping at
+        equal distances, so that one copy moves a block of all of them (`ModelRunner`).
         """
         shape, dtype = self.config.pages_shape, self.config.kv_format.dtype
         if self.config.device != "cpu":
-            return torch.zeros(shape, device=self.config.device, dtype=dtype)
+            return [
+                torch.zeros(shape, device=self.config.device, dtype=dtype) for _ in range(layers)
+            ]
         # The system zeroes these when they are first touched; torch would before the first request.
-        return huge_page_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        size_bytes = math.prod(shape) * dtype.itemsize
+        stride_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        flat = huge_page_bytes(layers * stride_bytes)
+        starts = range(0, layers * stride_bytes, stride_bytes)
+        return [flat[start : start + size_bytes].view(dtype).view(shape) for start in starts]
 
     @abstractmethod
     def prepare(self, batch: ForwardBatch) -> StepInputs:
@@ -98,8 +105,8 @@ class AttentionBackend(ABC):
 class LayerKV:
     """The pages of one layer, with the backend that reads and writes them."""
 
-    def __init__(self, backend: AttentionBackend) -> None:
-        self.pages = backend.allocate_pages()
+    def __init__(self, backend: AttentionBackend, pages: Tensor) -> None:
+        self.pages = pages
         self._attend = backend.attend
 
     def attend(self, mixed: Tensor, heads: int, layout: AttentionLayout) -> Tensor:

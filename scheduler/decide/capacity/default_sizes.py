@@ -9,12 +9,13 @@ Rule 3: the result is in the replica's spec, so that the agent, the engine and t
 sizes that were planned.
 """
 
-from math import ceil
+from math import ceil, inf
 from typing import Final
 
 import msgspec
 
 from isochrone.wire.engines.engine_capabilities import capabilities_of
+from isochrone.wire.engines.engine_options import read_size
 from isochrone.wire.models.model import CatalogModel, EngineSettings
 from scheduler.decide.capacity.device_classes import GIB, class_of
 from scheduler.decide.capacity.replica_capacity import (
@@ -47,6 +48,9 @@ STEP_TARGET_S: Final = 0.25
 STEP_TOKENS_MIN: Final = 256
 STEP_TOKENS_MAX: Final = 8192
 """A step prefills what the device computes in this time, within these limits."""
+
+INTERVAL_OPTION: Final = "interval_ms"
+"""The embedded engine's limit of a step that reads prompts while answers are generated."""
 
 SLOTS_MAX: Final = 32
 """The most sequences of an engine in which each has a part of the KV cache of its own."""
@@ -141,6 +145,18 @@ def with_sizes(engine: EngineSettings, sizes: ReplicaSizes) -> EngineSettings:
         tokens_in_flight_max=engine.tokens_in_flight_max or sizes.tokens_in_flight,
         options={**derived, **engine.options},
     )
+
+
+def prompt_step_s(engine: EngineSettings, prefill_tokens_per_s: float) -> float:
+    """Return how long answers wait at most for a step that reads prompts, by the deployment's own
+    options; inf if they do not bound it."""
+    step_tokens_option = capabilities_of(engine.driver).step_tokens_option
+    interval_ms = read_size(engine.options.get(INTERVAL_OPTION, ""))
+    tokens = read_size(engine.options.get(step_tokens_option, ""))
+    limits_s = [interval_ms / 1000] if interval_ms else []
+    if tokens and prefill_tokens_per_s > 0:
+        limits_s.append(tokens / prefill_tokens_per_s)
+    return min(limits_s, default=inf)
 
 
 def in_words(sizes: ReplicaSizes, overcommit: float = 1.0) -> str:

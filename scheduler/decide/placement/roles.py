@@ -2,7 +2,9 @@
 
 A role counts in its own unit: a prefill replica in uncached prompt tokens per second, a decode
 replica in output tokens per second. With `auto`, the share of prefill replicas is the share of the
-replicas' time that reading prompts takes.
+replicas' time that reading prompts takes. Roles shorten the pauses between tokens, and first tokens
+come later with them. So replicas stay unified where the engine's own steps are so short that pauses
+stay within the target, unless the policy pins its roles to devices.
 
 An engine can do the work of every role, so a running replica changes its role without loading
 anything: only the routers are notified. In each PoP one replica at a time changes its role, and in
@@ -12,7 +14,7 @@ anything: only the routers are notified. In each PoP one replica at a time chang
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from math import ceil
+from math import ceil, inf
 from typing import Final, NamedTuple
 
 import msgspec
@@ -20,12 +22,18 @@ import msgspec
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.models.model import AUTO_ROLES, PlacementPolicy
 from isochrone.wire.peers.assignment import Role
+from scheduler.decide.capacity.step_time import ITL_TARGET_S
 
 HYSTERESIS: Final = 0.1
 """In `auto`, the present share of prefill replicas stays while the best one is as near as this."""
 
-AUTO_SHARE_MIN: Final = 0.15
-"""In `auto`, replicas stay unified while reading prompts takes a smaller share of their time."""
+AUTO_SHARE_MIN: Final = 0.4
+"""In `auto`, replicas stay unified while reading prompts takes a smaller share of their time: then
+few steps have a prompt in them, and roles would only delay first tokens (`ops.sim.roles_table`,
+where the decode-heavy mix has a share of 0.3 and the others of 0.7)."""
+
+SHARE_MARGIN: Final = 0.05
+"""In `auto`, prefill replicas that are there go on until that share is smaller by this."""
 
 AUTO_ROUNDING: Final = 0.1
 """In `auto`, this share of a prefill replica may lack work. A decode replica can read the prompts
@@ -35,6 +43,10 @@ rounded down: two replicas stay unified until reading takes nearly half of their
 CHANGE_MARGIN: Final = 0.25
 """In `auto`, a running replica changes its role if this share of a replica's time would be used
 better after the change: a mix at the border of two ratios changes nothing."""
+
+STEP_MARGIN: Final = 0.8
+"""In `auto`, prefill replicas go on once they are there, until steps that read prompts are shorter
+than this share of the target: a measured speed at the border changes nothing."""
 
 ROUNDING: Final = 1e-9
 """Two thirds of three are two."""
@@ -82,13 +94,15 @@ class TokenMix(msgspec.Struct, frozen=True, kw_only=True):
     """The demand that a PoP serves of a deployment, and one replica's rates in each role there.
 
     Units are tokens per second: uncached prompt tokens of prefill replicas; for replicas that
-    generate, output tokens at the target ITL.
+    generate, output tokens at the target ITL. Where both are done, answers wait for a step that
+    reads prompts for `prompt_step_s` at most.
     """
 
     uncached_per_s: float
     output_per_s: float
     prefill_rate: float
     decode_rate: float
+    prompt_step_s: float = inf
 
 
 def prefill_share(policy: PlacementPolicy, mix: TokenMix, counts: RoleCounts) -> float:
@@ -98,8 +112,15 @@ def prefill_share(policy: PlacementPolicy, mix: TokenMix, counts: RoleCounts) ->
         prefill, decode = int(fixed[1]), int(fixed[2])
         return prefill / (prefill + decode)
     if policy.roles == AUTO_ROLES:
-        return _auto_share(mix, counts)
+        return 0.0 if has_short_steps(policy, mix, counts) else _auto_share(mix, counts)
     return policy.prefill_share
+
+
+def has_short_steps(policy: PlacementPolicy, mix: TokenMix, counts: RoleCounts) -> bool:
+    """Return whether pauses between tokens stay within the target without roles, in `auto`."""
+    if policy.roles != AUTO_ROLES or policy.prefill_devices or policy.decode_devices:
+        return False
+    return mix.prompt_step_s <= ITL_TARGET_S * (STEP_MARGIN if counts.prefill else 1.0)
 
 
 def generating_share(policy: PlacementPolicy) -> float:
@@ -132,7 +153,10 @@ def prefill_wanted(policy: PlacementPolicy, mix: TokenMix, counts: RoleCounts) -
         return min(max(1, round(share * total)), total - 1) if share > 0 else 0
     if not _is_known(mix):
         return counts.prefill
-    best = prefill_share(policy, mix, RoleCounts()) * total
+    share = _reading_share(mix)
+    if share < _least_share(counts) or has_short_steps(policy, mix, counts):
+        return 0
+    best = share * total
     fewest = int(max(0.0, best - CHANGE_MARGIN) + AUTO_ROUNDING)
     most = int(best + CHANGE_MARGIN + AUTO_ROUNDING)
     return min(max(counts.prefill, fewest), most, total - 1)
@@ -211,10 +235,19 @@ def _auto_share(mix: TokenMix, counts: RoleCounts) -> float:
     """Return the share of time that reading prompts takes, or the present share if it is near."""
     if not _is_known(mix):
         return 0.0
-    reading = mix.uncached_per_s / mix.prefill_rate
-    generating = mix.output_per_s / mix.decode_rate
-    share = reading / (reading + generating)
+    share = _reading_share(mix)
     present = counts.prefill / counts.total if counts.total else 0.0
     if present and abs(share - present) <= HYSTERESIS:
         return present
-    return share if share >= AUTO_SHARE_MIN else 0.0
+    return share if share >= _least_share(counts) else 0.0
+
+
+def _reading_share(mix: TokenMix) -> float:
+    """Return the share of replicas' time that reading prompts takes, of a mix that is known."""
+    reading = mix.uncached_per_s / mix.prefill_rate
+    return reading / (reading + mix.output_per_s / mix.decode_rate)
+
+
+def _least_share(counts: RoleCounts) -> float:
+    """Return the share of time from which on replicas have roles."""
+    return AUTO_SHARE_MIN - SHARE_MARGIN if counts.prefill else AUTO_SHARE_MIN

@@ -10,7 +10,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -127,16 +127,19 @@ class TwoLegs(NamedTuple):
         deadline_ms: int = 0,
         traceparent: str = "",
         at: str = "d",
+        fields: Mapping[str, Any] | None = None,
     ) -> Answer:
         """Send a request as a router does, without hiding interim responses; call `then` after.
 
-        `bad` is another prefill replica. Replica `at` may hand the request off to `d`.
+        `bad` is another prefill replica. Replica `at` may hand the request off to `d`. The body has
+        `fields`, too.
         """
         options: dict[str, Any] = {
             "max_tokens": TOKENS,
             "temperature": 0,
             "ignore_eos": True,
             "stream": stream,
+            **(fields or {}),
         }
         if stream:
             options["stream_options"] = {"include_usage": True}

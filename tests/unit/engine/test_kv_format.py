@@ -1,11 +1,15 @@
 """KV formats: what each costs in memory and in accuracy."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nodeagent.engine.core.model_runner import ModelRunner
+from nodeagent.engine.kernels.huge_pages import PAGE_BYTES
 from nodeagent.engine.kvcache.block_mover import BlockMover
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.kvcache.host_tier import HostTier
@@ -101,3 +105,24 @@ def test_blocks_of_another_format_are_refused() -> None:
         mover.import_blocks([b"b" * 32, b"c" * 32], contents[1:])
     assert len(mover.host) == 1
     mover.close([])
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_block_of_all_layers_is_one_copy_and_each_layer_begins_at_a_huge_page(
+    layers: int,
+) -> None:
+    shape: Any = SimpleNamespace(layers=layers, kv_heads=2, head_dim=4, window_tokens=None)
+    model: Any = SimpleNamespace(shape=shape)
+    runner = ModelRunner(model, 5, "cpu", torch.bfloat16)
+    pages = runner.kv_pages()
+    assert all(page.data_ptr() % PAGE_BYTES == 0 for page in pages)
+    for layer, page in enumerate(pages):
+        page.copy_(torch.randn(page.shape, generator=torch.Generator().manual_seed(layer)))
+    held = torch.stack([page.clone() for page in pages])
+    blocks = [4, 0, 1]
+    contents = runner.read_blocks(blocks)
+    assert torch.equal(contents, held[:, blocks].transpose(0, 1))
+    assert torch.equal(runner.read_blocks(blocks, torch.empty_like(contents)), contents)
+    runner.write_blocks([1, 3, 2], contents)
+    held[:, [1, 3, 2]] = contents.transpose(0, 1)
+    assert torch.equal(torch.stack(pages), held)

@@ -41,6 +41,7 @@ from nodeagent.engine.kvcache.transfer_frames import (
 )
 from nodeagent.engine.server.kv.kv_sharing import KvSharing
 from nodeagent.engine.server.kv.kv_windows import KvWindows
+from nodeagent.engine.server.kv.kv_writing import BlockRoom
 from tests.unit.engine.test_kv_transfers import Memory, digest
 from tests.unit.engine.test_kv_writing import Response, a_writer
 
@@ -266,3 +267,50 @@ async def test_how_much_is_here_is_said_during_a_step_and_a_part_waits_for_one()
             await reading
         if not is_given_up:
             assert b"".join(response.written[1::2]) == torch.ones(6).numpy().tobytes()
+
+
+class PromptWorker(StoppedWorker):
+    """A step thread that has no step to do."""
+
+    def call(self, function: Callable[[object], object]) -> Future[object]:
+        future = super().call(function)
+        self.step()
+        return future
+
+
+@pytest.mark.parametrize("on_device", [6, 5, 3, 0])
+async def test_the_next_part_is_held_while_one_is_read(on_device: int) -> None:
+    mover = BlockMover(Memory(12), HostTier(8, (1,), torch.float32), None)
+    transfers = KvTransfers(BlockPool(12), Memory(12), mover)
+    if on_device:
+        store(transfers, CHAIN[:on_device])
+    mover.import_blocks(CHAIN[on_device:], torch.ones(6 - on_device, 1))
+    form: Any = SimpleNamespace(block_bytes=4, dtype=torch.float32, shape=(1,))
+    windows = KvWindows(form, Path("unused"), StagingMemory(64))
+    worker: Any = PromptWorker(transfers)
+    sharing = KvSharing(form, worker, transfers, None, windows, StagingMemory(64), 1.0)
+    sharing._held_blocks = 2
+    response: Any = Response()
+    writer = a_writer(response, 60.0, windows)
+    held, put = [], writer.put
+
+    def put_and_count(digests: Sequence[bytes], contents: torch.Tensor, room: BlockRoom) -> None:
+        held.append(transfers.held_blocks)
+        put(digests, contents, room)
+
+    writer.put = put_and_count  # type: ignore[method-assign]
+    await writer.write_all(partial(sharing._read_all, writer, CHAIN))
+    expected = {6: [4, 4, 2], 5: [4, 3, 1, 0], 3: [3, 1, 0], 0: [0]}
+    assert held == expected[on_device]
+    assert transfers.held_blocks == 0
+    assert sharing.shared_blocks_total == 6
+    assert b"".join(response.written[1::2]) == torch.ones(6).numpy().tobytes()
+
+
+@pytest.mark.parametrize(("block_bytes", "held"), [(368_640, 44), (1 << 20, 16), (32 << 20, 1)])
+def test_what_is_held_is_whole_parts(block_bytes: int, held: int) -> None:
+    form: Any = SimpleNamespace(block_bytes=block_bytes, dtype=torch.uint8, shape=(block_bytes,))
+    windows = KvWindows(form, Path("unused"), StagingMemory(0))
+    none: Any = None
+    sharing = KvSharing(form, none, None, None, windows, StagingMemory(0), 1.0)
+    assert sharing._held_blocks == held

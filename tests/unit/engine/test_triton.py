@@ -87,7 +87,7 @@ def test_attention_equals_torch(
     config = AttentionConfig(BLOCKS, 16, kv_heads, dim, window, "cpu", torch.float32, form)
     attention = choose_attention(config)
     assert isinstance(attention, TritonAttention)
-    kv = LayerKV(attention)
+    kv = LayerKV(attention, *attention.allocate_pages(1))
     # Unwritten slots hold NaN, which must not be read.
     kv.pages.view(torch.uint8).fill_(0xFF)
     for step in steps():

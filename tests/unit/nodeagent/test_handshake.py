@@ -35,6 +35,8 @@ from tests.builders import a_spec
 
 TRANSFER = "f" * 32
 ADDRESS = KvAddress(host="10.0.0.7", port=4322, engine_id="p1-ab")
+KEPT = {"choices": [{"finish_reason": "length"}]}
+"""What a vLLM answers that keeps the blocks of a prompt."""
 CHAT = {
     "messages": [{"role": "user", "content": "x"}],
     "max_completion_tokens": 50,
@@ -69,7 +71,7 @@ def test_nixl_passes_the_answer_of_the_first_leg_to_the_second() -> None:
 
 
 def test_mooncake_names_the_transfer_and_the_first_engine() -> None:
-    prefill, decode = legs(MooncakeHandshake(), {})
+    prefill, decode = legs(MooncakeHandshake(), KEPT)
     assert prefill["kv_transfer_params"]["transfer_id"] == TRANSFER
     assert decode["kv_transfer_params"] == {
         "do_remote_decode": False,
@@ -79,7 +81,15 @@ def test_mooncake_names_the_transfer_and_the_first_engine() -> None:
         "transfer_id": TRANSFER,
     }
     with pytest.raises(HandshakeFailed):
-        MooncakeHandshake().decode({}, TRANSFER, None, {})
+        MooncakeHandshake().decode({}, TRANSFER, None, KEPT)
+
+
+@pytest.mark.parametrize("answer", [{"choices": [{"finish_reason": "stop"}]}, {"choices": []}, {}])
+def test_a_mooncake_engine_keeps_nothing_if_the_first_token_ends_the_answer(
+    answer: dict[str, Any],
+) -> None:
+    with pytest.raises(HandshakeFailed):
+        MooncakeHandshake().decode({}, TRANSFER, ADDRESS, answer)
 
 
 def test_sglang_gives_both_legs_the_same_room() -> None:

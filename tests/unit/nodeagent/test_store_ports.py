@@ -16,7 +16,7 @@ from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import EngineCommand, EngineLaunch, StorePorts, UnknownOption
 from nodeagent.drivers.vllm import EVENTS_SOCKET, STORE_CONFIG
 from nodeagent.host.store_master import missing_master, store_master_program
-from ops.engines.mooncake import CUDA_EVENT, NO_EVENT_ON_CPU, without_cuda_event
+from ops.engines.mooncake import CHANGES, Change
 from tests.builders import GIB, a_spec
 from tests.unit.nodeagent.test_decide import an_assignment
 
@@ -175,12 +175,13 @@ def test_a_range_of_ports_that_cannot_work_is_refused(ports: tuple[int, int], re
         )
 
 
-def test_the_event_of_cuda_is_created_on_gpus_only() -> None:
-    changed = without_cuda_event(f"before\n{CUDA_EVENT}after\n")
-    assert changed == f"before\n{NO_EVENT_ON_CPU}after\n"
-    assert without_cuda_event(changed) == changed
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: Path(change.path).name)
+def test_vllm_is_changed_once_and_only_in_the_version_that_is_tested(change: Change) -> None:
+    changed = change.made_in(f"before\n{change.before}after\n")
+    assert changed == f"before\n{change.after}after\n"
+    assert change.made_in(changed) == changed
     with pytest.raises(ValueError, match="not that of the vLLM tested here"):
-        without_cuda_event("another version\n")
+        change.made_in("another version\n")
 
 
 def test_the_master_is_found_on_the_path_or_beside_the_agents_python(

@@ -184,6 +184,20 @@ def test_a_new_version_begins_with_a_replica_that_generates() -> None:
     assert {placement.version for placement in after.placements} == {2}
 
 
+def test_auto_keeps_replicas_unified_whose_steps_are_short_and_says_so() -> None:
+    cluster = two_pops()
+    (deployment,) = cluster.deployments
+    engine = EngineSettings(driver="mock", kv_memory_bytes=0, options={"interval_ms": "25"})
+    short = msgspec.structs.replace(deployment, engine=engine)
+    assert "prefill" in roles_in(settled(cluster), "ams")
+    cluster = msgspec.structs.replace(cluster, deployments=(short,))
+    assert roles_in(settled(cluster), "ams") == ["unified"] * 4
+    explanation = explain_placement(cluster, DeploymentId("d"))
+    assert explanation is not None
+    assert "0 of 4 replicas prefill (0 should)" in explanation.roles[0]
+    assert explanation.roles[0].endswith("are short, so that roles would save no pauses")
+
+
 def test_explain_says_what_each_role_has_to_do_and_can_do() -> None:
     explanation = explain_placement(split_pop(), DeploymentId("d"))
     assert explanation is not None

@@ -2,9 +2,9 @@
 
 Rule 1: a block is named by its digest alone, which cannot be guessed without the tenant's salt and
 the tokens. The size of a request is bounded, and so is the number of streams at a time.
-Rule 2: blocks are held while they are copied to the host, SHARED_BYTES_MAX at a time; those of a
-receiver that takes nothing are let go of after `client_stall_s`. A block that is evicted before it
-is held ends the stream.
+Rule 2: blocks are held while they are copied to the host, SHARED_BYTES_MAX at a time, and as many
+that come next; those of a receiver that takes nothing are let go of after `client_stall_s`. A block
+that is evicted before it is held ends the stream.
 Rule 3: the number of blocks held here is answered without waiting for a step. To hold blocks waits
 for one step. They are copied while the next steps run, where the device allows that.
 Rule 4: blocks to be kept are checked like those of a transfer, and stored below the device where
@@ -14,7 +14,8 @@ there are such tiers. They evict nothing that this engine computed.
 import asyncio
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Final
 
@@ -75,6 +76,9 @@ class KvSharing:
         self._worker = worker
         self._transfers = transfers
         self._part_blocks = max(1, SHARED_BYTES_MAX // form.block_bytes)
+        # Whole parts: a rest of a block or two would be a part of its own.
+        rest = self._part_blocks % windows.part_blocks
+        self._held_blocks = max(windows.part_blocks, self._part_blocks - rest)
         self._readers = itertools.count()
         self._files = files
         self._stall_s = stall_s
@@ -141,31 +145,43 @@ class KvSharing:
     def _read_all(self, writer: BlockWriter, digests: Sequence[bytes]) -> None:
         """Read blocks for a stream, on its thread."""
         left = list(digests)
-        while left:
-            sent = self._read_held(writer, left[: self._part_blocks])
-            if not sent:
-                room = writer.room(len(left))
-                contents = self._read_between_steps(left[: room.blocks])
-                writer.put(left, contents, room)
-                sent = len(contents)
-            self.shared_blocks_total += sent
-            del left[:sent]
+        with ExitStack() as ahead:
+            hold = self._hold(left, ahead)
+            while left:
+                held = hold.result() if hold is not None else []
+                earlier, ahead_of = ahead.pop_all(), left[len(held) :]
+                with earlier:
+                    # The step thread holds the next part meanwhile.
+                    hold = self._hold(ahead_of, ahead) if held else None
+                    sent = self._read_held(writer, left, held) or self._read_next(writer, left)
+                self.shared_blocks_total += sent
+                del left[:sent]
+                if not held:
+                    hold = self._hold(left, ahead)
 
-    def _read_held(self, writer: BlockWriter, digests: Sequence[bytes]) -> int:
-        """Read those on the device while steps run; return how many that were.
+    def _hold(self, digests: Sequence[bytes], until: ExitStack) -> "Future[list[int]] | None":
+        """Have the first of these blocks held that any thread may read; None if there are none."""
+        transfers = self._transfers
+        if transfers is None or not transfers.count_on_device(digests[:1]):
+            return None
+        return until.enter_context(self._held(digests[: self._held_blocks]))
 
-        0 where the step thread must read.
-        """
-        read, transfers = 0, self._transfers
-        if transfers is None:
-            return 0
-        with self._held(transfers, digests) as held:
-            while read < len(held):
-                room = writer.room(len(held) - read)
-                blocks = held[read : read + room.blocks]
-                writer.put(digests[read:], transfers.read_held(blocks, room.out), room)
-                read += len(blocks)
+    def _read_held(self, writer: BlockWriter, digests: Sequence[bytes], held: list[int]) -> int:
+        """Read blocks that are held, while steps run; return how many that were."""
+        read = 0
+        while self._transfers is not None and read < len(held):
+            room = writer.room(len(held) - read)
+            blocks = held[read : read + room.blocks]
+            writer.put(digests[read:], self._transfers.read_held(blocks, room.out), room)
+            read += len(blocks)
         return read
+
+    def _read_next(self, writer: BlockWriter, digests: Sequence[bytes]) -> int:
+        """Read the first of these blocks between two steps; return how many that were."""
+        room = writer.room(len(digests))
+        contents = self._read_between_steps(digests[: room.blocks])
+        writer.put(digests, contents, room)
+        return len(contents)
 
     def read_part(self, digests: Sequence[bytes]) -> Tensor:
         """Return the first of these blocks [blocks, ...], at least one. For any thread but the
@@ -173,22 +189,22 @@ class KvSharing:
 
         Raises ConnectionResetError if the first is in no tier any more.
         """
-        if self._transfers is not None:
-            with self._held(self._transfers, digests) as held:
-                if held:
-                    return self._transfers.read_held(held)
+        transfers = self._transfers
+        if transfers is not None and transfers.count_on_device(digests[:1]):
+            with self._held(digests) as holding:
+                if held := holding.result():
+                    return transfers.read_held(held)
         return self._read_between_steps(digests)
 
     @contextmanager
-    def _held(self, transfers: KvTransfers, digests: Sequence[bytes]) -> Iterator[list[int]]:
-        """Hold the blocks of a chain's prefix that any thread may read; yield their numbers."""
-        if not transfers.count_on_device(digests[:1]):
-            yield []
-            return
+    def _held(self, digests: Sequence[bytes]) -> "Iterator[Future[list[int]]]":
+        """Hold the blocks of a chain's prefix that any thread may read; yield their numbers, once
+        the step thread has them."""
         reader = next(self._readers)
         try:
-            yield self._worker.call(lambda core: _open_reading(core, reader, digests)).result()
+            yield self._worker.call(lambda core: _open_reading(core, reader, digests))
         finally:
+            # Calls keep their order: this one comes after the one above.
             self._worker.call(lambda core: _close_reading(core, reader))
 
     def _read_between_steps(self, digests: Sequence[bytes]) -> Tensor:

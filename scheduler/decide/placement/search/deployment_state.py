@@ -15,6 +15,7 @@ from isochrone.wire.models.model import UNIFIED_ROLES, CatalogModel, Deployment
 from isochrone.wire.peers.assignment import Role
 from isochrone.wire.peers.report import ReplicaState
 from scheduler.decide.arrays import NO_FLOATS, Floats, Ints
+from scheduler.decide.capacity.default_sizes import prompt_step_s
 from scheduler.decide.capacity.replica_capacity import UNMEASURED, Profiles, replica_rates
 from scheduler.decide.capacity.start_times import COMING
 from scheduler.decide.cluster import Placement
@@ -274,6 +275,7 @@ class DeploymentState:
             output_per_s=float(needs.demand.output_tokens_per_s @ shares),
             prefill_rate=rate.prefill_tokens_per_s,
             decode_rate=rate.decode_tokens_per_s,
+            prompt_step_s=prompt_step_s(needs.deployment.engine, rate.prefill_tokens_per_s),
         )
 
     def need_at(self, site: int) -> Need:

@@ -20,6 +20,7 @@ from scheduler.decide.placement.roles import (
     ReplicaRole,
     RoleChange,
     RoleCounts,
+    has_short_steps,
     prefill_wanted,
     role_change,
     role_of_next,
@@ -42,10 +43,12 @@ class PopRoles(msgspec.Struct, frozen=True, kw_only=True):
     prefill_capacity_per_s: float
     output_per_s: float
     output_capacity_per_s: float
+    has_short_steps: bool = False
 
     def words(self) -> str:
         """Return it as text."""
         generating = self.unified + self.decode
+        short = "; steps that read prompts are short, so that roles would save no pauses"
         alone = "; the only replica of a PoP does both" if generating + self.prefill == 1 else ""
         reading = (
             f"of {self.prefill_capacity_per_s:.4g} that they can read"
@@ -57,6 +60,7 @@ class PopRoles(msgspec.Struct, frozen=True, kw_only=True):
             f" ({self.prefill_wanted} should): demand {self.uncached_per_s:.4g} uncached prompt"
             f" tokens/s, {reading}; {generating} generate: demand {self.output_per_s:.4g} output"
             f" tokens/s, of {self.output_capacity_per_s:.4g} that they can generate{alone}"
+            f"{short if self.has_short_steps else ''}"
         )
 
 
@@ -136,6 +140,7 @@ def roles_by_pop(state: DeploymentState) -> list[PopRoles]:
                 prefill_capacity_per_s=counts.prefill * mix.prefill_rate,
                 output_per_s=mix.output_per_s,
                 output_capacity_per_s=(counts.unified + counts.decode) * mix.decode_rate,
+                has_short_steps=has_short_steps(policy, mix, counts),
             )
         )
     return described
