@@ -78,7 +78,7 @@ C_SOURCES: Final = (
 )
 """Extension modules that are written in C."""
 
-C_HEADERS: Final = ("router/dataplane/stream_frames.h",)
+C_HEADERS: Final = ("isochrone/wire/http/base64_letters.h", "router/dataplane/stream_frames.h")
 
 GROUP: Final = "router"
 """The library that holds the code of all modules is named after it."""

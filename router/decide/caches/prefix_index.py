@@ -206,13 +206,9 @@ class PrefixIndex:
         cache = self._caches.get(slot)
         if cache is None:
             cache = self._caches[slot] = _ReplicaCache(self._capacity)
-        share, age, blocks = 0.0, 0, cache.blocks
-        deepest = blocks.deepest(keys.keys)
-        if deepest >= 0:
-            share = keys.ends[deepest] / keys.size
-            age = blocks.inserted_since_use(keys.keys[deepest])
         use = PromptUse(now_s)
-        added = blocks.use(keys.keys, keys.ends, use)
+        added, deepest, age = cache.blocks.use(keys.keys, keys.ends, use)
+        share = keys.ends[deepest] / keys.size if deepest >= 0 else 0.0
         if added:
             self._pairs += len(added)
             holders, bit = self._holders, 1 << slot
@@ -278,11 +274,13 @@ class PrefixIndex:
 
     def _evict(self, slot: int, cache: _ReplicaCache, now_s: float) -> None:
         blocks = cache.blocks
-        while (oldest := blocks.oldest()) is not None and (
+        while (use := blocks.oldest_use()) is not None and (
             blocks.size > cache.capacity
             or (self._pairs > self._pairs_max and len(blocks) > 1)
-            or now_s - blocks.use_of(oldest).sent_at_s > TTL_S
+            or now_s - use.sent_at_s > TTL_S
         ):
+            oldest = blocks.oldest()
+            assert oldest is not None
             self._remove_block(slot, cache, oldest)
 
     def _remove_block(self, slot: int, cache: _ReplicaCache, key: int) -> None:
