@@ -50,6 +50,7 @@ HOT: Final = (
     "router/dataplane/token_pump.py",
     "router/dataplane/upload_spool.py",
     "router/dataplane/upstream.py",
+    "router/dataplane/usage_count.py",
     "router/decide/[a-z]*.py",
     "router/decide/*/[a-z]*.py",
     "router/feedback.py",

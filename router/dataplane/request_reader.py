@@ -179,8 +179,11 @@ class RequestReader:
         """Check and authorize the head before any of the body is awaited."""
         if self._ignores_head:
             return
-        request, version = self._request, self._parser.get_http_version()
-        headers = request.headers
+        request, headers, version = self._request, self._request.headers, "1.1"
+        is_named = b"connection" in headers or b"proxy-connection" in headers
+        if is_named or not self._parser.should_keep_alive():
+            # Any other version keeps a connection only with these. To ask the parser costs more.
+            version = self._parser.get_http_version()
         request.method = self._parser.get_method()
         http1.check_head(request.method, version, headers)
         request.is_http10 = version == "1.0"

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from isochrone.native_class import mypyc_attr
 from router.apis.openai.decode import CHAT, check_body, decode_checked
 from router.apis.openai.images import image_data
 from router.apis.openai.prompt import OpenAiRequest, render_prompt, render_textless
@@ -30,6 +31,7 @@ and where the URL of each image begins and ends in the body; or None if nothing 
 body is free of what `check_json_body` refuses."""
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class ReadBody:
     """A decoded body, its prompt as `render_prompt` returns it, and the images taken out of it.
 

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
+from isochrone.native_class import mypyc_attr
 from isochrone.ttft_order import TTFT_MS_MAX
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.http import headers
@@ -84,6 +85,7 @@ API_KEY: Final = headers.API_KEY.encode()
 TRACEPARENT: Final = headers.TRACEPARENT.encode()
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class NamedModel:
     """The deployment, and the adapter if any, that a request's `model` names."""
 

@@ -10,12 +10,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, Protocol
 
+from isochrone.native_class import mypyc_attr
+
 ANSWER_S: Final = 5.0
 """How long an answer is assumed to use its prompt's blocks, until its end is learned. An engine
 keeps them to the end, but with 60 s here, what is evicted was noticed too late to be of use
 (ops/sim/cache_knowledge.md)."""
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class PromptUse:
     """The times at which a prompt was sent to a replica, and last used its blocks there.
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence, Set
 from functools import lru_cache
 from typing import Final
 
+from isochrone.native_class import mypyc_attr
 from isochrone.wire.http.body_loops import chained_hashes
 from router.decide.caches.cached_blocks import CachedBlocks, PromptUse, new_cached_blocks
 
@@ -47,6 +48,7 @@ HIT_RATIO_MIN: Final = 0.75
 _NOT_ZERO: Final = re.compile(rb"[^\0]")
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class PrefixKeys:
     """A prompt's chain of keys, the byte offset at which each block ends, and the prompt's size."""
 
@@ -61,6 +63,7 @@ class PrefixKeys:
 NO_KEYS: Final = PrefixKeys((), (), 0)
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class PrefixMatch:
     """Replicas that hold the same share of a prompt, as a bit mask of their slots."""
 
@@ -71,6 +74,7 @@ class PrefixMatch:
         self.share = share
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class PrefixMatches:
     """How much of a prompt the replicas hold: all of them `all_share`, some of them more."""
 
@@ -91,6 +95,7 @@ class PrefixMatches:
 NO_MATCHES: Final = PrefixMatches(0.0, ())
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class SentPrompt:
     """The index's expectation for a prompt when it was sent.
 
