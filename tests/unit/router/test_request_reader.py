@@ -78,6 +78,35 @@ def test_a_counted_body_is_read_as_a_parsed_one(messages: list[bytes], sizes: li
     assert list(read(pieces, 1)) == list(read(pieces, BYTES_MAX))
 
 
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("name", [b"connection", b"Proxy-Connection", b"x"])
+@pytest.mark.parametrize("value", [b"keep-alive", b"close"])
+def test_the_version_is_known_whatever_keeps_the_connection(
+    version: bytes, name: bytes, value: bytes
+) -> None:
+    receiver = Receiver()
+    head = b"GET / HTTP/%b\r\nhost: a\r\n%b: %b\r\n\r\n" % (version, name, value)
+    a_reader(receiver, BYTES_MAX).feed(head)
+    [request] = receiver.seen
+    assert isinstance(request, tuple)
+    is_kept = version == b"1.1" and value != b"close"
+    if name == b"x":
+        is_kept = version == b"1.1"
+    elif value == b"keep-alive":
+        is_kept = True
+    assert request[3] == (version == b"1.0") and request[5] == is_kept
+
+
+@pytest.mark.parametrize("version", [b"0.9", b"1.2", b"2.0"])
+def test_other_versions_are_refused(version: bytes) -> None:
+    for connection in (b"", b"connection: keep-alive\r\n", b"proxy-connection: keep-alive\r\n"):
+        head = b"GET / HTTP/%b\r\nhost: a\r\n%b\r\n" % (version, connection)
+        receiver = Receiver()
+        with pytest.raises(ApiError):
+            a_reader(receiver, BYTES_MAX).feed(head)
+        assert not receiver.seen
+
+
 @pytest.mark.parametrize("size", [1, LARGE_PART_BYTES - 1, LARGE_PART_BYTES, 50_000])
 @pytest.mark.parametrize("unparsed_bytes_min", [1, BYTES_MAX])
 def test_the_parts_of_a_body_are_joined_in_order(size: int, unparsed_bytes_min: int) -> None:
