@@ -50,7 +50,7 @@ def compiled_setup() -> None:
     except ImportError:
         # The first pass of an isolated build asks only what to install for the next.
         project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-        setup(setup_requires=["mypy>=1.19", *project["dependencies"]])
+        setup(setup_requires=["mypy>=2.4", *project["dependencies"]])
         return
     hot = compiled.hot_modules(Path())
     extensions = mypycify(hot, opt_level=OPTIMISE, debug_level="0", group_name=compiled.GROUP)

@@ -50,6 +50,7 @@ HOT: Final = (
     "router/dataplane/token_pump.py",
     "router/dataplane/upload_spool.py",
     "router/dataplane/upstream.py",
+    "router/dataplane/usage_count.py",
     "router/decide/[a-z]*.py",
     "router/decide/*/[a-z]*.py",
     "router/feedback.py",
@@ -78,7 +79,7 @@ C_SOURCES: Final = (
 )
 """Extension modules that are written in C."""
 
-C_HEADERS: Final = ("router/dataplane/stream_frames.h",)
+C_HEADERS: Final = ("isochrone/wire/http/base64_letters.h", "router/dataplane/stream_frames.h")
 
 GROUP: Final = "router"
 """The library that holds the code of all modules is named after it."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
+from isochrone.native_class import mypyc_attr
 from isochrone.wire.ids import DeploymentId, TenantId
 from router.dataplane.inline_task import InlineEvent
 from router.decide.admission.fair_queue import BytesFull, FairQueue, QueueFull, Ticket
@@ -46,6 +47,7 @@ class AdmissionRefused(Exception):
         self.reason = reason
 
 
+@mypyc_attr(free_list_len=1)
 class QueueEntry(Ticket):
     """One request as the queue sees it, from its first look for capacity to its end."""
 

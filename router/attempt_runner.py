@@ -103,8 +103,8 @@ class AttemptRunner:
         # The deployment as the table has it now: a rollout may advance while the request waits.
         deployment = fleet.directory.deployment(request.deployment.name) or request.deployment
         excluded, outside = context.excluded.all(), NO_REPLICAS
-        if request.key.regions:
-            outside = fleet.directory.replicas_outside(request.key.regions)
+        if request.regions:
+            outside = fleet.directory.replicas_outside(request.regions)
             excluded |= outside
         version = fleet.draw_version(deployment, request.session or request.request_id, outside)
         full = fleet.full_for(context.asker)
@@ -383,12 +383,12 @@ class AttemptRunner:
         """Keep the next attempts away from a replica that refused the request."""
         excluded, replica_id = context.excluded, attempt.target.route.replica_id
         if error.cause is FailureCause.CANNOT_RESUME:
-            excluded.cannot_resume.add(replica_id)
+            excluded.cannot_resume |= {replica_id}
         elif error.refusal == headers.QUEUED and excluded.may_refuse_for_queue:
             # The refusal carried its load, so it is probably not ranked first again.
             excluded.queue_refusals += 1
         else:
-            excluded.refused.add(replica_id)
+            excluded.refused |= {replica_id}
             context.request.preemptions += error.refusal == headers.PREEMPTED
 
     def record_failure(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
@@ -399,12 +399,12 @@ class AttemptRunner:
         """
         attempt.take(AttemptEvent.FAILED)
         self._recorder.attempt_failed(context)
-        route, failed = attempt.target.route, context.excluded.failed
-        failed.add(route.replica_id)
+        route, excluded = attempt.target.route, context.excluded
+        excluded.failed |= {route.replica_id}
         head = attempt.exchange.head if attempt.exchange is not None else None
         replica_id = (head.handed_off_to if head else "") or attempt.ranked.route.replica_id
         if replica_id != route.replica_id:
-            failed.add(ReplicaId(replica_id))
+            excluded.failed |= {ReplicaId(replica_id)}
         elif cause := self._feedback.record_failure(route):
             self._metrics.ejections.labels(cause).inc()
 

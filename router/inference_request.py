@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Final
 
+from isochrone.native_class import mypyc_attr
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import RequestId
 from isochrone.wire.peers.adapter import AdapterEntry
@@ -13,6 +14,7 @@ from router.decide.caches.prefix_index import PrefixKeys
 JSON: Final = "application/json"
 
 
+@mypyc_attr(free_list_len=1)
 class InferenceRequest:
     """One checked request for tokens.
 
@@ -35,12 +37,11 @@ class InferenceRequest:
     """
 
     __slots__ = (
-        "adapter", "answer_count", "arrived_s", "body", "build_resume_body", "client_request_id",
-        "content_type", "deployment", "deployment_id", "determinism", "encode_error_event",
-        "is_media", "is_stream", "key",
-        "output_tokens_max", "path", "preemptions", "prefix_keys", "reject_if_busy",
-        "relayed_headers", "request_id", "session", "started_at", "text_bytes", "traceparent",
-        "ttft_ms",
+        "_price", "adapter", "answer_count", "arrived_s", "body", "build_resume_body",
+        "client_request_id", "content_type", "deployment", "deployment_id", "determinism",
+        "encode_error_event", "is_media", "is_stream", "key", "output_tokens_max", "path",
+        "preemptions", "prefix_keys", "regions", "reject_if_busy", "relayed_headers", "request_id",
+        "session", "started_at", "tenant_id", "text_bytes", "traceparent", "ttft_ms",
         "wants_usage",
     )  # fmt: skip
 
@@ -76,6 +77,7 @@ class InferenceRequest:
         self.request_id = request_id
         self.client_request_id = client_request_id
         self.key = key
+        self.tenant_id, self.regions = key.tenant_id, key.regions
         self.deployment = deployment
         self.deployment_id = deployment.deployment_id
         self.path = path
@@ -100,10 +102,10 @@ class InferenceRequest:
         self.is_media = is_media
         self.ttft_ms = ttft_ms
         self.preemptions = -1
+        self._price = deployment.price
 
     def cost(self, usage: UsageCount) -> float:
         """Return what `usage` costs at the deployment's price; 0 without a price."""
-        price = self.deployment.price
-        if price is None:
+        if self._price is None:
             return 0.0
-        return price.spend(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
+        return self._price.spend(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)

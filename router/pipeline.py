@@ -38,6 +38,7 @@ from router.recording.metrics import Metrics
 from router.recording.record import Recorder
 from router.recording.trace_spans import RequestTracer
 from router.request_context import (
+    NO_REPLICAS,
     OUTCOME_COMPLETE,
     OUTCOME_REFUSED,
     RequestContext,
@@ -145,7 +146,7 @@ class RequestPipeline:
         now_s = self._clock()
         total_tokens = usage.prompt_tokens + usage.output_tokens
         admitted.settle(total_tokens, now_s, context.request.cost(usage))
-        self._recorder.record(context, now_s)
+        self._recorder.record(context, usage, now_s)
         if self._tracer is not None:
             self._tracer.end(context)
 
@@ -186,16 +187,16 @@ class RequestPipeline:
                     )
                 if excluded.failed:
                     # Every replica has failed once; it may have been momentary.
-                    excluded.failed.clear()
+                    excluded.failed = NO_REPLICAS
                     await inline_sleep(RETRY_PAUSE_S)
                     continue
             must_wait = self.queue.must_wait(entry) or len(excluded.refused) >= REFUSALS_MAX
             if must_wait or not routes:
                 await self._wait_for_capacity(context, entry, is_full=bool(excluded.refused))
-                excluded.refused.clear()
+                excluded.refused = NO_REPLICAS
                 if self._clock() - failed_at_s > LOOK_AGAIN_S:
                     # The head of the queue must not block others because of its own failures.
-                    excluded.failed.clear()
+                    excluded.failed = NO_REPLICAS
                 continue
             waited_s = self.queue.admit(entry)
             if waited_s is not None:
@@ -233,7 +234,7 @@ class RequestPipeline:
         `is_full` means that replicas exist but refused the request.
         """
         request = context.request
-        has_no_replica = not self._fleet.has_replica(request.deployment_id, request.key.regions)
+        has_no_replica = not self._fleet.has_replica(request.deployment_id, request.regions)
         if has_no_replica and not context.found_no_replica:
             context.found_no_replica = True
             self._recorder.found_no_replica(context)
@@ -265,7 +266,7 @@ class RequestPipeline:
 
     def _why_no_replica(self, request: InferenceRequest) -> str:
         """Say that no replica is ready, and if the regions of the key are why, what helps."""
-        regions = request.key.regions
+        regions = request.regions
         if not regions:
             return "no replica is ready yet"
         reason = f"no replica is ready yet in the regions of this key ({', '.join(regions)})"

@@ -35,7 +35,7 @@ class PoisonGuard:
 
     def check(self, context: RequestContext) -> None:
         """Mark a new request if it is a suspect. Raises ApiError if it is refused."""
-        if self._suspects.has_suspects_of(context.request.key.tenant_id):
+        if self._suspects.has_suspects_of(context.request.tenant_id):
             self._identify(context)
             now_s = self._clock()
             context.is_suspect = self._suspects.is_suspect(context.fingerprint, now_s)
@@ -45,7 +45,7 @@ class PoisonGuard:
         """Count an engine that was lost with this request. Raises ApiError if no retry is left."""
         self._identify(context)
         context.is_suspect = True
-        now_s, tenant_id = self._clock(), context.request.key.tenant_id
+        now_s, tenant_id = self._clock(), context.request.tenant_id
         replica_id = attempt.ranked.route.replica_id
         stream, relay = context.stream, context.stream.relay
         sent_token = lost_token = stream.generated.tokens
@@ -67,7 +67,7 @@ class PoisonGuard:
     def record_end(self, context: RequestContext) -> None:
         """Clear the request if an engine answered it."""
         is_answered = context.outcome is OUTCOME_COMPLETE or context.is_declined
-        if is_answered and self._suspects.has_suspects_of(context.request.key.tenant_id):
+        if is_answered and self._suspects.has_suspects_of(context.request.tenant_id):
             self._identify(context)
             if self._suspects.record_answer(context.fingerprint):
                 self.outbox.add_cleared(context.fingerprint)
@@ -94,7 +94,7 @@ class PoisonGuard:
         if not context.fingerprint:
             request = context.request
             context.fingerprint = self._suspects.fingerprint(
-                request.key.tenant_id, request.deployment_id, request.path, request.body
+                request.tenant_id, request.deployment_id, request.path, request.body
             )
 
     def _refuse(self, context: RequestContext, now_s: float) -> None:

@@ -54,7 +54,7 @@ def node_headers(
     prefill_ms, deadline_ms = int(target.prefill_ms), int(1000 * timeout_s)
     lines = (
         f"{_CONTENT_TYPE}{request.content_type}{_REPLICA}{target.route.replica_id}{_REQUEST_ID}{request.request_id}"
-        f"{_CACHE_SALT}{request.key.tenant_id}"
+        f"{_CACHE_SALT}{request.tenant_id}"
         f"{_PROMPT_TOKENS}{expected.prompt};o={expected.output}"
         f"{_PENDING_PREFILL_TOKENS}{target.pending_prefill_tokens}{_PREFILL_MS}{prefill_ms}"
         f"{_ROUTER}{router}{_DEADLINE_MS}{deadline_ms}\r\n{request.relayed_headers}"
@@ -95,7 +95,7 @@ def node_headers(
 
 def client_headers(context: RequestContext, ranked: RankedRoute, rate_limit_lines: str) -> str:
     """Return the header lines of a response: limits, request id, the answering replica and why."""
-    route, regions = ranked.route, context.request.key.regions
+    route, regions = ranked.route, context.request.regions
     why, attempt = ranked.reason_header, context.attempt
     if attempt is not None and attempt.prefill_id is not None:
         why += f" read-at={attempt.prefill_id}"

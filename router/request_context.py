@@ -3,6 +3,7 @@
 from collections.abc import Set
 from typing import Final
 
+from isochrone.native_class import mypyc_attr
 from isochrone.wire.http import headers
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.peers.assignment import PeerSource
@@ -42,6 +43,7 @@ FAILOVERS_MAX: Final = 8
 """How many replicas may fail during one stream before the client gets an error."""
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class ExpectedTokens:
     """The tokens that an attempt is expected to read and to generate."""
 
@@ -52,6 +54,7 @@ class ExpectedTokens:
         self.output = output
 
 
+@mypyc_attr(free_list_len=1)
 class ReplicaAttempt:
     """One attempt: its state, where it was sent, and what it holds.
 
@@ -104,15 +107,15 @@ class ReplicaAttempt:
             self.prefill.reservation.release()
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class ExcludedReplicas:
     """The replicas that the next attempt must not use, and why."""
 
     __slots__ = ("cannot_resume", "failed", "queue_refusals", "refused")
 
     def __init__(self) -> None:
-        self.failed: set[ReplicaId] = set()
-        self.refused: set[ReplicaId] = set()
-        self.cannot_resume: set[ReplicaId] = set()
+        # Replaced, never changed: most requests exclude nothing.
+        self.failed = self.refused = self.cannot_resume = NO_REPLICAS
         self.queue_refusals = 0
 
     def all(self) -> Set[ReplicaId]:
@@ -127,6 +130,7 @@ class ExcludedReplicas:
         return self.queue_refusals < QUEUE_REFUSALS_MAX
 
 
+@mypyc_attr(free_list_len=1)
 class ResumableStream:
     """The output of a request so far, and the means to continue it on another replica.
 
@@ -174,6 +178,7 @@ class ResumableStream:
         return True
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class TokenTimes:
     """The arrival times of tokens, in monotonic seconds.
 
@@ -191,6 +196,7 @@ class TokenTimes:
         self.tokens_before = 0
 
 
+@mypyc_attr(free_list_len=1)
 class RequestContext:
     """The state of one request. The pipeline fills it in, `Recorder` reads it.
 
@@ -267,11 +273,11 @@ class RequestContext:
         request = self.request
         entry = self.queue_entry = QueueEntry(
             request.deployment_id,
-            request.key.tenant_id,
+            request.tenant_id,
             self.prompt_tokens_estimate + request.output_tokens_max,
             until_s,
             size_bytes=len(self.stream.body),
-            regions=request.key.regions,
+            regions=request.regions,
             # Once a part of the answer is out, waiting for the rest is better than an error.
             can_wait=not request.reject_if_busy or self.stream.generated.tokens > 0,
         )

@@ -1,12 +1,15 @@
 """Profiles a request in the router: calls and CPU time, by file.
 
     python -m ops.bench.relay_profile [--requests 4000] [--connections 16] [--stream] [--top 25]
-        [--routes 1] [--handoffs named | reported]
+        [--kib 0] [--routes 1] [--handoffs named | reported] [--only-time]
 
 The router of `bench_router` runs in this process; the backend and the client are processes of their
 own. The requests are sent twice: without a profiler, for the CPU time of this process, and under
 cProfile, for the calls. The number of calls hardly depends on the load of the machine and is the
 most reliable figure. Time under a profiler only shows shares.
+
+Bodies have `--kib` KiB, those of `ops.bench.relay`; 0 is a short question. With `--only-time` there
+is no second run under the profiler.
 
 With `--handoffs` each request may be handed to a peer replica (use two or more routes): with
 `named` none is, with `reported` each is and the node says so before it answers.
@@ -19,6 +22,8 @@ import pstats
 import sys
 import tempfile
 from collections import defaultdict
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Any, cast
@@ -27,7 +32,7 @@ import uvloop
 
 from ops.bench import backend
 from ops.bench.bench_router import KEY, identity, route_table
-from ops.bench.relay import PATH, PLAIN, STREAM, running, until_open
+from ops.bench.relay import PATH, load_pattern, running, until_open
 from router.app import open_router
 from router.config import RouterConfig
 
@@ -67,20 +72,24 @@ class LoopingClient(asyncio.Protocol):
             self._transport.write(self._request)
 
 
-async def send_requests(port: int, requests: int, connections: int, *, stream: bool) -> None:
+def _same(client: LoopingClient) -> LoopingClient:
+    return client
+
+
+async def send_requests(arguments: argparse.Namespace) -> None:
     """Send requests until all are answered."""
-    body = (STREAM if stream else PLAIN).encode()
-    request = (
-        f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAuthorization: Bearer {KEY}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    ).encode() + body
-    end = b"0\r\n\r\n" if stream else backend.WHOLE[-16:]
-    left, over = [requests], asyncio.Event()
+    port, kib = arguments.client, arguments.kib
+    end = b"0\r\n\r\n" if arguments.stream else backend.WHOLE[-16:]
+    left, over = [arguments.requests], asyncio.Event()
     loop = asyncio.get_running_loop()
-    for _ in range(connections):
-        await loop.create_connection(
-            lambda: LoopingClient(request, end, left, over), "127.0.0.1", port
+    bodies = load_pattern(kib, arguments.connections, is_stream=arguments.stream).bodies
+    for _, body in zip(range(arguments.connections), cycle(bodies), strict=False):
+        head = (
+            f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAuthorization: Bearer {KEY}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
+        client = LoopingClient((head + body).encode(), end, left, over)
+        await loop.create_connection(partial(_same, client), "127.0.0.1", port)
     await over.wait()
 
 
@@ -88,6 +97,7 @@ async def drive(port: int, arguments: argparse.Namespace) -> None:
     """Run a client process."""
     command = ["-m", "ops.bench.relay_profile", "--client", str(port)]
     command += ["--requests", str(arguments.requests), "--connections", str(arguments.connections)]
+    command += ["--kib", str(arguments.kib)]
     if arguments.stream:
         command.append("--stream")
     client = await asyncio.create_subprocess_exec(sys.executable, *command)
@@ -129,7 +139,9 @@ async def profile(arguments: argparse.Namespace) -> None:
     """Measure without a profiler, then with it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = RouterConfig(state_folder=folder / "state", port=0)
+        config = RouterConfig(
+            state_folder=folder / "state", port=0, parse_bytes_per_key_per_s=1 << 40
+        )
         server = [sys.executable, "-m", "ops.bench.backend", str(BACKEND_PORT)]
         if arguments.handoffs == "reported":
             server.append("r-001")
@@ -148,6 +160,8 @@ async def profile(arguments: argparse.Namespace) -> None:
                     f"{user_us + system_us:.0f} us of CPU a request: {user_us:.0f} user, "
                     f"{system_us:.0f} system"
                 )
+                if arguments.only_time:
+                    return
                 profiler = cProfile.Profile()
                 profiler.enable()
                 await drive(app.port, arguments)
@@ -160,6 +174,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--connections", type=int, default=16)
+    parser.add_argument("--kib", type=int, default=0)
+    parser.add_argument("--only-time", action="store_true")
     parser.add_argument("--routes", type=int, default=1)
     parser.add_argument("--handoffs", choices=("named", "reported"))
     parser.add_argument("--stream", action="store_true")
@@ -167,11 +183,7 @@ def main() -> None:
     parser.add_argument("--client", type=int, metavar="PORT", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.client:
-        uvloop.run(
-            send_requests(
-                arguments.client, arguments.requests, arguments.connections, stream=arguments.stream
-            )
-        )
+        uvloop.run(send_requests(arguments))
     else:
         uvloop.run(profile(arguments))
 

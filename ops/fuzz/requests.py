@@ -89,9 +89,15 @@ def mutate_request(chance: random.Random) -> bytes:
 
 
 def read_in_pieces(data: bytes, chance: random.Random) -> list[HttpRequest]:
-    """Feed the reader in random pieces; return the requests it accepted before an error."""
+    """Feed the reader in random pieces; return the requests it accepted before an error.
+
+    It parses all of a body, or only counts what the first piece left of it.
+    """
     collector = RequestCollector()
-    reader = RequestReader(collector, _allow_all, lambda _: None, BYTES_MAX, lambda: 0.0)
+    reader = RequestReader(
+        *(collector, _allow_all, lambda _: None, BYTES_MAX, lambda: 0.0),
+        unparsed_bytes_min=chance.choice((1, BYTES_MAX)),
+    )
     while data:
         size = chance.randint(1, len(data))
         try:

@@ -25,6 +25,9 @@ KEYLESS_BODY_BYTES_MAX: Final = 64 * 1024
 """The body limit of routes that need no API key: none of them uses a body."""
 
 
+COMPRESSED: Final = (b"gzip", b"deflate")
+
+
 class BodyAdmission:
     """The bodies of all connections of one process."""
 
@@ -61,22 +64,25 @@ class BodyAdmission:
         if request.upload is not None:
             request.upload.close()
 
-    async def prepare(self, request: HttpRequest) -> None:
-        """Charge a complete body to its key's parse budget, and inflate it. Raises ApiError."""
-        body, key = request.body, request.key
-        encoding = request.headers.get(b"content-encoding", b"").lower()
-        is_compressed = encoding in (b"gzip", b"deflate")
-        bytes_max = self._bytes_max
-        if key is None and bytes_max > KEYLESS_BODY_BYTES_MAX:
-            bytes_max = KEYLESS_BODY_BYTES_MAX
-        bytes_max = inflated_bytes_max(len(body), bytes_max) if is_compressed else 0
-        charged = inflated_charge(len(body), bytes_max)
-        if key is not None and body:
+    def charge(self, request: HttpRequest) -> bool:
+        """Charge a complete body to its key's parse budget; return whether it must be inflated.
+
+        Raises LimitExceeded.
+        """
+        bytes_max = self._inflated_max(request)
+        key, size = request.key, len(request.body)
+        if key is not None and size:
             now_s = self._clock()
             self._budget.check(key.key_id, now_s)
-            self._budget.charge(key.key_id, len(body) + charged, now_s)
-        if not is_compressed:
-            return
+            charged = size + inflated_charge(size, bytes_max) if bytes_max else size
+            self._budget.charge(key.key_id, charged, now_s)
+        return bytes_max > 0
+
+    async def inflate(self, request: HttpRequest) -> None:
+        """Inflate a body that was charged. Raises ApiError."""
+        body, key, bytes_max = request.body, request.key, self._inflated_max(request)
+        encoding = request.headers[b"content-encoding"].lower()
+        charged = inflated_charge(len(body), bytes_max)
         inflater = BodyInflater(body, encoding, bytes_max)
         try:
             while not inflater.step():
@@ -86,6 +92,16 @@ class BodyAdmission:
             if key is not None and body and inflater.inflated_bytes < bytes_max:
                 unused = charged - inflated_charge(len(body), inflater.inflated_bytes)
                 self._budget.charge(key.key_id, -unused, self._clock())
+
+    def _inflated_max(self, request: HttpRequest) -> int:
+        """Return how many bytes a compressed body may have when inflated, 0 for any other."""
+        encoding = request.headers.get(b"content-encoding")
+        if encoding is None or encoding.lower() not in COMPRESSED:
+            return 0
+        bytes_max = self._bytes_max
+        if request.key is None and bytes_max > KEYLESS_BODY_BYTES_MAX:
+            bytes_max = KEYLESS_BODY_BYTES_MAX
+        return inflated_bytes_max(len(request.body), bytes_max)
 
 
 def _key_id(request: HttpRequest) -> str:

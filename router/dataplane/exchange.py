@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from isochrone.native_class import mypyc_attr
 from isochrone.wire.http import headers
 from isochrone.wire.ids import NodeId, ReplicaId
 from router.dataplane import sse
@@ -51,6 +52,7 @@ class AttemptFailed(Exception):
         return AttemptFailed(self.cause, str(self), self.refusal)
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class NodeRequest:
     """A request to a node. `header_lines` are headers as written to the wire."""
 
@@ -63,6 +65,7 @@ class NodeRequest:
         self.body = body
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class ResponseHead:
     """The head of a node's response.
 
@@ -124,6 +127,7 @@ class Dialer(Protocol):
         """Open a connection; raise AttemptFailed if that is not possible."""
 
 
+@mypyc_attr(free_list_len=1)
 class NodeExchange:
     """One request to a node and its response.
 

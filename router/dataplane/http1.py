@@ -83,7 +83,9 @@ def is_costly_body(fields: HeaderFields) -> bool:
         or fields.get(b"content-encoding", b"identity") != b"identity"
     ):
         return True
-    return int(fields.get(b"content-length", b"0")) > SMALL_BODY_BYTES
+    length = fields.get(b"content-length", b"0")
+    # Four digits are few bytes.
+    return len(length) > 4 and int(length) > SMALL_BODY_BYTES
 
 
 @lru_cache(maxsize=64)
@@ -169,6 +171,10 @@ def response_head(
 def request_head(method: str, path: str, host: str, header_lines: str, length: int) -> bytes:
     """Return the head of a request to a node, with a body of `length` bytes."""
     if length or method != "GET":
-        header_lines = f"{header_lines}content-length: {length}\r\n"
-    head = f"{method} {path} HTTP/1.1\r\nhost: {host}\r\n{header_lines}\r\n"
+        head = (
+            f"{method} {path} HTTP/1.1\r\nhost: {host}\r\n{header_lines}"
+            f"content-length: {length}\r\n\r\n"
+        )
+    else:
+        head = f"{method} {path} HTTP/1.1\r\nhost: {host}\r\n{header_lines}\r\n"
     return head.encode("latin-1", "replace")

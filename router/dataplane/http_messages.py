@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from isochrone.native_class import mypyc_attr
 from isochrone.wire.peers.routes import KeyEntry
 from router.dataplane.http1 import HeaderFields
 
@@ -18,6 +19,7 @@ class UploadedBody(Protocol):
         """Drop the body. A second call has no effect."""
 
 
+@mypyc_attr(free_list_len=1)
 class HttpRequest:
     """One client request. Header names are lower case; repeated headers are joined by commas.
 
@@ -58,6 +60,7 @@ class HttpRequest:
         return value.decode("latin-1") if value else ""
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class HttpResponse:
     """One complete response. `header_lines` are headers as they are written to the wire."""
 

@@ -13,6 +13,8 @@ import asyncio
 from collections.abc import Coroutine, Generator
 from typing import Any, Final
 
+from isochrone.native_class import mypyc_attr
+
 
 class _RunningTask:
     """Holds the inline task that is running now, if any."""
@@ -21,6 +23,7 @@ class _RunningTask:
         self.task: InlineTask | None = None
 
 
+@mypyc_attr(free_list_len=1)
 class InlineEvent:
     """A one-shot event with one waiter: an inline task or an asyncio task.
 
@@ -61,6 +64,7 @@ class InlineEvent:
                 self._task = None
 
 
+@mypyc_attr(free_list_len=1)
 class InlineTask:
     """One coroutine, run step by step from the first `advance` to its end."""
 

@@ -17,6 +17,11 @@ from router.dataplane.body_admission import KEYLESS_BODY_BYTES_MAX
 from router.dataplane.http_messages import HttpRequest, UploadedBody
 
 HEAD_BYTES_MAX: Final = 32 * 1024
+UNPARSED_BYTES_MIN: Final = 64 * 1024
+"""From this size on the rest of a body of known length is only counted: a parser would copy it."""
+
+LARGE_PART_BYTES: Final = 16 * 1024
+"""Smaller parts of a body are collected in one buffer: many must not cost an object each."""
 
 Authorize = Callable[[bytes, str, http1.HeaderFields], KeyEntry | None]
 """(method, path, headers) to the request's API key; raises ApiError before the body is read."""
@@ -43,9 +48,10 @@ class RequestReader:
     """Reads the requests of one connection, one after the other."""
 
     __slots__ = (
-        "_authorize", "_body_bytes", "_body_bytes_max", "_bytes_max", "_clock",
+        "_authorize", "_body_bytes", "_body_bytes_max", "_bytes_max", "_clock", "_counts_rest",
         "_fields_bytes", "_first_part", "_ignores_head", "_length", "_open_upload", "_other_parts",
         "_parser", "_receiver", "_request", "_requests_read", "_target", "_unparsed_bytes",
+        "_unparsed_bytes_min",
     )  # fmt: skip
 
     def __init__(
@@ -55,22 +61,27 @@ class RequestReader:
         open_upload: OpenUpload,
         bytes_max: int,
         clock: Callable[[], float],
+        unparsed_bytes_min: int = UNPARSED_BYTES_MIN,
     ) -> None:
-        """Accept bodies of at most `bytes_max` bytes. `clock` returns monotonic seconds."""
+        """Accept bodies of at most `bytes_max` bytes. `clock` returns monotonic seconds.
+
+        The parser does not get the rest of a body if that has `unparsed_bytes_min` bytes or more.
+        """
         self._receiver = receiver
         self._authorize = authorize
         self._open_upload = open_upload
         self._bytes_max = self._body_bytes_max = bytes_max
         self._clock = clock
+        self._unparsed_bytes_min = unparsed_bytes_min
         self._parser = httptools.HttpRequestParser(self)
         self._ignores_head = False
         self._requests_read = 0
         # The request being read; `_length` is None until its head is complete.
         self._request: HttpRequest
         self._length: int | None
-        # One buffer for all parts but the first: many small parts must not cost an object each.
+        self._counts_rest: bool
         self._first_part: bytes
-        self._other_parts: bytearray
+        self._other_parts: list[bytes | bytearray]
         self._reset()
 
     @property
@@ -90,13 +101,17 @@ class RequestReader:
 
     def give_up(self) -> HttpRequest:
         """Drop the body received so far; return the unfinished request, as far as it arrived."""
-        self._first_part, self._other_parts = b"", bytearray()
+        self._first_part, self._other_parts = b"", []
         request = self._request
         request.path = self._target.partition(b"?")[0].decode("latin-1")
         return request
 
     def feed(self, data: bytes) -> None:
         """Parse received bytes. Raises ApiError if they are not an acceptable request."""
+        if self._counts_rest:
+            data = self._count_rest(data)
+            if not data:
+                return
         requests_read, body_bytes = self._requests_read, self._body_bytes
         try:
             self._parse(data)
@@ -113,6 +128,22 @@ class RequestReader:
             self._unparsed_bytes += len(data)
             if self._unparsed_bytes > HEAD_BYTES_MAX:
                 raise _head_too_large()
+        if self._length is not None and self._length - self._body_bytes >= self._unparsed_bytes_min:
+            # What follows a request that closes the connection is refused by its parser alone.
+            parser = self._parser
+            self._counts_rest = parser.should_keep_alive() and not parser.should_upgrade()
+
+    def _count_rest(self, data: bytes) -> bytes:
+        """Take the rest of a body of known length; return what follows it. Raises ApiError."""
+        assert self._length is not None
+        missing = self._length - self._body_bytes
+        if len(data) < missing:
+            self.on_body(data)
+            return b""
+        self.on_body(data if len(data) == missing else data[:missing])
+        self._parser = httptools.HttpRequestParser(self)
+        self._complete(keep_alive=True)
+        return data[missing:]
 
     def _parse(self, data: bytes) -> None:
         try:
@@ -148,8 +179,11 @@ class RequestReader:
         """Check and authorize the head before any of the body is awaited."""
         if self._ignores_head:
             return
-        request, version = self._request, self._parser.get_http_version()
-        headers = request.headers
+        request, headers, version = self._request, self._request.headers, "1.1"
+        is_named = b"connection" in headers or b"proxy-connection" in headers
+        if is_named or not self._parser.should_keep_alive():
+            # Any other version keeps a connection only with these. To ask the parser costs more.
+            version = self._parser.get_http_version()
         request.method = self._parser.get_method()
         http1.check_head(request.method, version, headers)
         request.is_http10 = version == "1.0"
@@ -182,10 +216,14 @@ class RequestReader:
         if self._body_bytes != self._length or before:
             # A body that arrives whole, as most do, is not held.
             self._receiver.on_body_held(self._request, len(body))
-        if before:
-            self._other_parts += body
-        else:
+        if not before:
             self._first_part = body
+        elif len(body) >= LARGE_PART_BYTES:
+            self._other_parts.append(body)
+        elif self._other_parts and isinstance(self._other_parts[-1], bytearray):
+            self._other_parts[-1] += body
+        else:
+            self._other_parts.append(bytearray(body))
 
     def on_message_complete(self) -> None:
         """Pass the complete request to the receiver."""
@@ -193,11 +231,14 @@ class RequestReader:
         if parser.should_upgrade():
             # The parser only stopped at the head: `_continue_without_upgrade` reads the rest.
             return
+        self._complete(keep_alive=parser.should_keep_alive())
+
+    def _complete(self, *, keep_alive: bool) -> None:
         request = self._request
         request.body = self._first_part
         if self._other_parts:
-            request.body = b"".join([self._first_part, self._other_parts])
-        request.keep_alive = parser.should_keep_alive()
+            request.body = b"".join([self._first_part, *self._other_parts])
+        request.keep_alive = keep_alive
         self._requests_read += 1
         self._reset()
         self._receiver.on_request(request)
@@ -206,7 +247,8 @@ class RequestReader:
         """Prepare for the next request of the connection."""
         self._request = HttpRequest()
         self._target = b""
-        self._first_part, self._other_parts = b"", bytearray()
+        self._counts_rest = False
+        self._first_part, self._other_parts = b"", []
         self._body_bytes = 0
         self._fields_bytes = 0
         self._unparsed_bytes = 0

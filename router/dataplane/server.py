@@ -386,7 +386,8 @@ class ClientConnection:
         """
         self._has_begun = False
         try:
-            await self._server.bodies.prepare(request)
+            if self._server.bodies.charge(request):
+                await self._server.bodies.inflate(request)
             await self._server.handler(request, self)
             if self._is_paused:
                 await self.drained()

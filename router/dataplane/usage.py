@@ -5,14 +5,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-
-class UsageCount(msgspec.Struct, frozen=True):
-    """The tokens that a request used. `cached_tokens` are part of `prompt_tokens`."""
-
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
-
+from router.dataplane.usage_count import UsageCount as UsageCount
 
 _Count = Annotated[int, Meta(ge=0, lt=2**53)]
 

@@ -10,6 +10,7 @@ from typing import Final
 from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.peers.routes import Route
 from isochrone.wire.peers.usage import DemandRow, UsageRow
+from router.dataplane.usage_count import UsageCount
 from router.decide.routes.rollout import TrialCounter
 from router.recording.metrics import Metrics
 from router.recording.request_counts import DECLINED
@@ -54,10 +55,9 @@ class Recorder:
         """Called when a request finds a deployment without a replica for the first time in two
         windows."""
 
-    def record(self, context: RequestContext, now_s: float) -> None:
-        """Record a request that ended now."""
+    def record(self, context: RequestContext, usage: UsageCount, now_s: float) -> None:
+        """Record a request that ended now, and has used that."""
         request = context.request
-        usage = context.usage()
         prompt, cached, output = usage.prompt_tokens, usage.cached_tokens, usage.output_tokens
         counts = self._metrics.deployments[request.deployment.name]
         counts.outcomes[DECLINED if context.is_declined else context.outcome] += 1
@@ -84,7 +84,7 @@ class Recorder:
         row = UsageRow(
             request_id=request.request_id,
             key_id=request.key.key_id,
-            tenant_id=request.key.tenant_id,
+            tenant_id=request.tenant_id,
             deployment_id=request.deployment_id,
             pop=route.pop,
             node_id=route.node_id,

@@ -52,9 +52,8 @@ class PromptOutbox:
     ) -> None:
         """Add an answered prompt, unless the replica had all of it cached before."""
         if self.is_open and keys.keys and round(sent.share * keys.size) < keys.ends[-1]:
-            self._rows.append(
-                SharedPrompt(deployment_id, replica_id, keys.keys, keys.ends, keys.size)
-            )
+            shared = list(keys.keys)
+            self._rows.append(SharedPrompt(deployment_id, replica_id, shared, keys.ends, keys.size))
 
     def take(self) -> tuple[SharedPrompt, ...]:
         """Return the prompts and empty the outbox."""

@@ -7,11 +7,14 @@
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
+
+#include "base64_letters.h"
 
 enum { NOT_ASCII = 1, SURROGATE_ESCAPE = 2, MANY_BRACKETS = 4, BRACKETS_FEW = 96 };
 
@@ -76,12 +79,6 @@ static PyObject *scan_body(PyObject *module, PyObject *body) {
     return PyLong_FromLong(scan(bytes, PyBytes_GET_SIZE(body)));
 }
 
-/* Returns 16 bytes that are not 0 where a letter of base64 is. */
-static bytes16 base64_of(bytes16 block) {
-    return (bytes16)((block | 0x20) - 'a' < 26) | (bytes16)(block - '0' < 10) |
-           (bytes16)(block == '+') | (bytes16)(block == '/');
-}
-
 static PyObject *is_surely_base64(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
     (void)module;
     if (count != 2 || !PyUnicode_Check(arguments[0]))
@@ -93,22 +90,7 @@ static PyObject *is_surely_base64(PyObject *module, PyObject *const *arguments, 
     Py_ssize_t size = PyUnicode_GET_LENGTH(arguments[0]) - begin;
     if (begin < 0 || size <= 0 || size % 4) Py_RETURN_FALSE;
     const unsigned char *at = text + begin, *end = at + size;
-    if (end[-1] == '=') end--;
-    if (end[-1] == '=') end--;
-    bytes16 all;
-    memset(&all, 0xff, sizeof all);
-    for (; end - at >= 16; at += 16) {
-        bytes16 block;
-        memcpy(&block, at, 16);
-        all &= base64_of(block);
-    }
-    bytes16 last;
-    memset(&last, 'A', sizeof last);
-    memcpy(&last, at, (size_t)(end - at));
-    all &= base64_of(last);
-    for (int n = 0; n < 16; n++)
-        if (!all[n]) Py_RETURN_FALSE;
-    Py_RETURN_TRUE;
+    return PyBool_FromLong(base64_end(at, end) == end);
 }
 
 #define PRIME32_1 0x9E3779B1U
@@ -225,6 +207,43 @@ static uint64_t hash_long(const unsigned char *at, size_t size, uint64_t seed) {
     return avalanche(hash);
 }
 
+/* The hashes of a prompt's blocks: a sequence of integers, and a buffer of eight bytes for each. */
+typedef struct {
+    PyObject_VAR_HEAD
+    uint64_t numbers[];
+} Hashes;
+
+static PyTypeObject *hashes_type;
+
+static PyObject *hash_at(PyObject *self, Py_ssize_t index) {
+    if (index < 0 || index >= Py_SIZE(self))
+        return PyErr_SetString(PyExc_IndexError, "no block has this index"), NULL;
+    return PyLong_FromUnsignedLongLong(((Hashes *)self)->numbers[index]);
+}
+
+static Py_ssize_t hash_count(PyObject *self) { return Py_SIZE(self); }
+
+static int get_buffer(PyObject *self, Py_buffer *view, int flags) {
+    Py_ssize_t bytes = Py_SIZE(self) * (Py_ssize_t)sizeof(uint64_t);
+    return PyBuffer_FillInfo(view, self, ((Hashes *)self)->numbers, bytes, 1, flags);
+}
+
+static void free_hashes(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyType_Slot HASHES_SLOTS[] = {
+    {Py_tp_dealloc, free_hashes}, {Py_sq_length, hash_count},      {Py_sq_item, hash_at},
+    {Py_bf_getbuffer, get_buffer}, {0, NULL},
+};
+
+static PyType_Spec HASHES_SPEC = {
+    "isochrone.wire.http.body_bytes.Hashes", offsetof(Hashes, numbers), sizeof(uint64_t),
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, HASHES_SLOTS,
+};
+
 static PyObject *chained_hashes(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
     (void)module;
     if (count != 3 || !PyBytes_Check(arguments[0]))
@@ -236,28 +255,23 @@ static PyObject *chained_hashes(PyObject *module, PyObject *const *arguments, Py
     if (!ends) return NULL;
     Py_ssize_t size = PyBytes_GET_SIZE(arguments[0]), begin = 0;
     Py_ssize_t blocks = PySequence_Fast_GET_SIZE(ends);
-    PyObject *keys = PyList_New(blocks);
-    for (Py_ssize_t n = 0; keys && n < blocks; n++) {
+    PyObject *hashes = hashes_type->tp_alloc(hashes_type, blocks);
+    for (Py_ssize_t n = 0; hashes && n < blocks; n++) {
         Py_ssize_t end = PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(ends, n)), block = end - begin;
-        PyObject *item = NULL;
-        if (end == -1 && PyErr_Occurred()) {
-            /* The error is set. */
-        } else if (end > size || (block != SHORT_BYTES && block < LONG_BYTES_MIN)) {
-            PyErr_SetString(PyExc_ValueError, "a block of a size that is not hashed, or too far");
-        } else {
-            const unsigned char *at = prompt + begin;
-            key = block == SHORT_BYTES ? hash_short(at, key) : hash_long(at, (size_t)block, key);
-            item = PyLong_FromUnsignedLongLong(key);
-        }
-        if (!item) {
-            Py_CLEAR(keys);
+        if (end > size || (block != SHORT_BYTES && block < LONG_BYTES_MIN)) {
+            if (!PyErr_Occurred())
+                PyErr_SetString(
+                    PyExc_ValueError, "a block of a size that is not hashed, or too far");
+            Py_CLEAR(hashes);
             break;
         }
-        PyList_SET_ITEM(keys, n, item);
+        const unsigned char *at = prompt + begin;
+        key = block == SHORT_BYTES ? hash_short(at, key) : hash_long(at, (size_t)block, key);
+        ((Hashes *)hashes)->numbers[n] = key;
         begin = end;
     }
     Py_DECREF(ends);
-    return keys;
+    return hashes;
 }
 
 static PyMethodDef METHODS[] = {
@@ -268,7 +282,10 @@ static PyMethodDef METHODS[] = {
 };
 
 static struct PyModuleDef MODULE = {
-    PyModuleDef_HEAD_INIT, "isochrone.wire.http.body_bytes", NULL, 0, METHODS, NULL, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "isochrone.wire.http.body_bytes", NULL, -1, METHODS, NULL, NULL, NULL, NULL,
 };
 
-PyMODINIT_FUNC PyInit_body_bytes(void) { return PyModule_Create(&MODULE); }
+PyMODINIT_FUNC PyInit_body_bytes(void) {
+    if (!hashes_type) hashes_type = (PyTypeObject *)PyType_FromSpec(&HASHES_SPEC);
+    return hashes_type ? PyModule_Create(&MODULE) : NULL;
+}

@@ -61,7 +61,9 @@ def know_no_base64(text: str, begin: int) -> bool:
 
 
 scan_body: Callable[[bytes], int] = scan_in_python
-chained_hashes: Callable[[bytes, Sequence[int], int], list[int]] = hash_in_python
+chained_hashes: Callable[[bytes, Sequence[int], int], Sequence[int]] = hash_in_python
+"""In C the hashes are also a buffer with eight bytes for each, which `block_table.c` reads."""
+
 is_surely_base64: Callable[[str, int], bool] = know_no_base64
 """Whether a text is from `begin` on base64 that `validate=True` accepts; False if not known."""
 

@@ -51,6 +51,10 @@ _STATEFUL: Final = frozenset(
 )
 """Options that give a generation a state which its text alone does not hold."""
 
+# Names of this module are looked up once.
+_ABSENT: Final = ABSENT
+_ENGINE_FIELDS: Final = ENGINE_FIELDS
+
 _INCLUDE_USAGE: Final = b'"stream_options":{"include_usage":true}'
 
 
@@ -136,15 +140,15 @@ def without_transfer_fields(body: bytes, request: OpenAiRequest) -> bytes:
     """
     if not (isinstance(request, ChatRequest) or isinstance(request, CompletionRequest)):  # noqa: SIM101 - a union would be made anew for each request
         return body
-    given = [name for name in ENGINE_FIELDS if getattr(request, name) is not ABSENT]
-    nested = bytes(request.vllm_xargs) if request.vllm_xargs is not ABSENT else b""
+    given = [name for name in _ENGINE_FIELDS if getattr(request, name) is not _ABSENT]
+    nested = bytes(request.vllm_xargs) if request.vllm_xargs is not _ABSENT else b""
     if not given and not nested.startswith(b"{"):
         return body
     fields: dict[str, Any] = _FIELDS.decode(body)
     if nested.startswith(b"{"):
         entries: dict[str, Any] = _FIELDS.decode(nested)
         fields[NESTED_FIELDS] = {
-            name: entries[name] for name in entries if name not in ENGINE_FIELDS
+            name: entries[name] for name in entries if name not in _ENGINE_FIELDS
         }
     return msgspec.json.encode({name: fields[name] for name in fields if name not in given})
 

@@ -9,20 +9,25 @@ read in another way than this module: else the engine would allocate another siz
 import base64
 import binascii
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http.body_loops import is_surely_base64
-from router.apis.openai.schema import ChatRequest, MediaReference, MessagePart
+from router.apis.openai.schema import ChatRequest, MediaReference, MessagePart, TextlessPart
 
 IMAGES_MAX: Final = 64
 """The images of one request."""
 
+FIRST_CHARS: Final = 1024
 HEAD_CHARS: Final = 64 * 1024
-"""The base64 characters of an image that are decoded first: four characters are three bytes."""
+"""The base64 characters of an image that are decoded first, and if its size is not in them:
+four characters are three bytes."""
 
 _DATA_URL: Final = re.compile(r"data:image/(?:png|jpeg|jpg|gif|webp);base64,", re.IGNORECASE)
+_DATA_URL_IN_BODY: Final = re.compile(rb"data:(?i:image/(?:png|jpeg|jpg|gif|webp);base64,)")
+"""The same where the decoder has not checked that it begins with `data:` in small letters."""
+
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
 _JPEG_SIZES: Final = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
 """The markers of a JPEG frame, which holds the size."""
@@ -61,17 +66,34 @@ class BlockCount:
     """How many blocks of images were looked at."""
 
     def __init__(self) -> None:
-        self._blocks = 0
+        self.looked_at = 0
 
     def add(self) -> None:
         """Count one more. Raises TooManyBlocks."""
-        self._blocks += 1
-        if self._blocks > BLOCKS_MAX:
+        self.looked_at += 1
+        if self.looked_at > BLOCKS_MAX:
             raise TooManyBlocks
 
 
-def check_images(request: ChatRequest, pixels_max: int) -> None:
-    """Raise ApiError 400 if an image is of an unknown format, broken or too large."""
+def image_data(body: bytes, urls: Sequence[int]) -> list[memoryview] | None:
+    """Return the base64 of the images at these places of a body, None if one is of another form.
+
+    `urls` are the beginning and the end of each URL, in turn.
+    """
+    view, found = memoryview(body), []
+    for begin, end in zip(urls[::2], urls[1::2], strict=True):
+        match = _DATA_URL_IN_BODY.match(body, begin, end)
+        if match is None:
+            return None
+        found.append(view[match.end() : end])
+    return found
+
+
+def check_images(request: ChatRequest, pixels_max: int, taken: Sequence[memoryview] = ()) -> None:
+    """Raise ApiError 400 if an image is of an unknown format, broken or too large.
+
+    A number in the place of a URL is that of an image in `taken`, see long_texts.py.
+    """
     count, blocks = 0, BlockCount()
     for number, message in enumerate(request.messages):
         if not isinstance(message.content, list):
@@ -81,7 +103,8 @@ def check_images(request: ChatRequest, pixels_max: int) -> None:
             if url is not None:
                 count += 1
                 field = f"messages[{number}].content[{place}].image_url"
-                _check_image(url, field, pixels_max, blocks)
+                data = taken[url] if isinstance(url, int) else url
+                _check_image(data, field, pixels_max, blocks)
     if count > IMAGES_MAX:
         raise _invalid("messages", f"they have {count} images, the limit is {IMAGES_MAX}")
 
@@ -100,18 +123,22 @@ def image_size(data: bytes, blocks: BlockCount) -> ImageSize | None:
     return None
 
 
-def _image_url(part: MessagePart) -> str | None:
+def _image_url(part: MessagePart | TextlessPart) -> str | int | None:
     given = part.image_url
     return given.url if isinstance(given, MediaReference) else given
 
 
-def _check_image(url: str, field: str, pixels_max: int, blocks: BlockCount) -> None:
-    match = _DATA_URL.match(url)
-    if match is None:
-        reason = "expected `data:image/FORMAT;base64,...` with PNG, JPEG, GIF or WebP"
-        raise _invalid(field, reason)
+def _check_image(image: str | memoryview, field: str, pixels_max: int, blocks: BlockCount) -> None:
+    """Check an image: its URL, or the base64 of one, which is valid."""
     try:
-        size = _size_of(url, match.end(), blocks)
+        if isinstance(image, memoryview):
+            size = _size_of_valid(image, 0, blocks)
+        else:
+            match = _DATA_URL.match(image)
+            if match is None:
+                reason = "expected `data:image/FORMAT;base64,...` with PNG, JPEG, GIF or WebP"
+                raise _invalid(field, reason)
+            size = _size_of(image, match.end(), blocks)
     except (binascii.Error, ValueError) as error:
         raise _invalid(field, f"its base64 is not valid: {error}") from None
     except TooManyBlocks:
@@ -129,12 +156,22 @@ def _check_image(url: str, field: str, pixels_max: int, blocks: BlockCount) -> N
 
 
 def _size_of(url: str, begin: int, blocks: BlockCount) -> ImageSize | None:
-    """Decode a part of an image, or all of it if need be. Raises ValueError and TooManyBlocks."""
+    """Return the size in an image. Raises ValueError and TooManyBlocks."""
     if is_surely_base64(url, begin):
-        size = image_size(binascii.a2b_base64(url[begin : begin + HEAD_CHARS]), blocks)
-        if size is not None:
-            return size
+        return _size_of_valid(url, begin, blocks)
     return image_size(base64.b64decode(url[begin:], validate=True), blocks)
+
+
+def _size_of_valid(data: str | memoryview, begin: int, blocks: BlockCount) -> ImageSize | None:
+    """Decode a part of an image, or all of it if need be. Raises TooManyBlocks."""
+    before = blocks.looked_at
+    size = image_size(binascii.a2b_base64(data[begin : begin + FIRST_CHARS]), blocks)
+    if size is not None:
+        return size
+    # The first look has few blocks, which are looked at again.
+    blocks.looked_at = before
+    size = image_size(binascii.a2b_base64(data[begin : begin + HEAD_CHARS]), blocks)
+    return size or image_size(binascii.a2b_base64(data[begin:]), blocks)
 
 
 def _png_size(data: bytes, blocks: BlockCount) -> ImageSize | None:

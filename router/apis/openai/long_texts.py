@@ -1,19 +1,22 @@
-"""Reads a body: the request in it, and its prompt. Long texts of a chat are read by a loop in C.
+"""Reads a body: the request in it, and its prompt. Long texts and images are read by a loop in C.
 
-The compiled request path takes them out of the body (`text_bytes.c`), checking and decoding them.
-The decoder reads the rest, with a number in the place of each text, and so checks it as it checks
-any body. What it does not accept then is decoded as a whole, as everything is without that loop: so
-the decoder alone decides what is refused, and how the error reads.
+The compiled request path takes those of a chat out of the body (`text_bytes.c`): it checks and
+decodes texts, and checks the base64 of images. The decoder reads the rest, with a number in the
+place of each, and so checks it as it checks any body. What it does not accept then is decoded as a
+whole, as everything is without that loop: so the decoder alone decides what is refused, and how the
+error reads.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
 
+from isochrone.native_class import mypyc_attr
 from router.apis.openai.decode import CHAT, check_body, decode_checked
+from router.apis.openai.images import image_data
 from router.apis.openai.prompt import OpenAiRequest, render_prompt, render_textless
 from router.apis.openai.schema import TextlessChat
 
@@ -22,19 +25,27 @@ LONG_BODY_BYTES: Final = 8 * 1024
 
 _TEXTLESS: Final = msgspec.json.Decoder(TextlessChat)
 
-TakeTexts = Callable[[bytes], "tuple[bytes, bytes, list[int]] | None"]
-"""A body to the body without long texts, these texts in UTF-8, and where each ends; or None if no
-text was taken out. The body is free of what `check_json_body` refuses."""
+TakeTexts = Callable[[bytes], "tuple[bytes, bytes, list[int], list[int]] | None"]
+"""A body to the body without long texts and images, these texts in UTF-8, where each of them ends,
+and where the URL of each image begins and ends in the body; or None if nothing was taken out. The
+body is free of what `check_json_body` refuses."""
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class ReadBody:
-    """A decoded body, and its prompt as `render_prompt` returns it."""
+    """A decoded body, its prompt as `render_prompt` returns it, and the images taken out of it.
 
-    __slots__ = ("prompt", "request")
+    An image is its base64, which is valid; in the `request` its number stands in its place.
+    """
 
-    def __init__(self, request: OpenAiRequest, prompt: bytes) -> None:
+    __slots__ = ("images", "prompt", "request")
+
+    def __init__(
+        self, request: OpenAiRequest, prompt: bytes, images: Sequence[memoryview] = ()
+    ) -> None:
         self.request = request
         self.prompt = prompt
+        self.images = images
 
 
 def take_none(body: bytes) -> None:
@@ -64,9 +75,12 @@ def read_textless(body: bytes, take: TakeTexts) -> ReadBody | None:
     taken = take(body)
     if taken is None:
         return None
-    textless, texts, ends = taken
+    textless, texts, ends, urls = taken
+    images = image_data(body, urls) if urls else []
+    if images is None:
+        return None
     try:
         request = _TEXTLESS.decode(textless)
     except (msgspec.DecodeError, RecursionError, ValueError):
         return None
-    return ReadBody(request, render_textless(request, texts, ends))
+    return ReadBody(request, render_textless(request, texts, ends), images)

@@ -45,18 +45,18 @@ def render_prompt(request: OpenAiRequest) -> bytes:
 def render_textless(request: TextlessChat, texts: bytes, ends: list[int]) -> bytes:
     """Return the prompt of a chat whose long texts were taken out, as `render_prompt` does.
 
-    Text number n ends at `ends[n]`; a number as `content` is that of a text.
+    Text number n ends at `ends[n]`; a number as `content` or `text` is that of a text.
     """
     view = memoryview(texts)
-    parts: list[bytes | memoryview] = [bytes(request.tools)]
+    rendered: list[bytes | memoryview] = [bytes(request.tools)]
     for message in request.messages:
-        parts.append(_ROLE_PARTS[message.role])
+        rendered.append(_ROLE_PARTS[message.role])
         content = message.content
-        if isinstance(content, int):
-            parts.append(view[ends[content - 1] if content else 0 : ends[content]])
+        if isinstance(content, list):
+            rendered += [_taken(part.text, view, ends) for part in content]
         else:
-            parts.append(_encode(_text(content)))
-    return b"".join(parts)
+            rendered.append(_taken(content, view, ends))
+    return b"".join(rendered)
 
 
 def count_text_bytes(request: OpenAiRequest, prompt_bytes: int) -> int:
@@ -115,6 +115,13 @@ def _text(content: str | list[MessagePart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join([part.text or "" for part in content])
+
+
+def _taken(text: int | str | None, texts: memoryview, ends: list[int]) -> bytes | memoryview:
+    """Return a text, which may be a number in `texts`."""
+    if isinstance(text, int):
+        return texts[ends[text - 1] if text else 0 : ends[text]]
+    return _encode(text or "")
 
 
 def _encode(text: str) -> bytes:

@@ -139,14 +139,27 @@ class ChatRequest(_GenerationRequest, frozen=True, kw_only=True):
     """Names the session of a request without the header for it."""
 
 
-class TextlessMessage(RequestMessage, frozen=True):
-    """A message of a body without its long texts: a number stands for a text that was taken out."""
+class TextlessReference(MediaReference, frozen=True):
+    """A reference whose URL may have been taken out of the body."""
 
-    content: int | str | Annotated[list[MessagePart], Meta(max_length=1024)] | None = None  # type: ignore[assignment]
+    url: int | DataUrl  # type: ignore[assignment]
+
+
+class TextlessPart(MessagePart, frozen=True):
+    """A part of a message whose text or image may have been taken out of the body."""
+
+    text: int | str | None = None  # type: ignore[assignment]
+    image_url: int | DataUrl | TextlessReference | None = None  # type: ignore[assignment]
+
+
+class TextlessMessage(RequestMessage, frozen=True):
+    """A message of a body without its long texts: a number stands for what was taken out."""
+
+    content: int | str | Annotated[list[TextlessPart], Meta(max_length=1024)] | None = None  # type: ignore[assignment]
 
 
 class TextlessChat(ChatRequest, frozen=True, kw_only=True):
-    """A chat whose long texts were taken out, see long_texts.py."""
+    """A chat whose long texts and images were taken out, see long_texts.py."""
 
     messages: Annotated[list[TextlessMessage], Meta(min_length=1, max_length=10_000)]  # type: ignore[assignment]
 

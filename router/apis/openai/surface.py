@@ -1,12 +1,13 @@
 """The OpenAI inference routes: from an HTTP request to the pipeline's InferenceRequest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, Final
 
 import msgspec
 
+from isochrone.native_class import mypyc_attr
 from isochrone.ttft_order import TTFT_MS_MAX
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.http import headers
@@ -84,6 +85,7 @@ API_KEY: Final = headers.API_KEY.encode()
 TRACEPARENT: Final = headers.TRACEPARENT.encode()
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class NamedModel:
     """The deployment, and the adapter if any, that a request's `model` names."""
 
@@ -173,7 +175,7 @@ class OpenAiSurface:
             refuse_lacking(deployment, path, body)
         if isinstance(openai, ChatRequest):
             refuse_storing(openai.store)
-            self._check_images(openai)
+            self._check_images(openai, read.images)
         body = without_transfer_fields(body, openai)
         answer_count = count_answers(openai)
         return InferenceRequest(
@@ -258,9 +260,9 @@ class OpenAiSurface:
             prefix_keys=NO_KEYS,
         )
 
-    def _check_images(self, request: ChatRequest) -> None:
+    def _check_images(self, request: ChatRequest, taken: Sequence[memoryview] = ()) -> None:
         if has_parts(request):
-            check_images(request, self._config.image_pixels_max)
+            check_images(request, self._config.image_pixels_max, taken)
 
     def _named_model(self, name: str, key: KeyEntry, path: str, kind: str) -> NamedModel:
         """Return the deployment of a kind, and perhaps the adapter, that a request names.

@@ -25,6 +25,7 @@ import math
 from collections.abc import Iterable
 from typing import Final
 
+from isochrone.native_class import mypyc_attr
 from isochrone.wire.client_keys.key_table import BUDGET_PREFIX
 from isochrone.wire.client_keys.key_use import KeyUse
 from isochrone.wire.errors import ApiError, ErrorCode
@@ -176,6 +177,7 @@ class _KeyUsage:
         return lines + self.tokens.header_lines(now_s) if self.tokens is not None else lines
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class AdmittedRequest:
     """One admitted request. `settle` replaces the estimate by the real use, once."""
 

@@ -137,61 +137,112 @@ static PyObject *key_at(const BlockTable *table, int32_t number) {
     return PyLong_FromUnsignedLongLong(table->entries[number].key);
 }
 
+/* The keys of a prompt: integers in a list or tuple, or a buffer with eight bytes for each. */
+struct keys {
+    PyObject *list;
+    Py_buffer buffer;
+    Py_ssize_t count;
+};
+
 static int is_sequence(PyObject *object) { return PyList_Check(object) || PyTuple_Check(object); }
 
-static PyObject *deepest(PyObject *self, PyObject *keys) {
-    if (!is_sequence(keys)) return PyErr_SetString(PyExc_TypeError, "expected a list"), NULL;
-    Py_ssize_t n = PySequence_Fast_GET_SIZE(keys) - 1;
-    for (; n >= 0; n--) {
-        uint64_t key;
-        if (read_key(PySequence_Fast_GET_ITEM(keys, n), &key)) return NULL;
-        if (find((BlockTable *)self, key) != NONE) break;
-    }
-    return PyLong_FromSsize_t(n);
+static int open_keys(PyObject *object, struct keys *keys) {
+    keys->list = is_sequence(object) ? object : NULL;
+    if (keys->list) return keys->count = PySequence_Fast_GET_SIZE(object), 0;
+    if (PyObject_GetBuffer(object, &keys->buffer, PyBUF_SIMPLE)) return -1;
+    keys->count = keys->buffer.len / (Py_ssize_t)sizeof(uint64_t);
+    return 0;
 }
 
-static PyObject *use(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
-    BlockTable *table = (BlockTable *)self;
-    if (count != 3 || !is_sequence(arguments[0]) || !is_sequence(arguments[1]))
-        return PyErr_SetString(PyExc_TypeError, "expected two lists and a use"), NULL;
-    PyObject *keys = arguments[0], *ends = arguments[1];
-    if (PySequence_Fast_GET_SIZE(ends) != PySequence_Fast_GET_SIZE(keys))
-        return PyErr_SetString(PyExc_ValueError, "as many ends as keys"), NULL;
-    PyObject *added = PyList_New(0);
-    for (Py_ssize_t n = PySequence_Fast_GET_SIZE(keys) - 1; added && n >= 0; n--) {
+static void close_keys(struct keys *keys) {
+    if (!keys->list) PyBuffer_Release(&keys->buffer);
+}
+
+/* Returns item `n` of a list, which other code may have made shorter; NULL with an error. */
+static PyObject *item_at(PyObject *list, Py_ssize_t n) {
+    if (n < PySequence_Fast_GET_SIZE(list)) return PySequence_Fast_GET_ITEM(list, n);
+    return PyErr_SetString(PyExc_ValueError, "the list became shorter"), NULL;
+}
+
+static int get_key(const struct keys *keys, Py_ssize_t n, uint64_t *key) {
+    if (!keys->list) {
+        memcpy(key, (const char *)keys->buffer.buf + n * (Py_ssize_t)sizeof *key, sizeof *key);
+        return 0;
+    }
+    PyObject *item = item_at(keys->list, n);
+    return item ? read_key(item, key) : -1;
+}
+
+/* Inserts block `n` of a prompt, appending its key to `added`; returns its entry, or NONE. */
+static int32_t add_block(
+    BlockTable *table, uint64_t key, PyObject *ends, Py_ssize_t n, PyObject *added) {
+    PyObject *last = item_at(ends, n), *before = n ? item_at(ends, n - 1) : NULL;
+    if (!last || (n && !before)) return NONE;
+    long long end = PyLong_AsLongLong(last), begin = before ? PyLong_AsLongLong(before) : 0;
+    PyObject *object = PyErr_Occurred() ? NULL : PyLong_FromUnsignedLongLong(key);
+    int failed = !object || PyList_Append(added, object);
+    Py_XDECREF(object);
+    return failed ? NONE : insert(table, key, end - begin);
+}
+
+/* Uses the blocks of a prompt, the last one first. `deepest` is set to the last of those that were
+ * held, and `since_use` to how much was inserted since that was used. */
+static int use_blocks(
+    BlockTable *table, const struct keys *keys, PyObject *ends, PyObject *new_use, PyObject *added,
+    Py_ssize_t *deepest, long long *since_use) {
+    long long inserted_before = table->inserted;
+    for (Py_ssize_t n = keys->count - 1; n >= 0; n--) {
         uint64_t key;
-        if (read_key(PySequence_Fast_GET_ITEM(keys, n), &key)) goto failed;
+        if (get_key(keys, n, &key)) return -1;
         int32_t number = find(table, key);
         if (number == NONE) {
-            long long end = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(ends, n));
-            long long begin = n ? PyLong_AsLongLong(PySequence_Fast_GET_ITEM(ends, n - 1)) : 0;
-            if (PyErr_Occurred()) goto failed;
-            if (PyList_Append(added, PySequence_Fast_GET_ITEM(keys, n))) goto failed;
-            number = insert(table, key, end - begin);
-            if (number == NONE) goto failed;
+            number = add_block(table, key, ends, n, added);
+            if (number == NONE) return -1;
         } else {
+            /* A block that a prompt has twice was not held before. */
+            if (*deepest < 0 && table->entries[number].use != new_use) {
+                *deepest = n;
+                *since_use = inserted_before - table->entries[number].used_at_inserted;
+            }
             unlink_entry(table, &table->entries[number]);
         }
         link_newest(table, number);
         struct entry *entry = &table->entries[number];
         PyObject *earlier = entry->use;
         entry->used_at_inserted = table->inserted;
-        Py_INCREF(arguments[2]);
-        entry->use = arguments[2];
+        Py_INCREF(new_use);
+        entry->use = new_use;
         /* Last, because it may run any code. */
         Py_XDECREF(earlier);
     }
-    return added;
-failed:
-    Py_DECREF(added);
-    return NULL;
+    return 0;
 }
 
-static PyObject *inserted_since_use(PyObject *self, PyObject *key) {
-    BlockTable *table = (BlockTable *)self;
-    int32_t number = entry_of(table, key);
-    if (number == NONE) return NULL;
-    return PyLong_FromLongLong(table->inserted - table->entries[number].used_at_inserted);
+static PyObject *use(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
+    if (count != 3 || !is_sequence(arguments[1]))
+        return PyErr_SetString(PyExc_TypeError, "expected keys, a list and a use"), NULL;
+    struct keys keys;
+    if (open_keys(arguments[0], &keys)) return NULL;
+    PyObject *added = PyList_New(0), *result = NULL;
+    Py_ssize_t deepest = -1;
+    long long since_use = 0;
+    if (PySequence_Fast_GET_SIZE(arguments[1]) != keys.count)
+        PyErr_SetString(PyExc_ValueError, "as many ends as keys");
+    else if (added && !use_blocks((BlockTable *)self, &keys, arguments[1], arguments[2], added,
+                                  &deepest, &since_use))
+        result = Py_BuildValue("OnL", added, deepest, since_use);
+    Py_XDECREF(added);
+    close_keys(&keys);
+    return result;
+}
+
+static PyObject *oldest_use(PyObject *self, PyObject *ignored) {
+    (void)ignored;
+    const BlockTable *table = (BlockTable *)self;
+    if (table->oldest == NONE) Py_RETURN_NONE;
+    PyObject *found = table->entries[table->oldest].use;
+    Py_INCREF(found);
+    return found;
 }
 
 static PyObject *use_of(PyObject *self, PyObject *key) {
@@ -280,9 +331,8 @@ static void dealloc(PyObject *self) {
 }
 
 static PyMethodDef METHODS[] = {
-    {"deepest", deepest, METH_O, NULL},
     {"use", (PyCFunction)(void (*)(void))use, METH_FASTCALL, NULL},
-    {"inserted_since_use", inserted_since_use, METH_O, NULL},
+    {"oldest_use", oldest_use, METH_NOARGS, NULL},
     {"use_of", use_of, METH_O, NULL},
     {"oldest", oldest, METH_NOARGS, NULL},
     {"sent_before", sent_before, METH_O, NULL},

@@ -10,12 +10,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, Protocol
 
+from isochrone.native_class import mypyc_attr
+
 ANSWER_S: Final = 5.0
 """How long an answer is assumed to use its prompt's blocks, until its end is learned. An engine
 keeps them to the end, but with 60 s here, what is evicted was noticed too late to be of use
 (ops/sim/cache_knowledge.md)."""
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class PromptUse:
     """The times at which a prompt was sent to a replica, and last used its blocks there.
 
@@ -46,25 +49,25 @@ class CachedBlocks(Protocol):
     def __contains__(self, key: object) -> bool:
         """Return whether a block is held."""
 
-    def deepest(self, keys: Sequence[int]) -> int:
-        """Return the index of the last of a prompt's keys whose block is held, -1 if none is."""
-
-    def use(self, keys: Sequence[int], ends: Sequence[int], use: PromptUse) -> list[int]:
+    def use(
+        self, keys: Sequence[int], ends: Sequence[int], use: PromptUse
+    ) -> tuple[list[int], int, int]:
         """Make a prompt's blocks the ones used last, inserting those that are missing.
 
         Blocks end at the offsets `ends`. The first block of the prompt counts as used last, so that
-        the end of a prompt is evicted before its beginning, as engines do. Return the keys of the
-        inserted blocks.
+        the end of a prompt is evicted before its beginning, as engines do. Each call has a `use` of
+        its own. Return the keys of the inserted blocks; the index of the last block that was held
+        before, -1 if none was; and how much had been inserted since that one's use before this.
         """
-
-    def inserted_since_use(self, key: int) -> int:
-        """Return how much was inserted since a block was used last."""
 
     def use_of(self, key: int) -> PromptUse:
         """Return the last use of a block."""
 
     def oldest(self) -> int | None:
         """Return the key of the block whose last use is the longest ago, None without blocks."""
+
+    def oldest_use(self) -> PromptUse | None:
+        """Return the last use of that block."""
 
     def sent_before(self, time_s: float) -> list[int]:
         """Return the keys of the least recently used blocks, up to the first sent since then."""
@@ -106,17 +109,13 @@ class BlocksInPython:
         """Return whether a block is held."""
         return key in self._blocks
 
-    def deepest(self, keys: Sequence[int]) -> int:
+    def use(
+        self, keys: Sequence[int], ends: Sequence[int], use: PromptUse
+    ) -> tuple[list[int], int, int]:
         """See CachedBlocks."""
-        index = len(keys) - 1
-        while index >= 0 and keys[index] not in self._blocks:
-            index -= 1
-        return index
-
-    def use(self, keys: Sequence[int], ends: Sequence[int], use: PromptUse) -> list[int]:
-        """See CachedBlocks."""
-        blocks = self._blocks
+        blocks, inserted_before = self._blocks, self.inserted
         added: list[int] = []
+        deepest, since_use = -1, 0
         for index in range(len(keys) - 1, -1, -1):
             key = keys[index]
             block = blocks.get(key)
@@ -127,13 +126,12 @@ class BlocksInPython:
                 blocks[key] = _CachedBlock(size, self.inserted, use)
                 added.append(key)
             else:
+                # A block that a prompt has twice was not held before.
+                if deepest < 0 and block.use is not use:
+                    deepest, since_use = index, inserted_before - block.used_at_inserted
                 block.used_at_inserted, block.use = self.inserted, use
                 blocks.move_to_end(key)
-        return added
-
-    def inserted_since_use(self, key: int) -> int:
-        """See CachedBlocks."""
-        return self.inserted - self._blocks[key].used_at_inserted
+        return added, deepest, since_use
 
     def use_of(self, key: int) -> PromptUse:
         """See CachedBlocks."""
@@ -142,6 +140,12 @@ class BlocksInPython:
     def oldest(self) -> int | None:
         """See CachedBlocks."""
         return next(iter(self._blocks), None)
+
+    def oldest_use(self) -> PromptUse | None:
+        """See CachedBlocks."""
+        for block in self._blocks.values():
+            return block.use
+        return None
 
     def sent_before(self, time_s: float) -> list[int]:
         """See CachedBlocks."""

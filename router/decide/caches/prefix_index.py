@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence, Set
 from functools import lru_cache
 from typing import Final
 
+from isochrone.native_class import mypyc_attr
 from isochrone.wire.http.body_loops import chained_hashes
 from router.decide.caches.cached_blocks import CachedBlocks, PromptUse, new_cached_blocks
 
@@ -47,6 +48,7 @@ HIT_RATIO_MIN: Final = 0.75
 _NOT_ZERO: Final = re.compile(rb"[^\0]")
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class PrefixKeys:
     """A prompt's chain of keys, the byte offset at which each block ends, and the prompt's size."""
 
@@ -61,6 +63,7 @@ class PrefixKeys:
 NO_KEYS: Final = PrefixKeys((), (), 0)
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class PrefixMatch:
     """Replicas that hold the same share of a prompt, as a bit mask of their slots."""
 
@@ -71,6 +74,7 @@ class PrefixMatch:
         self.share = share
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class PrefixMatches:
     """How much of a prompt the replicas hold: all of them `all_share`, some of them more."""
 
@@ -91,6 +95,7 @@ class PrefixMatches:
 NO_MATCHES: Final = PrefixMatches(0.0, ())
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class SentPrompt:
     """The index's expectation for a prompt when it was sent.
 
@@ -206,13 +211,9 @@ class PrefixIndex:
         cache = self._caches.get(slot)
         if cache is None:
             cache = self._caches[slot] = _ReplicaCache(self._capacity)
-        share, age, blocks = 0.0, 0, cache.blocks
-        deepest = blocks.deepest(keys.keys)
-        if deepest >= 0:
-            share = keys.ends[deepest] / keys.size
-            age = blocks.inserted_since_use(keys.keys[deepest])
         use = PromptUse(now_s)
-        added = blocks.use(keys.keys, keys.ends, use)
+        added, deepest, age = cache.blocks.use(keys.keys, keys.ends, use)
+        share = keys.ends[deepest] / keys.size if deepest >= 0 else 0.0
         if added:
             self._pairs += len(added)
             holders, bit = self._holders, 1 << slot
@@ -278,11 +279,13 @@ class PrefixIndex:
 
     def _evict(self, slot: int, cache: _ReplicaCache, now_s: float) -> None:
         blocks = cache.blocks
-        while (oldest := blocks.oldest()) is not None and (
+        while (use := blocks.oldest_use()) is not None and (
             blocks.size > cache.capacity
             or (self._pairs > self._pairs_max and len(blocks) > 1)
-            or now_s - blocks.use_of(oldest).sent_at_s > TTL_S
+            or now_s - use.sent_at_s > TTL_S
         ):
+            oldest = blocks.oldest()
+            assert oldest is not None
             self._remove_block(slot, cache, oldest)
 
     def _remove_block(self, slot: int, cache: _ReplicaCache, key: int) -> None:

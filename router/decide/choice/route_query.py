@@ -1,9 +1,11 @@
 """The properties of a request that ranking needs."""
 
+from isochrone.native_class import mypyc_attr
 from router.decide.caches.affinity import SessionBinding
 from router.decide.caches.prefix_index import NO_MATCHES, PrefixMatches
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class RouteQuery:
     """A request as ranking sees it.
 

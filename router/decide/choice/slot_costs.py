@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Set
 from math import inf
 
+from isochrone.native_class import mypyc_attr
 from isochrone.wire.ids import ReplicaId
 from router.decide.caches.prefix_index import NO_MATCHES
 from router.decide.choice.route_query import RouteQuery
@@ -13,6 +14,7 @@ from router.decide.replicas.replica_table import RoutingSnapshot
 from router.decide.replicas.slot_columns import SlotValues
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class BestTwo:
     """The slot of lowest cost, -1 if none has capacity, and the second lowest cost."""
 
@@ -23,6 +25,7 @@ class BestTwo:
         self.second_ms = second_ms
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class SlotCosts:
     """The costs of one query by slot, infinite for a slot that is full, empty or excluded."""
 

@@ -7,10 +7,13 @@ replicas is in slot_columns.py.
 
 from typing import Final
 
+from isochrone.native_class import mypyc_attr
+
 _CHUNK_BITS: Final = 6
 _IN_CHUNK: Final = 2**_CHUNK_BITS - 1
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class ReplicaEstimate:
     """The wait of a request at one replica. All times are in ms; an estimate is never changed.
 
@@ -62,6 +65,7 @@ class ReplicaEstimate:
 EMPTY_SLOT: Final = ReplicaEstimate(0.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class Estimates:
     """The estimate of each slot. A copy shares all chunks until either side changes one."""
 

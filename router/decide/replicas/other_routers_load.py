@@ -6,6 +6,8 @@ average of past reports, as fast as past deviations from that average have faded
 
 from typing import Final
 
+from isochrone.native_class import mypyc_attr
+
 LOAD_FRESH_S: Final = 10.0
 """A report counts in full for this long, then fades to nothing over the same time again."""
 
@@ -13,6 +15,7 @@ SMOOTHING: Final = 0.1
 """Weight of one report in the running averages."""
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class OtherTokens:
     """Tokens of other routers at one replica now.
 

@@ -1,8 +1,10 @@
 """One replica a request may go to, with its predicted times and the reason for its rank."""
 
+from isochrone.native_class import mypyc_attr
 from isochrone.wire.peers.routes import Route
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class RankedRoute:
     """A route with its prediction.
 

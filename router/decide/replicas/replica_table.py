@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence, Set
 from math import inf
 from typing import Final
 
+from isochrone.native_class import mypyc_attr
 from isochrone.wire.ids import PopId, ReplicaId
 from isochrone.wire.peers.routes import Route
 from router.decide.caches.affinity import hash64
@@ -265,6 +266,7 @@ class ReplicaTable:
         )
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class RoutingSnapshot:
     """One deployment at one moment: later events do not change it.
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Set
 from typing import Final, NamedTuple
 
+from isochrone.native_class import mypyc_attr
 from isochrone.sequence_wait import sequence_wait_ms
 from isochrone.wire.http.headers import ReportedLoad
 from isochrone.wire.ids import ReplicaId
@@ -44,6 +45,7 @@ class InFlightTokens(NamedTuple):
         )
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class OwnLoad:
     """What this router had at one replica at one moment: an entry of its history."""
 
@@ -64,6 +66,7 @@ class OwnLoad:
         self.batch_items = batch_items
 
 
+@mypyc_attr(free_list_len=1)
 class Reservation:
     """One request's tokens at a replica. Releasing it a second time does nothing."""
 

@@ -3,9 +3,11 @@
 import gc
 import importlib.util
 import weakref
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -52,9 +54,11 @@ def test_blocks_in_c_are_used_and_removed_as_in_python(
         use = PromptUse(float(now_s))
         seen = []
         for blocks in both:
-            added: list[int] = []
+            used: tuple[list[int], int, int] | None = None
             if name == "use":
-                added = blocks.use(keys, ends_of(keys), use)
+                is_buffer = blocks is both[1] and now_s % 2
+                given: Any = array("Q", keys) if is_buffer else keys
+                used = blocks.use(given, ends_of(keys), use)
             elif name == "oldest" and (oldest := blocks.oldest()) is not None:
                 blocks.remove(oldest)
             elif name == "remove":
@@ -63,10 +67,10 @@ def test_blocks_in_c_are_used_and_removed_as_in_python(
                         blocks.remove(key)
             held = blocks.oldest_first()
             assert len(blocks) == len(held) and (blocks.oldest() is None) == (not held)
+            assert blocks.oldest_use() is (blocks.use_of(held[0]) if held else None)
             seen.append(
                 (
-                    *(added, blocks.size, blocks.inserted, held, blocks.deepest(prompt)),
-                    [blocks.inserted_since_use(key) for key in held],
+                    *(used, blocks.size, blocks.inserted, held),
                     [blocks.use_of(key).sent_at_s for key in held],
                     blocks.sent_before(now_s / 2),
                     [key in blocks for key in prompt],
@@ -85,17 +89,18 @@ def test_the_end_of_a_prompt_is_used_before_its_beginning(
 ) -> None:
     blocks = new_blocks()
     first, second = PromptUse(1.0), PromptUse(2.0)
-    assert blocks.use([1, 2, 3], [10, 30, 60], first) == [3, 2, 1]
-    assert blocks.use((1, 2, 4), (10, 30, 40), second) == [4]
+    assert blocks.use([1, 2, 3], [10, 30, 60], first) == ([3, 2, 1], -1, 0)
+    assert blocks.use((1, 2, 4), (10, 30, 40), second) == ([4], 1, 60 - 50)
     assert blocks.oldest_first() == [3, 4, 2, 1]
     assert (blocks.size, blocks.inserted, len(blocks)) == (70, 70, 4)
-    assert blocks.deepest([1, 2, 9]) == 1 and blocks.deepest([9]) == blocks.deepest([]) == -1
-    assert blocks.inserted_since_use(3) == 40 and blocks.inserted_since_use(4) == 0
+    assert blocks.use([], [], PromptUse(2.0)) == ([], -1, 0)
     assert blocks.use_of(1) is second and blocks.use_of(3) is first
     assert blocks.sent_before(2.0) == [3] and blocks.sent_before(3.0) == [3, 4, 2, 1]
     blocks.remove(4)
     assert (blocks.size, blocks.inserted, 4 in blocks) == (60, 70, False)
-    for method in (blocks.remove, blocks.use_of, blocks.inserted_since_use):
+    # Block 3 was used last when 30 were inserted.
+    assert blocks.use([9, 3], [5, 9], PromptUse(3.0)) == ([9], 1, 70 - 30)
+    for method in (blocks.remove, blocks.use_of):
         with pytest.raises(KeyError):
             method(4)
 
@@ -141,7 +146,9 @@ def test_c_refuses_what_it_cannot_read(in_c: ModuleType) -> None:
         blocks.use([1, 2], [1], use)
     with pytest.raises(OverflowError):
         blocks.use([-1], [1], use)
-    for method in (blocks.deepest, blocks.remove, blocks.use_of, blocks.sent_before):
+    with pytest.raises(ValueError, match="ends"):
+        blocks.use(bytes(15), [1, 2], use)
+    for method in (blocks.remove, blocks.use_of, blocks.sent_before):
         with pytest.raises(TypeError):
             method("1")
     with pytest.raises(TypeError):

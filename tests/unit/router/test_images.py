@@ -21,6 +21,7 @@ from isochrone.wire.ids import (
     TenantId,
 )
 from isochrone.wire.peers.routes import DeploymentEntry, KeyEntry, KeyTable, RouteTable
+from ops.bench.relay import IMAGE_KIB, conversation
 from router.apis.openai.decode import CHAT, decode
 from router.apis.openai.images import (
     BLOCKS_MAX,
@@ -31,6 +32,7 @@ from router.apis.openai.images import (
     check_images,
     image_size,
 )
+from router.apis.openai.long_texts import LONG_BODY_BYTES
 from router.apis.openai.schema import CHAT_PATH
 from router.apis.openai.surface import OpenAiSurface
 from router.config import RouterConfig
@@ -109,6 +111,10 @@ def test_a_size_is_read_from_each_format(data: bytes) -> None:
     check_images(chat(a_url(data)), PIXELS_MAX)
 
 
+def test_the_image_of_the_benchmark_is_accepted() -> None:
+    check_images(decode(conversation(IMAGE_KIB, 3).encode(), CHAT), PIXELS_MAX)
+
+
 @pytest.mark.parametrize("kind", ["png", "jpeg", "gif", "webp"])
 def test_sizes_agree_with_a_library(kind: str) -> None:
     pillow = pytest.importorskip("PIL.Image")
@@ -170,8 +176,9 @@ def test_a_frame_header_behind_much_else_is_found_and_a_cut_one_is_not() -> None
         check_images(chat(a_url(a_png(2, 2) + bytes(HEAD_CHARS)) + "!AAA"), PIXELS_MAX)
 
 
+@pytest.mark.parametrize("padding", [0, LONG_BODY_BYTES])
 @pytest.mark.parametrize("name", ["image_url", "image\\u005furl"])
-def test_an_image_is_checked_however_its_field_is_spelt(name: str) -> None:
+def test_an_image_is_checked_however_its_field_is_spelt(name: str, padding: int) -> None:
     key_id = KeyId("k" * 12)
     key = KeyEntry(key_id=key_id, secret_sha256="0" * 64, tenant_id=TenantId("acme"))
     entry = DeploymentEntry(
@@ -192,7 +199,7 @@ def test_an_image_is_checked_however_its_field_is_spelt(name: str) -> None:
     surface = OpenAiSurface(config, fleet, lambda: 0.0)
     request = HttpRequest()
     request.key = key
-    url = a_url(a_png(2000, 2000))
+    url = a_url(a_png(2000, 2000) + bytes(padding))
     body = (
         '{"model":"m","messages":[{"role":"user","content":'
         f'[{{"type":"{name}","{name}":{{"url":"{url}"}}}}]}}]}}'

@@ -44,7 +44,7 @@ from router.inference_request import InferenceRequest
 from router.recording.metrics import Metrics
 from router.recording.record import Recorder
 from router.recording.usage_journal import UsageJournal
-from router.request_context import ReplicaAttempt, RequestContext
+from router.request_context import NO_REPLICAS, ReplicaAttempt, RequestContext
 
 NOW_S = 1000.0
 COUNTRIES = {"ams": "NL", "fra": "DE", "sin": "SG"}
@@ -204,10 +204,10 @@ def test_requests_stay_in_the_regions_of_their_key(
 def test_an_attempt_after_failures_stays_there(tmp_path: Path) -> None:
     router = Router(a_table(), tmp_path)
     context = router.context()
-    context.excluded.failed.add(ReplicaId("fra-unified-1"))
-    context.excluded.cannot_resume.add(ReplicaId("fra-unified-2"))
+    context.excluded.failed |= {ReplicaId("fra-unified-1")}
+    context.excluded.cannot_resume |= {ReplicaId("fra-unified-2")}
     assert router.pops_ranked(context) == []
-    context.excluded.failed.clear()
+    context.excluded.failed = NO_REPLICAS
     assert router.pops_ranked(context) == ["fra"]
 
 

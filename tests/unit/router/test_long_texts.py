@@ -1,4 +1,4 @@
-"""Taking the long texts out of a body changes neither what is accepted nor what is read."""
+"""Taking long texts and images out of a body changes neither what is accepted nor what is read."""
 
 import json
 import random
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from isochrone.wire.errors import ApiError
 from ops.fuzz import bodies
-from ops.fuzz.bodies import LONG, ROLES, chat_body, is_taken_alike, mutate_body
+from ops.fuzz.bodies import LONG, ROLES, URLS, chat_body, is_taken_alike, mutate_body, random_parts
 from router.apis.openai import long_texts
 from router.apis.openai.decode import CHAT
 from router.apis.openai.long_texts import LONG_BODY_BYTES, read_body, read_textless, take_none
@@ -22,7 +22,7 @@ from tests.c_module import compile_now
 SOURCE = Path(__file__).parents[3] / "router" / "apis" / "openai" / "text_bytes.c"
 PIECES = st.sampled_from(bodies.PIECES)
 TEXTS = st.lists(PIECES, max_size=8).map("".join)
-PARTS = st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": TEXTS}), max_size=2)
+PARTS = st.randoms(use_true_random=False).map(random_parts)
 MESSAGES = st.fixed_dictionaries(
     {"role": st.sampled_from(ROLES)},
     optional={"content": TEXTS | TEXTS | TEXTS | PARTS | st.none(), "name": TEXTS},
@@ -65,6 +65,13 @@ def message(content: bytes) -> bytes:
     return b'{"model":"m","messages":[{"role":"user","content":%b}]}' % content
 
 
+def parts(*given: bytes) -> bytes:
+    return message(b"[%b]" % b",".join(b'{"type":"text",%b}' % part for part in given))
+
+
+IMAGE = b'"image_url":{"url":"%b"}' % URLS[0].encode()
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -84,6 +91,17 @@ def message(content: bytes) -> bytes:
         message(b'"%b"}' % LONG.encode()),
         message(b'"%b"}]}{"messages":[{"content":"%b"' % (LONG.encode(), LONG.encode())),
         b'[{"messages":[{"role":"user","content":"%b"}]}]' % LONG.encode(),
+        parts(IMAGE, b'"text":0'),
+        parts(IMAGE, b'"image_url":0'),
+        parts(IMAGE, b'"image_url":{"url":0}'),
+        parts(IMAGE, b'"audio_url":{"url":0}'),
+        parts(IMAGE, b'"image_url":{"\\u0075rl":0}'),
+        parts(IMAGE, b'"image_url":[{"url":"%b"}]' % URLS[0].encode()),
+        parts(IMAGE, b'"image_url":{"url":{"url":"%b"}}' % URLS[0].encode()),
+        parts(IMAGE, b'"text":["%b"]' % LONG.encode()),
+        parts(IMAGE + b"0"),
+        parts(b'"image_url":{"url":"%b' % URLS[0].encode()),
+        parts(IMAGE).replace(b'"user"', b'"role"'),
     ],
 )
 def test_what_the_decoder_refuses_is_never_read(in_c: ModuleType, body: bytes) -> None:
@@ -101,7 +119,10 @@ def test_what_the_decoder_refuses_is_never_read(in_c: ModuleType, body: bytes) -
         (message(b'"%b","content":"short"' % LONG.encode()), 1),
         (message(b'"%b","content":"%b!"' % (LONG.encode(), LONG.encode())), 2),
         (message(b'"%b","c\\u006fntent":"short"' % LONG.encode()), 0),
-        (message(b'[{"type":"text","text":"%b"}]' % LONG.encode()), 0),
+        (parts(b'"text":"%b"' % LONG.encode()), 1),
+        (parts(b'"text":"short"'), 0),
+        (parts(b'"text":"%b","text":"%b!"' % (LONG.encode(), LONG.encode())), 2),
+        (parts(b'"text":{"text":"%b"}' % LONG.encode()).replace(b'"text":{', b'"x":{'), 0),
         (message(b'null,"name":{"content":"%b"}' % LONG.encode()), 0),
     ],
 )
@@ -111,6 +132,49 @@ def test_only_the_long_texts_of_messages_are_taken(
     assert is_taken_alike(body, in_c.without_long_texts) == bool(taken)
     found = in_c.without_long_texts(body)
     assert (len(found[2]) if found else 0) == taken
+
+
+@pytest.mark.parametrize(
+    ("body", "taken"),
+    [
+        (parts(IMAGE), 1),
+        (parts(IMAGE, IMAGE), 2),
+        (parts(IMAGE + b"," + IMAGE), 2),
+        (parts(b'"image_url": "%b" ' % URLS[0].encode()), 1),
+        (parts(IMAGE, b'"text":"%b"' % LONG.encode()), 1),
+        (parts(IMAGE, b'"image_url":{"url":"data:,"}'), 1),
+        (parts(IMAGE.replace(b"image_url", b"audio_url")), 0),
+        (parts(IMAGE.replace(b'"url"', b'"uri"')).replace(b'"image_url"', b'"x"'), 0),
+        (parts(b'"x":{"image_url":"%b"}' % URLS[0].encode()), 0),
+        (message(b'"%b"},{"role":"user",%b' % (LONG.encode(), IMAGE)), 0),
+    ],
+)
+def test_only_the_images_of_parts_are_taken(in_c: ModuleType, body: bytes, taken: int) -> None:
+    assert is_taken_alike(body, in_c.without_long_texts) == (taken > 0 or LONG.encode() in body)
+    found = in_c.without_long_texts(body)
+    assert (len(found[3]) // 2 if found else 0) == taken
+    for begin, end in zip(found[3][::2], found[3][1::2], strict=True) if found else ():
+        assert body[begin:end] == URLS[0].encode()
+
+
+@pytest.mark.parametrize("url", URLS[2:])
+def test_an_image_that_is_refused_is_refused_alike(in_c: ModuleType, url: str) -> None:
+    body = parts(b'"image_url":{"url":"%b"},"text":"%b"' % (url.encode(), LONG.encode()))
+    if url.startswith("data:"):
+        is_taken_alike(body, in_c.without_long_texts)
+    else:
+        assert read_textless(body, in_c.without_long_texts) is None
+
+
+@given(st.integers(0, 198), st.integers(0, 2), st.sampled_from(["", "=", "-", '\\"', "\\/", "é"]))
+def test_each_place_of_an_image_is_looked_at(
+    in_c: ModuleType, at: int, padding: int, inserted: str
+) -> None:
+    data = "A" * at + inserted + "A" * (198 - at) + "=" * padding
+    body = parts(b'"image_url":"data:image/png;base64,%b"' % data.encode())
+    found = in_c.without_long_texts(body)
+    is_valid = len(data) == 200 and (not inserted or (inserted == "=" and at == 198))
+    assert bool(found) == is_valid
 
 
 @given(st.text(max_size=40), st.integers(0, 70))

@@ -63,17 +63,27 @@ def test_prompts_have_the_same_hashes_in_c(
 ) -> None:
     prompt = Random(content).randbytes(size)
     ends = block_ends(size)
-    assert in_c.chained_hashes(prompt, ends, seed) == hash_in_python(prompt, ends, seed)
+    hashes = in_c.chained_hashes(prompt, ends, seed)
+    assert list(hashes) == hash_in_python(prompt, ends, seed)
+    assert len(hashes) == len(ends) and bool(hashes) == bool(ends)
+    assert list(memoryview(hashes).cast("Q")) == list(hashes)
     if size > 240:
-        assert in_c.chained_hashes(prompt, (size,), seed) == [
-            xxhash.xxh3_64_intdigest(prompt, seed)
-        ]
+        [only] = in_c.chained_hashes(prompt, (size,), seed)
+        assert only == xxhash.xxh3_64_intdigest(prompt, seed)
 
 
 def test_a_long_prompt_has_the_same_hashes_in_c(in_c: ModuleType) -> None:
     prompt = bytes(range(251)) * 4_000
     ends = block_ends(len(prompt))
-    assert in_c.chained_hashes(prompt, ends, 0) == hash_in_python(prompt, ends, 0)
+    hashes = in_c.chained_hashes(prompt, ends, 0)
+    assert list(hashes) == hash_in_python(prompt, ends, 0) and hashes[-1] == list(hashes)[-1]
+    for index in (len(ends), -len(ends) - 1):
+        with pytest.raises(IndexError):
+            hashes[index]
+    with pytest.raises(TypeError):
+        memoryview(hashes)[0] = 1
+    with pytest.raises(TypeError):
+        type(hashes)()
 
 
 @given(st.text("AZaz09+/=!-_ \x80\u0100@[`{:", max_size=70), st.integers(0, 3), st.integers(0, 2))
