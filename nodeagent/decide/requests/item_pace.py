@@ -21,8 +21,9 @@ PACE_SHARE: Final = 0.7
 """The shortest time from the begin of one item to the next, as a share of the mean time between the
 ends of items that have all seats. The rest is what items catch up."""
 
-DELAY_S_MAX: Final = 1.0
-"""How far items may fall behind for clients: longer than most clients wait for a first token."""
+TURNS_BEHIND_MAX: Final = 2
+"""How many begins items may fall behind for clients. A free sequence is lost capacity where an
+engine reads prompts beside many sequences at no cost, as GPUs do."""
 
 NEWEST_WEIGHT: Final = 0.125
 """The weight of the item that ended last in the mean time that items take."""
@@ -39,7 +40,7 @@ class ItemPace:
         """The time after the last begin by Rules 1 and 2."""
         self._next_s = 0.0
         self._delay_s = 0.0
-        """How far items are behind because of clients; at most about DELAY_S_MAX."""
+        """How far items are behind because of clients."""
         self._held_since_s: float | None = None
         """Since when an item waits for a client's first token only."""
         self.unread_prompts = 0
@@ -53,7 +54,7 @@ class ItemPace:
             return now_s
         if self._held_since_s is None:
             self._held_since_s = now_s
-        return max(now_s, self._held_since_s + DELAY_S_MAX - self._delay_s)
+        return max(now_s, self._held_since_s + self._delay_s_max() - self._delay_s)
 
     def record_begin(self, now_s: float, read_s: float) -> None:
         """Note that an item begins, whose prompt the engine should have read at `read_s`."""
@@ -65,7 +66,7 @@ class ItemPace:
             self._interval_s = min(self._interval_s, PACE_SHARE * self._item_s / self._seats_max)
         self._next_s = now_s + self._interval_s
         caught_up_s = self._interval_s * (1 / PACE_SHARE - 1)
-        self._delay_s = min(max(0.0, self._delay_s - caught_up_s), DELAY_S_MAX)
+        self._delay_s = min(max(0.0, self._delay_s - caught_up_s), self._delay_s_max())
 
     def record_end(self, began_s: float, now_s: float) -> None:
         """Note that an item that began at `began_s` is answered."""
@@ -75,8 +76,16 @@ class ItemPace:
 
     def may_preempt(self) -> bool:
         """Return whether an item whose prompt is not read may end for a client's request."""
-        return self._delay_s + self._interval_s / PACE_SHARE <= DELAY_S_MAX
+        # Half a turn, because sums of turns are not exact.
+        return self._delay_s + self._turn_s() / 2 < self._delay_s_max()
 
     def record_preemption(self) -> None:
         """Note that an item whose prompt was not read has ended for a client's request."""
-        self._delay_s = min(DELAY_S_MAX, self._delay_s + self._interval_s / PACE_SHARE)
+        self._delay_s = min(self._delay_s_max(), self._delay_s + self._turn_s())
+
+    def _turn_s(self) -> float:
+        """Return the time between two begins at which items begin as often as they end."""
+        return self._interval_s / PACE_SHARE
+
+    def _delay_s_max(self) -> float:
+        return TURNS_BEHIND_MAX * self._turn_s()

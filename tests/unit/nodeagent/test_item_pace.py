@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isochrone.ttft_order import TtftObjective
-from nodeagent.decide.requests.item_pace import DELAY_S_MAX, PACE_SHARE, ItemPace
+from nodeagent.decide.requests.item_pace import PACE_SHARE, TURNS_BEHIND_MAX, ItemPace
 from nodeagent.decide.requests.preemption import BatchItem
 from nodeagent.decide.requests.seats import STARTED_AFTER_S, SeatRequest, Seats
 from nodeagent.host.engine_seats import EngineSeats
@@ -42,26 +42,28 @@ def test_however_long_items_take_the_next_waits_for_one_prompt_only() -> None:
 
 
 def test_items_wait_for_clients_first_tokens_up_to_a_limit_that_they_catch_up() -> None:
-    pace = ItemPace(10)
-    pace.record_end(0.0, 2.0)
+    pace, turn_s = ItemPace(10), 0.2
+    pace.record_end(0.0, 10 * turn_s)
+    pace.record_begin(4.0, 9.0)
     pace.unread_prompts = 1
-    assert pace.due_s(5.0) == 5.0 + DELAY_S_MAX
+    limit_s = TURNS_BEHIND_MAX * turn_s
+    assert pace.due_s(5.0) == pytest.approx(5.0 + limit_s)
     pace.unread_prompts = 0
-    assert pace.due_s(5.6) == 5.6
-    pace.record_begin(5.6, 9.0)
+    assert pace.due_s(5.3) == 5.3
+    pace.record_begin(5.3, 9.0)
     pace.unread_prompts = 1
-    begin_s = 5.6 + PACE_SHARE * 0.2
-    left_s = DELAY_S_MAX - 0.6 + (1 - PACE_SHARE) * 0.2
+    begin_s = 5.3 + PACE_SHARE * turn_s
+    left_s = limit_s - 0.3 + (1 - PACE_SHARE) * turn_s
     assert pace.due_s(begin_s) == pytest.approx(begin_s + left_s)
     pace.record_begin(begin_s + left_s, 90.0)
-    assert pace.due_s(20.0) == pytest.approx(20.0 + (1 - PACE_SHARE) * 0.2)
+    assert pace.due_s(20.0) == pytest.approx(20.0 + (1 - PACE_SHARE) * turn_s)
 
 
 def test_unread_items_end_for_clients_while_that_can_be_caught_up() -> None:
     pace = ItemPace(10)
     pace.record_end(0.0, 4.0)
     pace.record_begin(5.0, 9.0)
-    for _ in range(2):
+    for _ in range(TURNS_BEHIND_MAX):
         assert pace.may_preempt()
         pace.record_preemption()
     assert not pace.may_preempt()
@@ -98,7 +100,7 @@ def test_items_begin_as_often_as_they_end_whatever_clients_do(
         now_s = until_s
     between_ends_s = item_s / seats
     answered = begins - ended
-    assert answered >= (now_s - DELAY_S_MAX) / between_ends_s - 2
+    assert answered >= now_s / between_ends_s - TURNS_BEHIND_MAX - 2
 
 
 class PacedEngine:
@@ -209,6 +211,7 @@ async def test_the_node_wakes_an_item_whose_turn_has_come(monkeypatch: pytest.Mo
 async def test_items_wait_on_the_node_for_a_clients_first_token() -> None:
     seats = EngineSeats(4)
     async with AsyncExitStack() as stack:
+        await stack.enter_async_context(seats.seat("a", yields=True, item=BatchItem(0)))
         started = await stack.enter_async_context(seats.seat("client"))
         item = seats.seat("a", yields=True, item=BatchItem(0))
         waiting = asyncio.create_task(stack.enter_async_context(item))
