@@ -21,6 +21,7 @@ class EngineSeats:
         self._clock = clock
         self._seats = Seats(seats_max, spare)
         self._seated: dict[SeatRequest, asyncio.Event] = {}
+        self._next_fill: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
     async def seat(
@@ -46,9 +47,10 @@ class EngineSeats:
         self._wake([waiting for waiting in self._seated if waiting.is_seated])
         if item is not None:
             item.on_preempt(partial(self._release, request))
-        preempted = self._seats.item_to_preempt(request, self._clock())
-        if preempted is not None:
-            preempted.preempt()
+        for which in (self._seats.unread_item, self._seats.item_to_preempt):
+            preempted = which(request, self._clock())
+            if preempted is not None:
+                preempted.preempt()
         timer: asyncio.TimerHandle | None = None
         try:
             if not request.is_seated:
@@ -76,3 +78,14 @@ class EngineSeats:
             event = self._seated.get(following)
             if event is not None:
                 event.set()
+        if self._next_fill is not None:
+            self._next_fill.cancel()
+            self._next_fill = None
+        due_s = self._seats.next_fill_s
+        if due_s is not None:
+            delay_s = max(0.0, due_s - self._clock())
+            self._next_fill = asyncio.get_running_loop().call_later(delay_s, self._fill)
+
+    def _fill(self) -> None:
+        """Wake the item whose turn to begin has come."""
+        self._wake(self._seats.fill(self._clock()))

@@ -16,7 +16,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Final
@@ -181,6 +181,26 @@ async def run(rounds: int, requests: int) -> str:
                 rates.append((after - before) / (time.perf_counter() - began_s))
                 await end_backlog(client, batch_id)
     return table(without, beside, rates)
+
+
+def measure_and_print(
+    description: str, run: Callable[[int, int], Awaitable[str]], *, rounds: int, requests: int
+) -> None:
+    """Read how many rounds and requests to measure, and print the table and the machine."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--requests", type=int, default=requests)
+    given = parser.parse_args()
+
+    async def measured() -> str:
+        return await run(given.rounds, given.requests)
+
+    print(asyncio.run(measured()))
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    print(
+        f"\n{os.cpu_count()} processors, Python {platform.python_version()},"
+        f" load average at the end {load}"
+    )
 
 
 def report(printed: str, rounds: int, requests: int, seconds: float) -> str:

@@ -11,10 +11,7 @@ What clients leave idle is computed from processor time: of the items per second
 the share of the processor time that clients alone do not take.
 """
 
-import argparse
 import asyncio
-import os
-import platform
 import random
 import tempfile
 import time
@@ -33,7 +30,7 @@ from isochrone.wire.ids import DeviceId
 from isochrone.wire.models.model import EngineSettings
 from nodeagent.drivers.driver import CHAT_PATH
 from nodeagent.host.engines.engine_process import EngineProcess
-from ops.bench.batch import PERCENTILES, percentiles, row
+from ops.bench.batch import PERCENTILES, measure_and_print, percentiles, row
 from ops.bench.engines_alone import processor_s
 from ops.fleet.model import FOLDER, PACKAGE
 from tests.builders import GIB, a_spec
@@ -190,16 +187,8 @@ def table(times: dict[str, list[float]], rates: dict[str, float]) -> str:
 
 def main() -> None:
     """Read the arguments, measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=40)
-    given = parser.parse_args()
-    print(asyncio.run(run(given.rounds, given.requests)))
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    print(
-        f"\n{os.cpu_count()} processors, Python {platform.python_version()}, {PACKAGE}"
-        f" {metadata.version(PACKAGE)}, load average at the end {load}"
-    )
+    print(f"{PACKAGE} {metadata.version(PACKAGE)}")
+    measure_and_print(str(__doc__), run, rounds=3, requests=40)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,8 @@ clients, the share of the processor time that clients alone do not take, beyond 
 without any request. On a machine with other load these times say little.
 """
 
-import argparse
 import asyncio
 import os
-import platform
 import random
 import time
 from collections import defaultdict
@@ -28,7 +26,15 @@ import openai
 
 from isochrone.cli.manifest import artifact_of, config_values
 from nodeagent.host.engines.engine_record import EngineRecord
-from ops.bench.batch import PERCENTILES, answered, begin_backlog, end_backlog, percentiles, row
+from ops.bench.batch import (
+    PERCENTILES,
+    answered,
+    begin_backlog,
+    end_backlog,
+    measure_and_print,
+    percentiles,
+    row,
+)
 from ops.bench.batch_engine import (
     CLIENT_TOKENS,
     ITEM_TOKENS,
@@ -199,16 +205,7 @@ def table(times: dict[str, list[float]], measured: dict[str, list[float]]) -> st
 
 def main() -> None:
     """Read the arguments, measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=20)
-    given = parser.parse_args()
-    print(asyncio.run(run(given.rounds, given.requests)))
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    print(
-        f"\n{os.cpu_count()} processors, Python {platform.python_version()},"
-        f" load average at the end {load}"
-    )
+    measure_and_print(str(__doc__), run, rounds=2, requests=20)
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ class FloodedVllm:
                 self._send(self._seats.record_start(request.seat, now_s))
 
 
-def load() -> Any:
+def load(step_tokens_max: int) -> Any:
     """Load vLLM with one thread, in this process."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -197,7 +197,7 @@ def load() -> Any:
             dtype="bfloat16",
             max_model_len=2048,
             max_num_seqs=SEATS + spare_seats(SEATS),
-            max_num_batched_tokens=STEP_TOKENS_MAX,
+            max_num_batched_tokens=step_tokens_max,
             kv_cache_memory_bytes=1 << 29,
             gpu_memory_utilization=0.05,
             enforce_eager=True,
@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--flood", type=int, default=50)
     parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
     given = parser.parse_args()
-    engine, clock, rng = load(), ProcessorTime(), random.Random(1)
+    engine, clock, rng = load(STEP_TOKENS_MAX), ProcessorTime(), random.Random(1)
     found = {name: VllmRuleResult() for name in ("alone", *given.rules)}
     for _ in range(given.rounds):
         for rule in ("alone", *rng.sample(given.rules, len(given.rules))):

@@ -19,6 +19,7 @@ from router.apis.auxiliary_server import forward_to_auxiliary
 from router.apis.batches.queued_runs import answer_queued_run, is_queued_run
 from router.apis.batches.relay import is_batch_path, relay_to_batch_service
 from router.apis.document.query_check import check_query
+from router.apis.document.route_paths import allow_line
 from router.apis.media.routes import MediaRoutes
 from router.apis.media.schema import MEDIA_PATHS
 from router.apis.messages.adapter import MESSAGES_PATHS, is_messages, read_messages_request
@@ -59,7 +60,6 @@ REQUEST_ID: Final = headers.REQUEST_ID.encode()
 ANTHROPIC_VERSION: Final = headers.ANTHROPIC_VERSION.encode()
 
 PREFLIGHT_LINES: Final = (
-    "allow: GET, POST, DELETE, OPTIONS\r\n"
     "access-control-allow-methods: GET, POST, DELETE\r\n"
     "access-control-allow-headers: authorization, *\r\n"
     "access-control-max-age: 7200\r\n"
@@ -139,7 +139,7 @@ class ApiDispatcher:
         """Return an awaitable that answers the request. Raises ApiError if it is invalid."""
         path = request.path
         if request.method == b"OPTIONS":
-            return _answer_preflight(client)
+            return _answer_preflight(_openai_path(path), client)
         ids = self._request_ids.next(request.header(REQUEST_ID))
         request.request_id, request.client_request_id = ids
         if request.query:
@@ -211,8 +211,8 @@ def _not_found(request: HttpRequest, routes: str) -> ApiError:
     return ApiError(ErrorCode.NOT_FOUND, f"{message} are {routes}")
 
 
-async def _answer_preflight(client: ClientConnection) -> None:
-    client.reply(HttpResponse(200, b"", PREFLIGHT_LINES))
+async def _answer_preflight(path: str, client: ClientConnection) -> None:
+    client.reply(HttpResponse(200, b"", allow_line(path) + PREFLIGHT_LINES))
 
 
 def _is_anthropics(request: HttpRequest) -> bool:

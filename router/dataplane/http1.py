@@ -18,7 +18,11 @@ HeaderFields: TypeAlias = dict[bytes, bytes]
 
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK: Final = b"0\r\n\r\n"
-METHODS: Final = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS"})
+METHODS: Final = frozenset(
+    {b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"TRACE"}
+)
+"""Each path refuses those that it does not have."""
+
 ENCODINGS: Final = frozenset({b"", b"identity", b"gzip", b"deflate"})
 EVENT_STREAM: Final = "text/event-stream"
 
@@ -62,7 +66,8 @@ def check_head(method: bytes, version: str, fields: HeaderFields) -> None:
     if method not in METHODS:
         raise ApiError(
             ErrorCode.METHOD_NOT_ALLOWED,
-            f"cannot use the method {method.decode('latin-1')}: use GET or POST",
+            f"cannot use the method {method.decode('latin-1')}: use GET, POST or DELETE",
+            headers={"allow": "GET, POST, DELETE, OPTIONS"},
         )
     if version == "1.1" and not fields.get(b"host"):
         raise malformed("the Host header is missing")

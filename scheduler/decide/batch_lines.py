@@ -18,6 +18,7 @@ RUN_PREFIX: Final = "/ai/run/"
 """Before the model in the endpoint of requests that Workers AI's clients queued."""
 
 CUSTOM_ID_CHARS_MAX: Final = 512
+UNREADABLE: Final = "invalid_json_line"
 
 
 class BatchLine(msgspec.Struct, frozen=True):
@@ -60,7 +61,7 @@ def parse_line(
         given = _LINE.decode(line)
     except (UnsafeJson, msgspec.DecodeError, RecursionError, ValueError) as error:
         reason = f"cannot read the line: {str(error)[:300]}"
-        return ParsedLine(error_code="invalid_json_line", message=reason)
+        return ParsedLine(error_code=UNREADABLE, message=reason)
     custom_id = given.custom_id.replace("\0", "")[:CUSTOM_ID_CHARS_MAX]
     if given.method != "POST":
         message = f"cannot use 'method' {given.method[:20]!r}: expected 'POST'"

@@ -15,6 +15,7 @@ Rule 5: while clients of other tenants use the engine, a tenant that has its sha
 the next one only once its last requests have their first token. A step of the engine computes all
 new prompts, and every sequence waits for it: when many answers of a flood end together, its next
 prompts would otherwise make one long step.
+Rule 6: items of batches begin, and end before their prompt is read, by the rules of `item_pace.py`.
 """
 
 from collections import Counter
@@ -22,6 +23,7 @@ from collections.abc import Set
 from typing import Final
 
 from isochrone.ttft_order import TtftObjective
+from nodeagent.decide.requests.item_pace import ItemPace
 from nodeagent.decide.requests.preemption import BatchItem, in_order_of_preemption
 
 LEFT_SHARE: Final = 0.0625
@@ -90,6 +92,9 @@ class Seats:
         """The seated requests without a first token, by tenant."""
         self._last_used_s: dict[str, float] = {}
         """When a client's request of each tenant last gave its seat back."""
+        self._item_pace = ItemPace(seats_max)
+        self.next_fill_s: float | None = None
+        """When a free seat goes to an item that waits for its turn to begin; None if none does."""
         self._next_number = 0
         self._yielding: set[SeatRequest] = set()
         """Requests of the lowest priority that have a seat."""
@@ -116,6 +121,16 @@ class Seats:
         self._fill(now_s)
         return request
 
+    def unread_item(self, request: SeatRequest, now_s: float) -> BatchItem | None:
+        """Return the item that ends because a client's request has arrived, by Rule 6."""
+        may_begin = request.is_seated or self._may_start(request.tenant, now_s)
+        is_protected = self._seats_max and may_begin and self._item_pace.may_preempt()
+        if request.yields or not is_protected:
+            return None
+        items = [one.item for one in self._yielding if one.item and not one.has_started]
+        endable = [item for item in items if item.can_be_preempted]
+        return max(endable, key=lambda item: item.began_s, default=None)
+
     def item_to_preempt(self, request: SeatRequest, now_s: float) -> BatchItem | None:
         """Return the item whose seat a client's waiting request takes, None if it must wait."""
         if request.is_seated or request.yields or not self._may_start(request.tenant, now_s):
@@ -130,8 +145,13 @@ class Seats:
         self._end_start(request)
         return self._fill(now_s)
 
+    def fill(self, now_s: float) -> list[SeatRequest]:
+        """Give an item the seat that it has waited for until `next_fill_s`."""
+        return self._fill(now_s)
+
     def _end_start(self, request: SeatRequest) -> None:
         request.has_started = True
+        self._item_pace.unread_prompts -= not request.yields
         self._starting[request.tenant] -= 1
         if not self._starting[request.tenant]:
             del self._starting[request.tenant]
@@ -141,6 +161,8 @@ class Seats:
         if request.is_seated:
             if not request.has_started:
                 self._end_start(request)
+                if request.item is not None and request.item.is_preempted:
+                    self._item_pace.record_preemption()
             request.is_seated = False
             self._yielding.discard(request)
             self._taken[request.tenant] -= 1
@@ -148,12 +170,15 @@ class Seats:
                 del self._taken[request.tenant]
             if self._seats_max and not request.yields:
                 self._last_used_s[request.tenant] = now_s
+            if request.item is not None and not request.item.is_preempted:
+                self._item_pace.record_end(request.item.began_s, now_s)
         elif request in self._waiting.get(request.tenant, ()):
             self._remove(request)
         return self._fill(now_s)
 
     def _fill(self, now_s: float) -> list[SeatRequest]:
         seated = []
+        self.next_fill_s = None
         while ready := [tenant for tenant in self._waiting if self._may_start(tenant, now_s)]:
             tenant = min(ready, key=self._turn_of)
             request = min(
@@ -166,14 +191,23 @@ class Seats:
             )
             if self._seats_max and not self._has_seat_for(request):
                 break
+            if self._seats_max and request.item is not None:
+                due_s = self._item_pace.due_s(now_s)
+                if due_s > now_s:
+                    self.next_fill_s = due_s
+                    break
             self._remove(request)
             self._taken[tenant] += 1
             self._starting[tenant] += 1
             request.is_seated = True
             if request.yields:
                 self._yielding.add(request)
+            else:
+                self._item_pace.unread_prompts += 1
             if request.item is not None:
                 request.item.began_s = now_s
+                read_s = now_s + request.objective.prefill_s + STARTED_AFTER_S
+                self._item_pace.record_begin(now_s, read_s)
             seated.append(request)
         return seated
 

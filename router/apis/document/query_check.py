@@ -1,6 +1,5 @@
 """The query parameters of public routes. One that a route does not have is refused, not ignored."""
 
-import re
 from collections.abc import Mapping
 from typing import Final
 from urllib.parse import parse_qsl
@@ -8,6 +7,7 @@ from urllib.parse import parse_qsl
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.apis.document.openapi import parameter_types
 from router.apis.document.public_route import PublicRoute
+from router.apis.document.route_paths import path_pattern, without_account
 from router.apis.document.routes import ROUTES
 from router.apis.messages.schema import COUNT_TOKENS_PATH, MESSAGES_PATH
 
@@ -30,8 +30,6 @@ _UNCHECKED: Final = ("/v1/models", "/v1/models/{model}")
 """OpenAI's lists have no parameters, and clients add their version. The code of Anthropic's list
 checks its own."""
 
-_ACCOUNT: Final = re.compile(r"^/client/v4/accounts/[^/]{1,64}(?=/ai/)")
-
 
 class _Query:
     """The names of the query parameters of the routes with one path pattern and method."""
@@ -39,9 +37,7 @@ class _Query:
     __slots__ = ("method", "names", "pattern")
 
     def __init__(self, route: PublicRoute) -> None:
-        parts = re.split(r"\{\w+\}", route.path)
-        any_name = ".+" if "{model}" in route.path else "[^/]+"
-        self.pattern = re.compile(any_name.join(re.escape(part) for part in parts))
+        self.pattern = path_pattern(route)
         self.method = route.method
         self.names = frozenset(parameter_types(route)) | BESIDE.get(route.path, frozenset())
 
@@ -56,7 +52,7 @@ def check_query(method: str, path: str, query: str) -> None:
 
     Requests without a route are refused elsewhere.
     """
-    path = _ACCOUNT.sub("", path)
+    path = without_account(path)
     known = next((q for q in _QUERIES if q.method == method and q.pattern.fullmatch(path)), None)
     if known is None:
         return

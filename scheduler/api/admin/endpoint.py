@@ -288,8 +288,8 @@ async def _respond_to_file(
 async def _respond(
     endpoint: Endpoint, context: AdminContext, http: web.Request, raw: bytes, body: Any
 ) -> web.Response:
-    key = http.headers.get("idempotency-key", "") if endpoint.method == "POST" else ""
-    if key and not IDEMPOTENCY_KEY.match(key):
+    key = http.headers.get("idempotency-key") if endpoint.method == "POST" else None
+    if key is not None and not IDEMPOTENCY_KEY.fullmatch(key):
         raise ApiError(
             ErrorCode.INVALID_REQUEST,
             "cannot use the Idempotency-Key: expected 1 to 128 visible ASCII characters",

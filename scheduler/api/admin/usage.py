@@ -70,7 +70,7 @@ def _parse_cursor(request: AdminRequest, query: UsageQuery) -> UsageCursor:
 
 def _day(request: AdminRequest, name: str) -> date | None:
     text = request.query(name)
-    if not text:
+    if text is None:
         return None
     try:
         day = date.fromisoformat(text)
@@ -82,7 +82,8 @@ def _day(request: AdminRequest, name: str) -> date | None:
 
 
 def _choice(request: AdminRequest, name: str, default: str, other: str) -> str:
-    text = request.query(name) or default
+    text = request.query(name)
+    text = default if text is None else text
     if text not in (default, other):
         raise _invalid(name, f"{name} is {text[:20]!r}, give {default} or {other}")
     return text

@@ -6,7 +6,7 @@ from collections.abc import Set
 from typing import BinaryIO, Final
 
 from isochrone.wire.peers.batches import ITEM_BYTES_MAX
-from scheduler.decide.batch_lines import parse_line
+from scheduler.decide.batch_lines import UNREADABLE, parse_line
 from scheduler.store.client_objects.batch_items import NewItem
 
 LINES_MAX: Final = 5_000
@@ -34,6 +34,7 @@ class BatchInput:
         self._endpoint = endpoint
         self._known = known_deployments
         self._offset = 0
+        self._line_in_file = 0
 
     async def next_items(self) -> list[NewItem]:
         """Return the items of the next part; none at the end."""
@@ -46,6 +47,7 @@ class BatchInput:
             line = self._source.readline(ITEM_BYTES_MAX + 1)
             if not line:
                 break
+            self._line_in_file += 1
             offset = self._offset
             self._offset += len(line)
             if offset == 0 and line.startswith(BOM_UTF8):
@@ -63,11 +65,13 @@ class BatchInput:
         return items
 
     def _item(self, offset: int, line: bytes, *, is_too_long: bool) -> NewItem:
+        where = f"line {self._line_in_file} of the file"
         if is_too_long:
-            message = f"cannot read the line: it has more than {ITEM_BYTES_MAX} bytes"
+            message = f"cannot read {where}: it has more than {ITEM_BYTES_MAX} bytes"
             return NewItem(self.lines, "", offset, 0, "request_too_large", message)
         parsed = parse_line(line, self._endpoint, self.deployment, self._known)
         self.deployment = self.deployment or parsed.deployment
-        return NewItem(
-            self.lines, parsed.custom_id, offset, len(line), parsed.error_code, parsed.message
-        )
+        message = parsed.message
+        if parsed.error_code == UNREADABLE:  # nothing else says which line it is
+            message = f"{message} ({where})"
+        return NewItem(self.lines, parsed.custom_id, offset, len(line), parsed.error_code, message)

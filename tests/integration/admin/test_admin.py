@@ -509,6 +509,18 @@ async def test_the_document_accepts_no_parameter_that_is_refused(
     assert len(accepted) < len(values)
 
 
+@pytest.mark.parametrize("name", ["from", "to", "by", "per"])
+async def test_an_empty_parameter_is_not_the_same_as_none(admin: Admin, name: str) -> None:
+    refused = await admin.ask("GET", f"/v1/usage?{name}=")
+    assert (refused.status, refused.body["error"]["param"]) == (400, name)
+
+
+async def test_an_empty_idempotency_key_is_refused(admin: Admin) -> None:
+    """It would protect from nothing: a script's variable is not set."""
+    made = await admin.ask("POST", "/v1/keys", {"tenant_id": "t"}, Idempotency_Key="")
+    assert made.status == 400, made
+
+
 async def test_a_whole_number_may_be_written_as_a_float(admin: Admin) -> None:
     made = await admin.ask(
         "POST", "/v1/keys", raw=b'{"tenant_id":"t","limits":{"concurrency":3.0}}'

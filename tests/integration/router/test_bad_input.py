@@ -75,6 +75,44 @@ async def test_a_bad_body_gets_400_with_the_reason(tmp_path: Path, name: str) ->
         await still_serves(bench)
 
 
+METHODS_OF = {
+    "/v1/chat/completions": "POST",
+    "/v1/files": "GET, POST",
+    "/v1/responses/r": "GET, DELETE",
+    "/ai/run/@cf/a/b": "POST",
+    "/ai/v1/embeddings": "POST",
+    "/client/v4/accounts/x/ai/finetunes/f": "DELETE",
+    "/ai/models/search": "GET",
+    "/v1/models": "GET",
+    "/nothing": "GET, POST, DELETE",
+}
+
+
+@pytest.mark.parametrize("path", METHODS_OF)
+async def test_a_path_names_the_methods_that_it_has(tmp_path: Path, path: str) -> None:
+    expected = METHODS_OF[path]
+    headers = {"authorization": f"Bearer {KEY}"}
+    async with a_bench(tmp_path) as bench:
+        async with bench.http.options(bench.url + path) as response:
+            assert response.headers["allow"] == f"{expected}, OPTIONS"
+        for method in ("PUT", "TRACE") if path != "/nothing" else ():
+            async with bench.http.request(method, bench.url + path, headers=headers) as response:
+                assert response.status == 405
+                allowed = {name.strip() for name in response.headers["allow"].split(",")}
+                assert allowed - {"HEAD"} == set(expected.split(", "))
+                assert (await response.json()).keys() & {"error", "errors"}
+
+
+async def test_a_method_that_no_path_has_is_refused_with_those_that_some_have(
+    tmp_path: Path,
+) -> None:
+    async with (
+        a_bench(tmp_path) as bench,
+        bench.http.request("QUERY", f"{bench.url}/v1/models") as response,
+    ):
+        assert (response.status, response.headers["allow"]) == (405, "GET, POST, DELETE, OPTIONS")
+
+
 async def test_errors_for_unknown_paths_and_methods_have_openais_format(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         expected = {

@@ -65,16 +65,23 @@ class SeatBench:
         request = self.seats.request(tenant, TtftObjective(now_s), now_s, yields=yields, item=item)
         if item is not None:
             item.on_preempt(lambda: self.seats.release(request, now_s))
-        preempted = self.seats.item_to_preempt(request, now_s)
-        if preempted is not None:
-            preempted.preempt()
+        for which in (self.seats.unread_item, self.seats.item_to_preempt):
+            preempted = which(request, now_s)
+            if preempted is not None:
+                preempted.preempt()
+        return request
+
+    def begin(self, tenant: str, item: BatchItem | None = None, now_s: float = 0.0) -> SeatRequest:
+        """Ask for a seat, and let the engine read the prompt."""
+        request = self.ask(tenant, item, now_s)
+        self.seats.record_start(request, now_s)
         return request
 
 
 def test_a_client_takes_the_seat_of_the_youngest_item_at_once() -> None:
     bench = SeatBench(2)
     old, young, next_one = an_item(), an_item(), an_item()
-    bench.ask("batch", old, 1.0), bench.ask("batch", young, 2.0)
+    bench.begin("batch", old, 1.0), bench.begin("batch", young, 2.0)
     waiting = bench.ask("batch", next_one, 3.0)
     assert not waiting.is_seated
     assert bench.ask("client").is_seated
@@ -86,7 +93,7 @@ def test_a_client_takes_the_seat_of_the_youngest_item_at_once() -> None:
 
 def test_a_flood_that_must_start_one_after_another_preempts_nothing_meanwhile() -> None:
     bench, item = SeatBench(4), an_item()
-    bench.ask("other"), bench.ask("batch", item)
+    bench.begin("other"), bench.begin("batch", item)
     share = [bench.ask("flood"), bench.ask("flood")]
     waiting = bench.ask("flood")
     assert not waiting.is_seated and not item.is_preempted
@@ -98,9 +105,47 @@ def test_a_flood_that_must_start_one_after_another_preempts_nothing_meanwhile() 
 
 def test_items_that_are_kept_leave_a_seat() -> None:
     bench = SeatBench(4)
-    kept = [bench.ask("batch", an_item(PREEMPTIONS_MAX)) for _ in range(6)]
+    kept = [bench.begin("batch", an_item(PREEMPTIONS_MAX), number) for number in range(6)]
     assert sum(request.is_seated for request in kept) == 3
     assert bench.ask("client").is_seated
+
+
+def test_a_clients_request_ends_the_last_item_whose_prompt_is_not_read() -> None:
+    """The engine would read their prompts in one step with the client's."""
+    bench = SeatBench(16)
+    early, unread, kept, read = an_item(), an_item(), an_item(PREEMPTIONS_MAX), an_item()
+    for began_s, item in enumerate((early, unread, kept)):
+        bench.ask("batch", item, began_s)
+    bench.begin("batch", read, 3.0)
+    bench.seats.request("flexible", TtftObjective(4.0), 4.0, yields=True)
+    items = (early, unread, kept, read)
+    assert not any(item.is_preempted for item in items)
+    assert bench.ask("client", None, 5.0).is_seated
+    assert [item.is_preempted for item in items] == [False, True, False, False]
+
+
+def test_many_clients_end_only_so_many_unread_items_as_can_be_caught_up() -> None:
+    bench = SeatBench(16)
+    bench.seats._item_pace.record_end(0.0, 4.0)
+    items = [an_item() for _ in range(8)]
+    for number, item in enumerate(items):
+        assert bench.ask("batch", item, 1.0 + number).is_seated
+    assert all(bench.ask("client", None, 9.0).is_seated for _ in range(8))
+    assert [item.is_preempted for item in items] == [False] * 6 + [True] * 2
+
+
+def test_a_clients_request_that_must_wait_its_turn_ends_no_item() -> None:
+    bench, item = SeatBench(4), an_item()
+    bench.begin("other"), bench.ask("batch", item, 1.0)
+    share = [bench.ask("flood", None, 0.0), bench.ask("flood", None, 0.0)]
+    again = an_item()
+    for request in share:
+        bench.seats.record_start(request, 2.0)
+    bench.seats.release(share[0], 2.0)
+    assert bench.ask("batch", again, 2.0).is_seated
+    bench.ask("flood", None, 2.0)
+    later = bench.ask("flood", None, 2.0)
+    assert item.is_preempted and not later.is_seated
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])

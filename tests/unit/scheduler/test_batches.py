@@ -113,12 +113,22 @@ async def test_an_input_is_read_in_parts_with_the_place_of_each_line() -> None:
         items += part
     assert [item.line for item in items] == list(range(1, 12_001))
     assert items[7].error_code == "request_too_large"
+    assert items[7].message.startswith("cannot read line 15 of the file")
     assert (lines.deployment, lines.lines) == ("m", 12_000)
     for number in (0, 6, 8, 11_999):
         item = items[number]
         place = slice(item.byte_offset, item.byte_offset + item.byte_length)
         assert whole[place].strip() == texts[number]
         assert item.custom_id == str(number)
+
+
+async def test_a_line_that_cannot_be_read_is_named_by_its_number() -> None:
+    text = b"\n".join([a_line(), b"", b"this is not JSON", a_line(custom_id="b", method="GET")])
+    items = await BatchInput(io.BytesIO(text), CHAT, KNOWN).next_items()
+    assert [item.line for item in items] == [1, 2, 3]
+    assert items[1].error_code == "invalid_json_line"
+    assert items[1].message.endswith("(line 3 of the file)")
+    assert items[2].message and "line" not in items[2].message
 
 
 async def test_an_input_may_begin_with_a_byte_order_mark() -> None:

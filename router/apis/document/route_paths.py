@@ -1,0 +1,33 @@
+"""Which route of the public API a path is of, and which methods a path has."""
+
+import re
+from typing import Final
+
+from router.apis.document.public_route import PublicRoute
+from router.apis.document.routes import ROUTES
+
+METHODS: Final = ("GET", "POST", "DELETE")
+_ACCOUNT: Final = re.compile(r"^/client/v4/accounts/[^/]{1,64}(?=/ai/)")
+
+
+def without_account(path: str) -> str:
+    """Return a path of Workers AI without the account before it."""
+    return _ACCOUNT.sub("", path)
+
+
+def path_pattern(route: PublicRoute) -> re.Pattern[str]:
+    """Return the pattern of a route's paths. Names of models may have slashes."""
+    parts = re.split(r"\{\w+\}", route.path)
+    any_name = ".+" if "{model}" in route.path else "[^/]+"
+    return re.compile(any_name.join(re.escape(part) for part in parts))
+
+
+_ROUTES: Final = tuple((path_pattern(route), route.method) for route in ROUTES)
+
+
+def allow_line(path: str) -> str:
+    """Return the header `Allow` with the methods of a path; with all methods for an unknown one."""
+    path = without_account(path)
+    found = {method for pattern, method in _ROUTES if pattern.fullmatch(path)}
+    methods = [method for method in METHODS if method in found or not found]
+    return f"allow: {', '.join(methods)}, OPTIONS\r\n"
