@@ -85,9 +85,7 @@ class RelayMeasurement(NamedTuple):
 CONVERSATIONS = 16
 SYSTEM_PROMPT_BYTES_MAX = 4096
 IMAGE_KIB = 1024
-_PNG_HEAD = (
-    b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\2\x80\0\0\1\xe0\x08\2\0\0\0.CRC\0\x10\0\0IDAT."
-)
+_PNG_HEAD = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\2\x80\0\0\1\xe0\x08\2\0\0\0.CRC\0\x10\0\0IDAT."
 PICTURE = base64.b64encode(_PNG_HEAD).decode()
 """A PNG of 640 by 480 pixels up to the first of them, a whole number of base64's groups."""
 
