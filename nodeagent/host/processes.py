@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -44,6 +45,13 @@ OOM_SCORE: Final = "300"
 """The `oom_score_adj` of engines, out of 1000 (proc_pid_oom_score_adj(5)): if memory is short, the
 kernel kills an engine before the agent and other services of the machine."""
 
+NICENESS: Final = 10
+"""Of an engine that computes on the machine's processors: a tenth of other processes' weight."""
+
+AUTOGROUP_TRIES: Final = 5
+AUTOGROUP_PAUSE_S: Final = 0.12
+"""The kernel takes one change each 0.1 s from users other than root, and refuses others."""
+
 Child = subprocess.Popen[bytes]
 
 
@@ -81,6 +89,28 @@ def spawn(
     with suppress(OSError):
         Path(f"/proc/{child.pid}/oom_score_adj").write_text(OOM_SCORE)
     return child
+
+
+def lower_priority(pid: int) -> None:
+    """Let other processes go before a new one and its future children. Blocks.
+
+    An engine on processors uses all of them, and its threads never wait. Where the kernel schedules
+    sessions as groups (sched(7), "The autogroup feature"), niceness counts only within a group, so
+    the group's is set, too.
+    """
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        # It may have ended.
+        with suppress(ProcessLookupError, PermissionError):
+            os.setpriority(os.PRIO_PROCESS, int(task.name), NICENESS)
+    for _ in range(AUTOGROUP_TRIES):
+        try:
+            Path(f"/proc/{pid}/autogroup").write_text(str(NICENESS))
+        except BlockingIOError:
+            time.sleep(AUTOGROUP_PAUSE_S)
+        except OSError:
+            return  # the kernel has no such groups, or the process has ended
+        else:
+            return
 
 
 @contextmanager

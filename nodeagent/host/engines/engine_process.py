@@ -40,6 +40,7 @@ from nodeagent.drivers.driver import (
 )
 from nodeagent.drivers.handshake import Handshake
 from nodeagent.host.confinement import EngineConfinement
+from nodeagent.host.devices import CPU
 from nodeagent.host.engines.canary import BAD_REQUEST, CANARIES, OK, PROMPT_CANARY, Canary
 from nodeagent.host.engines.engine_folder import (
     new_folders,
@@ -57,6 +58,7 @@ from nodeagent.host.processes import (
     boot_id,
     ended_by,
     kill_remaining,
+    lower_priority,
     signal_group,
     spawn,
     start_time,
@@ -395,6 +397,8 @@ class EngineProcesses:
             await asyncio.to_thread(write_record, folder, unstarted)
             async with self._spawn_lock:
                 child = await asyncio.to_thread(self._spawn, command, folder / LOG)
+            if spec.device_ids == (CPU,):
+                await asyncio.to_thread(lower_priority, child.pid)
             started = start_time(child.pid)
             record = msgspec.structs.replace(unstarted, pid=child.pid, started=started)
             try:

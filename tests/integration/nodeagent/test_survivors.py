@@ -17,7 +17,7 @@ import uvloop
 from isochrone.service.config import ConfigError
 from isochrone.service.trust import identity as papers
 from isochrone.service.trust.identity import Authority
-from isochrone.wire.ids import ReplicaId
+from isochrone.wire.ids import DeviceId, ReplicaId
 from isochrone.wire.models.model import EngineSettings
 from isochrone.wire.peers.control import PeerRole
 from nodeagent.app import serve
@@ -29,7 +29,7 @@ from nodeagent.host.engines.engine_folder import SOCKET_NAME_BYTES
 from nodeagent.host.engines.engine_log import last_error
 from nodeagent.host.engines.engine_process import EngineProcesses
 from nodeagent.host.engines.engine_record import EngineRecord
-from nodeagent.host.processes import spawn
+from nodeagent.host.processes import NICENESS, spawn
 from tests.builders import a_spec
 from tests.integration.service.test_tls import NOW, a_peer
 
@@ -120,6 +120,21 @@ async def test_an_agent_that_cannot_listen_stops_no_engine(
         assert [record.pid for record in EngineProcesses(folder / "engines", 1).survivors()] == [
             engine.pid
         ]
+    finally:
+        await engine.stop(kill=True)
+
+
+@pytest.mark.parametrize(("device", "niceness"), [("cpu", NICENESS), ("gpu0", 0)])
+async def test_an_engine_on_processors_has_a_lower_priority_than_its_agent(
+    folder: Path, device: str, niceness: int
+) -> None:
+    spec = a_spec("r-left", engine=SPEC.engine, device_ids=(DeviceId(device),))
+    engine = await EngineProcesses(folder / "engines", 1).start(spec, folder)
+    try:
+        assert os.getpriority(os.PRIO_PROCESS, engine.pid) == niceness
+        group = Path(f"/proc/{engine.pid}/autogroup")
+        if group.exists():
+            assert group.read_text().endswith(f" nice {niceness}\n")
     finally:
         await engine.stop(kill=True)
 
