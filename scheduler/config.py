@@ -100,6 +100,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     responses: ResponseLimits = ResponseLimits()
 
     def __post_init__(self) -> None:
+        if self.liveness.storm_share > 1:
+            raise ValueError(
+                f"cannot use liveness.storm_share {self.liveness.storm_share:g}: it is a share of"
+                " the nodes, from 0 to 1"
+            )
         if self.lease_renew_s >= self.lease_ttl_s - MARGIN_S:
             raise ValueError(
                 f"cannot use lease_renew_s {self.lease_renew_s:g} with lease_ttl_s"

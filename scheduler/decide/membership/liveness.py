@@ -38,7 +38,7 @@ class LivenessLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     lost_after_s: Seconds = 30.0  # then its replicas are replaced elsewhere
     grace_s: Seconds = 60.0  # for nodes to come back after a new scheduler acts, or after a cut
     # Placement freezes if a larger share of the nodes is lost within `storm_window_s`.
-    storm_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2
+    storm_share: Annotated[float, msgspec.Meta(ge=0)] = 0.2
     storm_window_s: Seconds = 600.0
 
 

@@ -97,7 +97,7 @@ def test_a_private_port_without_an_address_is_refused() -> None:
     [
         ("[liveness]\nlost_after = 60", "unknown field `lost_after`"),
         ("[liveness]\nlost_after_s = -1", r"\$\.liveness\.lost_after_s"),
-        ("[liveness]\nstorm_share = 20", r"\$\.liveness\.storm_share"),
+        ("[liveness]\nstorm_share = 20", r"liveness\.storm_share 20"),
         ("[batches]\nitems_max = 0", r"\$\.batches\.items_max"),
         ("[adapters]\nrank_max = -8", r"\$\.adapters\.rank_max"),
         ("[responses]\nkeep_days = 0", r"\$\.responses\.keep_days"),
