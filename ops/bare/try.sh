@@ -200,10 +200,15 @@ begin() {  # PLACE FUNCTION ARGUMENT...: call it with the place, beside what run
     [ -z "$ALL" ] || wait $! || true
 }
 begin "$WORK/wheel" try_wheel
+wait_for_demo() {  # the place that began last has tried its first command, which is `make up`
+    while [ ! -s "${places[-1]}/rows" ] && kill -0 "${running[-1]}" 2>/dev/null; do sleep 1; done
+}
 for combination in "${COMBINATIONS[@]}"; do
     IFS='|' read -r what commands <<<"$combination"
     read -r system user mode folder <<<"$what"
     bootstrap "$system"
+    # Demos have the same addresses, so one follows the other. The wheel has none.
+    [ ${#places[@]} -eq 1 ] || wait_for_demo
     # shellcheck disable=SC2086
     begin "$WORK/${#places[@]}" try_commands "$system" "$user" "$mode" "$folder" $commands
 done
