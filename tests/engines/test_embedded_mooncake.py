@@ -186,16 +186,17 @@ async def test_a_prefix_outlives_the_engine_that_computed_it(pop: Pop) -> None:
     os.killpg(a.engine.pid, signal.SIGKILL)
     left = list(prompts)
 
-    async def is_found() -> bool:
+    async def finds_stored(one: EmbeddedNode) -> bool:
         # Until the master notices the loss, it names the dead engine's memory, too.
         await asyncio.sleep(1.0)
         prompt = left.pop()
-        text, found = await b.ask(prompt)
+        text, found = await one.ask(prompt)
         assert text == texts[tuple(prompt)]
         return found == STORED
 
-    await until("a prefix of the dead engine is found", is_found, SETTLED_S)
-    assert [await b.ask(one) for one in left] == [(texts[tuple(one)], STORED) for one in left]
-    await until("a has joined again", a.has_joined, READY_S)
-    assert [await a.ask(one) for one in left] == [(texts[tuple(one)], STORED) for one in left]
+    for one in (b, a):
+        await until(f"{one.name} has joined", one.has_joined, READY_S)
+        await until("a prefix of the dead engine is found", partial(finds_stored, one), SETTLED_S)
+        asked = [await one.ask(prompt) for prompt in left]
+        assert asked == [(texts[tuple(prompt)], STORED) for prompt in left]
     await until("nothing is in flight", partial(are_idle, pop), SETTLED_S)
