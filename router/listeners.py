@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from isochrone.service.metrics import metrics_handler
 from isochrone.service.network.connection_count import ConnectionCount, tls_protocol_factory
-from isochrone.service.network.http_server import listen_error, serve_http
+from isochrone.service.network.http_server import BACKLOG, listen_error, serve_http
 from router.apis.auxiliary_server import open_auxiliary_server
 from router.config import RouterConfig
 from router.dataplane.server import PublicServer
@@ -60,7 +60,7 @@ async def open_listeners(
                 connection,
                 config.host,
                 config.port,
-                backlog=1024,
+                backlog=BACKLOG,
                 reuse_port=config.processes > 1 or None,
             )
         except OSError as error:

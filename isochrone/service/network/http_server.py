@@ -32,8 +32,12 @@ log = logging.getLogger(__name__)
 EncodeError = Callable[[ApiError], web.Response]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_BACKLOG: Final = 1024
-"""Connections not yet accepted. A full backlog refuses more on a Unix socket, and delays TCP."""
+BACKLOG: Final = 65_535
+"""Connections that may wait to be accepted. The kernel lowers it to `net.core.somaxconn`.
+
+While the backlog is full the kernel drops the packets of TCP connections that are made: each is
+delayed by a second or more, and a fleet that connects at once gives up and tries again for ever.
+"""
 
 _STATUS_CODES: Final = {
     400: ErrorCode.INVALID_REQUEST,
@@ -182,7 +186,7 @@ async def serve_http(
     ) as factory:
         try:
             listener = await loop.create_server(
-                factory, host, port, backlog=_BACKLOG, reuse_port=reuse_port or None
+                factory, host, port, backlog=BACKLOG, reuse_port=reuse_port or None
             )
         except OSError as error:
             raise listen_error(host, port, error) from error
@@ -206,7 +210,7 @@ async def serve_http_unix(
         # Created with mode 0600: a chmod after bind would leave it open to others for a moment.
         mask = os.umask(0o177)
         try:
-            listener = await loop.create_unix_server(factory, str(path), backlog=_BACKLOG)
+            listener = await loop.create_unix_server(factory, str(path), backlog=BACKLOG)
         except OSError as error:
             raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
         finally:

@@ -5,8 +5,9 @@ import gzip
 import io
 import json
 import resource
+import socket
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import aiohttp
@@ -226,6 +227,22 @@ async def test_an_address_that_cannot_be_listened_on_is_named(port: int) -> None
     with pytest.raises(ConfigError, match=r"cannot listen on nobody\.invalid:1: "):
         async with serve_http(an_app(), "nobody.invalid", 1):
             raise AssertionError("it should not listen")
+
+
+async def test_a_fleet_may_connect_while_the_server_is_busy() -> None:
+    kernel_max = int(Path("/proc/sys/net/core/somaxconn").read_text())
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    try:
+        with ExitStack() as open_sockets:
+            async with serve_http(an_app(), "127.0.0.1", 0) as port:
+                # The event loop does not run meanwhile: what the kernel does not take times out.
+                for _ in range(min(3_000, kernel_max)):
+                    peer = open_sockets.enter_context(socket.socket())
+                    peer.settimeout(0.9)
+                    peer.connect(("127.0.0.1", port))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 async def test_hundreds_may_connect_to_a_unix_socket_at_once(tmp_path: Path) -> None:
