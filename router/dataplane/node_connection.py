@@ -33,6 +33,10 @@ class NodeConnectionPool(Dialer, Protocol):
         """Forget a connection that is closed."""
 
 
+NO_PARSER: Final = httptools.HttpResponseParser(object())
+"""The parser of a connection that is not open."""
+
+
 class NodeConnection:
     """One connection to a node, with one exchange at a time.
 
@@ -52,7 +56,7 @@ class NodeConnection:
         self.due_s = NEVER
         self._pool = pool
         self._transport: asyncio.Transport | None = None
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser = NO_PARSER
         self._fields: HeaderFields = {}
         self._body: list[bytes] = []
         self._unparsed_bytes = 0
@@ -60,7 +64,7 @@ class NodeConnection:
         self._has_received = False
         self._is_complete = False
         self._keeps_alive = False
-        self._pumped = PumpedStream(pool.pump, self) if pool.pump.is_there else None
+        self._pumped: PumpedStream | None = None
 
     @property
     def is_open(self) -> bool:
@@ -137,13 +141,17 @@ class NodeConnection:
     # Called by the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the transport."""
+        """Store the transport, and begin to read."""
         self._transport = cast(asyncio.Transport, transport)
+        # These hold the connection, and it holds them until it is lost.
+        self._parser = httptools.HttpResponseParser(self)
+        if self._pool.pump.is_there:
+            self._pumped = PumpedStream(self._pool.pump, self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Leave the pool; the exchange on this connection fails or is sent again."""
         self.stop_pumping()
-        self._transport = None
+        self._transport, self._parser, self._pumped = None, NO_PARSER, None
         self._pool.on_closed(self)
         exchange, self.exchange = self.exchange, None
         if exchange is not None:

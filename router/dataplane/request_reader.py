@@ -44,6 +44,24 @@ class RequestReceiver(Protocol):
         """Handle a complete request."""
 
 
+class NoReceiver:
+    """Receives nothing."""
+
+    def on_continue_expected(self) -> None:
+        """Do nothing."""
+
+    def on_body_held(self, request: HttpRequest, count: int) -> None:
+        """Do nothing."""
+
+    def on_request(self, request: HttpRequest) -> None:
+        """Do nothing."""
+
+
+NO_PARSER: Final = httptools.HttpRequestParser(object())
+NO_RECEIVER: Final = NoReceiver()
+"""What a reader has whose connection is closed."""
+
+
 class RequestReader:
     """Reads the requests of one connection, one after the other."""
 
@@ -67,7 +85,7 @@ class RequestReader:
 
         The parser does not get the rest of a body if that has `unparsed_bytes_min` bytes or more.
         """
-        self._receiver = receiver
+        self._receiver: RequestReceiver = receiver
         self._authorize = authorize
         self._open_upload = open_upload
         self._bytes_max = self._body_bytes_max = bytes_max
@@ -105,6 +123,15 @@ class RequestReader:
         request = self._request
         request.path = self._target.partition(b"?")[0].decode("latin-1")
         return request
+
+    def close(self) -> HttpRequest:
+        """Give up, and read no more.
+
+        A reader, its parser and its receiver hold each other: only the garbage collector would free
+        them.
+        """
+        self._parser, self._receiver = NO_PARSER, NO_RECEIVER
+        return self.give_up()
 
     def feed(self, data: bytes) -> None:
         """Parse received bytes. Raises ApiError if they are not an acceptable request."""

@@ -174,7 +174,7 @@ class ClientConnection:
         """Leave the server and cancel the request that is being answered."""
         self._server.on_closed(self, self._network)
         self._transport = None
-        self._server.bodies.drop(self._reader.give_up(), self._network)
+        self._server.bodies.drop(self._reader.close(), self._network)
         for request in self._pending:
             self._server.bodies.drop(request, self._network)
         self._pending.clear()

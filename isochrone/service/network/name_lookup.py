@@ -72,7 +72,11 @@ class ServiceLoop(uvloop.Loop):
         query = NameQuery(host, port, family, type, proto, flags)
         self._pending.append(PendingLookup(query, found))
         self._start_lookups()
-        return await found
+        try:
+            return await found
+        finally:
+            # An error would hold this frame, and the future the error.
+            del found
 
     def _start_lookups(self) -> None:
         while self._pending and self._running < LOOKUPS_MAX:
@@ -84,29 +88,30 @@ class ServiceLoop(uvloop.Loop):
 
     def _look_up(self, pending: PendingLookup) -> None:
         """Look a name up, in a thread."""
-        infos: list[AddressInfo] = []
-        failure: Exception | None = None
-        try:
-            infos = list(socket.getaddrinfo(*pending.query))
-        except (OSError, OverflowError, TypeError, ValueError) as error:
-            failure = error
+        answer = _answer_of(pending.query)
         with suppress(RuntimeError):  # the loop is closed
-            self.call_soon_threadsafe(self._finish, pending.found, infos, failure)
+            self.call_soon_threadsafe(self._finish, pending.found, answer)
 
     def _finish(
-        self,
-        found: asyncio.Future[list[AddressInfo]],
-        infos: list[AddressInfo],
-        failure: Exception | None,
+        self, found: asyncio.Future[list[AddressInfo]], answer: list[AddressInfo] | Exception
     ) -> None:
         self._running -= 1
         self._start_lookups()
         if found.done():
             return
-        if failure is None:
-            found.set_result(infos)
+        if isinstance(answer, Exception):
+            found.set_exception(answer)
         else:
-            found.set_exception(failure)
+            found.set_result(answer)
+
+
+def _answer_of(query: NameQuery) -> list[AddressInfo] | Exception:
+    """Return the addresses of a name, or the error."""
+    try:
+        return list(socket.getaddrinfo(*query))
+    except (OSError, OverflowError, TypeError, ValueError) as error:
+        # Its traceback would hold this thread's frames, and they the error.
+        return error.with_traceback(None)
 
 
 def is_numeric(host: str | bytes) -> bool:

@@ -1,6 +1,7 @@
 """Lookups of names that hang keep nobody else from connecting."""
 
 import asyncio
+import gc
 import socket
 import threading
 from collections import Counter
@@ -107,3 +108,28 @@ def test_addresses_are_told_from_names() -> None:
     numeric: list[str | bytes] = ["127.0.0.1", "::1", "fe80::1%eth0", b"10.0.0.1"]
     assert [is_numeric(host) for host in numeric] == [True] * 4
     assert not any(map(is_numeric, ["localhost", "n00001", "1.2.3.4.example"]))
+
+
+def test_failed_lookups_are_freed_without_the_garbage_collector(names: NameServer) -> None:
+    """A router of a large fleet asks for the names of dead nodes again and again."""
+
+    def errors_left() -> int:
+        return sum(isinstance(thing, socket.gaierror) for thing in gc.get_objects())
+
+    async def main() -> None:
+        for _ in range(20):
+            with pytest.raises(socket.gaierror):
+                await asyncio.get_running_loop().getaddrinfo("nowhere", 9000)
+        # The threads may still be ending, and pytest may hold the last error.
+        for _ in range(1_000):
+            if errors_left() <= 1:
+                return
+            await asyncio.to_thread(int)
+        raise AssertionError(f"{errors_left()} errors of lookups are left")
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(main())
+    finally:
+        gc.enable()
