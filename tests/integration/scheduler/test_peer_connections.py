@@ -12,9 +12,11 @@ from aiohttp import WSMsgType, web
 
 from isochrone.service.network.http_server import serve_http
 from isochrone.service.trust.identity import Authority
+from isochrone.wire import codec
 from isochrone.wire.ids import BootId, Generation, NodeId, PopId
 from isochrone.wire.peers.control import PeerRole, RegistrationRefused, Welcome
 from isochrone.wire.peers.report import Pulse
+from scheduler import metrics
 from scheduler.api.control.certificates import CertificateIssuer
 from scheduler.listeners import control_app
 from scheduler.state.peers.heartbeats import PULSES_WRITTEN_MAX, PulseBuffer
@@ -109,6 +111,30 @@ async def test_a_router_that_falls_behind_is_disconnected(
             server.peers["slow"].enqueue(b"delta")
         await server.ended["slow"].wait()
         assert (await socket.receive()).type is not WSMsgType.BINARY
+
+
+async def test_a_message_above_the_limit_is_not_sent_and_the_connection_goes_on(
+    server_and_url: tuple[Server, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its receiver would close the connection, and get the same message on the next one."""
+    server, url = server_and_url
+    monkeypatch.setattr(codec, "FRAME_BYTES_MAX", 1000)
+    refused = metrics.FRAMES_REFUSED.labels("frame")
+    before = refused._value.get()
+    async with aiohttp.ClientSession() as http, asyncio.timeout(30):
+        socket = await http.ws_connect(url, params={"name": "r"})
+        for frame in (bytes(1001), b"small"):
+            server.peers["r"].enqueue(frame)
+        assert (await socket.receive()).data == b"small"
+    assert refused._value.get() == before + 1
+    (reason,) = (
+        record.__dict__["fields"]["reason"]
+        for record in caplog.records
+        if record.message == "message not sent"
+    )
+    assert "1001 bytes, the limit is 1000" in reason
 
 
 def test_a_node_that_pulses_too_often_does_not_displace_other_nodes() -> None:

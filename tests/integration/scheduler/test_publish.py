@@ -15,6 +15,7 @@ from scheduler.decide.routing.flap_damping import HOLD_S
 from scheduler.loops import publish_routes
 from scheduler.loops.publish_routes import PublishCounts, PublishRoutes
 from scheduler.loops.sum_quotas import SumQuotas
+from scheduler.state.published_routes import TableParts
 from scheduler.store.accounts import keys
 from scheduler.store.pool import Pool, transaction
 from scheduler.store.status import read_status
@@ -231,6 +232,31 @@ async def test_many_changed_keys_are_published_some_at_a_time(
         await publish.run_once()
         seen.append(len(key_names(scheduler)))
     assert seen == [3, 6, 8]
+
+
+@pytest.mark.parametrize("bytes_max", [10**6, 10])
+async def test_a_change_too_large_for_a_delta_is_sent_as_a_table_in_parts(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, bytes_max: int
+) -> None:
+    monkeypatch.setattr(publish_routes, "DELTA_BYTES_MAX", bytes_max)
+    scheduler, publish = await a_publisher(pool)
+    await publish.run_once()
+    queued: list[Any] = []
+    router: Any = SimpleNamespace(
+        name="r1",
+        role=PeerRole.ROUTER,
+        generation=scheduler.state.routes.table.generation,  # type: ignore[union-attr]
+        capabilities=frozenset({TABLE_PARTS}),
+        keys_held=b"",
+        enqueue=queued.append,
+    )
+    scheduler.state.peers.by_name[PeerRole.ROUTER, "r1"] = router
+    await add_keys(pool, "k1")
+    scheduler.state.routes.mark_key_changed(KeyId("k1"))
+    await publish.run_once()
+    (sent,) = queued
+    assert isinstance(sent, bytes if bytes_max > 10 else TableParts)
+    assert router.generation == scheduler.state.routes.table.generation  # type: ignore[union-attr]
 
 
 async def test_keys_of_a_failed_turn_are_published_in_the_next(
