@@ -113,6 +113,28 @@ async def test_a_router_that_falls_behind_is_disconnected(
         assert (await socket.receive()).type is not WSMsgType.BINARY
 
 
+class ThreeParts:
+    """Stands for a table in parts."""
+
+    def frame(self, index: int) -> bytes | None:
+        return b"part" if index < 3 else None
+
+
+async def test_a_router_that_is_sent_a_table_may_fall_behind_meanwhile(
+    server_and_url: tuple[Server, str],
+) -> None:
+    """Changes are published faster than it can take 264 MiB."""
+    server, url = server_and_url
+    changes = 2 * QUEUED_MESSAGES_MAX
+    async with aiohttp.ClientSession() as http, asyncio.timeout(30):
+        socket = await http.ws_connect(url, params={"name": "r"})
+        server.peers["r"].enqueue(ThreeParts())
+        for _ in range(changes):
+            server.peers["r"].enqueue(b"delta")
+        frames = [(await socket.receive()).data for _ in range(3 + changes)]
+        assert frames == [b"part"] * 3 + [b"delta"] * changes
+
+
 async def test_a_message_above_the_limit_is_not_sent_and_the_connection_goes_on(
     server_and_url: tuple[Server, str],
     monkeypatch: pytest.MonkeyPatch,

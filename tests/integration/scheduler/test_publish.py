@@ -17,7 +17,7 @@ from scheduler.loops.publish_routes import PublishCounts, PublishRoutes
 from scheduler.loops.sum_quotas import SumQuotas
 from scheduler.state.published_routes import TableParts
 from scheduler.store.accounts import keys
-from scheduler.store.pool import Pool, transaction
+from scheduler.store.pool import Connection, Pool, transaction
 from scheduler.store.status import read_status
 from tests.builders import a_replica_report, a_spec
 from tests.integration.scheduler.scheduler_parts import (
@@ -124,8 +124,8 @@ async def test_a_changed_key_is_read_and_published_alone(
     assert before is not None
     assert [key.key_id for key in before.keys] == ["k1", "k2"]
     # A whole read or a comparison of whole tables would fail from here on.
-    monkeypatch.setattr("scheduler.loops.publish_routes.read_fleet", None)
-    monkeypatch.setattr("scheduler.loops.publish_routes.diff", None)
+    for whole in ("read_fleet", "read_all_keys", "read_key_page", "diff"):
+        monkeypatch.setattr(publish_routes, whole, None)
     async with transaction(pool) as connection:
         body = KeyBody(tenant_id=TenantId("t"))
         await keys.add_key(connection, key_id=KeyId("k3"), secret_sha256="s", body=body)
@@ -186,11 +186,20 @@ async def test_keys_are_read_in_pages_and_sorted_as_routers_sort_them(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keys, "ROWS_PER_PAGE", 2)
+    read_page, sizes = keys.read_key_page, list[int]()
+
+    async def counted(connection: Connection, after: KeyId) -> keys.KeyPage:
+        page = await read_page(connection, after)
+        sizes.append(len(page.keys))
+        return page
+
+    monkeypatch.setattr(keys, "read_key_page", counted)
     names = ["B", "Z", "a", "b2", "b10", "zz", "0"]
     scheduler, publish = await a_publisher(pool)
     await add_keys(pool, *names)
     await publish.run_once()
     assert key_names(scheduler) == sorted(names)
+    assert sizes == [2, 2, 2, 1]
 
 
 async def test_a_key_that_changed_unannounced_is_found_page_by_page(
