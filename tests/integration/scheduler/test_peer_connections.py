@@ -20,7 +20,11 @@ from scheduler import metrics
 from scheduler.api.control.certificates import CertificateIssuer
 from scheduler.listeners import control_app
 from scheduler.state.peers.heartbeats import PULSES_WRITTEN_MAX, PulseBuffer
-from scheduler.state.peers.peer_connection import QUEUED_MESSAGES_MAX, PeerConnection
+from scheduler.state.peers.peer_connection import (
+    LARGE_FRAME_BYTES,
+    QUEUED_MESSAGES_MAX,
+    PeerConnection,
+)
 from scheduler.state.peers.peer_registry import PeerRegistry
 from scheduler.store.pool import Pool
 from tests.integration.scheduler.scheduler_parts import expire_lease, no_nudge, scheduler_parts
@@ -111,6 +115,52 @@ async def test_a_router_that_falls_behind_is_disconnected(
             server.peers["slow"].enqueue(b"delta")
         await server.ended["slow"].wait()
         assert (await socket.receive()).type is not WSMsgType.BINARY
+
+
+class SlowSocket:
+    """A peer's socket that takes a frame only once it is told to."""
+
+    def __init__(self) -> None:
+        self.may_take = asyncio.Event()
+        self.at_once = self.at_once_max = self.taken = 0
+
+    async def send_bytes(self, frame: bytes) -> None:
+        self.at_once += 1
+        self.at_once_max = max(self.at_once_max, self.at_once)
+        await self.may_take.wait()
+        self.at_once -= 1
+        self.taken += 1
+
+
+async def test_few_large_frames_are_copied_at_once() -> None:
+    """aiohttp copies each: those of all peers would take the scheduler's memory."""
+    socket, slots = SlowSocket(), asyncio.Semaphore(LARGE_FRAMES_AT_ONCE)
+    senders = []
+    for number in range(5):
+        peer = PeerConnection(
+            cast(Any, socket),
+            None,
+            role=PeerRole.ROUTER,
+            name=f"r{number}",
+            pop=PopId("ams"),
+            boot_id=BootId("b"),
+            certificate=cast(Any, None),
+            large_frame_slots=slots,
+        )
+        peer.enqueue(bytes(LARGE_FRAME_BYTES))
+        senders.append(asyncio.create_task(peer.send_queued()))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    socket.may_take.set()
+
+    async def are_taken() -> bool:
+        return socket.taken == len(senders)
+
+    await until("all frames are taken", are_taken, 10.0)
+    assert socket.at_once_max == LARGE_FRAMES_AT_ONCE
+    for sender in senders:
+        sender.cancel()
+    await asyncio.gather(*senders, return_exceptions=True)
 
 
 class ThreeParts:
