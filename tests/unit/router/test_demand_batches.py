@@ -40,6 +40,7 @@ class Link:
     def __init__(self, rows: int, folder: Path) -> None:
         self.sent: list[Demand] = []
         self.is_up = True
+        self.refusal = ""
         self.now_s = 0.0
         self.metrics = Metrics()
         self.recorder = Rows(rows)
@@ -54,7 +55,7 @@ class Link:
             clock=self.clock,
             unix_clock=self.clock,
             resend_s=100.0,
-            table_refusal=lambda: "",
+            table_refusal=lambda: self.refusal,
         )
 
     def clock(self) -> float:
@@ -113,3 +114,13 @@ async def test_the_oldest_of_too_many_windows_are_dropped_and_counted(
     assert link.metrics.demand_dropped._value.get() == 4
     link.is_up = True
     assert await link.turn() == [6, 5, 4]
+
+
+async def test_the_scheduler_is_told_which_table_is_served_and_why_no_newer_one(
+    tmp_path: Path,
+) -> None:
+    link = Link(1, tmp_path)
+    link.refusal = "quarantined: it drops every deployment"
+    await link.turn()
+    (demand,) = link.sent
+    assert (demand.table_generation, demand.table_refusal) == (0, link.refusal)
