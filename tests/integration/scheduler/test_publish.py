@@ -17,6 +17,7 @@ from scheduler.loops.publish_routes import PublishCounts, PublishRoutes
 from scheduler.loops.sum_quotas import SumQuotas
 from scheduler.state.published_routes import TableParts
 from scheduler.store.accounts import keys
+from scheduler.store.fleet import identities
 from scheduler.store.pool import Connection, Pool, transaction
 from scheduler.store.status import read_status
 from tests.builders import a_replica_report, a_spec
@@ -200,6 +201,25 @@ async def test_keys_are_read_in_pages_and_sorted_as_routers_sort_them(
     await publish.run_once()
     assert key_names(scheduler) == sorted(names)
     assert sizes == [2, 2, 2, 1]
+
+
+async def test_of_many_revoked_keys_and_certificates_the_newest_are_sent(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "TOMBSTONES_MAX", 2)
+    monkeypatch.setattr(identities, "REVOKED_MAX", 2)
+    names = ["k2", "k0", "k3", "k1"]
+    await add_keys(pool, *names)
+    for name in names:
+        async with transaction(pool) as connection:
+            await keys.revoke_key(connection, name, None)
+            await connection.execute(
+                "INSERT INTO revocation (role, name) VALUES ('agent', $1)", f"node-{name}"
+            )
+    async with transaction(pool) as connection:
+        assert await keys.revoked_keys(connection) == ("k1", "k3")
+        newest = await identities.newest_revocations(connection)
+    assert [revoked.name for revoked in newest] == ["node-k1", "node-k3"]
 
 
 async def test_a_key_that_changed_unannounced_is_found_page_by_page(
