@@ -47,7 +47,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     # node takes one. Without it, this node runs no part of such a replica. The parts then talk in
     # plaintext, on other ports too: the nodes of a PoP need a private network.
     plaintext_rank_ports: tuple[report.Port, report.Port] | None = None
-    # Ports of the store of KV that vLLM replicas with `share_kv` need. The first is on loopback,
+    # Ports of the store of KV that replicas with `share_kv` need on vLLM, or on the embedded engine
+    # with `kv_store_bytes`. The first is on loopback,
     # where they find its master; at the others they listen for each other, in plaintext and on
     # every address of the machine: the nodes of a PoP need a private network. Each replica takes
     # three.

@@ -24,7 +24,7 @@ from nodeagent import metrics
 from nodeagent.bring_up import POLL_INTERVAL_S, wait_ready, warm_up
 from nodeagent.config import NodeConfig
 from nodeagent.decide.replicas import health
-from nodeagent.decide.replicas.backoff import retry_delay_s
+from nodeagent.decide.replicas.backoff import WINDOW_S, retry_delay_s
 from nodeagent.decide.replicas.health import OBSERVE_INTERVAL_S
 from nodeagent.decide.replicas.replica import ReplicaEvent, next_state
 from nodeagent.decide.requests.admission import ReplicaAdmission
@@ -62,7 +62,6 @@ class ManagedReplica:
         self.state_since_s = clock()
         self.reason = ""
         self.last_failure = ""
-        """The reason why the last engine failed, until another one is warm."""
         self.failure_times: list[float] = []
         self.failed_starts = 0
         """Failures since it was last warm."""
@@ -107,12 +106,8 @@ class ManagedReplica:
             self.last_failure = reason
             self.failed_starts += 1
         elif event is ReplicaEvent.ENGINE_READY:
-            self.last_failure = ""
             self.failed_starts = 0
-        # An engine that fails while it loads is loading most of the time.
-        self.reason = reason or (
-            f"restarted after: {self.last_failure}" if self.last_failure else ""
-        )
+        self.reason = reason
         if self.state is not before:
             self.state_since_s = self._clock()
         fields = {"replica": self.spec.replica_id, "event": event.value}
@@ -124,12 +119,17 @@ class ManagedReplica:
         return ReplicaReport(
             spec=self.spec,
             state=self.state,
-            reason=(self.reason or self.admission.sleep_reason())[:500],
+            reason=(self.reason or self._restart_reason() or self.admission.sleep_reason())[:500],
             since_s=self._clock() - self.state_since_s,
             restarts=len(self.failure_times),
             fetched_bytes=self.fetched_bytes,
             profile=self.profile,
         )
+
+    def _restart_reason(self) -> str:
+        """Return why the engine was started again, as long as that failure counts, or ""."""
+        is_recent = any(self._clock() - at_s < WINDOW_S for at_s in self.failure_times[-1:])
+        return f"restarted after: {self.last_failure}" if is_recent or self.failed_starts else ""
 
     def take_stats(self, stats: EngineStats) -> None:
         """Take over what the engine reports of itself; a negative age is not known."""

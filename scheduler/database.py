@@ -63,5 +63,5 @@ def _database_errors_as_config_errors() -> Iterator[None]:
         raise ConfigError(str(error)) from error
     except CONNECT_ERRORS as error:
         raise ConfigError(
-            f"cannot use the database: {error or type(error).__name__}; check database_url"
+            f"cannot use the database: {str(error) or type(error).__name__}; check database_url"
         ) from error

@@ -165,6 +165,7 @@ def control_app(
         routes=state.routes,
         nudge_place=nudge_place,
         key_use=state.key_use,
+        clock=state.lease.clock,
     )
     join = JoinEndpoint(
         pool=database.pool,

@@ -149,6 +149,20 @@ def passes_on(handler: ast.ExceptHandler) -> bool:
     return isinstance(last, ast.Raise) and last.exc is None
 
 
+def test_no_exception_stands_before_an_or() -> None:
+    """An exception without a message is true, too: `str(error) or ...` is meant."""
+    wrong = [
+        f"{name}:{choice.lineno}"
+        for name, _, tree in map(read, FILES)
+        for handler in ast.walk(tree)
+        if isinstance(handler, ast.ExceptHandler)
+        for choice in ast.walk(handler)
+        if isinstance(choice, ast.BoolOp) and isinstance(choice.op, ast.Or)
+        if any(isinstance(v, ast.Name) and v.id == handler.name for v in choice.values[:-1])
+    ]
+    assert not wrong
+
+
 def test_only_edges_catch_every_exception() -> None:
     catching = {
         name

@@ -48,7 +48,7 @@ async def run(*, oneshot: bool, console: Console) -> int:
             say(f"{ended} exited unexpectedly:\n{fleet.processes.tail(ended)}")
         return 1 if ended else 0
     except (StartFailed, AdminError, ChatFailed, TimeoutError) as error:
-        console.print(f"[red]{error or 'timed out'}[/]", highlight=False)
+        console.print(f"[red]{str(error) or 'timed out'}[/]", highlight=False)
         return 1
     finally:
         for task in (demo, stop):

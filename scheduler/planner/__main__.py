@@ -43,7 +43,8 @@ async def serve() -> int:
     try:
         pool = await open_pool(settings.database_url, size_max=CONNECTIONS)
     except UNAVAILABLE as error:
-        log.warning("cannot reach the database", extra={"fields": {"reason": str(error)[:200]}})
+        reason = (str(error) or type(error).__name__)[:200]
+        log.warning("cannot reach the database", extra={"fields": {"reason": reason}})
         return 1
     server = PlannerServer(pool, settings.liveness)
     garbage = GarbageBetweenAnswers()
@@ -70,7 +71,7 @@ async def _reply_to(server: PlannerServer, request: PlannerRequest) -> PlannerRe
     try:
         answer = await server.answer(request.question)
     except UNAVAILABLE as error:
-        reason = f"cannot reach the database: {error or type(error).__name__}"
+        reason = f"cannot reach the database: {str(error) or type(error).__name__}"
         return PlannerReply(request.number, failure=reason)
     except Exception as error:
         # Whatever fails, the scheduler must get a reply, or it would wait for its timeout.

@@ -111,7 +111,7 @@ async def _request_certificate(
                         return msgspec.json.decode(body, type=JoinReply)
                     problems.append(f"{url}: {parse_error_body(body, response.status).message}")
             except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
-                problems.append(f"{url}: {error or type(error).__name__}")
+                problems.append(f"{url}: {str(error) or type(error).__name__}")
     raise IdentityError("cannot join: " + "; ".join(problems))
 
 

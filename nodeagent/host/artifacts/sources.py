@@ -233,7 +233,7 @@ class ArtifactSources:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 return await http.get(url, headers=headers, allow_redirects=False)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            reason = error or type(error).__name__
+            reason = str(error) or type(error).__name__
             raise ArtifactError(f"cannot reach {_printable(url)}: {reason}") from error
 
     def _access_advice(self) -> str:

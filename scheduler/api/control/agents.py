@@ -6,6 +6,7 @@ from typing import Final, NoReturn
 
 from aiohttp import web
 
+from isochrone.service.failure_log import RepeatedWarning
 from isochrone.service.trust.identity import Authority
 from isochrone.wire.ids import NodeId
 from isochrone.wire.peers.assignment import ReplicaSpec
@@ -53,6 +54,8 @@ class AgentEndpoint:
         routes: PublishedRoutes,
         nudge_place: Callable[[], None],
     ) -> None:
+        self._untaken = RepeatedWarning(log, "report not taken")
+        self._unwritten = RepeatedWarning(log, "report not written")
         self._server = server
         self._pool = pool
         self._intake = intake
@@ -111,14 +114,13 @@ class AgentEndpoint:
                 await self._assignments.send(peer)
                 self._admission.release(peer.role, peer.name)
         except (EpochLost, NotActing) as error:
-            log.warning("report not taken", extra={"fields": {"reason": str(error)}})
+            self._untaken.record(str(error), self._lease.clock())
         except BAD_DATA as error:
             reason = f"cannot store the report: {error}"[:300]
             raise PeerRefused(RefusedCode.MALFORMED, reason, RETRY_REFUSED_S) from error
         except UNAVAILABLE as error:
             # The node reports everything again in ten seconds.
-            reason = (str(error) or type(error).__name__)[:200]
-            log.warning("report not written", extra={"fields": {"reason": reason}})
+            self._unwritten.record(str(error) or type(error).__name__, self._lease.clock())
 
     def _has_valid_seal(self, node_id: NodeId, spec: ReplicaSpec) -> bool:
         return self._authority.verify_seal(sealed_fields(node_id, spec), spec.seal)

@@ -6,6 +6,7 @@ from typing import assert_never
 
 from aiohttp import web
 
+from isochrone.service.failure_log import RepeatedWarning
 from isochrone.wire.client_keys.key_use import FleetKeyUse
 from isochrone.wire.ids import PopId
 from isochrone.wire.peers.control import TABLE_PARTS, FromRouter, PeerRole, RefusedCode
@@ -47,8 +48,12 @@ class RouterEndpoint:
         routes: PublishedRoutes,
         nudge_place: Callable[[], None],
         key_use: KeyUseExchange,
+        clock: Callable[[], float],
     ) -> None:
+        """`clock` returns monotonic seconds."""
         self._key_use = key_use
+        self._clock = clock
+        self._unwritten = RepeatedWarning(log, "batch not written")
         self._server = server
         self._intake = intake
         self._routes = routes
@@ -99,8 +104,7 @@ class RouterEndpoint:
                 refused = await _store(connection, peer.pop, batch)
         except UNAVAILABLE as error:
             # Unacknowledged, so it is sent again; round trips are measured again anyway.
-            reason = (str(error) or type(error).__name__)[:200]
-            log.warning("batch not written", extra={"fields": {"reason": reason}})
+            self._unwritten.record(str(error) or type(error).__name__, self._clock())
             return
         except BAD_DATA as error:
             refused = {f"cannot store the batch: {error}"[:200]: len(batch.rows)}

@@ -18,6 +18,7 @@ from openapi_spec_validator import validate
 from isochrone.wire.models.artifact import manifest_digest
 from isochrone.wire.models.model import ArtifactFile
 from scheduler.api.admin.endpoint_table import ENDPOINTS
+from scheduler.state.published_routes import PublishedRoutes
 from scheduler.store.accounts.keys import live_keys
 from scheduler.store.pool import Pool, using
 from tests.builders import an_artifact
@@ -250,6 +251,22 @@ async def test_a_key_is_shown_once_and_its_secret_is_not_in_the_database(
             assert not any(secret in row[0] for row in rows for secret in secrets), table
     assert (await admin.ask("DELETE", f"/v1/keys/{made['key_id']}")).status == 204
     assert (await admin.ask("GET", f"/v1/keys/{made['key_id']}")).body["revoked"]
+
+
+async def test_a_changed_key_is_published_without_reading_the_fleet(
+    admin: Admin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(PublishedRoutes, "mark_key_changed", lambda _, key_id: read.append(key_id))
+    monkeypatch.setattr(
+        PublishedRoutes, "mark_changed", lambda _, node_id=None: read.append("the fleet")
+    )
+    key_id = (await admin.ask("POST", "/v1/keys", {"tenant_id": "acme"})).body["key_id"]
+    await admin.ask("PUT", f"/v1/keys/{key_id}/limits", {"tokens_per_min": 5})
+    await admin.ask("PUT", "/v1/tenants/acme/limits", {"tokens_per_day": 5})
+    await admin.ask("DELETE", "/v1/tenants/acme")
+    await admin.ask("DELETE", f"/v1/keys/{key_id}")
+    assert read == [key_id, key_id, "tenant:acme", "tenant:acme", key_id]
 
 
 async def test_a_keys_limits_are_replaced_and_misspelt_ones_refused(admin: Admin) -> None:

@@ -32,7 +32,7 @@ from isochrone.wire.peers.control import (
     Welcome,
 )
 from isochrone.wire.peers.report import Pulse
-from scheduler.api.control import peer_frames
+from scheduler.api.control import peer_frames, peers
 from scheduler.api.control.control_socket import REGISTER_BYTES_MAX
 from scheduler.api.control.join import READING_PER_NETWORK_MAX
 from scheduler.api.control.peers import AGENT_MESSAGES_PER_S
@@ -292,6 +292,19 @@ async def test_an_unknown_client_is_refused_with_a_reason_and_disconnected(admin
                 aiohttp.WSMsgType.CLOSED,
             )
     assert (await admin.ask("GET", "/v1/status")).status == 200
+
+
+async def test_a_peer_above_the_limit_is_told_so_before_it_is_verified(
+    admin: Admin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "PEERS_MAX", 0)
+    async with (
+        aiohttp.ClientSession() as http,
+        http.ws_connect(f"{admin.control_url}/v1/agent") as socket,
+    ):
+        refused = codec.decode(await socket.receive_bytes(timeout=5), codec.decoder(ToAgent))
+        assert isinstance(refused, RegistrationRefused)
+        assert (refused.code, refused.reason) == (RefusedCode.BUSY, "0 peers are connected")
 
 
 async def test_the_only_scheduler_is_tried_again_when_it_says(admin: Admin, tmp_path: Path) -> None:

@@ -12,13 +12,19 @@ from aiohttp import WSMsgType, web
 
 from isochrone.service.network.http_server import serve_http
 from isochrone.service.trust.identity import Authority
+from isochrone.wire import codec
 from isochrone.wire.ids import BootId, Generation, NodeId, PopId
 from isochrone.wire.peers.control import PeerRole, RegistrationRefused, Welcome
 from isochrone.wire.peers.report import Pulse
+from scheduler import metrics
 from scheduler.api.control.certificates import CertificateIssuer
 from scheduler.listeners import control_app
 from scheduler.state.peers.heartbeats import PULSES_WRITTEN_MAX, PulseBuffer
-from scheduler.state.peers.peer_connection import QUEUED_MESSAGES_MAX, PeerConnection
+from scheduler.state.peers.peer_connection import (
+    LARGE_FRAME_BYTES,
+    QUEUED_MESSAGES_MAX,
+    PeerConnection,
+)
 from scheduler.state.peers.peer_registry import PeerRegistry
 from scheduler.store.pool import Pool
 from tests.integration.scheduler.scheduler_parts import expire_lease, no_nudge, scheduler_parts
@@ -109,6 +115,98 @@ async def test_a_router_that_falls_behind_is_disconnected(
             server.peers["slow"].enqueue(b"delta")
         await server.ended["slow"].wait()
         assert (await socket.receive()).type is not WSMsgType.BINARY
+
+
+class SlowSocket:
+    """A peer's socket that takes a frame only once it is told to."""
+
+    def __init__(self) -> None:
+        self.may_take = asyncio.Event()
+        self.at_once = self.at_once_max = self.taken = 0
+
+    async def send_bytes(self, frame: bytes) -> None:
+        self.at_once += 1
+        self.at_once_max = max(self.at_once_max, self.at_once)
+        await self.may_take.wait()
+        self.at_once -= 1
+        self.taken += 1
+
+
+async def test_few_large_frames_are_copied_at_once() -> None:
+    """aiohttp copies each: those of all peers would take the scheduler's memory."""
+    socket, slots = SlowSocket(), asyncio.Semaphore(LARGE_FRAMES_AT_ONCE)
+    senders = []
+    for number in range(5):
+        peer = PeerConnection(
+            cast(Any, socket),
+            None,
+            role=PeerRole.ROUTER,
+            name=f"r{number}",
+            pop=PopId("ams"),
+            boot_id=BootId("b"),
+            certificate=cast(Any, None),
+            large_frame_slots=slots,
+        )
+        peer.enqueue(bytes(LARGE_FRAME_BYTES))
+        senders.append(asyncio.create_task(peer.send_queued()))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    socket.may_take.set()
+
+    async def are_taken() -> bool:
+        return socket.taken == len(senders)
+
+    await until("all frames are taken", are_taken, 10.0)
+    assert socket.at_once_max == LARGE_FRAMES_AT_ONCE
+    for sender in senders:
+        sender.cancel()
+    await asyncio.gather(*senders, return_exceptions=True)
+
+
+class ThreeParts:
+    """Stands for a table in parts."""
+
+    def frame(self, index: int) -> bytes | None:
+        return b"part" if index < 3 else None
+
+
+async def test_a_router_that_is_sent_a_table_may_fall_behind_meanwhile(
+    server_and_url: tuple[Server, str],
+) -> None:
+    """Changes are published faster than it can take 264 MiB."""
+    server, url = server_and_url
+    changes = 2 * QUEUED_MESSAGES_MAX
+    async with aiohttp.ClientSession() as http, asyncio.timeout(30):
+        socket = await http.ws_connect(url, params={"name": "r"})
+        server.peers["r"].enqueue(ThreeParts())
+        for _ in range(changes):
+            server.peers["r"].enqueue(b"delta")
+        frames = [(await socket.receive()).data for _ in range(3 + changes)]
+        assert frames == [b"part"] * 3 + [b"delta"] * changes
+
+
+async def test_a_message_above_the_limit_is_not_sent_and_the_connection_goes_on(
+    server_and_url: tuple[Server, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its receiver would close the connection, and get the same message on the next one."""
+    server, url = server_and_url
+    monkeypatch.setattr(codec, "FRAME_BYTES_MAX", 1000)
+    refused = metrics.FRAMES_REFUSED.labels("frame")
+    before = refused._value.get()
+    async with aiohttp.ClientSession() as http, asyncio.timeout(30):
+        socket = await http.ws_connect(url, params={"name": "r"})
+        for frame in (bytes(1001), b"small"):
+            server.peers["r"].enqueue(frame)
+        assert (await socket.receive()).data == b"small"
+    assert refused._value.get() == before + 1
+    (reason,) = (
+        record.__dict__["fields"]["reason"]
+        for record in caplog.records
+        if record.message == "message not sent"
+    )
+    assert "1001 bytes, the limit is 1000" in reason
 
 
 def test_a_node_that_pulses_too_often_does_not_displace_other_nodes() -> None:

@@ -15,8 +15,10 @@ from scheduler.decide.routing.flap_damping import HOLD_S
 from scheduler.loops import publish_routes
 from scheduler.loops.publish_routes import PublishCounts, PublishRoutes
 from scheduler.loops.sum_quotas import SumQuotas
+from scheduler.state.published_routes import TableParts
 from scheduler.store.accounts import keys
-from scheduler.store.pool import Pool, transaction
+from scheduler.store.fleet import identities
+from scheduler.store.pool import Connection, Pool, transaction
 from scheduler.store.status import read_status
 from tests.builders import a_replica_report, a_spec
 from tests.integration.scheduler.scheduler_parts import (
@@ -123,8 +125,8 @@ async def test_a_changed_key_is_read_and_published_alone(
     assert before is not None
     assert [key.key_id for key in before.keys] == ["k1", "k2"]
     # A whole read or a comparison of whole tables would fail from here on.
-    monkeypatch.setattr("scheduler.loops.publish_routes.read_fleet", None)
-    monkeypatch.setattr("scheduler.loops.publish_routes.diff", None)
+    for whole in ("read_fleet", "read_all_keys", "read_key_page", "diff"):
+        monkeypatch.setattr(publish_routes, whole, None)
     async with transaction(pool) as connection:
         body = KeyBody(tenant_id=TenantId("t"))
         await keys.add_key(connection, key_id=KeyId("k3"), secret_sha256="s", body=body)
@@ -185,11 +187,39 @@ async def test_keys_are_read_in_pages_and_sorted_as_routers_sort_them(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keys, "ROWS_PER_PAGE", 2)
+    read_page, sizes = keys.read_key_page, list[int]()
+
+    async def counted(connection: Connection, after: KeyId) -> keys.KeyPage:
+        page = await read_page(connection, after)
+        sizes.append(len(page.keys))
+        return page
+
+    monkeypatch.setattr(keys, "read_key_page", counted)
     names = ["B", "Z", "a", "b2", "b10", "zz", "0"]
     scheduler, publish = await a_publisher(pool)
     await add_keys(pool, *names)
     await publish.run_once()
     assert key_names(scheduler) == sorted(names)
+    assert sizes == [2, 2, 2, 1]
+
+
+async def test_of_many_revoked_keys_and_certificates_the_newest_are_sent(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "TOMBSTONES_MAX", 2)
+    monkeypatch.setattr(identities, "REVOKED_MAX", 2)
+    names = ["k2", "k0", "k3", "k1"]
+    await add_keys(pool, *names)
+    for name in names:
+        async with transaction(pool) as connection:
+            await keys.revoke_key(connection, name, None)
+            await connection.execute(
+                "INSERT INTO revocation (role, name) VALUES ('agent', $1)", f"node-{name}"
+            )
+    async with transaction(pool) as connection:
+        assert await keys.revoked_keys(connection) == ("k1", "k3")
+        newest = await identities.newest_revocations(connection)
+    assert [revoked.name for revoked in newest] == ["node-k1", "node-k3"]
 
 
 async def test_a_key_that_changed_unannounced_is_found_page_by_page(
@@ -231,6 +261,31 @@ async def test_many_changed_keys_are_published_some_at_a_time(
         await publish.run_once()
         seen.append(len(key_names(scheduler)))
     assert seen == [3, 6, 8]
+
+
+@pytest.mark.parametrize("bytes_max", [10**6, 10])
+async def test_a_change_too_large_for_a_delta_is_sent_as_a_table_in_parts(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, bytes_max: int
+) -> None:
+    monkeypatch.setattr(publish_routes, "DELTA_BYTES_MAX", bytes_max)
+    scheduler, publish = await a_publisher(pool)
+    await publish.run_once()
+    queued: list[Any] = []
+    router: Any = SimpleNamespace(
+        name="r1",
+        role=PeerRole.ROUTER,
+        generation=scheduler.state.routes.table.generation,  # type: ignore[union-attr]
+        capabilities=frozenset({TABLE_PARTS}),
+        keys_held=b"",
+        enqueue=queued.append,
+    )
+    scheduler.state.peers.by_name[PeerRole.ROUTER, "r1"] = router
+    await add_keys(pool, "k1")
+    scheduler.state.routes.mark_key_changed(KeyId("k1"))
+    await publish.run_once()
+    (sent,) = queued
+    assert isinstance(sent, bytes if bytes_max > 10 else TableParts)
+    assert router.generation == scheduler.state.routes.table.generation  # type: ignore[union-attr]
 
 
 async def test_keys_of_a_failed_turn_are_published_in_the_next(

@@ -16,6 +16,7 @@ class Pop:
     def __init__(self) -> None:
         self.now_s = 100.0
         self.pings: list[NodeId] = []
+        self.at_once = self.at_once_max = 0
         self.silent: set[NodeId] = set()
         self.two_asked, self.answers = asyncio.Event(), asyncio.Event()
         self.answers.set()
@@ -26,7 +27,10 @@ class Pop:
         self.pings.append(node_id)
         if len(self.pings) == 2:
             self.two_asked.set()
+        self.at_once += 1
+        self.at_once_max = max(self.at_once_max, self.at_once)
         await self.answers.wait()
+        self.at_once -= 1
         if node_id in self.silent:
             raise TimeoutError
         return f"r-{node_id} p=1;d=2;r=1;w=0"
@@ -73,6 +77,19 @@ async def test_a_load_of_a_node_that_fell_silent_is_not_repeated() -> None:
     pop.now_s += REUSED_S
     assert await pop.read("a") == {}
     assert await pop.read("a") == {}
+
+
+async def test_few_nodes_are_pinged_at_once_over_all_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pop_loads, "PINGS_MAX", 2)
+    pop = Pop()
+    pop.answers.clear()
+    queries = [asyncio.create_task(pop.read(*names)) for names in ("abc", "def")]
+    await pop.two_asked.wait()
+    pop.answers.set()
+    assert [set(await query) for query in queries] == [set("abc"), set("def")]
+    assert pop.at_once_max == 2
 
 
 async def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

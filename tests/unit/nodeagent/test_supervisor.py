@@ -285,7 +285,7 @@ async def test_a_failed_engine_is_not_warm_while_it_is_stopped(fixture: Supervis
     await fixture.warm(engines=2)
 
 
-async def test_a_restarted_replica_reports_why_until_it_is_warm(
+async def test_a_restarted_replica_reports_why_as_long_as_that_counts(
     fixture: SupervisorFixture,
 ) -> None:
     fixture.supervisor.start(SPEC)
@@ -300,7 +300,11 @@ async def test_a_restarted_replica_reports_why_until_it_is_warm(
         patch.setattr(FakeEngine, "is_ready", is_ready)
         fixture.engines.started[0].exited.set()
         await fixture.warm(engines=2)
-    assert reasons == [(ReplicaState.LOADING, "restarted after: the engine exited: the last line")]
+    restarted = "restarted after: the engine exited: the last line"
+    assert reasons == [(ReplicaState.LOADING, restarted)]
+    fixture.now_s += backoff.WINDOW_S - 1.0
+    assert fixture.replica.report().reason == restarted
+    fixture.now_s += 1.0
     assert fixture.replica.report().reason == ""
 
 

@@ -1,6 +1,5 @@
 """A window of demand with very many rows."""
 
-import time
 from pathlib import Path
 
 import msgspec
@@ -35,35 +34,93 @@ class Rows:
         return self.rows
 
 
+class Link:
+    """Takes what is sent, while it is up; and the shipper that sends it. A second is a turn."""
+
+    def __init__(self, rows: int, folder: Path) -> None:
+        self.sent: list[Demand] = []
+        self.is_up = True
+        self.refusal = ""
+        self.now_s = 0.0
+        self.metrics = Metrics()
+        self.recorder = Rows(rows)
+        self.shipper = ReportShipper(
+            router_id=RouterId("r"),
+            boot_id=BootId("b"),
+            fleet=FleetState(PopId("ams"), self.clock),
+            recorder=self.recorder,  # type: ignore[arg-type]
+            metrics=self.metrics,
+            spool=UsageSpool(folder, 1000),
+            send=self.send,
+            clock=self.clock,
+            unix_clock=self.clock,
+            resend_s=100.0,
+            table_refusal=lambda: self.refusal,
+        )
+
+    def clock(self) -> float:
+        return self.now_s
+
+    async def send(self, message: msgspec.Struct) -> bool:
+        assert isinstance(message, Demand)
+        if self.is_up:
+            self.sent.append(message)
+        return self.is_up
+
+    async def turn(self) -> list[int]:
+        """Ship once; return the numbers of the windows that were sent."""
+        self.sent.clear()
+        self.now_s += 1.0
+        await self.shipper.ship_demand()
+        return [demand.seq for demand in self.sent]
+
+
 @pytest.mark.parametrize(("count", "sizes"), [(0, [0]), (3, [3]), (4, [3, 1]), (9, [3, 3, 3])])
 async def test_a_window_with_many_rows_is_sent_in_several_batches(
     count: int, sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ship_reports.DEMAND_ROWS_PER_BATCH_MAX <= DEMAND_ROWS_MAX
     monkeypatch.setattr(ship_reports, "DEMAND_ROWS_PER_BATCH_MAX", 3)
-    sent: list[Demand] = []
-
-    async def send(message: msgspec.Struct) -> bool:
-        assert isinstance(message, Demand)
-        sent.append(message)
-        return True
-
-    recorder = Rows(count)
-    shipper = ReportShipper(
-        router_id=RouterId("r"),
-        boot_id=BootId("b"),
-        fleet=FleetState(PopId("ams"), time.monotonic),
-        recorder=recorder,  # type: ignore[arg-type]
-        metrics=Metrics(),
-        spool=UsageSpool(tmp_path, 1000),
-        send=send,
-        clock=time.monotonic,
-        unix_clock=time.time,
-        resend_s=100.0,
-        table_refusal=lambda: "",
-    )
-    assert await shipper.ship_demand() == count
+    link = Link(count, tmp_path)
+    recorder, sent = link.recorder, link.sent
+    assert await link.shipper.ship_demand() == count
     sent.sort(key=lambda demand: demand.seq)
     assert [len(demand.rows) for demand in sent] == sizes
     assert [row for demand in sent for row in demand.rows] == list(recorder.rows)
     assert len({demand.window_s for demand in sent}) == 1
+
+
+async def test_a_turn_sends_few_batches_the_newest_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an outage there may be 360: they would be read before anything else of this router."""
+    monkeypatch.setattr(ship_reports, "BATCHES_PER_TURN_MAX", 2)
+    link = Link(1, tmp_path)
+    link.is_up = False
+    for _ in range(4):
+        await link.turn()
+    link.is_up = True
+    assert [await link.turn() for _ in range(4)] == [[5, 4], [6, 3], [7, 2], [8, 1]]
+
+
+async def test_the_oldest_of_too_many_windows_are_dropped_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ship_reports, "DEMAND_WINDOWS_MAX", 3)
+    link = Link(2, tmp_path)
+    link.is_up = False
+    for _ in range(5):
+        await link.turn()
+    assert link.metrics.demand_dropped._value.get() == 4
+    link.is_up = True
+    assert await link.turn() == [6, 5, 4]
+
+
+async def test_the_scheduler_is_told_which_table_is_served_and_why_no_newer_one(
+    tmp_path: Path,
+) -> None:
+    link = Link(1, tmp_path)
+    link.refusal = "quarantined: it drops every deployment"
+    await link.turn()
+    (demand,) = link.sent
+    assert (demand.table_generation, demand.table_refusal) == (0, link.refusal)

@@ -1,5 +1,7 @@
 """Following the scheduler: which tables are served and stored, with a clock set by hand."""
 
+import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,20 @@ from isochrone.wire.ids import (
     PopId,
     ReplicaId,
 )
-from isochrone.wire.peers.routes import DeploymentEntry, Route, RouteTable, SnapshotWanted, diff
+from isochrone.wire.peers.routes import (
+    DeploymentEntry,
+    Route,
+    RouteTable,
+    RouteTablePart,
+    SnapshotWanted,
+    diff,
+)
 from isochrone.wire.peers.table_parts import read_table, split_table
 from router.decide.admission.limits import KeyLimiter
 from router.decide.routes.table_acceptance import EMPTY_TABLE_HELD_S, SILENCE_COUNTS_AFTER_S
 from router.decide.routes.withdrawn_routes import WITHDRAWN_MAX, WITHDRAWN_S, WithdrawnRoutes
 from router.fleet_state import FleetState
+from router.loops import follow_routes
 from router.loops.follow_routes import PERSIST_SHARE, TableFollower
 from router.recording.metrics import Metrics
 from tests.unit.wire.test_table_parts import PART
@@ -66,6 +76,12 @@ class Bench:
             raise AssertionError(f"sent {message}")
 
         await self.follower.on_table(a_table(replicas, generation), send)
+
+    async def offer_part(self, part: RouteTablePart) -> None:
+        async def send(message: object) -> bool:
+            raise AssertionError(f"sent {message}")
+
+        await self.follower.on_table(part, send)
 
     def probe(self, answering: str, silent: str = "", disowned: str = "") -> None:
         """Have nodes answer or not, and disown their replicas."""
@@ -288,6 +304,47 @@ async def test_a_router_that_comes_back_keeps_its_keys(monkeypatch: pytest.Monke
     third = msgspec.structs.replace(first, generation=Generation(3))
     assert await offer(third, held) == 0
     assert bench.fleet.directory.table == third
+
+
+async def test_requests_have_their_turn_between_the_parts_of_a_table(bench: Bench) -> None:
+    table = msgspec.structs.replace(a_table("ab", 1), keys=keys_table(3000).keys)
+    parts = [codec.decode(frame, PART) for frame in split_table(table, 4096) if frame]
+    assert len(parts) > 20
+    turns: list[int] = []
+    for number, part in enumerate(parts):
+        asyncio.get_running_loop().call_soon(turns.append, number)
+        await bench.offer_part(part)
+        assert turns[-1] == number
+
+
+class UsedKeys:
+    """Stands for the limits' state of keys, and counts how many are forgotten at once."""
+
+    def __init__(self, count: int) -> None:
+        self.keys = [KeyId(f"k{number}") for number in range(count)]
+        self.at_once: list[int] = []
+        self.turns = 0
+
+    def key_ids(self) -> list[KeyId]:
+        return self.keys
+
+    def forget(self, key_ids: Iterable[KeyId]) -> None:
+        assert self.turns == len(self.at_once), "requests had their turn"
+        self.at_once.append(len(list(key_ids)))
+        asyncio.get_running_loop().call_soon(self._note_turn)
+
+    def _note_turn(self) -> None:
+        self.turns += 1
+
+
+async def test_keys_that_left_the_table_are_forgotten_some_at_a_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow_routes, "KEYS_PER_SLICE", 3)
+    used = UsedKeys(8)
+    monkeypatch.setattr(bench.follower, "_limiter", used)
+    await bench.follower.persist()
+    assert used.at_once == [3, 3, 2]
 
 
 async def test_keys_alone_leave_the_routes_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

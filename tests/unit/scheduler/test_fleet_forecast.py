@@ -6,7 +6,14 @@ import pytest
 
 from isochrone.wire.ids import DeploymentId, PopId
 from scheduler.decide.cluster import DemandRate
-from scheduler.decide.demand import FORGET_SLOTS, FleetForecast, SeriesKey, SlotDemand, slot_of
+from scheduler.decide.demand import (
+    FORGET_SLOTS,
+    FleetForecast,
+    SeriesKey,
+    SlotDemand,
+    fleet_forecast,
+    slot_of,
+)
 from scheduler.decide.demand.demand_rates import raise_to_forecast
 from scheduler.decide.demand.series_forecast import DAY_SLOTS
 
@@ -55,6 +62,15 @@ def test_a_forecast_has_the_mix_of_past_demand() -> None:
     assert row.uncached_tokens_per_s == pytest.approx(800.0, rel=0.02)
     assert row.output_tokens_per_s == pytest.approx(400.0, rel=0.02)
     assert forecasts.forecast(key("sin")) is None
+
+
+def test_of_too_many_series_the_smallest_is_not_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_forecast, "SERIES_MAX", 2)
+    forecasts = FleetForecast(LONGITUDES)
+    for pop, requests in (("ams", 5.0), ("iad", 1.0), ("sin", 3.0), ("akl", 0.5)):
+        forecasts.learn(0, key(pop), a_slot(requests))
+    assert [pop for pop in LONGITUDES if forecasts.forecast(key(pop)) is not None] == ["ams", "sin"]
+    assert not forecasts.restore(key("akl"), forecasts.serialized(key("ams"))[1])
 
 
 def test_a_new_series_rises_in_its_morning_like_its_neighbour() -> None:

@@ -88,5 +88,7 @@ def test_a_node_that_is_sent_the_assignment_it_has_follows() -> None:
     following.record_sent(NODE, Generation(4), 200.0)
     assert not following.behind(1e9)
     following.record_sent(NODE, Generation(6), 300.0)
+    assert not following.behind(299.0 + ASSIGNMENT_BEHIND_S)
+    assert "at least 6 is due" in following.behind(300.0 + ASSIGNMENT_BEHIND_S)[NODE]
     following.clear()
     assert not following.behind(1e9)

@@ -127,6 +127,23 @@ def test_a_table_is_encoded_again_when_too_much_has_changed(
     assert parts is not first.queued[0]
 
 
+def test_few_tables_without_the_keys_that_routers_have_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(published_routes, "PARTIAL_TABLES_MAX", 2)
+    routes = published(3000)
+    held = [a_table(keys).keys.sums.encode() for keys in (2800, 2900, 2950)]
+    sent = []
+    for sums in (held[0], held[1], held[0], held[2], held[0]):
+        router = FakeRouter("r", TABLE_PARTS)
+        router.keys_held = sums
+        send(routes, router)
+        sent.append(router.queued[0])
+    first, other, same, third, again = sent
+    assert same is first
+    assert len({id(parts) for parts in (first, other, third, again)}) == 4
+
+
 def sum_bytes(parts: TableParts) -> int:
     size = index = 0
     while (frame := parts.frame(index)) is not None:
