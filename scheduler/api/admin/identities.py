@@ -31,9 +31,21 @@ async def create_join_token(request: AdminRequest) -> JoinTokenView:
         raise ApiError(
             ErrorCode.NOT_FOUND, f"cannot create a token: no PoP {body.pop}", param="pop"
         )
+    if body.name is not None:
+        await _check_name(request, body, body.name)
     await request.record("join_token.create", token_id, after=created)
     token = format_join_token(request.context.authority.fingerprint, token_id, secret)
     return msgspec.structs.replace(created, token=token)
+
+
+async def _check_name(request: AdminRequest, body: JoinTokenBody, name: str) -> None:
+    """Raise ApiError 409 if a token bound to this name would be refused."""
+    try:
+        await identities.check_name(request.connection, body.role, name, body.pop)
+    except (identities.NameRevoked, identities.NameTaken) as error:
+        raise ApiError(
+            ErrorCode.CONFLICT, f"cannot create a token: {error}", param="name"
+        ) from error
 
 
 async def create_revocation(request: AdminRequest) -> RevocationView:
