@@ -37,7 +37,7 @@ async def limit_a_tenant(admin: Admin) -> None:
     assert [(row["tenant_id"], row["tokens_today"]) for row in json.loads(out)] == [("acme", 0)]
     row = (await run_cli(admin, "tenants", "list"))[1].splitlines()[1]
     assert row.startswith("acme ")
-    assert row.endswith("  tokens_per_month=1000, spend_per_day=2.5"), "0 is no limit"
+    assert row.endswith("  spend_per_day=2.5, tokens_per_month=1000"), "0 is no limit"
     assert len(json.loads((await run_cli(admin, "-o", "json", "keys", "list"))[1])) == 1
     assert (await run_cli(admin, "tenants", "limit", "acme"))[0] == 2
     code, _, err = await run_cli(admin, "tenants", "limit", "No Name", "--concurrency", "1")
