@@ -46,6 +46,7 @@ HOT: Final = (
     "router/dataplane/response_checks.py",
     "router/dataplane/server.py",
     "router/dataplane/sse.py",
+    "router/dataplane/stream_head.py",
     "router/dataplane/token_gatherer.py",
     "router/dataplane/token_pump.py",
     "router/dataplane/upload_spool.py",

@@ -317,5 +317,6 @@ class RequestContext:
         if not self.request.wants_usage or (relay and relay.usage):
             return DONE_FRAME
         usage = UsageCount(self.prompt_tokens_estimate, self.stream.generated.tokens, 0)
-        head = {"object": "chat.completion.chunk", "model": self.request.deployment.name}
+        head = relay.head.fields() if relay else {}
+        head |= {"object": "chat.completion.chunk", "model": self.request.deployment.name}
         return usage_frame(usage, head) + DONE_FRAME

@@ -138,6 +138,11 @@ def given_limits(limits: dict[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in limits.items() if value is not None}
 
 
+def set_limits(limits: dict[str, float]) -> dict[str, float]:
+    """Return the limits that are set: 0 is none."""
+    return {name: value for name, value in limits.items() if value}
+
+
 @keys.command("list")
 @click.pass_obj
 def keys_list(obj: CliContext) -> None:
@@ -154,7 +159,7 @@ def keys_list(obj: CliContext) -> None:
 
 def _only_set_limits(row: dict[str, Any]) -> dict[str, Any]:
     """Remove limits of 0, and today's count if the key has no daily quota that it belongs to."""
-    limits = {name: value for name, value in row["limits"].items() if value}
+    limits = set_limits(row["limits"])
     has_quota = "tokens_per_day" in limits or "spend_per_day" in limits
     return {**row, "limits": limits, "tokens_today": row["tokens_today"] if has_quota else None}
 
@@ -205,6 +210,9 @@ def events(obj: CliContext, limit: int, subject: str | None) -> None:
     """List events, newest first."""
     query = {"limit": str(limit)} | ({"subject": subject} if subject else {})
     rows = obj.api.ask("GET", "/v1/events", query=query)["data"]
+    if subject and not rows:
+        # Not refused: what has been deleted is a subject, until its events are deleted too.
+        stderr.print(f"note: no event of {subject!r} is kept; `events` without --subject names all")
     show_rows(rows, ["at", "actor", "kind", "subject", "reason"], obj.output)
 
 

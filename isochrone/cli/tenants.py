@@ -2,7 +2,7 @@
 
 import click
 
-from isochrone.cli.access import given_limits, limit_options
+from isochrone.cli.access import given_limits, limit_options, set_limits
 from isochrone.cli.client import segment
 from isochrone.cli.context import CliContext
 from isochrone.cli.output import show_one, show_rows
@@ -39,10 +39,9 @@ def tenants_limit(obj: CliContext, /, tenant: str, *, is_new: bool, **limits: fl
 @click.pass_obj
 def tenants_list(obj: CliContext) -> None:
     """List tenants with a budget, and what they have used of it."""
-    rows = [
-        {**row, **{name: value for name, value in row["limits"].items() if value}}
-        for row in obj.api.list("/v1/tenants")
-    ]
+    rows = obj.api.list("/v1/tenants")
+    if obj.output == "table":
+        rows = [{**row, "limits": set_limits(row["limits"])} for row in rows]
     columns = ["tenant_id", "tokens_today", "spend_today", "tokens_this_month", "spend_this_month"]
     show_rows(rows, [*columns, "limits"], obj.output)
 

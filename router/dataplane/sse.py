@@ -1,8 +1,10 @@
 """Relays server-sent events: frames go to the client as the bytes that the node sent.
 
-Rule 1: a frame ends at a blank line, wherever the network splits it; relayed frames are byte-exact.
+Rule 1: a frame ends at a blank line, wherever the network splits it; relayed frames are byte-exact,
+but for rules 2 and 4.
 Rule 2: only the usage frame is decoded, and it is rewritten or withheld if necessary.
 Rule 3: a stream that ends without `[DONE]` did not end well.
+Rule 4: what another node continues keeps the id and the time of the first.
 """
 
 import re
@@ -16,6 +18,7 @@ import msgspec
 from isochrone.wire.errors import ErrorCode
 from isochrone.wire.http import headers
 from router.dataplane.chunk import ChunkChoice, ChunkDelta, decode_chunk
+from router.dataplane.stream_head import StreamHead
 from router.dataplane.token_pump import PumpedFrame, pumped_frame
 from router.dataplane.usage import UsageCount, add_cached_tokens, set_usage, usage_of
 
@@ -83,10 +86,11 @@ class StreamRelay:
     """
 
     __slots__ = (
-        "_finish_reason", "_has_reasoning", "_is_plain", "_is_reasoning", "_joins_reasoning",
+        "_finish_reason", "_has_reasoning", "_is_continued", "_is_plain", "_is_reasoning",
+        "_joins_reasoning",
         "_partial", "_skips_role", "_text", "_tokens",
         "_tokens_before", "_unread", "_unread_bytes", "_wants_usage", "declined_body",
-        "error_message", "has_begun", "has_failed", "is_done", "is_engine_lost",
+        "error_message", "has_begun", "has_failed", "head", "is_done", "is_engine_lost",
         "takes_any_content", "usage",
     )  # fmt: skip
 
@@ -112,6 +116,8 @@ class StreamRelay:
         self._is_plain = True
         self._finish_reason: str | None = None
         self._skips_role = False
+        self.head = StreamHead()
+        self._is_continued = False
 
     @property
     def is_over(self) -> bool:
@@ -128,7 +134,7 @@ class StreamRelay:
 
         None if a frame of the stream must be read as it comes.
         """
-        if not self.has_begun or self._skips_role or self._partial or self.is_over:
+        if not self.has_begun or self._is_continued or self._partial or self.is_over:
             return None
         shape = pumped_frame(frame)
         if shape is None:
@@ -162,10 +168,12 @@ class StreamRelay:
         # Nearly all frames hold only tokens; they are relayed without decoding.
         if self.has_begun and not self._skips_role and _SPECIAL.search(whole) is None:
             self._keep(whole)
-            return whole
+            return self.head.put_on(whole) if self._is_continued else whole
         if b"\r" in whole:
-            return b"".join([self._relay_frame(frame) for frame in split_frames(whole)])
-        return b"".join(self._relay_frames(whole))
+            relayed = b"".join([self._relay_frame(frame) for frame in split_frames(whole)])
+        else:
+            relayed = b"".join(self._relay_frames(whole))
+        return self.head.put_on(relayed) if self._is_continued else relayed
 
     def end_of_body(self) -> None:
         """Note that the node's response has ended: see rule 3."""
@@ -205,7 +213,7 @@ class StreamRelay:
         """Expect the frames of another node, which continue the output so far."""
         self._partial = b""
         self._tokens_before = self.generated().tokens
-        self._skips_role = True
+        self._skips_role = self._is_continued = True
         self.has_begun = False
         self.has_failed = self.is_engine_lost = False
         self.usage = None
@@ -215,6 +223,7 @@ class StreamRelay:
         if self.has_failed:
             return b""
         kind = classify(frame)
+        self.head.note(frame)
         if kind.is_done:
             self.is_done = True
         elif kind.is_error:

@@ -38,7 +38,7 @@ def test_a_rule_names_what_is_there(rule: dict[str, Any]) -> None:
     assert rule["annotations"].keys() == {"summary", "look"}
 
 
-@pytest.mark.parametrize("document", ["engine", "failures", "kv", "operations", "security"])
+@pytest.mark.parametrize("document", ["api", "engine", "failures", "kv", "operations", "security"])
 def test_a_document_names_metrics_as_they_are_scraped(document: str) -> None:
     text = (ROOT / "docs" / f"{document}.md").read_text()
     named = re.findall(r"`(isochrone_(?:router|node|scheduler)_[a-z_]+[a-z])[`{]", text)

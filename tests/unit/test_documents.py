@@ -11,6 +11,7 @@ import pytest
 
 from isochrone.cli.main import main
 from isochrone.service.config import load_config
+from isochrone.wire.errors import MEANINGS, ErrorCode
 from nodeagent.config import NodeConfig
 from router.config import RouterConfig
 from scheduler.config import SchedulerConfig
@@ -97,3 +98,25 @@ def test_a_command_in_the_documents_parses(
         command = found
     if words != ["--help"]:
         command.make_context("isochrone", words, resilient_parsing=False)
+
+
+NOT_IN_THE_TABLE = {
+    ErrorCode.INCOMPLETE_REQUEST,  # Workers AI's 3003: its answers have numbers instead of codes
+    ErrorCode.PRECONDITION_FAILED,  # of the admin API
+}
+
+
+def test_the_table_of_errors_has_every_code_with_its_status() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    rows = [line for line in text.splitlines() if re.match(r"\| \d{3} ", line)]
+    named = {
+        (int(status), code) for row in rows for status, code in re.findall(r"(\d{3}) `(\w+)`", row)
+    }
+    assert named == {
+        (meaning.status, code.value)
+        for code, meaning in MEANINGS.items()
+        if code not in NOT_IN_THE_TABLE
+    }
+    for row in rows:
+        for code, number in re.findall(r"`(\w+)` \((\d+)\)", row):
+            assert MEANINGS[ErrorCode(code)].number == int(number), row

@@ -22,12 +22,18 @@ def path_pattern(route: PublicRoute) -> re.Pattern[str]:
     return re.compile(any_name.join(re.escape(part) for part in parts))
 
 
-_ROUTES: Final = tuple((path_pattern(route), route.method) for route in ROUTES)
+_LITERAL: Final = frozenset(route.path for route in ROUTES if "{" not in route.path)
+_ROUTES: Final = tuple((path_pattern(route), route.path, route.method) for route in ROUTES)
 
 
 def allow_line(path: str) -> str:
     """Return the header `Allow` with the methods of a path; with all methods for an unknown one."""
     path = without_account(path)
-    found = {method for pattern, method in _ROUTES if pattern.fullmatch(path)}
+    found = {
+        method
+        for pattern, route_path, method in _ROUTES
+        # `/v1/responses/input_tokens` is not a response of that id.
+        if (path == route_path if path in _LITERAL else pattern.fullmatch(path))
+    }
     methods = [method for method in METHODS if method in found or not found]
     return f"allow: {', '.join(methods)}, OPTIONS\r\n"

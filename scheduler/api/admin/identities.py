@@ -8,6 +8,7 @@ from isochrone.service.trust.identity import format_join_token
 from isochrone.wire.admin import JoinTokenBody, JoinTokenView, RevocationBody, RevocationView
 from isochrone.wire.client_keys.keys import base62, secret_sha256
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import PopId
 from scheduler.api.admin.endpoint import AdminRequest, Page, new_id
 from scheduler.store.fleet import identities
 
@@ -31,9 +32,21 @@ async def create_join_token(request: AdminRequest) -> JoinTokenView:
         raise ApiError(
             ErrorCode.NOT_FOUND, f"cannot create a token: no PoP {body.pop}", param="pop"
         )
+    if body.name is not None:
+        await _check_name(request, body, body.name)
     await request.record("join_token.create", token_id, after=created)
     token = format_join_token(request.context.authority.fingerprint, token_id, secret)
     return msgspec.structs.replace(created, token=token)
+
+
+async def _check_name(request: AdminRequest, body: JoinTokenBody, name: str) -> None:
+    """Raise ApiError 409 if a token bound to this name would be refused."""
+    try:
+        await identities.check_name(request.connection, body.role, name, PopId(body.pop))
+    except (identities.NameRevoked, identities.NameTaken) as error:
+        raise ApiError(
+            ErrorCode.CONFLICT, f"cannot create a token: {error}", param="name"
+        ) from error
 
 
 async def create_revocation(request: AdminRequest) -> RevocationView:

@@ -9,6 +9,7 @@ from isochrone.wire.admin import UsageView
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.api.admin.endpoint import AdminRequest, Endpoint, Page, require_found
 from scheduler.store.accounts import keys
+from scheduler.store.accounts.tenants import had_key
 from scheduler.store.accounts.usage_sums import (
     TooMuchUsage,
     UsageCursor,
@@ -29,6 +30,8 @@ async def list_usage(request: AdminRequest) -> Page:
         rows = await sum_usage(request.connection, query, after, request.limit + 1)
     except TooMuchUsage as error:
         raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error
+    if query.tenant_id and not rows and not request.after:
+        await _require_tenant(request, query.tenant_id)
 
     def row_id(row: UsageView) -> str:
         day = date.fromisoformat(row.day) if row.day else query.first
@@ -36,6 +39,17 @@ async def list_usage(request: AdminRequest) -> Page:
         return msgspec.json.encode(cursor).decode()
 
     return request.page(rows, row_id)
+
+
+async def _require_tenant(request: AdminRequest, tenant_id: str) -> None:
+    """Raise ApiError 404 if the tenant never had a key: else a wrong name would look unused."""
+    if not await had_key(request.connection, tenant_id):
+        raise ApiError(
+            ErrorCode.NOT_FOUND,
+            f"cannot list usage: tenant {tenant_id[:60]!r} has no usage in these days, and never"
+            " had a key or a budget",
+            param="tenant_id",
+        )
 
 
 async def _parse_query(request: AdminRequest) -> UsageQuery:

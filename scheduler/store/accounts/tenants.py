@@ -16,6 +16,14 @@ async def has_tenant(connection: Connection, tenant_id: str) -> bool:
     return bool(found)
 
 
+async def had_key(connection: Connection, tenant_id: str) -> bool:
+    """Return whether a tenant has or had a key or a budget: revoked ones are kept."""
+    found = await connection.fetchval(
+        "SELECT EXISTS (SELECT 1 FROM api_key WHERE tenant_id = $1)", tenant_id
+    )
+    return bool(found)
+
+
 async def first_tenants(connection: Connection, limit: int) -> list[str]:
     """Return the names of tenants, in their order."""
     rows = await connection.fetch(

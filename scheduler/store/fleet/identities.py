@@ -140,16 +140,31 @@ async def add_peer(
         f"SELECT pop, revoked, boot_id FROM {table} WHERE {column} = $1 FOR UPDATE",  # noqa: S608
         name,
     )
-    if peer["revoked"]:
-        hint = f", or readmit it (`isochrone nodes readmit {name}`)" * (role is PeerRole.AGENT)
-        raise NameRevoked(f"{name} is revoked; use another name{hint}")
-    if peer["pop"] != pop:
-        raise NameTaken(f"{name} is in another PoP")
+    _require_joinable(peer, role, name, pop)
     if peer["boot_id"] and not is_bound:
         raise NameTaken(
             f"the name {name} is in use; use another, or a token bound to it "
             f"(`isochrone nodes join-token {pop} --name {name}`)"
         )
+
+
+async def check_name(connection: Connection, role: PeerRole, name: str, pop: PopId) -> None:
+    """Raise NameTaken or NameRevoked if nobody could join this PoP under this name now."""
+    table, column = PEER_TABLES[role]
+    peer = await connection.fetchrow(
+        f"SELECT pop, revoked FROM {table} WHERE {column} = $1",  # noqa: S608
+        name,
+    )
+    if peer is not None:
+        _require_joinable(peer, role, name, pop)
+
+
+def _require_joinable(peer: asyncpg.Record, role: PeerRole, name: str, pop: PopId) -> None:
+    if peer["revoked"]:
+        hint = f", or readmit it (`isochrone nodes readmit {name}`)" * (role is PeerRole.AGENT)
+        raise NameRevoked(f"{name} is revoked; use another name{hint}")
+    if peer["pop"] != pop:
+        raise NameTaken(f"{name} is in another PoP")
 
 
 async def may_renew(connection: Connection, role: PeerRole, name: str, serial: str) -> bool:

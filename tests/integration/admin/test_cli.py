@@ -35,7 +35,9 @@ async def limit_a_tenant(admin: Admin) -> None:
     assert (changed["tokens_per_month"], changed["spend_per_day"]) == (1000, 2.5)
     code, out, _ = await run_cli(admin, "-o", "json", "tenants", "list")
     assert [(row["tenant_id"], row["tokens_today"]) for row in json.loads(out)] == [("acme", 0)]
-    assert "acme" in (await run_cli(admin, "tenants", "list"))[1]
+    row = (await run_cli(admin, "tenants", "list"))[1].splitlines()[1]
+    assert row.startswith("acme ")
+    assert row.endswith("  spend_per_day=2.5, tokens_per_month=1000"), "0 is no limit"
     assert len(json.loads((await run_cli(admin, "-o", "json", "keys", "list"))[1])) == 1
     assert (await run_cli(admin, "tenants", "limit", "acme"))[0] == 2
     code, _, err = await run_cli(admin, "tenants", "limit", "No Name", "--concurrency", "1")
@@ -108,6 +110,11 @@ async def test_an_operator_sets_up_a_fleet(admin: Admin, tmp_path: Path) -> None
         "concurrency": 3,
         "spend_per_day": 0.5,
     }
+    code, out, err = await run_cli(admin, "events", "--subject", "chta")
+    assert (code, out.split()) == (0, ["AT", "ACTOR", "KIND", "SUBJECT", "REASON"])
+    assert "no event of 'chta' is kept" in err
+    code, out, err = await run_cli(admin, "events", "--subject", "chat")
+    assert ("deployment.create" in out, err) == (True, "")
     code, out, _ = await run_cli(admin, "events", "--limit", "3")
     assert "key.limit" in out
     await limit_a_tenant(admin)

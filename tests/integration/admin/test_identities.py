@@ -24,10 +24,12 @@ from scheduler.api.control import join as join_door
 from tests.builders import a_report
 from tests.faults import Faults
 from tests.integration.admin.conftest import Admin
+from tests.integration.admin.test_cli import run_cli
 from tests.integration.admin.test_control import Agent, dialling, joined
 from tests.system.harness import until
 
 SHORT_LIFE_S = 3.0
+PLACE = ("--city", "Frankfurt", "--country", "DE", "--latitude", "50", "--longitude", "8")
 
 
 @pytest.fixture
@@ -70,10 +72,11 @@ async def test_joining_again_under_a_revoked_name_does_not_clear_the_revocation(
     admin: Admin, tmp_path: Path
 ) -> None:
     old = await joined(admin, tmp_path / "old")
+    early = await a_token(admin, name="n1")
     assert (await admin.ask("POST", "/v1/nodes/n1/revoke")).status == 200
-    for fields in ({}, {"name": "n1"}):
+    for token in (early, await a_token(admin)):
         with pytest.raises(IdentityError, match=r"n1 is revoked; .*`isochrone nodes readmit n1`"):
-            await joining(admin, tmp_path / "new", await a_token(admin, **fields))
+            await joining(admin, tmp_path / "new", token)
     assert (await admin.ask("GET", "/v1/nodes/n1")).body["revoked"]
     # After readmission it joins with a new certificate; the old one stays revoked.
     assert (await admin.ask("POST", "/v1/nodes/n1/readmit")).status == 200
@@ -140,6 +143,24 @@ async def test_a_token_is_bound_to_its_name_and_counts_its_uses(
         ("n1", 1, 1),
         (None, 3, 3),
     }
+
+
+async def test_no_token_is_made_for_a_name_that_would_be_refused(
+    admin: Admin, tmp_path: Path
+) -> None:
+    await joined(admin, tmp_path)
+    assert (await run_cli(admin, "pops", "add", "fra", *PLACE))[0] == 0
+    code, out, err = await run_cli(admin, "nodes", "join-token", "fra", "--name", "n1")
+    assert (code, out) == (1, "")
+    assert "n1 is in another PoP" in err
+    assert (await run_cli(admin, "nodes", "join-token", "ams", "--name", "n1"))[0] == 0
+    router = ("--name", "n1", "--role", "router")
+    assert (await run_cli(admin, "nodes", "join-token", "fra", *router))[0] == 0
+    assert (await admin.ask("POST", "/v1/nodes/n1/revoke")).status == 200
+    refused = await admin.ask("POST", "/v1/join-tokens", {"pop": "ams", "name": "n1"})
+    assert refused.status == 409
+    assert "`isochrone nodes readmit n1`" in refused.body["error"]["message"]
+    assert len((await admin.ask("GET", "/v1/join-tokens")).body["data"]) == 3, "none of a refusal"
 
 
 async def test_a_certificate_renews_itself_and_its_subject_stays_the_same(

@@ -98,7 +98,9 @@ async def test_usage_is_summed_by_key_or_tenant_by_day_or_in_total(
         (str(DAY + timedelta(days=1)), ledger["acme"], 1),
     ]
     assert await listed(admin, "") == [], "the last week by default"
-    assert await listed(admin, f"{one_day}&tenant_id=nobody") == []
+    assert await listed(admin, "tenant_id=acme") == [], "it has keys"
+    assert (await admin.ask("DELETE", f"/v1/keys/{ledger['zeta']}")).status == 204
+    assert await listed(admin, "tenant_id=zeta") == [], "it had a key"
 
 
 async def test_each_sum_is_on_one_page(admin: Admin, ledger: dict[str, str]) -> None:
@@ -128,6 +130,7 @@ async def test_an_invalid_query_is_refused_with_the_reason(
         ("cursor=W10x", "the cursor was not returned by this list"),
         ("limit=0", "limit is '0'"),
         ("key_id=nobody", "cannot find the key 'nobody'"),
+        ("tenant_id=nobody", "tenant 'nobody' has no usage in these days, and never had a key"),
         (f"tenant_id=zeta&key_id={ledger['acme']}", "belongs to the tenant acme"),
     ):
         answer = await admin.ask("GET", f"/v1/usage?{query}")

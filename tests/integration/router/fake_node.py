@@ -281,7 +281,8 @@ class FakeNode:
         return response
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": "c-1", "object": kind, "created": 1, "model": "tiny"}
+        created = 1 + sum(map(ord, self.name))
+        return {"id": f"c-{self.name}", "object": kind, "created": created, "model": "tiny"}
 
     def _usage(self, count: int) -> dict[str, Any]:
         usage: dict[str, Any] = {

@@ -56,6 +56,7 @@ async def test_a_failure_at_any_token_leaves_the_client_one_stream(
             events = frames(text)
             assert words(events) == "".join(f"t{n} " for n in range(TOKENS)), f"killed at {at}"
             assert events[-1] == "[DONE]"
+            assert len({(event["id"], event["created"]) for event in events[:-1]}) == 1
             counted = events[-2]["usage"]
             assert counted["completion_tokens"] == TOKENS
             assert ": continued" not in text

@@ -184,6 +184,25 @@ def test_the_frames_of_another_node_continue_the_same_stream() -> None:
     assert relay.generated() == (3, "abc", True, None, False)
 
 
+def test_what_another_node_continues_keeps_the_id_and_the_time() -> None:
+    def named(name: str, created: int, text: str) -> bytes:
+        head = {"id": name, "created": created}
+        return data_frame({**head, "choices": [{"delta": {"content": text}}], "usage": None})
+
+    says_id = 'it says "id":"x" and "created":7'
+    relay = StreamRelay(wants_usage=True)
+    relay.feed(b": nothing yet\n\n" + named("first \\ 1", 5, "a") + named("first \\ 1", 5, "b"))
+    relay.resume()
+    relayed = relay.feed(named("second", 6, says_id) + named("second", 6, "d"))
+    assert relayed == named("first \\ 1", 5, says_id) + named("first \\ 1", 5, "d")
+    assert relay.feed(named("second", 6, "e")) == named("first \\ 1", 5, "e")
+    assert relay.pumped_frame(named("second", 6, "e")) is None
+    usage = {"prompt_tokens": 12, "completion_tokens": 1, "total_tokens": 13}
+    last = json.loads(relay.feed(data_frame({"id": "second", "choices": [], "usage": usage}))[6:])
+    assert relay.head.fields() == {"id": "first \\ 1", "created": 5}
+    assert (last["id"], last["usage"]["completion_tokens"]) == ("first \\ 1", 3)
+
+
 @pytest.mark.parametrize("is_split", [False, True])
 def test_a_stream_that_ends_well_after_an_error_event_is_not_done(is_split: bool) -> None:
     """vLLM whose engine core has died sends an error event and then `[DONE]`."""
