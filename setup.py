@@ -57,6 +57,7 @@ def compiled_setup() -> None:
     for extension in extensions:
         # One library of its own: its functions call one another without asking the linker's table.
         extension.extra_compile_args += ["-fno-plt", "-fvisibility=hidden"]
+        extension.extra_compile_args += ["-include", compiled.STRUCT_MEMBERS]
     for source in compiled.C_SOURCES:
         # No fused products and sums: the results are those of the same code in Python.
         name, exact = source.removesuffix(".c").replace("/", "."), ["-ffp-contract=off"]

@@ -80,7 +80,14 @@ C_SOURCES: Final = (
 )
 """Extension modules that are written in C."""
 
-C_HEADERS: Final = ("isochrone/wire/http/base64_letters.h", "router/dataplane/stream_frames.h")
+STRUCT_MEMBERS: Final = "isochrone/struct_members.h"
+"""The C header that each generated file begins with."""
+
+C_HEADERS: Final = (
+    STRUCT_MEMBERS,
+    "isochrone/wire/http/base64_letters.h",
+    "router/dataplane/stream_frames.h",
+)
 
 GROUP: Final = "router"
 """The library that holds the code of all modules is named after it."""
