@@ -271,7 +271,7 @@ def test_recombination_keeps_what_runs_and_starts_no_more_than_it_may(
     seed: int, running: int, starts_max: int
 ) -> None:
     world = small_world(seed)
-    first = PlanLimits(starts_max=running, effort=0)
+    first = PlanLimits(starts_max=running, effort=0, thorough_effort=0)
     world = after_plan(world, plan_deployments(world, first))
     draft = empty_draft(world, msgspec.structs.replace(MANY, starts_max=starts_max))
     fill(draft)

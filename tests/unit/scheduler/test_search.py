@@ -17,11 +17,11 @@ from ops.sim import small_worlds
 from ops.sim.optimality_gap import TABLE, run_search, total_cost
 from ops.sim.recost import empty_draft
 from ops.sim.small_worlds import small_world
-from scheduler.decide.cluster import ClusterState, DemandRate
+from scheduler.decide.cluster import ClusterState, DemandRate, PlacementPlan
 from scheduler.decide.demand.demand_rates import raise_to_forecast
 from scheduler.decide.placement.fleet.slots import free_memory, residency_allows
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
-from scheduler.decide.placement.search import local_search
+from scheduler.decide.placement.search import local_search, recombine
 from scheduler.decide.placement.search.blocked_gains import BlockedGain
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.load_assignment import LoadAssignment
@@ -31,6 +31,7 @@ from tests.builders import a_cluster, a_deployment, a_device, a_model, a_node, a
 from tests.unit.scheduler.test_plan import a_demand, after_plan, starts
 
 MANY = PlanLimits(starts_max=10**6, endings_max=10**6)
+BRIEF = msgspec.structs.replace(MANY, thorough_effort=100)
 
 
 def test_an_assignment_is_the_cheapest_and_gains_and_losses_are_exact() -> None:
@@ -218,16 +219,18 @@ def test_blocked_gains_come_largest_first_as_they_are_when_asked_for() -> None:
     assert not list(draft.blocked.drain([first, second], [], lambda _state, _site: 1.0))
 
 
-def after_first_plan(cluster: ClusterState) -> ClusterState:
-    """Return the cluster state after a first plan whose replicas are all warm."""
-    return after_plan(cluster, plan_deployments(cluster, MANY))
+def a_brief_plan(cluster: ClusterState) -> PlacementPlan:
+    """Return a plan that recombines, and tries little besides."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recombine, "EFFORT_MIN", BRIEF.thorough_effort)
+        return plan_deployments(cluster, BRIEF)
 
 
 @settings(deadline=None, max_examples=5)
 @given(seed=st.integers(0, 400))
 def test_a_first_plan_respects_memory_residency_and_limits(seed: int) -> None:
     cluster = small_world(seed)
-    after = after_first_plan(cluster)
+    after = after_plan(cluster, a_brief_plan(cluster))
     pops = {node.node_id: node.pop for node in cluster.nodes}
     countries = {pop.pop: pop for pop in cluster.pops}
     policies = {d.deployment_id: d.policy for d in cluster.deployments}
@@ -235,9 +238,9 @@ def test_a_first_plan_respects_memory_residency_and_limits(seed: int) -> None:
     for placement in after.placements:
         policy = policies[placement.deployment_id]
         assert residency_allows(policy, countries[pops[placement.node_id]])
+    unmet = {row.deployment_id for row in a_brief_plan(after).unmet}
     for deployment in cluster.deployments:
         mine = [p for p in after.placements if p.deployment_id == deployment.deployment_id]
-        unmet = {row.deployment_id for row in plan_deployments(after, MANY).unmet}
         assert len(mine) <= deployment.policy.replicas_max
         if deployment.deployment_id not in unmet:
             assert len(mine) >= deployment.policy.replicas_min
@@ -248,7 +251,7 @@ def test_a_first_plan_respects_memory_residency_and_limits(seed: int) -> None:
 def test_a_small_change_of_demand_makes_few_moves(seed: int, times: float) -> None:
     cluster = small_world(seed)
     for _ in range(12):
-        plan = plan_deployments(cluster, MANY)
+        plan = a_brief_plan(cluster)
         if not plan.starts and not plan.endings:
             break
         cluster = after_plan(cluster, plan)
@@ -259,8 +262,8 @@ def test_a_small_change_of_demand_makes_few_moves(seed: int, times: float) -> No
     changed = msgspec.structs.replace(
         cluster, demand=demand, generation=Generation(cluster.generation + 1)
     )
-    plan = plan_deployments(changed, MANY)
-    assert plan_deployments(changed, MANY) == plan
+    plan = a_brief_plan(changed)
+    assert a_brief_plan(changed) == plan
     assert len(plan.starts) + len(plan.endings) <= 2 + len(cluster.placements) // 10
 
 
