@@ -101,18 +101,38 @@ def raise_to_forecast(
 
     So a flash crowd counts as soon as it is measured, and the morning peak before it comes.
     """
-    highest = {(row.deployment_id, row.pop): row for row in map(_with_refused, rows)}
+    highest = {
+        (row.deployment_id, row.pop): _with_refused(row) if row.refused_per_s > 0 else row
+        for row in rows
+    }
     for row in forecast:
-        now = highest.get((row.deployment_id, row.pop), row)
-        highest[row.deployment_id, row.pop] = DemandRate(
-            deployment_id=row.deployment_id,
-            pop=row.pop,
-            requests_per_s=max(now.requests_per_s, row.requests_per_s),
-            uncached_tokens_per_s=max(now.uncached_tokens_per_s, row.uncached_tokens_per_s),
-            output_tokens_per_s=max(now.output_tokens_per_s, row.output_tokens_per_s),
-            refused_per_s=now.refused_per_s,
-        )
-    return tuple(row for _, row in sorted(highest.items()))
+        key = row.deployment_id, row.pop
+        highest[key] = _higher(highest.get(key, row), row)
+    return tuple([highest[key] for key in sorted(highest)])
+
+
+def _higher(now: DemandRate, row: DemandRate) -> DemandRate:
+    """Return the higher of the current demand and a forecast in each rate.
+
+    Most rows are higher in all rates or in none, and are not copied.
+    """
+    higher = (
+        (row.requests_per_s > now.requests_per_s)
+        + (row.uncached_tokens_per_s > now.uncached_tokens_per_s)
+        + (row.output_tokens_per_s > now.output_tokens_per_s)
+    )
+    if not higher:
+        return now
+    if higher == 3 and row.refused_per_s == now.refused_per_s:
+        return row
+    return DemandRate(
+        deployment_id=row.deployment_id,
+        pop=row.pop,
+        requests_per_s=max(now.requests_per_s, row.requests_per_s),
+        uncached_tokens_per_s=max(now.uncached_tokens_per_s, row.uncached_tokens_per_s),
+        output_tokens_per_s=max(now.output_tokens_per_s, row.output_tokens_per_s),
+        refused_per_s=now.refused_per_s,
+    )
 
 
 def with_forecast(cluster: ClusterState, forecast: Sequence[DemandRate]) -> ClusterState:

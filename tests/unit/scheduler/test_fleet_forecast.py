@@ -126,5 +126,17 @@ def test_demand_is_raised_to_the_forecast_and_never_lowered() -> None:
     assert raise_to_forecast((refused,), []) == (refused,)
 
 
+def test_each_rate_is_raised_by_itself_and_rows_are_in_order() -> None:
+    names = ("requests_per_s", "uncached_tokens_per_s", "output_tokens_per_s")
+
+    def a_row(pop: str, *rates: float) -> DemandRate:
+        values = dict(zip(names, rates, strict=True))
+        return DemandRate(deployment_id=DeploymentId("d"), pop=PopId(pop), **values)
+
+    now = (a_row("sin", 2.0, 10.0, 1.0), a_row("iad", 1.0, 1.0, 1.0))
+    soon = (a_row("sin", 1.0, 20.0, 3.0), a_row("ams", 4.0, 5.0, 6.0))
+    assert raise_to_forecast(now, soon) == (soon[1], now[1], a_row("sin", 2.0, 20.0, 3.0))
+
+
 def test_a_slot_is_ten_minutes() -> None:
     assert (slot_of(0.0), slot_of(599.9), slot_of(600.0)) == (0, 0, 1)
