@@ -226,7 +226,7 @@ def a_brief_plan(cluster: ClusterState) -> PlacementPlan:
         return plan_deployments(cluster, BRIEF)
 
 
-@settings(deadline=None, max_examples=5)
+@settings(deadline=None, max_examples=8)
 @given(seed=st.integers(0, 400))
 def test_a_first_plan_respects_memory_residency_and_limits(seed: int) -> None:
     cluster = small_world(seed)
@@ -246,7 +246,7 @@ def test_a_first_plan_respects_memory_residency_and_limits(seed: int) -> None:
             assert len(mine) >= deployment.policy.replicas_min
 
 
-@settings(deadline=None, max_examples=5)
+@settings(deadline=None, max_examples=8)
 @given(seed=st.integers(0, 400), times=st.floats(0.98, 1.02))
 def test_a_small_change_of_demand_makes_few_moves(seed: int, times: float) -> None:
     cluster = small_world(seed)
