@@ -11,6 +11,7 @@ Rule 5: if nothing runs and the next sequence does not fit, prefixes are let go 
 first: sequences that each hold a part of their prompts would all wait for each other.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Container, Sequence
 from itertools import takewhile
 from typing import NamedTuple
@@ -90,7 +91,7 @@ class KvTransfers:
         self._outgoing: dict[int, OutgoingBlocks] = {}
         self._incoming: dict[str, IncomingBlocks] = {}
         self._reading: dict[int, list[int]] = {}
-        self._writing: dict[str, BlocksToWrite] = {}
+        self._writing: dict[str, list[BlocksToWrite]] = {}
         self.sent_blocks_total = 0
         self.received_blocks_total = 0
 
@@ -104,7 +105,7 @@ class KvTransfers:
         outgoing = sum(len(blocks.held) for blocks in self._outgoing.values())
         incoming = self._incoming.values()
         reading = sum(len(blocks) for blocks in self._reading.values())
-        writing = sum(len(one.blocks) for one in self._writing.values())
+        writing = sum(len(one.blocks) for all_of in self._writing.values() for one in all_of)
         arrived = sum(len(blocks.cached) + len(blocks.arrived) for blocks in incoming)
         return outgoing + reading + writing + arrived
 
@@ -261,11 +262,12 @@ class KvTransfers:
         if writing is None:
             return False
         self.write_held(writing, contents)
-        self.close_writing(transfer, is_written=True)
+        self.close_writing(transfer, len(digests))
         return True
 
     def open_writing(self, transfer: str, digests: Sequence[bytes]) -> BlocksToWrite | None:
-        """Hold blocks for the next contents of a transfer, until `close_writing`.
+        """Hold blocks for the next contents of a transfer, until `close_writing`. There may be
+        several of a transfer: the oldest is closed first.
 
         If it was closed or too few blocks are free, let go of all its blocks and return None.
         """
@@ -282,31 +284,39 @@ class KvTransfers:
         evicted = self._pool.take_evicted()
         if self._mover is not None and evicted:
             self._mover.move(evicted, (), lambda: None)
-        self._writing[transfer] = BlocksToWrite(blocks, new, digests)
-        return self._writing[transfer]
+        writing = BlocksToWrite(blocks, new, digests)
+        self._writing.setdefault(transfer, []).append(writing)
+        return writing
 
-    def write_held(self, writing: BlocksToWrite, contents: Tensor) -> None:
-        """Copy the contents that arrived to the blocks held for them. For any thread, if
-        `can_copy_beside_steps`."""
-        new = writing.new
-        if new:
-            is_part = len(new) < len(writing.digests)
-            self._device.write_blocks(writing.fresh, contents[new] if is_part else contents)
+    def write_held(self, writing: BlocksToWrite, contents: Tensor, first: int = 0) -> None:
+        """Copy contents that arrived to the blocks held for them, from the digest of index `first`
+        on. For any thread, if `can_copy_beside_steps`."""
+        start, end = (bisect_left(writing.new, at) for at in (first, first + len(contents)))
+        if start < end:
+            if end - start < len(contents):
+                contents = contents[[index - first for index in writing.new[start:end]]]
+            self._device.write_blocks(writing.fresh[start:end], contents)
 
-    def close_writing(self, transfer: str, *, is_written: bool) -> None:
-        """Let sequences find the blocks that were written. Without their contents, or if the
-        transfer was closed meanwhile, let go of them. Does nothing the second time."""
-        writing = self._writing.pop(transfer, None)
-        if writing is None:
+    def close_writing(self, transfer: str, written: int) -> None:
+        """Let sequences find the blocks of the first `written` digests. Let go of the others, and
+        of all if the transfer was closed meanwhile. Does nothing if none are held."""
+        held = self._writing.get(transfer)
+        if not held:
             return
+        writing = held.pop(0)
+        if not held:
+            del self._writing[transfer]
         incoming = self._incoming.get(transfer)
-        if incoming is None or not is_written:
+        if incoming is None:
             self._pool.release(writing.blocks)
             return
-        incoming.arrived.extend(writing.blocks)
-        for block, index in zip(writing.fresh, writing.new, strict=True):
+        fresh = writing.fresh
+        new = writing.new[: bisect_left(writing.new, written)]
+        self._pool.release(fresh[len(new) :])
+        incoming.arrived.extend(writing.blocks[: len(writing.blocks) - len(fresh) + len(new)])
+        for block, index in zip(fresh, new, strict=False):
             self._pool.cache(block, writing.digests[index])
-        self.received_blocks_total += len(writing.new)
+        self.received_blocks_total += len(new)
 
     def let_go_of_prefix(self) -> bool:
         """Let go of the prefix that the newest transfer holds; return False if none holds any.

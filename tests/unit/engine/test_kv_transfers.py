@@ -181,8 +181,8 @@ def test_blocks_are_found_once_they_are_written_and_not_before() -> None:
     assert transfers.let_go_of_prefix()
     assert not transfers.let_go_of_prefix()
     assert transfers.held_blocks == 4
-    transfers.close_writing("t", is_written=True)
-    transfers.close_writing("t", is_written=True)
+    transfers.close_writing("t", 4)
+    transfers.close_writing("t", 4)
     found = pool.match_prefix(digests)
     assert memory.rows[found].tolist() == contents.tolist()
     assert (transfers.received_blocks_total, transfers.held_blocks) == (4, 4)
@@ -202,11 +202,38 @@ def test_blocks_that_were_not_written_or_not_awaited_are_let_go_of() -> None:
             # The request is gone, and its blocks are still being written.
             transfers.close_incoming("t")
             assert transfers.held_blocks == pool.used_blocks == 3
-        transfers.close_writing("t", is_written=is_written)
+        transfers.close_writing("t", 3 if is_written else 0)
         transfers.close_incoming("t")
         assert transfers.held_blocks == pool.used_blocks == 0
         assert pool.match_prefix(digests) == []
     assert transfers.open_writing("t", digests) is None
+
+
+def test_of_blocks_held_ahead_those_that_were_written_are_found() -> None:
+    pool, memory = BlockPool(TOTAL), Memory(TOTAL)
+    transfers = KvTransfers(pool, memory, None)
+    digests, contents = [digest("x", n) for n in range(8)], torch.arange(8.0).view(8, 1)
+    transfers.open_incoming("first", ())
+    assert transfers.store_incoming("first", digests[1:2], contents[1:2])
+    transfers.open_incoming("t", ())
+    runs = [transfers.open_writing("t", part) for part in (digests[:4], digests[4:])]
+    assert transfers.held_blocks == 1 + 4 + 4
+    for run, first in zip(runs, (0, 4), strict=True):
+        assert run is not None
+        for at in (0, 2):
+            transfers.write_held(run, contents[first + at : first + at + 2], at)
+    transfers.close_writing("t", 4)
+    assert pool.match_prefix(digests)[3:4]
+    assert len(pool.match_prefix(digests)) == 4
+    # Of the second run one block is complete; the others are let go of.
+    transfers.close_writing("t", 1)
+    transfers.close_writing("t", 4)
+    found = pool.match_prefix(digests)
+    assert memory.rows[found].tolist() == contents[:5].tolist()
+    assert (transfers.received_blocks_total, transfers.held_blocks) == (5, 6)
+    for name in ("first", "t"):
+        transfers.close_incoming(name)
+    assert transfers.held_blocks == pool.used_blocks == 0
 
 
 def test_blocks_to_be_sent_are_read_by_number_and_released_in_order() -> None:

@@ -7,14 +7,15 @@ Rule 3: blocks that the PoP shares come first, as a part of the prompt: the requ
 Rule 4: blocks are copied to the device while later ones arrive, on the transfer's own thread. Those
 in memory and not yet there are bounded (kv_reading.py). In a window they are the sender's, and half
 of it at most is copied at once.
-Rule 5: copies run beside steps, to blocks that no sequence finds before they are complete. Where
-only the step thread may copy, one copy is made between two steps, for all transfers together.
+Rule 5: copies run beside steps, to blocks that are held before (device_room.py), and that nobody
+finds before they are complete. Where only the step thread may copy, one copy is made between two
+steps, for all transfers together.
 """
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 import torch
@@ -24,7 +25,7 @@ from isochrone.service.shared_window import MappedWindows
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.kv import kv_transfer
 from nodeagent.engine.core.generation_thread import GenerationThread
-from nodeagent.engine.core.kv_transfers import BlocksToWrite, HeldPrefix, KvTransfers
+from nodeagent.engine.core.kv_transfers import HeldPrefix, KvTransfers
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.staging_memory import StagingMemory
@@ -37,6 +38,7 @@ from nodeagent.engine.kvcache.transfer_frames import (
 from nodeagent.engine.scheduler.sequence import Sequence as TokenSequence
 from nodeagent.engine.scheduler.sequence import StopConditions
 from nodeagent.engine.server.http_routes import json_response
+from nodeagent.engine.server.kv.device_room import DeviceRoom
 from nodeagent.engine.server.kv.kv_reading import (
     SHARED_BYTES_MAX,
     STORE_BYTES_MAX,
@@ -102,6 +104,8 @@ class KvReceiver:
         self._changed = asyncio.Condition()
         self._store_blocks_max = max(1, STORE_BYTES_MAX // form.block_bytes)
         self._shared_blocks_max = max(1, SHARED_BYTES_MAX // form.block_bytes)
+        # To hold blocks saves those that are evicted for them, if there is a tier below.
+        self._held_blocks_max = self._store_blocks_max if has_host_tier else self._shared_blocks_max
         self._storing = threading.Lock()
         self.complete_total = 0
         self.wrong_total = 0
@@ -236,13 +240,15 @@ class KvReceiver:
             window=window.memory if window is not None else None,
         )
 
-        def store(blocks: Sequence[ReceivedBlock]) -> None:
-            self._store(transfer, waiting, blocks)
-            _release(window, blocks)
+        with self.room(transfer, waiting.digests[first:], is_shared=False) as room:
 
-        part_blocks = self._part_blocks(self._store_blocks_max, window)
-        least = 0 if window is None else 1
-        end = await read_blocks(request.content, reader, part_blocks, store, least, window)
+            def store(blocks: Sequence[ReceivedBlock]) -> None:
+                self._store(transfer, waiting, blocks, room)
+                _release(window, blocks)
+
+            part_blocks = self._part_blocks(self._store_blocks_max, window)
+            least = 0 if window is None else 1
+            end = await read_blocks(request.content, reader, part_blocks, store, least, window)
         blocks = len(waiting.digests) - first
         return kv_transfer.ReceivedBlocks(
             blocks=blocks,
@@ -274,13 +280,15 @@ class KvReceiver:
             window=window.memory if window is not None else None,
         )
 
-        def store(blocks: Sequence[ReceivedBlock]) -> None:
-            self._store(transfer, waiting, blocks, is_shared=True)
-            _release(window, blocks)
+        with self.room(transfer, digests[first:]) as room:
 
-        part_blocks = self._part_blocks(self._shared_blocks_max, window)
-        least = min(part_blocks, self._store_blocks_max) if window is None else 1
-        await read_blocks(request.content, reader, part_blocks, store, least, window)
+            def store(blocks: Sequence[ReceivedBlock]) -> None:
+                self._store(transfer, waiting, blocks, room, is_shared=True)
+                _release(window, blocks)
+
+            part_blocks = self._part_blocks(self._shared_blocks_max, window)
+            least = min(part_blocks, self._store_blocks_max) if window is None else 1
+            await read_blocks(request.content, reader, part_blocks, store, least, window)
         blocks = reader.next_block - first
         return kv_transfer.ReceivedBlocks(
             blocks=blocks, transfer_bytes=blocks * self._form.block_bytes, cached_tokens=0
@@ -291,12 +299,13 @@ class KvReceiver:
         transfer: str,
         waiting: WaitingPrompt,
         blocks: Sequence[ReceivedBlock],
+        room: DeviceRoom | None = None,
         *,
         is_shared: bool = False,
     ) -> None:
         contents = contents_of(blocks, self._form)
         digests = [waiting.digests[block.number] for block in blocks]
-        self.store_blocks(transfer, waiting, digests, contents, is_shared=is_shared)
+        self.store_blocks(transfer, waiting, digests, contents, room, is_shared=is_shared)
 
     def store_blocks(
         self,
@@ -304,16 +313,17 @@ class KvReceiver:
         waiting: WaitingPrompt,
         digests: Sequence[bytes],
         contents: torch.Tensor,
+        room: DeviceRoom | None,
         *,
         is_shared: bool = True,
     ) -> None:
-        """Store the next blocks of a waiting prompt. For any thread but the event loop's.
+        """Store the next blocks of a waiting prompt, in its `room` on the device, if it has one.
+        For any thread but the event loop's.
 
         Raises ApiError if the prompt is gone, or no block is free.
         """
-        goes_to_device = not (is_shared and self._has_host_tier)
-        if goes_to_device and self._transfers is not None and self._transfers.can_copy_beside_steps:
-            is_stored = self._write(self._transfers, transfer, digests, contents)
+        if room is not None:
+            is_stored = room.write(contents)
         else:
             with self._storing:
                 is_stored = self._worker.call(
@@ -330,25 +340,22 @@ class KvReceiver:
             stored_on_device = 0 if self._has_host_tier else len(digests)
             waiting.held = HeldPrefix(on_device + stored_on_device, held + len(digests))
 
-    def _write(
-        self,
-        transfers: KvTransfers,
-        transfer: str,
-        digests: Sequence[bytes],
-        contents: torch.Tensor,
-    ) -> bool:
-        """Copy blocks to the device while steps run; return False if none is free."""
-        writing = self._worker.call(lambda core: _open_writing(core, transfer, digests)).result()
-        if writing is None:
-            return False
-        is_written = False
+    @contextmanager
+    def room(
+        self, transfer: str, digests: Sequence[bytes], *, is_shared: bool = True
+    ) -> Iterator[DeviceRoom | None]:
+        """Hold room on the device for blocks that this thread may copy there; None where only the
+        step thread may, or where they go to a tier below."""
+        goes_to_device = not (is_shared and self._has_host_tier)
+        transfers = self._transfers
+        if not (goes_to_device and transfers is not None and transfers.can_copy_beside_steps):
+            yield None
+            return
+        room = DeviceRoom(self._worker, transfers, transfer, digests, self._held_blocks_max)
         try:
-            transfers.write_held(writing, contents)
-            is_written = True
+            yield room
         finally:
-            # Calls keep their order: the request finds the blocks when it begins.
-            self._worker.call(lambda core: _close_writing(core, transfer, is_written=is_written))
-        return True
+            room.close()
 
     def _part_blocks(self, blocks_max: int, window: ReceivedWindow | None) -> int:
         """Return how many blocks are copied at once: the sender fills the rest of the window."""
@@ -424,17 +431,6 @@ def _store(
         return False
     store = transfers.store_shared if is_shared else transfers.store_incoming
     return store(transfer, digests, contents)
-
-
-def _open_writing(
-    core: EngineCore, transfer: str, digests: Sequence[bytes]
-) -> BlocksToWrite | None:
-    return core.kv_transfers.open_writing(transfer, digests) if core.kv_transfers else None
-
-
-def _close_writing(core: EngineCore, transfer: str, *, is_written: bool) -> None:
-    if core.kv_transfers is not None:
-        core.kv_transfers.close_writing(transfer, is_written=is_written)
 
 
 def _close(

@@ -83,9 +83,11 @@ class KvStoreRoutes:
                 if not count:
                     break
                 contents = contents.view(self._form.dtype).view(-1, *self._form.shape)
-                await run_to_completion(
-                    self._receiver.store_blocks, transfer, waiting, left[:count], contents
-                )
+                with self._receiver.room(transfer, left[:count]) as room:
+                    await run_to_completion(
+                        self._receiver.store_blocks,
+                        *(transfer, waiting, left[:count], contents, room),
+                    )
                 blocks, left = blocks + count, left[count:]
         received = kv_transfer.ReceivedBlocks(
             blocks=blocks, transfer_bytes=blocks * self._form.block_bytes, cached_tokens=0
