@@ -15,6 +15,10 @@ from scheduler.store.pool import Connection, affected_rows
 ATTEMPTS_MAX: Final = 5
 """An item that failed so often gets an error as its answer."""
 
+RETRY_GROWTH: Final = 4
+"""How many times longer an item waits after each further failure. So its attempts take more than a
+minute, and it does not fail because a node has."""
+
 REPEATED_AT_ONCE: Final = 1_000
 """Items with a repeated id that are answered by one statement."""
 
@@ -273,7 +277,8 @@ async def _postpone(connection: Connection, results: Sequence[ItemResult]) -> No
     rows = await connection.fetch(
         """
         UPDATE batch_item i SET lease_id = '', attempts = attempts + given.attempt::int,
-            available_at = now() + given.after_s * interval '1 second',
+            available_at = now() + interval '1 second'
+                * given.after_s * (CASE WHEN given.attempt THEN $7 ^ attempts ELSE 1 END),
             is_done = attempts + given.attempt::int >= $6,
             error_code = CASE WHEN attempts + given.attempt::int >= $6 THEN 'server_error'
                 ELSE '' END,
@@ -288,6 +293,7 @@ async def _postpone(connection: Connection, results: Sequence[ItemResult]) -> No
         [result.retry_after_s for result in results],
         [result.counts_as_attempt for result in results],
         ATTEMPTS_MAX,
+        float(RETRY_GROWTH),
     )
     await _count(connection, [(row["batch_id"], True) for row in rows if row["is_done"]])
 

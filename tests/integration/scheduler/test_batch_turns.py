@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from isochrone.wire.admin import LimitsBody
+from isochrone.wire.peers.batches import ItemResult
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.batch_shares import WaitingBatch
 from scheduler.loops.advance_batches import AdvanceBatches
@@ -20,6 +21,8 @@ from scheduler.store.client_objects.batch_items import (
     NewItem,
     add_items,
     fail_repeated_ids,
+    lease_items,
+    store_results,
     waiting_batches,
     without_spent_quota,
 )
@@ -224,3 +227,28 @@ async def test_repeated_ids_of_a_batch_that_the_planner_does_not_know_are_found_
     assert own
     assert len(failed) == len(items) - len({item.custom_id for item in items})
     assert all(row["line"] % 2 for row in failed)
+
+
+async def test_an_item_that_fails_waits_longer_each_time(turns: Turns) -> None:
+    """Five attempts within seconds failed all items that a router sent to a node that had died."""
+    await turns.begin("batch")
+    await turns.until_begun("batch")
+
+    async def fail(*, counts: bool = True) -> float | None:
+        """Fail the item once; return how long it waits, None if it is answered with an error."""
+        async with transaction(turns.pool) as connection:
+            await connection.execute("UPDATE batch_item SET available_at = now()")
+            (leased,) = await lease_items(
+                connection, "batch", count=1, lease_id="lease", lease_s=60.0
+            )
+            result = ItemResult(ref=leased.ref, retry_after_s=1.0, counts_as_attempt=counts)
+            await store_results(connection, [result])
+            row = await connection.fetchrow(
+                "SELECT is_done, extract(epoch FROM available_at - now()) AS wait_s FROM batch_item"
+            )
+        assert row is not None
+        return None if row["is_done"] else float(row["wait_s"])
+
+    waits = [await fail(), await fail(), await fail(counts=False), await fail(), await fail()]
+    assert waits == [1.0, 4.0, 1.0, 16.0, 64.0]
+    assert await fail() is None
