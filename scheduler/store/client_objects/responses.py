@@ -13,6 +13,7 @@ from isochrone.wire.peers.responses import (
     ResponseRef,
 )
 from scheduler.decide.response_limits import ResponseLimits
+from scheduler.store.client_objects.batch_items import RETRY_GROWTH
 from scheduler.store.pool import Connection, affected_rows, as_struct
 
 _COLUMNS: Final = (
@@ -130,10 +131,12 @@ async def postpone_response(
     attempts = await connection.fetchval(
         """
         UPDATE stored_response SET status = 'queued', lease_id = '',
-            attempts = attempts + $3::boolean::int, available_at = now() + $4 * interval '1 second'
+            attempts = attempts + $3::boolean::int, available_at = now() + interval '1 second'
+                * $4::float8 * (CASE WHEN $3 THEN $5 ^ attempts ELSE 1 END)
         WHERE response_id = $1 AND lease_id = $2 AND status = 'in_progress' RETURNING attempts
         """,
         *(given.ref.response_id, given.ref.lease_id, given.counts_as_attempt, given.retry_after_s),
+        float(RETRY_GROWTH),
     )
     return attempts is None or int(attempts) < attempts_max
 

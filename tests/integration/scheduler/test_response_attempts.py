@@ -1,0 +1,45 @@
+"""Background responses that fail are tried again, later each time."""
+
+from isochrone.wire.ids import TenantId
+from isochrone.wire.peers.responses import BeginResponse, FinishResponse
+from scheduler.decide.response_limits import ResponseLimits
+from scheduler.store.client_objects.responses import (
+    add_response,
+    lease_responses,
+    postpone_response,
+)
+from scheduler.store.pool import Pool, transaction
+from tests.integration.scheduler.test_quotas import KEY, with_key
+
+__all__ = ["with_key"]
+
+ATTEMPTS = 5
+
+
+async def test_a_response_that_fails_waits_longer_each_time(with_key: Pool) -> None:
+    async with transaction(with_key) as connection:
+        begun = BeginResponse(
+            response_id="resp_1",
+            tenant_id=TenantId("acme"),
+            key_id=KEY,
+            body=b"{}",
+            input_items=b"[]",
+            run=b"{}",
+        )
+        assert await add_response(connection, begun, b"", "", ResponseLimits())
+
+    async def fail(*, counts: bool = True) -> tuple[float, bool]:
+        """Fail the response once; return how long it waits, and whether it may be tried again."""
+        async with transaction(with_key) as connection:
+            await connection.execute("UPDATE stored_response SET available_at = now()")
+            (leased,) = await lease_responses(connection, 1, "lease", 60.0)
+            failed = FinishResponse(ref=leased.ref, retry_after_s=1.0, counts_as_attempt=counts)
+            may_retry = await postpone_response(connection, failed, ATTEMPTS)
+            wait_s = await connection.fetchval(
+                "SELECT extract(epoch FROM available_at - now()) FROM stored_response"
+            )
+        return float(wait_s), may_retry
+
+    waits = [await fail(), await fail(), await fail(counts=False), await fail(), await fail()]
+    assert waits == [(1.0, True), (4.0, True), (1.0, True), (16.0, True), (64.0, True)]
+    assert (await fail())[1] is False
