@@ -27,7 +27,7 @@ from nodeagent.engine.server.generation_server import GenerationServer
 from nodeagent.engine.server.standby import wait_for_order
 from nodeagent.engine.workers.shard_loading import local_ranks, parallel_config, rendezvous_file
 from nodeagent.engine.workers.worker import run_remote_workers, run_worker
-from nodeagent.engine.workers.worker_group import WorkerGroup, fork_workers
+from nodeagent.engine.workers.worker_group import LOST_S, WorkerGroup, fork_workers
 
 log = logging.getLogger(__name__)
 
@@ -68,11 +68,11 @@ async def _serve_with_workers(
     workers: WorkerGroup, config: EngineConfig, stopping: asyncio.Event
 ) -> int:
     """Serve, then shut the workers down; return the exit code."""
-    is_split, lost = parallel_config(config).ranks > 1, ""
+    is_split, lost, code = parallel_config(config).ranks > 1, "", 1
     try:
         code = await serve(config, workers, stopping)
     finally:
-        lost = workers.describe_lost()
+        lost = await asyncio.to_thread(workers.describe_lost, LOST_S if code else 0.0)
         await asyncio.to_thread(workers.shut_down)
         rendezvous_file(config).unlink(missing_ok=True)
     if lost:

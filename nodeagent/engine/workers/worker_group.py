@@ -37,6 +37,8 @@ _MESSAGE_LENGTH: Final = struct.Struct("!Q")
 _MESSAGE_BYTES_MAX: Final = 1 << 32
 _SHUTDOWN_S: Final = 2.0
 """How long a worker may take to end before it is killed."""
+LOST_S: Final = 2.0
+"""How long rank 0 looks, once it cannot go on, whether a worker has ended."""
 _ORDERLY_EXIT_S: Final = 2.0
 """How long a process may take to end by itself after the one it depends on has ended."""
 _command_decoder: Final = msgspec.msgpack.Decoder(Command)
@@ -152,8 +154,14 @@ class WorkerGroup:
             worker.channel.set_timeout(timeout_s)
         self.broadcast(JoinGroup(layer_inputs))
 
-    def describe_lost(self) -> str:
-        """Return which workers have ended, or "" if none has."""
+    def describe_lost(self, timeout_s: float = 0.0) -> str:
+        """Return which workers have ended, or "" if none has.
+
+        Waits at most `timeout_s` for the first one: the connections of a killed process break
+        before the kernel says that it has ended.
+        """
+        if self.workers:
+            select.select([worker.descriptor for worker in self.workers], [], [], timeout_s)
         lost = [worker for worker in self.workers if has_ended(worker.descriptor)]
         return ", ".join(
             f"rank {worker.rank}"
