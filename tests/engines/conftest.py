@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +14,7 @@ from isochrone.wire.engines.engine_capabilities import EngineCapabilities, capab
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.models.model import EngineSettings
 from isochrone.wire.peers.assignment import ReplicaSpec
+from nodeagent.host import processes
 from nodeagent.host.engines.engine_process import EngineProcess
 from ops.engines.vllm_cpu import small_chat_model
 from tests.builders import GIB, a_spec
@@ -52,6 +53,14 @@ def a_chat_spec(driver: str, **options: str) -> ReplicaSpec:
         memory_bytes=3 * GIB,
         engine=EngineSettings(driver=driver, kv_memory_bytes=GIB // 4, options=options),
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _of_equal_priority() -> Iterator[None]:
+    """Beside other suites, whose processes would all go first, an engine would not become ready."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "NICENESS", 0)
+        yield
 
 
 @pytest.fixture(scope="session", params=CONFORMING)
