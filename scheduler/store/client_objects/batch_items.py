@@ -180,14 +180,18 @@ async def leased_by_tenant(connection: Connection) -> dict[str, int]:
 async def lease_items(
     connection: Connection, batch_id: str, *, count: int, lease_id: str, lease_s: float
 ) -> list[LeasedLine]:
-    """Lease up to `count` items of a batch that no router holds."""
+    """Lease up to `count` items of a batch that no router holds.
+
+    They are chosen once, in an array. A planner that does not know of a new batch yet expects a
+    single row of it, and would choose again for each of its items.
+    """
     rows = await connection.fetch(
         """
         UPDATE batch_item i SET lease_id = $3, available_at = now() + $4 * interval '1 second'
-        FROM (SELECT line FROM batch_item
-              WHERE batch_id = $1 AND NOT is_done AND available_at <= now()
-              ORDER BY available_at, line LIMIT $2 FOR UPDATE SKIP LOCKED) free
-        WHERE i.batch_id = $1 AND i.line = free.line
+        WHERE i.batch_id = $1 AND i.line = ANY(ARRAY(
+            SELECT line FROM batch_item
+            WHERE batch_id = $1 AND NOT is_done AND available_at <= now()
+            ORDER BY available_at, line LIMIT $2 FOR UPDATE SKIP LOCKED))
         RETURNING i.line, i.byte_offset, i.byte_length
         """,
         batch_id,

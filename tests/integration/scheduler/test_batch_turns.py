@@ -252,3 +252,17 @@ async def test_an_item_that_fails_waits_longer_each_time(turns: Turns) -> None:
     waits = [await fail(), await fail(), await fail(counts=False), await fail(), await fail()]
     assert waits == [1.0, 4.0, 1.0, 16.0, 64.0]
     assert await fail() is None
+
+
+async def test_a_batch_that_statistics_do_not_know_is_leased_at_once(turns: Turns) -> None:
+    """Its items were sorted once for each of them: ten seconds of two processors, then an error."""
+    items = [NewItem(number, f"{number}", 0, 1) for number in range(10_000)]
+    for name in ("first", "second"):
+        await turns.begin(name)
+        async with transaction(turns.pool) as connection:
+            await add_items(connection, name, items)
+            if name == "first":
+                await connection.execute("ANALYZE batch_item")
+    async with transaction(turns.pool) as connection:
+        leased = await lease_items(connection, "second", count=36, lease_id="lease", lease_s=60.0)
+    assert sorted(line.ref.line for line in leased) == list(range(36))
