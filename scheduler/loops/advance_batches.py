@@ -26,6 +26,7 @@ from scheduler.store.client_objects.batch_files import add_file, delete_expired_
 from scheduler.store.client_objects.batch_items import (
     AnsweredItem,
     add_items,
+    analyze_items,
     count_failed,
     delete_items,
     each_item,
@@ -46,6 +47,9 @@ from scheduler.store.pool import Pool, transaction, using
 log = logging.getLogger(__name__)
 
 BUFFER_BYTES: Final = 1024 * 1024
+ANALYZED_MIN: Final = 1_000
+"""With fewer items a statement is fast also if the database does not know of them."""
+
 DELETED_MAX: Final = 5_000
 FILES_DELETED_MAX: Final = 100
 RUN_RESULTS_S: Final = 7 * 86_400
@@ -215,6 +219,8 @@ class AdvanceBatches:
                     failed = await count_failed(connection, batch.batch_id)
                     if not lines.lines:
                         raise _NoLines
+                    if lines.lines >= ANALYZED_MIN:
+                        await analyze_items(connection)
                     if not await start_batch(
                         connection,
                         batch.batch_id,

@@ -14,7 +14,7 @@ from isochrone.wire.admin import LimitsBody
 from isochrone.wire.peers.batches import ItemResult
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.batch_shares import WaitingBatch
-from scheduler.loops.advance_batches import AdvanceBatches
+from scheduler.loops.advance_batches import ANALYZED_MIN, AdvanceBatches
 from scheduler.state.files.batch_folder import BatchFolder
 from scheduler.store.accounts import tenant_budgets
 from scheduler.store.client_objects.batch_items import (
@@ -80,8 +80,8 @@ class Turns:
     def _nudge(self) -> None:
         self.nudges += 1
 
-    async def begin(self, name: str, tenant_id: str = "acme") -> None:
-        """Create a batch of one item."""
+    async def begin(self, name: str, tenant_id: str = "acme", *, writes: bool = True) -> None:
+        """Create a batch, of one item if its file is not written before."""
         body = {"model": MODEL, "messages": []}
         line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
 
@@ -89,7 +89,8 @@ class Turns:
             with self.folder.writing(name) as output:
                 output.write(json.dumps(line).encode())
 
-        await asyncio.to_thread(write)
+        if writes:
+            await asyncio.to_thread(write)
         async with transaction(self.pool) as connection:
             await add_batch(
                 connection,
@@ -266,3 +267,22 @@ async def test_a_batch_that_statistics_do_not_know_is_leased_at_once(turns: Turn
     async with transaction(turns.pool) as connection:
         leased = await lease_items(connection, "second", count=36, lease_id="lease", lease_s=60.0)
     assert sorted(line.ref.line for line in leased) == list(range(36))
+
+
+async def test_the_database_knows_of_a_large_batch_once_it_is_in_progress(turns: Turns) -> None:
+    body = {"model": MODEL, "messages": []}
+    line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+    lines = [json.dumps({**line, "custom_id": f"{number}"}) for number in range(ANALYZED_MIN)]
+
+    def write() -> None:
+        with turns.folder.writing("many") as output:
+            output.write("\n".join(lines).encode())
+
+    await asyncio.to_thread(write)
+    await turns.begin("many", writes=False)
+    await turns.until_begun("many")
+    async with using(turns.pool) as connection:
+        rows = await connection.fetchval(
+            "SELECT reltuples FROM pg_class WHERE relname = 'batch_item'"
+        )
+    assert rows == ANALYZED_MIN
