@@ -35,8 +35,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BACKLOG: Final = 65_535
 """Connections that may wait to be accepted. The kernel lowers it to `net.core.somaxconn`.
 
-While the backlog is full the kernel drops the packets of TCP connections that are made: each is
-delayed by a second or more, and a fleet that connects at once gives up and tries again for ever.
+While the backlog is full, the kernel drops the packets of new TCP connections. Each is delayed by a
+second or more, and a fleet that connects at once gives up and tries again without end.
 """
 
 _STATUS_CODES: Final = {
