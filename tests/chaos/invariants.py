@@ -149,7 +149,7 @@ def check_logs(fleet: Fleet, load: Load) -> None:
 
 
 def last_error(traceback: str) -> str:
-    """Return the line of a traceback that names its last error, which Postgres may explain below."""
+    """Return the line of a traceback that names its last error, above what explains it."""
     lines = [x for x in traceback.splitlines() if x and not x.startswith(("DETAIL:", "HINT:"))]
     return lines[-1] if lines else ""
 
