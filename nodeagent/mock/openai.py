@@ -7,7 +7,8 @@ import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.mock.engine import MockPrompt, MockRequest
-from nodeagent.mock.scripted_calls import MockPiece, MockTurn, scripted_reply
+from nodeagent.mock.scripted_calls import MockPiece, MockTurn, call_pieces, scripted_reply
+from nodeagent.mock.tool_schema import ToolSchema, UnsupportedSchemaError
 
 CHAT_TOKENS_DEFAULT: Final = 256
 COMPLETION_TOKENS_DEFAULT: Final = 16
@@ -36,9 +37,31 @@ class MockMessage(msgspec.Struct, frozen=True):
     tool_calls: list[Any] | None = None
 
 
-class MockTool(msgspec.Struct, frozen=True):
-    """A tool; its name and parameters are read where it is called."""
+class MockFunction(msgspec.Struct, frozen=True):
+    """A function that may be called."""
 
+    name: str
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class MockTool(msgspec.Struct, frozen=True):
+    """A tool that a request offers."""
+
+    function: MockFunction
+    type: Literal["function"] = "function"
+
+
+class MockNamedFunction(msgspec.Struct, frozen=True):
+    """The name of a function."""
+
+    name: str
+
+
+class MockNamedTool(msgspec.Struct, frozen=True):
+    """A choice of the tool that must be called."""
+
+    function: MockNamedFunction
     type: Literal["function"] = "function"
 
 
@@ -65,8 +88,8 @@ class MockFields(msgspec.Struct, frozen=True, kw_only=True):
     service_tier: str | None = None
     store: Literal[False] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    tools: list[Any] | None = None
-    """Called if the conversation says so (`scripted_calls.py`); none can be forced."""
+    tools: list[MockTool] | None = None
+    """Called if the conversation says so (`scripted_calls.py`), or the request forces a call."""
     top_k: int | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     user: Any = None
@@ -108,7 +131,7 @@ class MockRequestBody(MockRefusedFields, frozen=True, kw_only=True, forbid_unkno
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     response_format: MockFormat | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | MockNamedTool | None = None
     mock: dict[str, float] | None = None
 
     @property
@@ -118,15 +141,42 @@ class MockRequestBody(MockRefusedFields, frozen=True, kw_only=True, forbid_unkno
             return (self.top_logprobs or 0) if self.logprobs else None
         return None if self.logprobs in (None, False) else int(self.logprobs)
 
+    @property
+    def callable_tools(self) -> dict[str, MockFunction]:
+        """The functions that may be called, by name. Raises ApiError if the named one is absent."""
+        functions = {tool.function.name: tool.function for tool in self.tools or ()}
+        if self.tool_choice == "none":
+            return {}
+        if isinstance(self.tool_choice, MockNamedTool):
+            name = self.tool_choice.function.name
+            if name not in functions:
+                raise _invalid(f"no tool has the name {name!r}", "tool_choice")
+            return {name: functions[name]}
+        return functions
+
     def reply(self) -> Sequence[MockPiece]:
-        """Return the reply that the conversation asks for in so many words; () if it does not."""
-        if not self.tools or self.tool_choice == "none":
+        """Return the reply that the conversation asks for in so many words, or a forced call.
+
+        Otherwise return (). Raises ApiError if a call cannot follow its function's schema.
+        """
+        functions = self.callable_tools
+        is_forced = self.tool_choice not in (None, "none", "auto")
+        if not functions:
+            if is_forced:
+                raise _invalid("there are no tools to call", "tool_choice")
             return ()
         turns = [
             MockTurn(message.role, _text(message), len(message.tool_calls or ()))
             for message in self.messages or ()
         ]
-        return scripted_reply(turns, self.tools, in_parallel=self.parallel_tool_calls is not False)
+        in_parallel = self.parallel_tool_calls is not False
+        pieces = scripted_reply(turns, functions.keys(), in_parallel=in_parallel)
+        if is_forced and not any(piece.call for piece in pieces):
+            pieces = call_pieces(0, *_example_call(next(iter(functions.values()))))
+        for piece in pieces:
+            if piece.opens_call and piece.call and functions[piece.call.name].strict:
+                _check_call(functions[piece.call.name], piece.call.arguments)
+        return pieces
 
 
 _decoder = msgspec.json.Decoder(MockRequestBody)
@@ -140,10 +190,6 @@ def decode(data: bytes) -> MockRequestBody:
         raise _invalid(str(error)) from error
     if body.top_logprobs is not None and not body.logprobs:
         raise _invalid("top_logprobs needs logprobs", "top_logprobs")
-    try:
-        msgspec.convert(body.tools or [], list[MockTool])
-    except msgspec.ValidationError as error:
-        raise _invalid(f"tools: {error}", "tools") from error
     return body
 
 
@@ -170,6 +216,25 @@ def mock_request(body: MockRequestBody, *, is_chat: bool, salt: str) -> MockRequ
     stop = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
     reply = body.reply() if is_chat else ()
     return MockRequest(prompts, body.n or 1, max_tokens, stop, salt, faults, reply=reply)
+
+
+def _example_call(function: MockFunction) -> tuple[str, str]:
+    """Return a call's name and arguments, which follow the schema. Raises ApiError."""
+    try:
+        arguments = ToolSchema(function.parameters or {}).example()
+    except UnsupportedSchemaError as error:
+        raise _invalid(f"the mock engine cannot call `{function.name}`: {error}", "tools") from None
+    return function.name, msgspec.json.encode(arguments).decode()
+
+
+def _check_call(function: MockFunction, arguments: str) -> None:
+    """Raise ApiError if the arguments of a call do not follow the function's schema."""
+    try:
+        misfit = ToolSchema(function.parameters or {}).misfit(msgspec.json.decode(arguments))
+    except UnsupportedSchemaError as error:
+        misfit = str(error)
+    if misfit:
+        raise _invalid(f"`{function.name}` is strict: {misfit}", "messages")
 
 
 def _first_token(resumed_text: str) -> int:

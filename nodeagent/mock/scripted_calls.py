@@ -6,7 +6,7 @@ before it have results. When every call has its result, it answers with the resu
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
@@ -45,10 +45,12 @@ class MockTurn(NamedTuple):
 
 
 def scripted_reply(
-    turns: Sequence[MockTurn], tools: Sequence[Any], *, in_parallel: bool
+    turns: Sequence[MockTurn], names: Collection[str], *, in_parallel: bool
 ) -> Sequence[MockPiece]:
-    """Return the reply that the conversation's script asks for, or () without a script."""
-    names = {_name(tool) for tool in tools} - {""}
+    """Return the reply that the conversation's script asks for, or () without a script.
+
+    `names` are those of the tools that may be called.
+    """
     for at in reversed(range(len(turns))):
         if turns[at].role != "user":
             continue
@@ -71,17 +73,18 @@ def _next_reply(
     return [
         piece
         for number, (_, name, arguments) in enumerate(together)
-        for piece in _pieces(MockCall(number, name, arguments))
+        for piece in call_pieces(number, name, arguments)
     ]
 
 
-def _pieces(call: MockCall) -> list[MockPiece]:
-    text = call.arguments
+def call_pieces(number: int, name: str, arguments: str) -> list[MockPiece]:
+    """Return the pieces of one call: its opening, then its arguments."""
+    call, text = MockCall(number, name, arguments), arguments
     parts = [text[at : at + PIECE_CHARACTERS] for at in range(0, len(text), PIECE_CHARACTERS)]
     return [MockPiece("", call, opens_call=True), *(MockPiece(part, call) for part in parts)]
 
 
-def _script(text: str, names: set[str]) -> list[tuple[int, str, str]]:
+def _script(text: str, names: Collection[str]) -> list[tuple[int, str, str]]:
     """Return step, name and arguments of each call that a message asks for."""
     lines = text.splitlines()
     steps = (list(group) for is_end, group in groupby(lines, _ends_step) if not is_end)
@@ -107,10 +110,3 @@ def _call_of(line: str) -> tuple[str, str]:
     except (msgspec.DecodeError, RecursionError):
         return "", ""
     return found[1], found[2]
-
-
-def _name(tool: Any) -> str:
-    """Return the name of a function; "" for anything else."""
-    function = tool.get("function") if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) else ""

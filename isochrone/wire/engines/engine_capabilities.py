@@ -194,7 +194,12 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     ),
     # Numbered tokens, whatever the prompt is.
     "mock": EngineCapabilities(
-        features=_TEXT | _PLAIN_FIELDS | _HEARING | {"speech", "image_generation"} | _COUNT,
+        features=_TEXT
+        | _PLAIN_FIELDS
+        | {"forced_tools", "strict_tools"}
+        | _HEARING
+        | {"speech", "image_generation"}
+        | _COUNT,
         sleep="always",
         resumes=SEEDED,
         salt="header",

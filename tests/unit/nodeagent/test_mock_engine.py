@@ -94,8 +94,8 @@ async def test_the_longest_prompt_is_held_to_the_context() -> None:
     ("field", "value"),
     [
         ("response_format", {"type": "json_object"}),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+        ("tool_choice", "any"),
+        ("tools", [{"type": "custom", "custom": {"name": "f"}}]),
         ("logit_bias", {"1": 1}),
         ("suffix", "x"),
         ("echo", True),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from isochrone.wire.engines.engine import EngineConfig
+from isochrone.wire.errors import ApiError
 from nodeagent.mock import openai
 from nodeagent.mock.answers import MockAnswerEncoder
 from nodeagent.mock.engine import MockEngine, MockToken
@@ -100,9 +101,8 @@ async def test_a_loop_makes_each_call_once_and_ends(fields: dict[str, Any], step
         ("call look ['at']", {}),
         (SCRIPT, {"tool_choice": "none"}),
         (SCRIPT, {"tools": None}),
-        (SCRIPT, {"tools": [{"function": {"name": ["look"]}}]}),
     ],
-    ids=["no line", "no such tool", "no JSON", "no object", "none", "no tools", "no names"],
+    ids=["no line", "no such tool", "no JSON", "no object", "none", "no tools"],
 )
 async def test_without_a_script_tokens_are_numbered(text: str, fields: dict[str, Any]) -> None:
     choice = await answer([{"role": "user", "content": text}], max_tokens=2, **fields)
@@ -127,3 +127,64 @@ async def test_a_call_is_cut_off_at_the_limit() -> None:
     )
     assert choice["finish_reason"] == "length"
     assert calls_of(choice) == [("look", '{"at": "a lo')]
+
+
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome"]}, "days": {"type": "integer", "minimum": 2}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+
+def weather(*, strict: bool) -> dict[str, Any]:
+    function = {"name": "weather", "parameters": PLACE, "strict": strict}
+    return {"tools": [*TOOLS, {"type": "function", "function": function}]}
+
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "calls"),
+    [(NAMED, [("weather", '{"city":"Rome","days":2}')]), ("required", [("look", "{}")])],
+    ids=["named", "required"],
+)
+async def test_a_forced_call_follows_the_schema_of_its_function(
+    choice: Any, calls: list[tuple[str, str]]
+) -> None:
+    messages = [{"role": "user", "content": "Is it warm?"}]
+    choice = await answer(messages, tool_choice=choice, **weather(strict=False))
+    assert calls_of(choice) == calls
+    assert choice["finish_reason"] == "tool_calls"
+
+
+async def test_a_script_says_which_call_is_made_where_one_is_forced() -> None:
+    messages = [{"role": "user", "content": SCRIPT + 'call weather {"city": "Bonn"}'}]
+    fields = {"tool_choice": NAMED, **weather(strict=False)}
+    assert calls_of(await answer(messages, **fields)) == [("weather", '{"city": "Bonn"}')]
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools", "reason"),
+    [
+        ("required", None, "no tools to call"),
+        ("required", [], "no tools to call"),
+        ({"type": "function", "function": {"name": "absent"}}, TOOLS, "no tool has the name"),
+    ],
+    ids=["none", "empty", "absent"],
+)
+async def test_a_call_that_cannot_be_forced_is_refused(
+    choice: Any, tools: Any, reason: str
+) -> None:
+    with pytest.raises(ApiError, match=reason):
+        await answer([{"role": "user", "content": "x"}], tools=tools, tool_choice=choice)
+
+
+async def test_a_scripted_call_of_a_strict_tool_must_follow_its_schema() -> None:
+    fits = [{"role": "user", "content": 'call weather {"city": "Rome", "days": 3}'}]
+    breaks = [{"role": "user", "content": 'call weather {"city": "Rome"}'}]
+    assert calls_of(await answer(fits, **weather(strict=True)))
+    assert calls_of(await answer(breaks, **weather(strict=False)))
+    with pytest.raises(ApiError, match="must have `days`"):
+        await answer(breaks, **weather(strict=True))
