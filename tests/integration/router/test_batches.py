@@ -253,10 +253,10 @@ async def test_workers_ai_queues_runs(bench: BatchBench) -> None:
     url = f"http://127.0.0.1:{bench.app.port}/client/v4/accounts/acme/ai/run/tiny"
     authorization = {"authorization": f"Bearer {KEY}"}
 
-    async def ask(body: Any, status: int = 200) -> Any:
+    async def ask(body: Any, status: int = 200, at: str = url) -> Any:
         async with (
             aiohttp.ClientSession(headers=authorization) as http,
-            http.post(f"{url}?queueRequest=true", json=body) as response,
+            http.post(f"{at}?queueRequest=true", json=body) as response,
         ):
             assert response.status == status
             answer = await response.json()
@@ -273,6 +273,9 @@ async def test_workers_ai_queues_runs(bench: BatchBench) -> None:
         }
     )
     assert (queued["status"], queued["model"]) == ("queued", "tiny")
+    other = url.replace("tiny", "another")
+    (unknown,) = await ask({"request_id": queued["request_id"]}, 404, other)
+    assert (unknown["code"], queued["request_id"] in unknown["message"]) == (7003, True)
 
     async def has_responses() -> Any:
         answer = await ask({"request_id": queued["request_id"]})
