@@ -30,7 +30,7 @@ class FairBytes:
         return True
 
     def is_own_share(self, tenant_id: TenantId, count: int) -> bool:
-        """Return whether a tenant's own bytes leave no room for `count` more, whatever others hold."""
+        """Return whether a tenant's own bytes alone leave no room for `count` more."""
         own = self._by_tenant.get(tenant_id, 0)
         return own + count > self._bytes_max - own
 
