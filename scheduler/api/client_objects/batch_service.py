@@ -104,7 +104,7 @@ class BatchService:
         lost: list[ItemRef] = []
         lines: list[LeasedLine] = []
         batches: dict[str, StoredBatch] = {}
-        async with transaction(self._pool) as connection:
+        async with transaction(self._pool, by_index=True) as connection:
             if request.holds:
                 lost = await renew_leases(connection, request.holds, self._limits.lease_s)
             waiting = (
@@ -159,7 +159,7 @@ class BatchService:
 
     async def _store_results(self, body: bytes) -> None:
         request = _RESULTS.decode(body)
-        async with transaction(self._pool) as connection:
+        async with transaction(self._pool, by_index=True) as connection:
             is_batch_answered = await store_results(connection, request.results)
         if is_batch_answered:
             self._nudge()
