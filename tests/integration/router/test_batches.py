@@ -276,6 +276,9 @@ async def test_workers_ai_queues_runs(bench: BatchBench) -> None:
         }
     )
     assert (queued["status"], queued["model"]) == ("queued", "tiny")
+    names = ("tiny", "another")
+    table = a_table([a_route(bench.node)], generation=1_001, keys=bench.keys, names=names)
+    bench.app.fleet.adopt(table)
     other = url.replace("tiny", "another")
     (unknown,) = await ask({"request_id": queued["request_id"]}, 404, other)
     assert (unknown["code"], queued["request_id"] in unknown["message"]) == (7003, True)
@@ -480,9 +483,10 @@ async def test_a_batch_expires_with_what_it_has(bench: BatchBench, pool: Pool) -
 
 
 def dies(bench: BatchBench) -> None:
-    """Let the node refuse connections."""
-    node = msgspec.structs.replace(a_route(bench.node), address="127.0.0.1:9")
-    bench.app.fleet.adopt(a_table([node], generation=1_001, keys=bench.keys))
+    """Let the only node refuse connections."""
+    gone = FakeNode("gone")
+    gone.port = 9
+    bench.app.fleet.adopt(a_table([a_route(gone)], generation=1_001, keys=bench.keys))
 
 
 def fails(bench: BatchBench) -> None:
