@@ -145,6 +145,8 @@ class ItemAnswerer:
 
     def _key_of(self, item: LeasedItem) -> KeyEntry:
         key = self._keys().get(item.key_id)
+        if key is None and item.is_key_valid:
+            raise ApiError(ErrorCode.UNAVAILABLE, "cannot answer yet: the key is not known here")
         if key is None or key.tenant_id != item.tenant_id:
             reason = "is revoked"
         elif key.expires_at and key.expires_at <= self._unix_clock():

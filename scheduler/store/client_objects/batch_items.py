@@ -168,16 +168,17 @@ async def waiting_batches(
 async def without_spent_quota(
     connection: Connection, batches: Sequence[WaitingBatch]
 ) -> list[WaitingBatch]:
-    """Return those batches whose key, and its tenant, may use more now.
+    """Return those batches whose key, and its tenant, may use more now; note which keys are valid.
 
     Routers would refuse the items of the others, which would take places from items that can run.
     """
     keys = {KeyId(batch.key_id) for batch in batches}
     budgets = {budget_id(TenantId(batch.tenant_id)) for batch in batches}
     entries = await live_keys(connection, sorted(keys | budgets))
+    valid = {entry.key_id for entry in entries}
     spent = {entry.key_id for entry in entries if entry.spent_until > 0}
     return [
-        batch
+        msgspec.structs.replace(batch, is_key_valid=KeyId(batch.key_id) in valid)
         for batch in batches
         if not spent.intersection((KeyId(batch.key_id), budget_id(TenantId(batch.tenant_id))))
     ]

@@ -195,6 +195,22 @@ async def test_items_without_a_quota_are_not_leased_until_it_is_raised(turns: Tu
     assert await turns.waiting() == ["of-acme", "of-other"]
 
 
+async def test_a_lease_says_whether_the_key_of_its_batch_is_valid(turns: Turns) -> None:
+    await turns.begin("batch")
+    await turns.until_begun("batch")
+
+    async def is_valid() -> bool:
+        async with using(turns.pool) as connection:
+            waiting = await waiting_batches(connection, [MODEL], 10)
+            (batch,) = await without_spent_quota(connection, waiting)
+        return batch.is_key_valid
+
+    assert await is_valid()
+    async with using(turns.pool) as connection:
+        await connection.execute("UPDATE api_key SET revoked_at = now()")
+    assert not await is_valid()
+
+
 LINES = 400
 
 
