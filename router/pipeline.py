@@ -29,7 +29,7 @@ from router.dataplane.usage import UsageCount
 from router.decide.admission.limits import AdmittedRequest, KeyLimiter
 from router.decide.admission.retry_after import spread_retry_after_s
 from router.decide.admission.retry_budget import RetryBudget
-from router.decide.attempt import AttemptEvent, FailureCause
+from router.decide.attempt import OF_THE_NODE, AttemptEvent, FailureCause, NoNodeReached
 from router.fleet_state import FleetState
 from router.inference_request import JSON, InferenceRequest
 from router.poison_guard import PoisonGuard
@@ -174,7 +174,7 @@ class RequestPipeline:
         now_s = self._clock()
         self._retry_budget.deposit(now_s)
         excluded = context.excluded
-        failures, failed_at_s = 0, 0.0
+        failures, of_the_node, failed_at_s = 0, 0, 0.0
         entry = context.new_queue_entry(now_s + self._config.queue_timeout_s)
         while True:
             routes = self._attempts.rank(context)
@@ -218,9 +218,11 @@ class RequestPipeline:
                 if error.cause is FailureCause.ENGINE_LOST:
                     self._poison_guard.record_loss(context, attempt)
                 failures, failed_at_s = failures + 1, self._clock()
+                of_the_node += error.cause in OF_THE_NODE
                 is_paid = error.cause is FailureCause.GONE
                 if failures >= self._config.attempts_max or not (is_paid or self._may_retry()):
-                    raise ApiError(
+                    kind = NoNodeReached if of_the_node == failures else ApiError
+                    raise kind(
                         ErrorCode.UPSTREAM,
                         f"cannot answer, try again: {failures} attempts failed, the last: {error}",
                         retry_after_s=1.0,

@@ -11,6 +11,8 @@ every state.
 from enum import StrEnum
 from typing import Final
 
+from isochrone.wire.errors import ApiError
+
 
 class AttemptState(StrEnum):
     """How far an attempt has come."""
@@ -60,6 +62,14 @@ class FailureCause(StrEnum):
     ERROR = "error"
     ENGINE_LOST = "engine_lost"
     """The engine failed while it processed this request, which may be the cause."""
+
+
+OF_THE_NODE: Final = frozenset({FailureCause.UNREACHABLE, FailureCause.GONE})
+"""Failures of a node that no request causes."""
+
+
+class NoNodeReached(ApiError):
+    """All attempts failed because of their nodes: the request is not the cause."""
 
 
 TRANSITIONS: Final[dict[tuple[AttemptState, AttemptEvent], AttemptState]] = {

@@ -13,6 +13,7 @@ class WaitingBatch(msgspec.Struct, frozen=True):
     key_id: str
     deployment: str
     waiting: int
+    is_key_valid: bool = False
 
 
 def share_items(

@@ -212,7 +212,7 @@ class AdvanceBatches:
                 known = await deployment_names(connection)
             lines = BatchInput(source, batch.endpoint, known)
             try:
-                async with transaction(self._pool) as connection:
+                async with transaction(self._pool, by_index=True) as connection:
                     while items := await lines.next_items():
                         await add_items(connection, batch.batch_id, items)
                     await fail_repeated_ids(connection, batch.batch_id)
@@ -246,7 +246,7 @@ class AdvanceBatches:
     async def _must_end(self, batch: StoredBatch) -> bool:
         """Begin the end of a batch whose time has come."""
         is_over = batch.unanswered == 0 or batch.expires_at <= self._unix_clock()
-        async with transaction(self._pool) as connection:
+        async with transaction(self._pool, by_index=True) as connection:
             if batch.status == "cancelling":
                 # Leased items may still be finished: routers return them, or let go of them.
                 is_over = await leased_items(connection, batch.batch_id) == 0
@@ -324,7 +324,7 @@ class AdvanceBatches:
         return results
 
     async def _delete_items(self) -> int:
-        async with transaction(self._pool) as connection:
+        async with transaction(self._pool, by_index=True) as connection:
             return await delete_items(connection, DELETED_MAX)
 
     async def _delete_files(self) -> int:

@@ -34,6 +34,10 @@ ACQUIRE_TIMEOUT_S: Final = 1.0
 INTAKE_TIMEOUT_S: Final = 10.0
 """The longest wait of a fleet's reports for a connection, while all peers connect at once."""
 
+NOT_BY_INDEX: Final = ("enable_seqscan", "enable_bitmapscan", "enable_sort", "jit")
+"""The ways to find or order rows that a transaction `by_index` uses only if there is no other.
+Those seem so expensive then that Postgres would compile each statement."""
+
 SIZE_MAX: Final = 20
 TEXT_MAX: Final = 500
 
@@ -121,17 +125,21 @@ async def transaction(
     isolation: Any = "read_committed",
     timeout_s: float = ACQUIRE_TIMEOUT_S,
     async_commit: bool = False,
+    by_index: bool = False,
 ) -> AsyncIterator[Connection]:
     """Lend a connection inside a transaction.
 
     With `async_commit` the commit returns before it is on disk: for data that its sender repeats
-    after a crash. Only "read_committed" transactions get the idle timeout: others do not write, and
-    so block no one.
+    after a crash. With `by_index` rows are found by indexes, and read in their order: for tables
+    that change faster than what statistics know of them. Only "read_committed" transactions get the
+    idle timeout: others do not write, and so block no one.
     """
     # Set for each transaction: a transaction pooler refuses it as a connection parameter.
     settings = f"SET LOCAL idle_in_transaction_session_timeout = '{IDLE_TIMEOUT_S * 1000:.0f}ms'"
     if async_commit:
         settings += "; SET LOCAL synchronous_commit = off"
+    if by_index:
+        settings += "".join(f"; SET LOCAL {name} = off" for name in NOT_BY_INDEX)
     async with using(pool, timeout_s) as connection, connection.transaction(isolation=isolation):
         if isolation == "read_committed":
             await connection.execute(settings)

@@ -61,13 +61,17 @@ class LeaseItems(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeasedItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One item to answer on behalf of a key. `body` is that of a request to `endpoint`."""
+    """One item to answer on behalf of a key. `body` is that of a request to `endpoint`.
+
+    With `is_key_valid` a router that does not know the key yet will soon.
+    """
 
     ref: ItemRef
     tenant_id: TenantId
     key_id: KeyId
     endpoint: str
     body: bytes
+    is_key_valid: bool = False
 
 
 class LeasedItems(msgspec.Struct, frozen=True, kw_only=True):

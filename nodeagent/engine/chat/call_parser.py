@@ -65,6 +65,8 @@ class ToolCallParser:
     tools: ToolSchemas
     only_one: bool = False
     """Whether everything after the first call is dropped."""
+    must_call: bool = False
+    """Whether the output is constrained to calls, so that none of its text is content."""
     calls: int = 0
     """Calls announced so far."""
     _state: _State = _State.START
@@ -85,6 +87,8 @@ class ToolCallParser:
         """Return the text held back, now that the output has ended."""
         held_back, self._held_back = self._held_back, ""
         scanner, self._scanner = self._scanner, None
+        if self.must_call:
+            return self._cut_call(scanner, is_begun=bool(scanner or held_back.strip(WHITESPACE)))
         if scanner is not None:
             if scanner.is_announced:
                 return []
@@ -94,6 +98,19 @@ class ToolCallParser:
             self._state is _State.SECTION or not held_back.strip(WHITESPACE)
         )
         return [ContentText(held_back)] if held_back and not is_trailing else []
+
+    def _cut_call(self, scanner: CallScanner | None, *, is_begun: bool) -> list[OutputEvent]:
+        """Announce the only call of an output that ended before its arguments.
+
+        A later call, or one whose tool is not known, is dropped: a call needs a name.
+        """
+        name = scanner.name if scanner is not None else None
+        if len(self.tools) == 1:
+            name = next(iter(self.tools))
+        if self.calls or not is_begun or name is None or name not in self.tools:
+            return []
+        self.calls = 1
+        return [CallStarted(0, name)]
 
     def _advance(self, events: list[OutputEvent]) -> bool:
         """Take one step; return False if more text is needed."""

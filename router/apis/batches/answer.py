@@ -1,12 +1,12 @@
 """Answers one item of a batch through the pipeline, like a request of its key's client."""
 
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
 from isochrone.wire.client_keys.key_table import KeyTable
-from isochrone.wire.errors import ApiError, ErrorCode, openai_error
+from isochrone.wire.errors import MEANINGS, ApiError, ErrorCode, openai_error
 from isochrone.wire.http import headers
 from isochrone.wire.peers.batches import ANSWER_BYTES_MAX, ItemResult, LeasedItem
 from isochrone.wire.peers.routes import KeyEntry
@@ -18,6 +18,7 @@ from router.dataplane.http_messages import (
     ResponseWriter,
 )
 from router.decide.admission.batch_room import PreemptedItem
+from router.decide.attempt import NoNodeReached
 from router.inference_request import InferenceRequest
 
 RETRY_AFTER_S: Final = 5.0
@@ -41,6 +42,17 @@ ReadInference = Callable[
     [HttpRequest, str, ResponseWriter], tuple[InferenceRequest, ResponseWriter]
 ]
 Serve = Callable[[InferenceRequest, ResponseWriter], Awaitable[None]]
+
+
+class LaterAttempt(NamedTuple):
+    """When work that a client does not wait for is tried again, and whether this attempt counts.
+
+    It does not count if the work cannot have been the cause: without capacity, beyond a limit of
+    its key, or while its nodes are not reached.
+    """
+
+    after_s: float
+    counts: bool
 
 
 class CollectingWriter:
@@ -115,6 +127,7 @@ class ItemAnswerer:
                 await self._serve(inference, translating)
             finally:
                 preemptions = inference.preemptions
+            check_capacity(writer.response)
         except ApiError as error:
             if preemptions and error.code is ErrorCode.OUT_OF_CAPACITY:
                 return PreemptedItem(preemptions)
@@ -132,6 +145,8 @@ class ItemAnswerer:
 
     def _key_of(self, item: LeasedItem) -> KeyEntry:
         key = self._keys().get(item.key_id)
+        if key is None and item.is_key_valid:
+            raise ApiError(ErrorCode.UNAVAILABLE, "cannot answer yet: the key is not known here")
         if key is None or key.tenant_id != item.tenant_id:
             reason = "is revoked"
         elif key.expires_at and key.expires_at <= self._unix_clock():
@@ -142,13 +157,25 @@ class ItemAnswerer:
         raise ApiError(ErrorCode.INVALID_KEY, message)
 
 
+def later_attempt(error: ApiError, after_max_s: float) -> LaterAttempt | None:
+    """Return when to try again after an error; None if it is the answer."""
+    if error.code not in NOT_NOW and error.code not in _FAILED:
+        return None
+    after_s = min(max(error.retry_after_s or RETRY_AFTER_S, 1.0), after_max_s)
+    return LaterAttempt(after_s, error.code in _FAILED and not isinstance(error, NoNodeReached))
+
+
+def check_capacity(response: HttpResponse | None) -> None:
+    """Raise ApiError if the response is an engine's own 429, which the pipeline passes on."""
+    if response is not None and response.status == MEANINGS[ErrorCode.OUT_OF_CAPACITY].status:
+        raise ApiError(ErrorCode.OUT_OF_CAPACITY, "cannot answer: the engine has no capacity")
+
+
 def _result_of(item: LeasedItem, request: HttpRequest, error: ApiError) -> ItemResult:
     """Return an error as the item's result, or let it be tried again."""
-    if error.code in NOT_NOW or error.code in _FAILED:
-        after_s = min(max(error.retry_after_s or RETRY_AFTER_S, 1.0), RETRY_AFTER_MAX_S)
-        return ItemResult(
-            ref=item.ref, retry_after_s=after_s, counts_as_attempt=error.code in _FAILED
-        )
+    later = later_attempt(error, RETRY_AFTER_MAX_S)
+    if later is not None:
+        return ItemResult(ref=item.ref, retry_after_s=later.after_s, counts_as_attempt=later.counts)
     return ItemResult(
         ref=item.ref,
         status_code=error.meaning.status,

@@ -67,10 +67,10 @@ async def _answer(
     key = request.key
     assert key is not None
     sent = {wire.TENANT: key.tenant_id, wire.KEY: key.key_id}
-    path, query, body = f"/ai/queued/{given.request_id}", "", None
-    method = "GET"
+    query = f"model={quote(model, safe='')}"
+    method, path, body = "GET", f"/ai/queued/{given.request_id}", None
     if given.requests is not None:
-        method, path, query = "POST", "/ai/queued", f"model={quote(model, safe='')}"
+        method, path = "POST", "/ai/queued"
         lines = [_line(number, run, model) for number, run in enumerate(given.requests)]
         body = b"\n".join(lines)
     async with client.request(

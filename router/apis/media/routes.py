@@ -9,6 +9,7 @@ import asyncio
 from typing import Final
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import TenantId
 from router.apis.batches.relay import in_a_task
 from router.apis.media.surface import read_media_request
 from router.apis.openai.surface import OpenAiSurface
@@ -38,11 +39,7 @@ class MediaRoutes:
         assert request.key is not None
         tenant_id = request.key.tenant_id
         if not self._relayed.take(tenant_id, size):
-            raise ApiError(
-                ErrorCode.OUT_OF_CAPACITY,
-                "cannot take the sound now: this router relays as many of this tenant as it may",
-                retry_after_s=FULL_RETRY_AFTER_S,
-            )
+            raise self._full(tenant_id, size)
         try:
             if isinstance(upload, SpooledBody):
                 request.body = await in_a_task(asyncio.to_thread(upload.read))
@@ -50,3 +47,14 @@ class MediaRoutes:
             await self._pipeline.serve(read_media_request(self._openai, request, path), writer)
         finally:
             self._relayed.give_back(tenant_id, size)
+
+    def _full(self, tenant_id: TenantId, size: int) -> ApiError:
+        """Return the error for a sound of `size` bytes for which there is no memory."""
+        reason = "the router's memory for sounds is full"
+        if self._relayed.is_own_share(tenant_id, size):
+            reason = "your sounds would take more than the router's memory for one tenant's"
+        return ApiError(
+            ErrorCode.OUT_OF_CAPACITY,
+            f"cannot take the sound now: {reason}",
+            retry_after_s=FULL_RETRY_AFTER_S,
+        )

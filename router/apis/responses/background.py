@@ -9,17 +9,13 @@ from isochrone.wire.client_keys.key_table import KeyTable
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers.responses import FinishResponse, LeasedResponse
 from isochrone.wire.peers.routes import KeyEntry
-from router.apis.batches.answer import NOT_NOW, CollectingWriter
+from router.apis.batches.answer import CollectingWriter, check_capacity, later_attempt
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.apis.responses.stored import BackgroundRun, Serve, finish_message, read_background
 from router.dataplane.http_messages import HttpRequest
 
-RETRY_AFTER_S: Final = 5.0
 RETRY_AFTER_MAX_S: Final = 600.0
-
-_FAILED: Final = frozenset({ErrorCode.UPSTREAM, ErrorCode.INTERNAL})
-"""Errors after which a response is tried again a few times."""
 
 _RUN: Final = msgspec.msgpack.Decoder(BackgroundRun)
 
@@ -54,16 +50,17 @@ class BackgroundAnswerer:
             inference, translating, events = read_background(self._openai, request, leased, writer)
             await self._serve(inference, translating)
             response = writer.response
+            check_capacity(response)
             if response is None or response.status != 200 or events.final is None:
                 text = b"" if response is None else response.body[:300]
                 message = f"cannot answer: the replica refused it: {text.decode(errors='replace')}"
                 raise ApiError(ErrorCode.INVALID_REQUEST, message)
             return finish_message(leased.ref, events.final)
         except ApiError as error:
-            if error.code in NOT_NOW or error.code in _FAILED:
-                after_s = min(max(error.retry_after_s or RETRY_AFTER_S, 1.0), RETRY_AFTER_MAX_S)
+            later = later_attempt(error, RETRY_AFTER_MAX_S)
+            if later is not None:
                 return FinishResponse(
-                    ref=leased.ref, retry_after_s=after_s, counts_as_attempt=error.code in _FAILED
+                    ref=leased.ref, retry_after_s=later.after_s, counts_as_attempt=later.counts
                 )
             failure = {"code": "invalid_prompt", "message": error.message}
             body = {**msgspec.json.decode(leased.body), "status": "failed", "error": failure}

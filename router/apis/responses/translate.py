@@ -120,6 +120,12 @@ class ResponsesStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=
     include_obfuscation: bool | None = None
 
 
+class BackgroundOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`background_options`: longer windows are those of `/v1/batches`."""
+
+    completion_window: Literal["soonest"] | None = None
+
+
 class ConversationReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The conversation that a response continues."""
 
@@ -161,6 +167,7 @@ class ResponsesRequest(RefusedOpenAiFields, frozen=True, kw_only=True, forbid_un
     previous_response_id: StoredId | None = None
     conversation: StoredId | ConversationReference | None = None
     background: bool | None = None
+    background_options: BackgroundOptions | None = None
 
     # Fields that are not supported: see `_refuse_unsupported`.
     prompt: Any = None

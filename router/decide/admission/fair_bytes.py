@@ -29,6 +29,11 @@ class FairBytes:
         self.total += count
         return True
 
+    def is_own_share(self, tenant_id: TenantId, count: int) -> bool:
+        """Return whether a tenant's own bytes alone leave no room for `count` more."""
+        own = self._by_tenant.get(tenant_id, 0)
+        return own + count > self._bytes_max - own
+
     def give_back(self, tenant_id: TenantId, count: int) -> None:
         """Count bytes that were taken no longer."""
         self.total -= count

@@ -5,7 +5,7 @@ the results. Only the acting scheduler serves it, as only its routers hold a tok
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Final, NamedTuple
 
 import msgspec
@@ -104,7 +104,7 @@ class BatchService:
         lost: list[ItemRef] = []
         lines: list[LeasedLine] = []
         batches: dict[str, StoredBatch] = {}
-        async with transaction(self._pool) as connection:
+        async with transaction(self._pool, by_index=True) as connection:
             if request.holds:
                 lost = await renew_leases(connection, request.holds, self._limits.lease_s)
             waiting = (
@@ -127,14 +127,17 @@ class BatchService:
                         lease_id=secrets.token_hex(8),
                         lease_s=self._limits.lease_s,
                     )
-        return LeasedItems(items=await self._items(lines, batches), lost=tuple(lost))
+        valid = {batch.batch_id for batch in waiting if batch.is_key_valid}
+        items = await self._items(lines, batches, valid)
+        return LeasedItems(items=items, lost=tuple(lost))
 
     async def _items(
-        self, lines: Sequence[LeasedLine], batches: dict[str, StoredBatch]
+        self, lines: Sequence[LeasedLine], batches: dict[str, StoredBatch], valid: Set[str]
     ) -> tuple[LeasedItem, ...]:
         """Return leased items with the bodies of their requests, as many as a message holds.
 
-        The leases of the others run out, and they are leased again.
+        The leases of the others run out, and they are leased again. `valid` are the batches whose
+        key is valid.
         """
         items: list[LeasedItem] = []
         size_bytes = 0
@@ -153,13 +156,14 @@ class BatchService:
                         key_id=KeyId(batch.key_id),
                         endpoint=batch.endpoint,
                         body=request_body(text),
+                        is_key_valid=batch_id in valid,
                     )
                 )
         return tuple(items)
 
     async def _store_results(self, body: bytes) -> None:
         request = _RESULTS.decode(body)
-        async with transaction(self._pool) as connection:
+        async with transaction(self._pool, by_index=True) as connection:
             is_batch_answered = await store_results(connection, request.results)
         if is_batch_answered:
             self._nudge()

@@ -75,11 +75,15 @@ class QueuedRuns:
         return web.json_response(_queued(batch))
 
     async def show(self, request: web.Request, tenant_id: str) -> web.Response:
-        """Return the state of a batch, with the results once it has ended."""
-        batch_id = request.match_info["batch_id"]
+        """Return the state of a batch, with the results once it has ended.
+
+        Its model must be that of the query, which routers of the release before do not send.
+        """
+        batch_id, model = request.match_info["batch_id"], request.query.get("model")
         async with using(self._pool) as connection:
             batch = await read_batch(connection, batch_id, tenant_id=tenant_id)
-        if batch is None or not batch.endpoint.startswith(RUN_PREFIX):
+        is_run = batch is not None and batch.endpoint.startswith(RUN_PREFIX)
+        if batch is None or not is_run or model not in (None, _model_of(batch)):
             raise ApiError(ErrorCode.NOT_FOUND, f"cannot find the request {batch_id[:64]!r}")
         if batch.status in _STATUS:
             return web.json_response(_queued(batch))
@@ -116,5 +120,9 @@ def _queued(batch: StoredBatch) -> dict[str, Any]:
     return {
         "status": _STATUS.get(batch.status, batch.status),
         "request_id": batch.batch_id,
-        "model": batch.endpoint.removeprefix(RUN_PREFIX),
+        "model": _model_of(batch),
     }
+
+
+def _model_of(batch: StoredBatch) -> str:
+    return batch.endpoint.removeprefix(RUN_PREFIX)

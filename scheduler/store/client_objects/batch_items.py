@@ -25,6 +25,19 @@ REPEATED_AT_ONCE: Final = 1_000
 _ITEM_COLUMNS: Final = ("batch_id", "line", "custom_id", "byte_offset", "byte_length")
 _ANSWERED_COLUMNS: Final = (*_ITEM_COLUMNS, "is_done", "error_code", "result")
 
+# If statistics do not know a batch, the planner expects a single row of it, and may read all of
+# them rather than look up a few. So transactions that lease or answer items are `by_index`. A
+# statement on given items finds each by both columns of the primary key: it joins them with a list
+# and with no other table, and does not test `is_done` as the index of open items does. What is not
+# given is read in the order of that index.
+_NOT_DONE: Final = "i.is_done::integer = 0"
+_FROM_HELD: Final = (
+    "FROM unnest($1::text[], $2::integer[], $3::text[]) AS held (batch_id, line, lease_id)"
+)
+_IS_HELD: Final = "i.batch_id = held.batch_id AND i.line = held.line AND i.lease_id = held.lease_id"
+_FROM_GIVEN: Final = "FROM unnest($1::text[], $2::integer[]) AS given (batch_id, line)"
+_IS_GIVEN: Final = "i.batch_id = given.batch_id AND i.line = given.line"
+
 
 class NewItem(msgspec.Struct, frozen=True):
     """A line of an input file; with an `error_code` it is answered already."""
@@ -105,12 +118,12 @@ async def fail_repeated_ids(connection: Connection, batch_id: str) -> None:
 
 async def _fail_repeated(connection: Connection, batch_id: str, lines: Sequence[int]) -> None:
     await connection.execute(
-        """
-        UPDATE batch_item SET is_done = true, error_code = 'duplicate_custom_id',
+        f"""
+        UPDATE batch_item i SET is_done = true, error_code = 'duplicate_custom_id',
             result = convert_to('cannot use ''custom_id'': an earlier line has the same', 'UTF8')
-        WHERE batch_id = $1 AND line = ANY($2) AND NOT is_done
-        """,
-        batch_id,
+        {_FROM_GIVEN} WHERE {_IS_GIVEN} AND {_NOT_DONE}
+        """,  # noqa: S608 - constants
+        [batch_id] * len(lines),
         lines,
         timeout=120.0,
     )
@@ -140,7 +153,8 @@ async def waiting_batches(
         """
         SELECT b.batch_id, b.tenant_id, b.key_id, b.deployment, (
             SELECT count(*) FROM (SELECT FROM batch_item i WHERE i.batch_id = b.batch_id
-                AND NOT is_done AND available_at <= now() LIMIT $2) counted) AS waiting
+                AND NOT is_done AND available_at <= now()
+                ORDER BY available_at, line LIMIT $2) counted) AS waiting
         FROM batch b
         WHERE b.status = 'in_progress' AND b.deployment = ANY($1) AND b.expires_at > now()
         ORDER BY b.created_at
@@ -154,16 +168,17 @@ async def waiting_batches(
 async def without_spent_quota(
     connection: Connection, batches: Sequence[WaitingBatch]
 ) -> list[WaitingBatch]:
-    """Return those batches whose key, and its tenant, may use more now.
+    """Return those batches whose key, and its tenant, may use more now; note which keys are valid.
 
     Routers would refuse the items of the others, which would take places from items that can run.
     """
     keys = {KeyId(batch.key_id) for batch in batches}
     budgets = {budget_id(TenantId(batch.tenant_id)) for batch in batches}
     entries = await live_keys(connection, sorted(keys | budgets))
+    valid = {entry.key_id for entry in entries}
     spent = {entry.key_id for entry in entries if entry.spent_until > 0}
     return [
-        batch
+        msgspec.structs.replace(batch, is_key_valid=KeyId(batch.key_id) in valid)
         for batch in batches
         if not spent.intersection((KeyId(batch.key_id), budget_id(TenantId(batch.tenant_id))))
     ]
@@ -173,9 +188,12 @@ async def leased_by_tenant(connection: Connection) -> dict[str, int]:
     """Return how many items of each tenant are leased now."""
     rows = await connection.fetch(
         """
-        SELECT b.tenant_id, count(*) AS leased FROM batch b JOIN batch_item i USING (batch_id)
-        WHERE b.status = 'in_progress' AND NOT i.is_done AND i.available_at > now()
-            AND i.lease_id <> ''
+        SELECT b.tenant_id, sum(held.leased)::bigint AS leased
+        FROM batch b CROSS JOIN LATERAL (
+            SELECT count(*) AS leased FROM (SELECT FROM batch_item i
+                WHERE i.batch_id = b.batch_id AND NOT i.is_done AND i.available_at > now()
+                    AND i.lease_id <> '' ORDER BY available_at, line) counted) held
+        WHERE b.status = 'in_progress' AND held.leased > 0
         GROUP BY b.tenant_id
         """
     )
@@ -185,22 +203,21 @@ async def leased_by_tenant(connection: Connection) -> dict[str, int]:
 async def lease_items(
     connection: Connection, batch_id: str, *, count: int, lease_id: str, lease_s: float
 ) -> list[LeasedLine]:
-    """Lease up to `count` items of a batch that no router holds.
-
-    They are chosen once, in an array. A planner that does not know of a new batch yet expects a
-    single row of it, and would choose again for each of its items.
-    """
+    """Lease up to `count` items of a batch that no router holds."""
     rows = await connection.fetch(
-        """
-        UPDATE batch_item i SET lease_id = $3, available_at = now() + $4 * interval '1 second'
-        WHERE i.batch_id = $1 AND i.line = ANY(ARRAY(
-            SELECT line FROM batch_item
-            WHERE batch_id = $1 AND NOT is_done AND available_at <= now()
-            ORDER BY available_at, line LIMIT $2 FOR UPDATE SKIP LOCKED))
-        RETURNING i.line, i.byte_offset, i.byte_length
-        """,
+        "SELECT line, byte_offset, byte_length FROM batch_item"
+        " WHERE batch_id = $1 AND NOT is_done AND available_at <= now()"
+        " ORDER BY available_at, line LIMIT $2 FOR UPDATE SKIP LOCKED",
         batch_id,
         count,
+    )
+    await connection.execute(
+        f"""
+        UPDATE batch_item i SET lease_id = $3, available_at = now() + $4 * interval '1 second'
+        {_FROM_GIVEN} WHERE {_IS_GIVEN}
+        """,  # noqa: S608 - constants
+        [batch_id] * len(rows),
+        [row["line"] for row in rows],
         lease_id,
         lease_s,
     )
@@ -217,24 +234,24 @@ async def renew_leases(
 
     Leases on items of a batch that is being cancelled are released.
     """
-    await connection.execute(
-        """
-        UPDATE batch_item i SET lease_id = ''
-        FROM unnest($1::text[], $2::int[], $3::text[]) AS held (batch_id, line, lease_id), batch b
-        WHERE i.batch_id = held.batch_id AND i.line = held.line AND i.lease_id = held.lease_id
-            AND NOT i.is_done AND b.batch_id = i.batch_id AND b.status = 'cancelling'
-        """,
-        *_columns_of(refs),
+    batches = await connection.fetch(
+        "SELECT batch_id, status FROM batch WHERE batch_id = ANY($1)"
+        " AND status IN ('in_progress', 'cancelling')",
+        sorted({ref.batch_id for ref in refs}),
     )
+    statuses = {row["batch_id"]: row["status"] for row in batches}
+    cancelled = [ref for ref in refs if statuses.get(ref.batch_id) == "cancelling"]
+    if cancelled:
+        await connection.execute(
+            f"UPDATE batch_item i SET lease_id = '' {_FROM_HELD} WHERE {_IS_HELD} AND {_NOT_DONE}",  # noqa: S608
+            *_columns_of(cancelled),
+        )
     rows = await connection.fetch(
-        """
-        UPDATE batch_item i SET available_at = now() + $4 * interval '1 second'
-        FROM unnest($1::text[], $2::int[], $3::text[]) AS held (batch_id, line, lease_id), batch b
-        WHERE i.batch_id = held.batch_id AND i.line = held.line AND i.lease_id = held.lease_id
-            AND NOT i.is_done AND b.batch_id = i.batch_id AND b.status = 'in_progress'
-        RETURNING i.batch_id, i.line, i.lease_id
-        """,
-        *_columns_of(refs),
+        f"""
+        UPDATE batch_item i SET available_at = now() + $4 * interval '1 second' {_FROM_HELD}
+        WHERE {_IS_HELD} AND {_NOT_DONE} RETURNING i.batch_id, i.line, i.lease_id
+        """,  # noqa: S608 - constants
+        *_columns_of([ref for ref in refs if statuses.get(ref.batch_id) == "in_progress"]),
         lease_s,
     )
     kept = {ItemRef(row["batch_id"], row["line"], row["lease_id"]) for row in rows}
@@ -244,25 +261,28 @@ async def renew_leases(
 async def store_results(connection: Connection, results: Sequence[ItemResult]) -> bool:
     """Store the results of items that have none yet; return whether a batch has all of them now.
 
-    The batches are locked first, in the order of their ids.
+    The batches are locked first, in the order of their ids. Those that have ended take no results.
     """
-    ordered = sorted(results, key=lambda result: (result.ref.batch_id, result.ref.line))
-    batch_ids = sorted({result.ref.batch_id for result in ordered})
-    await connection.fetch(
-        "SELECT FROM batch WHERE batch_id = ANY($1) ORDER BY batch_id FOR UPDATE", batch_ids
+    rows = await connection.fetch(
+        "SELECT batch_id FROM batch WHERE batch_id = ANY($1)"
+        " AND status IN ('in_progress', 'cancelling') ORDER BY batch_id FOR UPDATE",
+        sorted({result.ref.batch_id for result in results}),
+    )
+    batch_ids = [row["batch_id"] for row in rows]
+    ordered = sorted(
+        (result for result in results if result.ref.batch_id in batch_ids),
+        key=lambda result: (result.ref.batch_id, result.ref.line),
     )
     await _postpone(connection, [result for result in ordered if result.retry_after_s > 0])
     answered = [result for result in ordered if result.retry_after_s <= 0]
     rows = await connection.fetch(
-        """
+        f"""
         UPDATE batch_item i SET is_done = true, status_code = given.status_code,
             request_id = given.request_id, result = given.body
         FROM unnest($1::text[], $2::int[], $3::int[], $4::text[], $5::bytea[])
-            AS given (batch_id, line, status_code, request_id, body), batch b
-        WHERE i.batch_id = given.batch_id AND i.line = given.line AND NOT i.is_done
-            AND b.batch_id = i.batch_id AND b.status IN ('in_progress', 'cancelling')
-        RETURNING i.batch_id, i.status_code
-        """,
+            AS given (batch_id, line, status_code, request_id, body)
+        WHERE {_IS_GIVEN} AND {_NOT_DONE} RETURNING i.batch_id, i.status_code
+        """,  # noqa: S608 - constants
         [result.ref.batch_id for result in answered],
         [result.ref.line for result in answered],
         [result.status_code for result in answered],
@@ -284,20 +304,18 @@ async def _postpone(connection: Connection, results: Sequence[ItemResult]) -> No
     if not results:
         return
     rows = await connection.fetch(
-        """
-        UPDATE batch_item i SET lease_id = '', attempts = attempts + given.attempt::int,
+        f"""
+        UPDATE batch_item i SET lease_id = '', attempts = attempts + held.attempt::int,
             available_at = now() + interval '1 second'
-                * given.after_s * (CASE WHEN given.attempt THEN $7 ^ attempts ELSE 1 END),
-            is_done = attempts + given.attempt::int >= $6,
-            error_code = CASE WHEN attempts + given.attempt::int >= $6 THEN 'server_error'
+                * held.after_s * (CASE WHEN held.attempt THEN $7 ^ attempts ELSE 1 END),
+            is_done = attempts + held.attempt::int >= $6,
+            error_code = CASE WHEN attempts + held.attempt::int >= $6 THEN 'server_error'
                 ELSE '' END,
             result = convert_to('cannot answer: ' || $6::int || ' attempts failed', 'UTF8')
         FROM unnest($1::text[], $2::int[], $3::text[], $4::float8[], $5::boolean[])
-            AS given (batch_id, line, lease_id, after_s, attempt)
-        WHERE i.batch_id = given.batch_id AND i.line = given.line AND i.lease_id = given.lease_id
-            AND NOT i.is_done
-        RETURNING i.batch_id, i.is_done
-        """,
+            AS held (batch_id, line, lease_id, after_s, attempt)
+        WHERE {_IS_HELD} AND {_NOT_DONE} RETURNING i.batch_id, i.is_done
+        """,  # noqa: S608 - constants
         *_columns_of([result.ref for result in results]),
         [result.retry_after_s for result in results],
         [result.counts_as_attempt for result in results],
@@ -324,8 +342,8 @@ async def _count(connection: Connection, answered: Sequence[tuple[str, bool]]) -
 async def leased_items(connection: Connection, batch_id: str) -> int:
     """Return how many items of a batch are leased now."""
     count = await connection.fetchval(
-        "SELECT count(*) FROM batch_item WHERE batch_id = $1 AND NOT is_done"
-        " AND available_at > now() AND lease_id <> ''",
+        "SELECT count(*) FROM (SELECT FROM batch_item WHERE batch_id = $1 AND NOT is_done"
+        " AND available_at > now() AND lease_id <> '' ORDER BY available_at, line) counted",
         batch_id,
     )
     return int(count)
@@ -352,7 +370,7 @@ async def delete_items(connection: Connection, limit: int) -> int:
         return 0
     deleted = await connection.execute(
         "DELETE FROM batch_item WHERE ctid = ANY(ARRAY"
-        "(SELECT ctid FROM batch_item WHERE batch_id = $1 LIMIT $2))",
+        "(SELECT ctid FROM batch_item WHERE batch_id = $1 ORDER BY line LIMIT $2))",
         batch_id,
         limit,
     )

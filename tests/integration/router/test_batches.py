@@ -50,6 +50,10 @@ class BatchBench:
         self.node = node
         self.client = client
         self.other = other
+        self.keys = [
+            a_key(),
+            msgspec.structs.replace(a_key(OTHER_KEY), tenant_id=TenantId("other")),
+        ]
 
     async def upload(self, *lines: Any, client: openai.AsyncOpenAI | None = None) -> str:
         """Upload a file with one line each; a string is a line as it is."""
@@ -130,13 +134,12 @@ async def bench(admin: Admin, tmp_path: Path) -> AsyncIterator[BatchBench]:
             return is_known and bool(app.batch_client.access.token)
 
         await until("the router has a table", has_table, WAIT_S)
-        keys = [a_key(), msgspec.structs.replace(a_key(OTHER_KEY), tenant_id=TenantId("other"))]
-        table = a_table([a_route(node)], generation=1_000, keys=keys)
-        app.fleet.adopt(table)
         url = f"http://127.0.0.1:{app.port}"
         client = await stack.enter_async_context(a_client(url, KEY))
         other = await stack.enter_async_context(a_client(url, OTHER_KEY))
-        yield BatchBench(app, node, client, other)
+        bench = BatchBench(app, node, client, other)
+        app.fleet.adopt(a_table([a_route(node)], generation=1_000, keys=bench.keys))
+        yield bench
 
 
 async def test_a_batch_is_answered_line_by_line(bench: BatchBench) -> None:
@@ -253,10 +256,10 @@ async def test_workers_ai_queues_runs(bench: BatchBench) -> None:
     url = f"http://127.0.0.1:{bench.app.port}/client/v4/accounts/acme/ai/run/tiny"
     authorization = {"authorization": f"Bearer {KEY}"}
 
-    async def ask(body: Any, status: int = 200) -> Any:
+    async def ask(body: Any, status: int = 200, at: str = url) -> Any:
         async with (
             aiohttp.ClientSession(headers=authorization) as http,
-            http.post(f"{url}?queueRequest=true", json=body) as response,
+            http.post(f"{at}?queueRequest=true", json=body) as response,
         ):
             assert response.status == status
             answer = await response.json()
@@ -273,6 +276,12 @@ async def test_workers_ai_queues_runs(bench: BatchBench) -> None:
         }
     )
     assert (queued["status"], queued["model"]) == ("queued", "tiny")
+    names = ("tiny", "another")
+    table = a_table([a_route(bench.node)], generation=1_001, keys=bench.keys, names=names)
+    bench.app.fleet.adopt(table)
+    other = url.replace("tiny", "another")
+    (unknown,) = await ask({"request_id": queued["request_id"]}, 404, other)
+    assert (unknown["code"], queued["request_id"] in unknown["message"]) == (7003, True)
 
     async def has_responses() -> Any:
         answer = await ask({"request_id": queued["request_id"]})
@@ -471,6 +480,50 @@ async def test_a_batch_expires_with_what_it_has(bench: BatchBench, pool: Pool) -
     assert (batch.status, batch.output_file_id) == ("expired", None)
     (line,) = await bench.lines(batch.error_file_id)
     assert line["error"]["code"] == "batch_expired"
+
+
+def dies(bench: BatchBench) -> None:
+    """Let the only node refuse connections."""
+    gone = FakeNode("gone")
+    gone.port = 9
+    bench.app.fleet.adopt(a_table([a_route(gone)], generation=1_001, keys=bench.keys))
+
+
+def fails(bench: BatchBench) -> None:
+    """Let the engine answer each request with an error."""
+    bench.node.status = 500
+
+
+def is_full(bench: BatchBench) -> None:
+    """Let the engine answer each request with its own 429."""
+    bench.node.status = 429
+
+
+@pytest.mark.parametrize(("fault", "attempts"), [(dies, 0), (is_full, 0), (fails, 1)])
+async def test_only_what_an_item_may_have_caused_is_an_attempt(
+    bench: BatchBench, pool: Pool, fault: Any, attempts: int
+) -> None:
+    """Otherwise all items of a batch fail for good within seconds while no node is there."""
+    fault(bench)
+    created = await bench.client.batches.create(
+        input_file_id=await bench.upload(a_line("one")),
+        endpoint="/v1/chat/completions",
+        completion_window="24h",
+    )
+
+    async def postponed() -> Any:
+        async with using(pool) as connection:
+            return await connection.fetchrow(
+                "SELECT attempts, is_done FROM batch_item"
+                " WHERE is_done OR lease_id = '' AND available_at > '-infinity'"
+            )
+
+    row = await until("the item waits", postponed, WAIT_S)
+    assert (row["attempts"], row["is_done"]) == (attempts, False)
+    bench.node.status = 200
+    bench.app.fleet.adopt(a_table([a_route(bench.node)], generation=1_002, keys=bench.keys))
+    batch = await bench.ended(created.id)
+    assert (batch.status, batch.request_counts.completed) == ("completed", 1)
 
 
 async def test_tenants_take_turns(bench: BatchBench) -> None:

@@ -128,6 +128,7 @@ RESPONSES: Final = Surface(
     fields_of(response_create_params.ResponseCreateParamsBase),
     _NAMES
     | {
+        "background_options": {"completion_window": "soonest"},
         "input": [{"role": "user", "content": "hi"}],
         "instructions": "be brief",
         "max_output_tokens": 3,
@@ -147,7 +148,7 @@ RESPONSES: Final = Surface(
     },
     {
         "access_programs": [],
-        "background_options": {"completion_window": "2h"},
+        "background_options": {"completion_window": "8h"},
         "context_management": [],
         "image": {},
         "moderation": {},

@@ -594,25 +594,26 @@ def test_a_strict_tool_cannot_be_called_in_an_unconstrained_format() -> None:
 
 
 def answer_of(
-    text: str, finish: FinishReason, *, stream: bool, form: ToolCallFormat = HERMES
+    text: str, finish: FinishReason, *, stream: bool, parser: ToolCallParser | None = None
 ) -> list[dict[str, Any]]:
     """Tell `text` letter by letter and return the frames' choices, or the one body's."""
-    frames = frames_of(text, finish, form) if stream else []
+    parser = parser or ToolCallParser(HERMES, SCHEMAS)
+    frames = frames_of(text, finish, parser) if stream else []
     if stream:
         return [msgspec.json.decode(frame[6:])["choices"][0] for frame in frames]
-    answer, deltas = told_of(text, finish, form)
+    answer, deltas = told_of(text, finish, parser)
     for delta in deltas:
         answer.collect(delta)
     return [msgspec.json.decode(answer.complete_body(1))["choices"][0]]
 
 
-def frames_of(text: str, finish: FinishReason, form: ToolCallFormat) -> list[bytes]:
-    answer, deltas = told_of(text, finish, form)
+def frames_of(text: str, finish: FinishReason, parser: ToolCallParser) -> list[bytes]:
+    answer, deltas = told_of(text, finish, parser)
     return [frame for delta in deltas for frame in answer.chunks(delta)]
 
 
 def told_of(
-    text: str, finish: FinishReason, form: ToolCallFormat
+    text: str, finish: FinishReason, parser: ToolCallParser
 ) -> tuple[CompletionResponse, list[GenerationDelta]]:
     ids = iter(f"call_{n}" for n in range(9))
     answer = CompletionResponse(
@@ -624,7 +625,7 @@ def told_of(
         logprobs=False,
         vocabulary=VOCABULARY,
         new_call_id=lambda: next(ids),
-        choices=[ResponseChoice(0, ToolCallParser(form, SCHEMAS))],
+        choices=[ResponseChoice(0, parser)],
     )
     deltas = [GenerationDelta(1, letter, SampledToken(0), 1, 0) for letter in text]
     deltas.append(GenerationDelta(1, "", None, 1, 0, finish))
@@ -646,7 +647,8 @@ def told_of(
 def test_tagged_and_named_calls_are_assembled_by_the_openai_client(
     form: ToolCallFormat, text: str
 ) -> None:
-    body = b"".join([*frames_of(text, FinishReason.STOP, form), b"data: [DONE]\n\n"])
+    parser = ToolCallParser(form, SCHEMAS)
+    body = b"".join([*frames_of(text, FinishReason.STOP, parser), b"data: [DONE]\n\n"])
     served = httpx2.MockTransport(
         lambda _: httpx2.Response(200, content=body, headers={"content-type": "text/event-stream"})
     )
@@ -715,3 +717,50 @@ def test_a_truncated_call_finishes_with_length_and_plain_text_with_stop() -> Non
     (plain,) = answer_of("No need.", FinishReason.STOP, stream=False)
     assert plain["finish_reason"] == "stop"
     assert plain["message"] == {"role": "assistant", "content": "No need.", "refusal": None}
+
+
+NAMED_CALL: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=FORMATS.index)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": TOOLS, "tool_choice": NAMED_CALL},
+        {"tools": TOOLS[:1], "tool_choice": "required"},
+        {"tools": TOOLS, "tool_choice": "required"},
+    ],
+    ids=["named", "only", "any"],
+)
+def test_a_required_call_that_is_cut_anywhere_is_a_call_and_no_content(
+    form: ToolCallFormat, fields: dict[str, Any]
+) -> None:
+    """An output that `max_tokens` ended before the call's name had its mark as its content."""
+    tools = asked(**fields)
+    assert tools is not None
+    arguments = '{"city": "Bonn"}'
+    call = f'{{"name": "get_weather", "{form.arguments_key}": {arguments}}}'
+    text = f"\n{form.start}{call}{form.separator}{call}"
+    named_at = text.index("get_weather") + len("get_weather") + 2
+    for cut in range(len(text) + 1):
+        parser = ToolUse(tools, form, {}).parser()
+        events: list[list[str]] = []
+        for event in [*parser.feed(text[:cut]), *parser.flush()]:
+            note(events, event)
+        is_named = cut >= named_at or (len(tools.callable) == 1 and bool(text[:cut].strip()))
+        assert bool(events) == is_named, text[:cut]
+        for name, begun in events:
+            assert (name, arguments.startswith(begun)) == ("get_weather", True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_required_call_cut_before_its_arguments_has_the_shape_of_openai(stream: bool) -> None:
+    tools = asked(tools=TOOLS, tool_choice=NAMED_CALL)
+    assert tools is not None
+    parser = ToolUse(tools, HERMES, {}).parser()
+    choices = answer_of("\n<tool_call>", FinishReason.LENGTH, stream=stream, parser=parser)
+    assert choices[-1]["finish_reason"] == "length"
+    message = choices[0]["delta" if stream else "message"]
+    assert message.get("content") is None
+    (call,) = message["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": ""}

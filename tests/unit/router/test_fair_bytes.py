@@ -3,7 +3,7 @@
 from isochrone.wire.ids import TenantId
 from router.decide.admission.fair_bytes import FairBytes
 
-FLOOD, SMALL = TenantId("flood"), TenantId("small")
+FLOOD, SMALL, OTHER = TenantId("flood"), TenantId("small"), TenantId("other")
 
 
 def test_a_tenant_leaves_as_much_as_it_holds() -> None:
@@ -16,6 +16,15 @@ def test_a_tenant_leaves_as_much_as_it_holds() -> None:
     held.give_back(FLOOD, 20)
     assert held.total == 25
     assert held.take(FLOOD, 37) and not held.take(FLOOD, 2)
+
+
+def test_it_is_said_whose_bytes_leave_no_room() -> None:
+    held = FairBytes(100)
+    assert held.take(FLOOD, 40)
+    assert not held.take(FLOOD, 30) and held.is_own_share(FLOOD, 30)
+    assert held.take(SMALL, 25)
+    assert not held.take(FLOOD, 15) and not held.is_own_share(FLOOD, 15)
+    assert not held.take(OTHER, 36) and not held.is_own_share(OTHER, 36)
 
 
 def test_nothing_is_kept_of_tenants_that_hold_nothing() -> None:

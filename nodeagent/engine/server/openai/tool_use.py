@@ -42,5 +42,10 @@ class ToolUse:
 
     def parser(self) -> ToolCallParser:
         """Return a parser for one output."""
-        only_one = self.tools.calls_max == 1
-        return ToolCallParser(self.call_format, self.tools.schemas, only_one=only_one)
+        tools = self.tools
+        return ToolCallParser(
+            self.call_format,
+            tools.schemas,
+            only_one=tools.calls_max == 1,
+            must_call=tools.must_call,
+        )
