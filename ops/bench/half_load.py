@@ -30,7 +30,6 @@ from ops.bench.relay import (
     load_pattern,
     router_key,
     running,
-    until_open,
 )
 
 BACKEND_PORT = 18101
@@ -115,15 +114,13 @@ def main() -> None:
         folder = Path(temporary)
         os.sched_setaffinity(0, cores[1:] or cores)
         backend_command = [sys.executable, "-m", "ops.bench.backend", str(BACKEND_PORT)]
-        stack.enter_context(running(backend_command, folder / "backend.log"))
-        until_open(BACKEND_PORT)
+        stack.enter_context(running(backend_command, folder / "backend.log", BACKEND_PORT))
         targets = [("direct", BACKEND_PORT, "x")]
         for router in contestants(arguments.peers.absolute(), folder, arguments.replicas):
             if arguments.only and not any(part in router.name for part in arguments.only):
                 continue
             log = folder / f"{router.port}.log"
-            stack.enter_context(running(router.command, log, router.environment))
-            until_open(router.port)
+            stack.enter_context(running(router.command, log, router.port, router.environment))
             targets.append((router.name, router.port, router_key(router, folder)))
         os.sched_setaffinity(0, cores[:1])
         results: dict[str, list[list[float]]] = {}

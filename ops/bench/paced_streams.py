@@ -35,7 +35,6 @@ from ops.bench.relay import (
     router_key,
     running,
     until_idle,
-    until_open,
 )
 
 FOLDER = Path(__file__).parent
@@ -97,8 +96,7 @@ def measure(
         assert generator.stdin is not None and generator.stdout is not None
         try:
             assert line_of(generator.stdout) == "listening"
-            with running(router.command, log, router.environment) as process:
-                until_open(router.port)
+            with running(router.command, log, router.port, router.environment) as process:
                 until_idle(process)
                 key = router_key(router, folder)
                 head = (

@@ -176,18 +176,25 @@ def contestants(peers: Path, folder: Path, replicas: int = 1) -> list[RouterCont
 
 @contextmanager
 def running(
-    command: list[str], log: Path, settings: dict[str, str] | None = None
+    command: list[str], log: Path, port: int, settings: dict[str, str] | None = None
 ) -> Iterator[psutil.Process]:
-    """Run a process with `settings` in its environment; on exit kill it and its children."""
+    """Run a server with `settings` in its environment, once it listens on `port`.
+
+    On exit it and its children are killed. Raises SystemExit if it does not listen in time, also if
+    another process does: a router that an interrupted run has left would share the port.
+    """
     environment = {
         **os.environ,
         **(settings or {}),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
     }
+    if is_open(port):
+        raise SystemExit(f"cannot measure: another process listens on port {port}; end it first")
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=ROOT)
         try:
+            until_open(port)
             yield psutil.Process(process.pid)
         finally:
             family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]
@@ -196,13 +203,18 @@ def running(
             process.wait()
 
 
+def is_open(port: int) -> bool:
+    """Return whether a server listens on the port."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def until_open(port: int) -> None:
     """Wait until a server listens on the port."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
+        if is_open(port):
+            return
         time.sleep(0.1)
     raise SystemExit(f"cannot measure: no server listens on port {port} after {START_S:g} s")
 
@@ -359,15 +371,15 @@ def measure_all(arguments: argparse.Namespace, replicas: int) -> None:
         folder = Path(name)
         started: list[tuple[RouterContestant, psutil.Process]] = []
         server = [sys.executable, "-m", "ops.bench.backend", str(BACKEND_PORT)]
-        direct = stack.enter_context(running(server, folder / "backend.log"))
-        until_open(BACKEND_PORT)
+        direct = stack.enter_context(running(server, folder / "backend.log", BACKEND_PORT))
         started.append((RouterContestant("direct", BACKEND_PORT, []), direct))
         for router in contestants(arguments.peers.absolute(), folder, replicas):
             if arguments.only and not any(part in router.name for part in arguments.only):
                 continue
             log = folder / f"{router.port}.log"
-            process = stack.enter_context(running(router.command, log, router.environment))
-            until_open(router.port)
+            process = stack.enter_context(
+                running(router.command, log, router.port, router.environment)
+            )
             started.append((router, process))
         time.sleep(5)
         keys = {router.name: router_key(router, folder) for router, _ in started}

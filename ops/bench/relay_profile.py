@@ -32,7 +32,7 @@ import uvloop
 
 from ops.bench import backend
 from ops.bench.bench_router import KEY, identity, route_table
-from ops.bench.relay import PATH, load_pattern, running, until_open
+from ops.bench.relay import PATH, load_pattern, running
 from router.app import open_router
 from router.config import RouterConfig
 
@@ -145,8 +145,7 @@ async def profile(arguments: argparse.Namespace) -> None:
         server = [sys.executable, "-m", "ops.bench.backend", str(BACKEND_PORT)]
         if arguments.handoffs == "reported":
             server.append("r-001")
-        with running(server, folder / "backend.log"):
-            until_open(BACKEND_PORT)
+        with running(server, folder / "backend.log", BACKEND_PORT):
             async with open_router(config, identity(folder)) as app:
                 rate = SLOW_TOKENS_PER_S if arguments.handoffs else FAST_TOKENS_PER_S
                 app.fleet.adopt(route_table(BACKEND_PORT, arguments.routes, rate))

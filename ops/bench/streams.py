@@ -16,7 +16,7 @@ from typing import cast
 import psutil
 import uvloop
 
-from ops.bench.relay import running, until_open
+from ops.bench.relay import running
 
 BACKEND_PORT = 18131
 PORT = 18132
@@ -81,11 +81,9 @@ async def measure(count: int) -> None:
             name,
         ]
         with (
-            running(backend_command, folder / "backend.log"),
-            running(router_command, folder / "router.log") as router,
+            running(backend_command, folder / "backend.log", BACKEND_PORT),
+            running(router_command, folder / "router.log", PORT) as router,
         ):
-            until_open(BACKEND_PORT)
-            until_open(PORT)
             await asyncio.sleep(1)
             key = (folder / "router.log").read_bytes().split()[0]
             await open_streams(50, key)

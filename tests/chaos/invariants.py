@@ -142,10 +142,16 @@ def check_logs(fleet: Fleet, load: Load) -> None:
         assert PROMPT not in text, f"a prompt is in {path.name}"
         assert "\nTraceback (most recent call last)" not in text, f"{path.name}: {text[-4000:]}"
         for line in log_lines(path):
-            error = str(line.get("exception", "")).strip().rpartition("\n")[2]
+            error = last_error(str(line.get("exception", "")))
             name = error.partition(":")[0]
             is_of_a_fault = name.endswith(ERRORS_OF_FAULTS) or name.startswith(PACKAGES_OF_FAULTS)
             assert not error or is_of_a_fault, f"{path.name}: {line}"
+
+
+def last_error(traceback: str) -> str:
+    """Return the line of a traceback that names its last error, above what explains it."""
+    lines = [x for x in traceback.splitlines() if x and not x.startswith(("DETAIL:", "HINT:"))]
+    return lines[-1] if lines else ""
 
 
 def log_lines(path: Path) -> Iterator[dict[str, Any]]:
