@@ -3,7 +3,7 @@
     .engines/vllm/bin/python -m ops.bench.batch_vllm_steps [--rounds 4] [--seconds 20]
         [--rules before paced now] [--items 16 8 4 2 1]
 
-Steps a real vLLM in this process, without a server around it, as `small_tenant_vllm` does.
+Steps a real vLLM in this process, without a server around it, as `stepped_vllm.py` does.
 Requests wait for a seat as they do on a node, whose rules are compared in alternating rounds on the
 same engine: `before`, items begin as soon as a seat is free (as in earlier releases); `paced`, they
 begin at the pace of `nodeagent/decide/requests/item_pace.py`; `now`, a client's request also ends
@@ -18,27 +18,31 @@ which the engine answers items alone, less the share of the time that clients al
 import argparse
 import random
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any, Final
 
 from isochrone.ttft_order import TtftObjective
 from nodeagent.decide.requests.item_pace import ItemPace
 from nodeagent.decide.requests.preemption import BatchItem
-from nodeagent.decide.requests.seats import STARTED_AFTER_S, SeatRequest, Seats, spare_seats
-from ops.bench.small_tenant_vllm import TOKEN_IDS, ProcessorTime, load, quantile_ms
+from nodeagent.decide.requests.seats import SeatRequest, Seats, spare_seats
+from ops.bench.stepped_vllm import (
+    SEATS,
+    TOKEN_IDS,
+    ProcessorTime,
+    SteppedRequest,
+    SteppedVllm,
+    load,
+    quantile_ms,
+)
 
 STEP_TOKENS_MAX: Final = 2048
 """vLLM's default on CPUs."""
 
-SEQUENCES: Final = 16
 CLIENT_PROMPT_TOKENS: Final = (100, 300)
 CLIENT_TOKENS: Final = 4
 ITEM_PROMPT_TOKENS: Final = 85
 ITEM_TOKENS: Final = 24
 CLIENT_INTERVAL_S: Final = 1.2
-ITEM_PRIORITY: Final = 50
 SETTLE_S: Final = 3.0
 RESEND_S: Final = 0.5
 """After so long a router sends an item again that was preempted."""
@@ -100,30 +104,13 @@ class StepFigures:
         return self.idle_s / self.seconds
 
 
-@dataclass
-class SteppedBatchRequest:
-    """A client's request or an item, with its prompt."""
-
-    prompt: list[int]
-    tokens: int
-    sent_at_s: float
-    seat: SeatRequest
-    seated_at_s: float = 0.0
-    has_token: bool = False
-
-
-class SteppedVllm:
+class BatchedVllm(SteppedVllm):
     """A vLLM with clients and a backlog of items, `items_max` of which are there at once."""
 
     def __init__(self, engine: Any, seats: Seats, items_max: int, clock: ProcessorTime) -> None:
-        self._engine = engine
-        self._seats = seats
+        super().__init__(engine, seats, clock)
         self._items_max = items_max
-        self._clock = clock
         self._rng = random.Random(1)
-        self._number = 0
-        self._open: dict[str, SteppedBatchRequest] = {}
-        self._ids: dict[SeatRequest, str] = {}
         self._items_here = 0
         self._resend: deque[tuple[float, list[int], int]] = deque()
         self._found = StepFigures()
@@ -144,20 +131,11 @@ class SteppedVllm:
             if not self._engine.has_unfinished_requests():
                 self._clock.idle(0.001)
                 found.idle_s += 0.001
-            before_s = self._clock.now_s()
-            outputs = self._engine.step()
+            outputs = self._step(found.steps_s)
             now_s = self._clock.now_s()
-            if outputs:
-                found.steps_s.append(now_s - before_s)
             for output in outputs:
                 self._take(output, now_s)
         found.seconds += now_s - began_s
-
-    def drain(self) -> None:
-        """Drop all requests."""
-        self._engine.abort_request(list(self._open))
-        while self._engine.has_unfinished_requests():
-            self._engine.step()
 
     def _add_items(self, now_s: float) -> None:
         """Keep items here, those that were preempted a while ago first."""
@@ -173,9 +151,7 @@ class SteppedVllm:
         now_s = self._clock.now_s()
         yields = item is not None
         seat = self._seats.request("tenant", TtftObjective(now_s), now_s, yields=yields, item=item)
-        self._number += 1
-        request_id = self._ids[seat] = f"{id(self):x}-{self._number}"
-        self._open[request_id] = SteppedBatchRequest(prompt, tokens, sent_at_s, seat)
+        request_id = self._open_request(SteppedRequest(seat, prompt, tokens, sent_at_s))
         if item is not None:
             self._items_here += 1
             item.on_preempt(lambda: self._preempt(request_id, item))
@@ -187,38 +163,19 @@ class SteppedVllm:
 
     def _preempt(self, request_id: str, item: BatchItem) -> None:
         now_s = self._clock.now_s()
-        request = self._open.pop(request_id)
-        del self._ids[request.seat]
+        prompt = self._open[request_id].prompt
         self._engine.abort_request([request_id])
         self._found.preempted += 1
         self._items_here -= 1
-        self._resend.append((now_s + RESEND_S, request.prompt, item.preemptions + 1))
-        self._send(self._seats.release(request.seat, now_s))
+        self._resend.append((now_s + RESEND_S, prompt, item.preemptions + 1))
+        self._close(request_id, now_s)
 
     def _pass_time(self, now_s: float) -> None:
         """Do what the node's timers do."""
-        for request in list(self._open.values()):
-            is_due = now_s - request.seated_at_s >= STARTED_AFTER_S
-            if request.seat.is_seated and not request.seat.has_started and is_due:
-                self._send(self._seats.record_start(request.seat, now_s))
+        self._start_overdue(now_s)
         due_s = self._seats.next_fill_s
         if due_s is not None and due_s <= now_s:
             self._send(self._seats.fill(now_s))
-
-    def _send(self, seated: Sequence[SeatRequest]) -> None:
-        for seat in seated:
-            request_id = self._ids[seat]
-            request = self._open[request_id]
-            request.seated_at_s = self._clock.now_s()
-            params = import_module("vllm").SamplingParams(
-                max_tokens=request.tokens, temperature=0, ignore_eos=True
-            )
-            self._engine.add_request(
-                request_id,
-                {"prompt_token_ids": request.prompt},
-                params,
-                priority=ITEM_PRIORITY if seat.yields else 0,
-            )
 
     def _take(self, output: Any, now_s: float) -> None:
         """Count what a step generated for a request."""
@@ -231,10 +188,9 @@ class SteppedVllm:
             self._found.ttft_s.append(now_s - request.sent_at_s)
             self._send(self._seats.record_start(request.seat, now_s))
         if output.finished:
-            del self._open[output.request_id], self._ids[request.seat]
             self._found.items += is_item
             self._items_here -= is_item
-            self._send(self._seats.release(request.seat, now_s))
+            self._close(output.request_id, now_s)
 
     def _prompt(self, tokens: int) -> list[int]:
         return [self._rng.randrange(*TOKEN_IDS) for _ in range(tokens)]
@@ -243,14 +199,14 @@ class SteppedVllm:
 def measure(rounds: int, seconds: float, rules: list[str], limits: list[int]) -> None:
     """Run all cases in turn, and print the table after each of them."""
     engine, clock, rng = load(STEP_TOKENS_MAX), ProcessorTime(), random.Random(1)
-    surplus = SEQUENCES // 8
-    cases = {rule: (RULES[rule], SEQUENCES + surplus) for rule in rules}
+    surplus = SEATS // 8
+    cases = {rule: (RULES[rule], SEATS + surplus) for rule in rules}
     cases |= {f"{limit} items": (Seats, limit) for limit in limits}
     figures: defaultdict[str, StepFigures] = defaultdict(StepFigures)
     for number in range(rounds):
         for name in (ALONE, IDLE, *rng.sample(list(cases), len(cases))):
-            kind, items_max = cases.get(name, (Seats, 0 if name == ALONE else SEQUENCES + surplus))
-            stepped = SteppedVllm(engine, kind(SEQUENCES, spare_seats(SEQUENCES)), items_max, clock)
+            kind, items_max = cases.get(name, (Seats, 0 if name == ALONE else SEATS + surplus))
+            stepped = BatchedVllm(engine, kind(SEATS, spare_seats(SEATS)), items_max, clock)
             has_clients = name != IDLE
             stepped.run(SETTLE_S, StepFigures(), has_clients=has_clients)
             stepped.run(seconds, figures[name], has_clients=has_clients)

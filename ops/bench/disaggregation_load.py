@@ -8,12 +8,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import msgspec
-
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from ops.bench.engine_node import NodeClient
+from ops.bench.streamed_answer import stream_frames
 from ops.sim.traces import MOONCAKE_BLOCK, TraceSlice, mooncake
 
 PROMPT_TOKENS_MAX: Final = 1800
@@ -128,11 +127,8 @@ async def ask(
                 continue
             if response.status != 200:
                 raise SystemExit(f"cannot measure: {response.status} {await response.text()}")
-            async for line in response.content:
-                if not line.startswith(b"data: {"):
-                    continue
-                choices = msgspec.json.decode(line[6:]).get("choices")
-                if choices:
+            async for frame in stream_frames(response.content):
+                if choices := frame.get("choices"):
                     if not times:
                         on_first()
                     times.append(time.monotonic())

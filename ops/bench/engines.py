@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import aiohttp
 import msgspec
@@ -31,6 +31,7 @@ from nodeagent.drivers import DRIVERS
 from nodeagent.host.devices import CPU, DeviceReader
 from nodeagent.host.engines.engine_process import EngineProcess
 from nodeagent.host.engines.engine_record import EngineRecord
+from ops.bench.streamed_answer import read_chat
 from ops.engines.vllm_cpu import ROOT, small_chat_model
 from tests.system.harness import Fleet, a_fleet, until
 
@@ -161,21 +162,16 @@ class EngineTrial:
         }
         sent = {"authorization": f"Bearer {self._fleet.key}"}
         url = f"{self._fleet.endpoint(CITY)}/v1/chat/completions"
-        started_s, first_s, last_s = time.monotonic(), 0.0, 0.0
-        usage: dict[str, Any] = {}
+        started_s = time.monotonic()
         async with http.post(url, json=body, headers=sent) as response:
             response.raise_for_status()
-            async for line in response.content:
-                if not line.startswith(b"data: {"):
-                    continue
-                frame = msgspec.json.decode(line[6:])
-                usage = frame.get("usage") or usage
-                if any(choice["delta"].get("content") for choice in frame["choices"]):
-                    last_s = time.monotonic() - started_s
-                    first_s = first_s or last_s
-        if not first_s:
-            raise SystemExit(f"cannot measure {self._name}: an answer has no text")
-        return Answer(first_s, last_s, usage["prompt_tokens"], usage["completion_tokens"])
+            first_at_s, last_at_s, usage = await read_chat(response.content)
+        return Answer(
+            first_at_s - started_s,
+            last_at_s - started_s,
+            usage["prompt_tokens"],
+            usage["completion_tokens"],
+        )
 
     async def load(self, clients: int, rounds: int) -> LoadFigures:
         """Stream answers with a number of clients at once, each one after the other."""

@@ -56,7 +56,7 @@ def main() -> None:
     print(HEAD.format(statsmodels=statsmodels.__version__, python=platform.python_version()))
     print("## Whole models\n")
     whole = [row for model in MODELS for row in judge(model, read(folder, model)[0])]
-    show(whole)
+    show(whole, worst=9)
     print("\n## A model's clients divided among four cities\n")
     print("Harder: single clients' batch jobs have more weight. No constant was tuned on these.\n")
     cities = [
@@ -208,12 +208,11 @@ def pinball(values: Values, predicted: Values, quantile: float) -> float:
     return float(np.mean(np.where(error >= 0, quantile * error, (quantile - 1) * error)))
 
 
-def show(rows: list[dict[str, Any]], worst: int = 0) -> None:
-    """Print a table and its summary; with `worst`, only so many of the worst rows."""
+def show(rows: list[dict[str, Any]], worst: int) -> None:
+    """Print a table of the worst rows, and a summary of all."""
     ratios = {id(row): _ratio(row) for row in rows}
-    shown = sorted(rows, key=lambda row: -ratios[id(row)])[:worst] if worst else rows
-    if worst:
-        print(f"The {worst} worst of {len(rows)}:\n")
+    shown = sorted(rows, key=lambda row: -ratios[id(row)])[:worst]
+    print(f"The {worst} worst of {len(rows)}:\n")
     print("| traffic | ahead, min | quantile | " + " | ".join(PEERS) + " | ours | cover |")
     print("|---|---|---|" + "---|" * (len(PEERS) + 2))
     for row in shown:

@@ -1,6 +1,6 @@
 """Compares the planner's estimated rates with published throughput.
 
-    python -m ops.bench.planner_rates
+    python -m ops.bench.planner_rates [--rows]
 
 Each published figure is of a stated input and output length, at full load or with a stated number
 of concurrent requests. The planner's step times (`scheduler/decide/capacity/step_time.py`) give the
@@ -9,6 +9,7 @@ in a batch for its output. Full load means as many sequences as the KV cache hol
 """
 
 import argparse
+from collections import defaultdict
 from statistics import median
 from typing import Final, NamedTuple
 
@@ -117,23 +118,48 @@ def estimated_tokens_per_s(row: PublishedRate) -> float:
     return row.output_tokens / (prefill_s + decode_s)
 
 
-def main() -> None:
-    """Print the table and how many estimates are within the goal."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
+def print_rows() -> None:
+    """Print each published figure beside its estimate."""
     print("| model | bits | devices | in / out | load | published tok/s | estimated | ratio |")
     print("|---|---|---|---|---|---|---|---|")
-    ratios = []
     for row in PUBLISHED:
         estimate = estimated_tokens_per_s(row)
-        ratios.append(estimate / row.tokens_per_s)
         print(
             f"| {row.model} | {row.bits} | {row.devices} x {row.device_class}"
             f" | {row.input_tokens} / {row.output_tokens} | {row.concurrency or 'full'}"
-            f" | {row.tokens_per_s:,.0f} | {estimate:,.0f} | {ratios[-1]:.2f} |"
+            f" | {row.tokens_per_s:,.0f} | {estimate:,.0f} | {estimate / row.tokens_per_s:.2f} |"
         )
+
+
+def print_summary() -> None:
+    """Print how near the estimates are for each model and kind of devices."""
+    print("| model | bits | devices | figures | within 25 % | lowest ratio | highest ratio |")
+    print("|---|---|---|---|---|---|---|")
+    groups: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    for row in PUBLISHED:
+        ratio = estimated_tokens_per_s(row) / row.tokens_per_s
+        load = f", {row.concurrency} at once" if row.concurrency else ""
+        name = f"{row.model} | {row.bits} | {row.devices} x {row.device_class}"
+        setting = f"{row.input_tokens} / {row.output_tokens}{load}"
+        groups[name].append((ratio, f"{ratio:.2f} ({setting})"))
+    for name, cells in groups.items():
+        within = sum(1 / GOAL <= ratio <= GOAL for ratio, _ in cells)
+        lowest, highest = min(cells)[1], max(cells)[1]
+        print(f"| {name} | {len(cells)} | {within} | {lowest} | {highest} |")
+    ratios = [ratio for cells in groups.values() for ratio, _ in cells]
     within = sum(1 / GOAL <= ratio <= GOAL for ratio in ratios)
     print(f"\nwithin 25 %: {within} of {len(ratios)}; median ratio {median(ratios):.2f}")
     print("sources:", "; ".join(sorted({row.source for row in PUBLISHED})))
+
+
+def main() -> None:
+    """Print a summary, or every row."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", action="store_true", help="print each published figure")
+    if parser.parse_args().rows:
+        print_rows()
+    else:
+        print_summary()
 
 
 if __name__ == "__main__":

@@ -13,22 +13,24 @@ times that do not depend on the answers: every rule computes equally many.
 """
 
 import argparse
-import os
 import random
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from pathlib import Path
 from typing import Any, Final
 
 from isochrone.ttft_order import TtftObjective
-from nodeagent.decide.requests.seats import STARTED_AFTER_S, SeatRequest, Seats, spare_seats
+from nodeagent.decide.requests.seats import Seats, spare_seats
+from ops.bench.stepped_vllm import (
+    SEATS,
+    TOKEN_IDS,
+    ProcessorTime,
+    SteppedRequest,
+    SteppedVllm,
+    load,
+    quantile_ms,
+)
 
-MODEL: Final = Path(__file__).parents[2] / ".engines" / "smollm2"
-SEATS: Final = 16
 STEP_TOKENS_MAX: Final = 256
-"""The seats and the longest step of a deployment with `max_num_seqs = 16`."""
+"""The longest step of a deployment with `max_num_seqs = 16`."""
 
 PROMPT_TOKENS: Final = 40
 FLOOD_TOKENS: Final = 32
@@ -36,7 +38,6 @@ PROBE_TOKENS: Final = 4
 PROBE_INTERVAL_S: Final = 0.8
 SETTLE_S: Final = 4.0
 RULES: Final = ("at once", "now", "no timer")
-TOKEN_IDS: Final = (100, 20_000)
 
 
 class SeatsAtOnce(Seats):
@@ -58,33 +59,7 @@ class VllmRuleResult:
     """The tokens per second of each round."""
 
 
-@dataclass
-class SteppedRequest:
-    """A request that waits for a seat or has one."""
-
-    seat: SeatRequest
-    tokens: int
-    sent_at_s: float
-    seated_at_s: float = 0.0
-    has_token: bool = False
-
-
-class ProcessorTime:
-    """The processor seconds of this process, and the seconds that it was idle."""
-
-    def __init__(self) -> None:
-        self._idle_s = 0.0
-
-    def now_s(self) -> float:
-        """Return the time."""
-        return time.process_time() + self._idle_s
-
-    def idle(self, seconds: float) -> None:
-        """Let time pass."""
-        self._idle_s += seconds
-
-
-class FloodedVllm:
+class FloodedVllm(SteppedVllm):
     """A vLLM whose seats one tenant keeps taken, and another tenant's probes."""
 
     def __init__(
@@ -97,15 +72,10 @@ class FloodedVllm:
         *,
         has_timer: bool,
     ) -> None:
-        self._engine = engine
-        self._seats = seats
+        super().__init__(engine, seats, clock)
         self._flood = flood
         self._rng = rng
-        self._clock = clock
         self._has_timer = has_timer
-        self._number = 0
-        self._open: dict[str, SteppedRequest] = {}
-        self._ids: dict[SeatRequest, str] = {}
 
     def run(self, seconds: float, found: VllmRuleResult) -> None:
         """Step the engine for some seconds of processor time."""
@@ -121,11 +91,8 @@ class FloodedVllm:
                 next_probe_s += PROBE_INTERVAL_S * self._rng.uniform(0.5, 1.5)
             if not self._engine.has_unfinished_requests():
                 self._clock.idle(0.001)
-            before_s = self._clock.now_s()
-            outputs = self._engine.step()
+            outputs = self._step(found.steps_s)
             now_s = self._clock.now_s()
-            if outputs:
-                found.steps_s.append(now_s - before_s)
             for output in outputs:
                 self._take(output, now_s, found)
             if self._has_timer:
@@ -133,31 +100,12 @@ class FloodedVllm:
         found.seconds += now_s - started_s
         found.rounds.append((found.tokens - tokens_before) / (now_s - started_s))
 
-    def drain(self) -> None:
-        """Drop all requests."""
-        self._engine.abort_request(list(self._open))
-        while self._engine.has_unfinished_requests():
-            self._engine.step()
-
     def _ask(self, tenant: str, tokens: int, sent_at_s: float) -> None:
         now_s = self._clock.now_s()
         seat = self._seats.request(tenant, TtftObjective(now_s), now_s)
-        self._number += 1
-        request_id = self._ids[seat] = f"{id(self):x}-{self._number}"
-        self._open[request_id] = SteppedRequest(seat, tokens, sent_at_s)
+        prompt = [self._rng.randrange(*TOKEN_IDS) for _ in range(PROMPT_TOKENS)]
+        self._open_request(SteppedRequest(seat, prompt, tokens, sent_at_s))
         self._send([seat] if seat.is_seated else [])
-
-    def _send(self, seated: Sequence[SeatRequest]) -> None:
-
-        for seat in seated:
-            request_id = self._ids[seat]
-            request = self._open[request_id]
-            request.seated_at_s = self._clock.now_s()
-            prompt = [self._rng.randrange(*TOKEN_IDS) for _ in range(PROMPT_TOKENS)]
-            params = import_module("vllm").SamplingParams(
-                max_tokens=request.tokens, temperature=0, ignore_eos=True
-            )
-            self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
 
     def _take(self, output: Any, now_s: float, found: VllmRuleResult) -> None:
         """Count what a step generated for a request."""
@@ -169,48 +117,7 @@ class FloodedVllm:
                 found.ttft_s.append(now_s - request.sent_at_s)
             self._send(self._seats.record_start(request.seat, now_s))
         if output.finished:
-            del self._open[output.request_id], self._ids[request.seat]
-            self._send(self._seats.release(request.seat, now_s))
-
-    def _start_overdue(self, now_s: float) -> None:
-        """Do what the node's timers do."""
-        for request in list(self._open.values()):
-            is_due = now_s - request.seated_at_s >= STARTED_AFTER_S
-            if request.seat.is_seated and not request.seat.has_started and is_due:
-                self._send(self._seats.record_start(request.seat, now_s))
-
-
-def load(step_tokens_max: int) -> Any:
-    """Load vLLM with one thread, in this process."""
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    from vllm import EngineArgs, LLMEngine
-
-    return LLMEngine.from_engine_args(
-        EngineArgs(
-            model=str(MODEL),
-            dtype="bfloat16",
-            max_model_len=2048,
-            max_num_seqs=SEATS + spare_seats(SEATS),
-            max_num_batched_tokens=step_tokens_max,
-            kv_cache_memory_bytes=1 << 29,
-            gpu_memory_utilization=0.05,
-            enforce_eager=True,
-            enable_prefix_caching=True,
-            scheduling_policy="priority",
-            async_scheduling=False,
-        )
-    )
-
-
-def quantile_ms(values: list[float], share: float) -> float:
-    """Return the value at `share` of the sorted values, in milliseconds."""
-    return 1000 * sorted(values)[min(len(values) - 1, int(share * len(values)))]
+            self._close(output.request_id, now_s)
 
 
 def main() -> None:

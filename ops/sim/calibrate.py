@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from isochrone.wire.http import headers
+from ops.bench.streamed_answer import stream_frames
 from ops.fleet import layout, model
 from ops.fleet.bring_up import LocalFleet
 from ops.fleet.cities import CITIES, City
@@ -133,10 +134,7 @@ class CityClients:
         first = last = 0.0
         usage: dict[str, Any] = {}
         async with self._http.post(url, data=body, headers=sent) as response:
-            async for line in response.content:
-                if not line.startswith(b"data: {"):
-                    continue
-                frame = msgspec.json.decode(line[6:])
+            async for frame in stream_frames(response.content):
                 if "error" in frame:
                     raise RuntimeError(f"cannot calibrate: {frame['error']['message']}")
                 usage = frame.get("usage") or usage

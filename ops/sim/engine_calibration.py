@@ -32,6 +32,7 @@ from isochrone.wire.ids import DeviceId
 from isochrone.wire.models.model import EngineSettings
 from nodeagent.drivers.driver import CHAT_PATH
 from nodeagent.host.engines.engine_process import EngineProcess
+from ops.bench.streamed_answer import read_chat
 from ops.engines.vllm_cpu import small_chat_model
 from ops.sim.calibration import ITL_TOKENS_MIN, FittedReplica, ProfileProbe, fit_replicas
 from ops.sim.measure import percentile
@@ -128,21 +129,13 @@ async def answer(
     data = engine.salted(CHAT_PATH, msgspec.json.encode(body), salt)
     sent = {"content-type": "application/json", headers.CACHE_SALT: salt}
     sent_s = time.monotonic()
-    first_s = last_s = 0.0
-    usage: dict[str, int] = {}
     async with engine.http.post(CHAT_PATH, data=data, headers=sent) as response:
         response.raise_for_status()
-        async for line in response.content:
-            if not line.startswith(b"data: {"):
-                continue
-            frame = msgspec.json.decode(line[6:])
-            usage = frame.get("usage") or usage
-            if any(choice["delta"].get("content") for choice in frame["choices"]):
-                last_s = time.monotonic() - sent_s
-                first_s = first_s or last_s
+        first_at_s, last_at_s, usage = await read_chat(response.content)
     generated = usage["completion_tokens"]
-    itl_s = (last_s - first_s) / max(1, generated - 1)
-    return MeasuredAnswer(sent_s - began_s, usage["prompt_tokens"], generated, first_s, itl_s)
+    itl_s = (last_at_s - first_at_s) / max(1, generated - 1)
+    ttft_s = first_at_s - sent_s
+    return MeasuredAnswer(sent_s - began_s, usage["prompt_tokens"], generated, ttft_s, itl_s)
 
 
 async def profile(engine: EngineProcess, name: str, chance: random.Random) -> list[ProfileProbe]:

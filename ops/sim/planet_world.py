@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Final, NamedTuple
 from zoneinfo import ZoneInfo
 
+import msgspec
 import numpy as np
 
-from isochrone.wire.ids import DeploymentId, DeviceId, ModelId, NodeId, PopId
+from isochrone.wire.ids import DeploymentId, ModelId, PopId
 from isochrone.wire.models.model import CatalogModel, Deployment, EngineSettings, PlacementPolicy
-from isochrone.wire.peers.report import NodeDevice, ReplicaProfile
+from isochrone.wire.peers.report import ReplicaProfile
 from isochrone.wire.peers.routes import Pop
 from ops.sim.data import folder_argument, rows
-from ops.sim.small_worlds import a_model, devices_for, speed_profile
+from ops.sim.small_worlds import a_model, a_node, devices_for, speed_profile
 from scheduler.decide.arrays import Floats
 from scheduler.decide.capacity.device_classes import CLASSES, GIB
 from scheduler.decide.cluster import DemandRate, FleetNode, MeasuredProfile
@@ -196,24 +197,8 @@ def _nodes(rng: np.random.Generator, rank: int, pop: Pop) -> list[FleetNode]:
     else:
         kind = str(rng.choice(["l40s-48g", "l4-24g"]))
         count, devices = int(rng.integers(1, 4)), 4
-    memory = int(CLASSES[kind].memory_bytes * 0.95)
-    return [
-        FleetNode(
-            node_id=NodeId(f"{pop.pop}-{number}"),
-            pop=pop.pop,
-            address=f"http://{pop.pop}-{number}",
-            devices=tuple(
-                NodeDevice(
-                    device_id=DeviceId(f"gpu{index}"),
-                    device_class=kind,
-                    memory_bytes=memory,
-                )
-                for index in range(devices)
-            ),
-            disk_free_bytes=20 * 10**12,
-        )
-        for number in range(count)
-    ]
+    nodes = (a_node(pop, number, kind, devices) for number in range(count))
+    return [msgspec.structs.replace(node, disk_free_bytes=20 * 10**12) for node in nodes]
 
 
 def _catalogue(

@@ -125,6 +125,11 @@ def speed_profile(weights_gb: float, devices: int, speed: float) -> ReplicaProfi
 
 def _node(rng: np.random.Generator, pop: Pop, number: int) -> FleetNode:
     kind = DEVICE_CLASSES[int(rng.choice(3, p=[0.4, 0.3, 0.3]))]
+    return a_node(pop, number, kind, int(rng.choice([1, 2, 4])))
+
+
+def a_node(pop: Pop, number: int, kind: str, devices: int) -> FleetNode:
+    """Return a node with devices of one class; 95 % of their memory is usable."""
     memory = int(CLASSES[kind].memory_bytes * 0.95)
     return FleetNode(
         node_id=NodeId(f"{pop.pop}-{number}"),
@@ -136,7 +141,7 @@ def _node(rng: np.random.Generator, pop: Pop, number: int) -> FleetNode:
                 device_class=kind,
                 memory_bytes=memory,
             )
-            for index in range(int(rng.choice([1, 2, 4])))
+            for index in range(devices)
         ),
     )
 

@@ -10,7 +10,8 @@ name the hub. The URLs it redirects to carry a signature in their query, so mess
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from ssl import SSLContext
@@ -35,6 +36,7 @@ from nodeagent.host.artifacts.download import (
 CHUNK_BYTES: Final = 1024 * 1024
 REDIRECTS_MAX: Final = 5
 ANSWER_TIMEOUT_S: Final = 60.0
+TRANSFER_TIMEOUT: Final = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=60.0)
 
 LOCAL_SCHEMES: Final = ("file:", "pypi:")
 """Prefixes of the sources that name files of this machine."""
@@ -149,17 +151,12 @@ class ArtifactSources:
             return await self._fetch_from_cluster(source, download, offset)
         url, is_hub = self._url(source, path), source.startswith("hf:")
         connector = aiohttp.TCPConnector(resolver=None if self._private else PublicResolver())
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=60.0)
-        session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
-        try:
+        session = aiohttp.ClientSession(
+            connector=connector, timeout=TRANSFER_TIMEOUT, auto_decompress=False
+        )
+        with _transfer_errors(path, source):
             async with session as http, await self._follow(http, url, offset, is_hub) as response:
-                offset = offset if response.status == 206 else 0
-                chunks = response.content.iter_chunked(CHUNK_BYTES)
-                return await download.append(chunks, offset, self._minimum_rate, is_far=True)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise TransferCut(str(error) or type(error).__name__) from error
-        except TransferTooLong as error:
-            raise ArtifactError(f"cannot fetch {path} from {source}: {error}") from error
+                return await self._append(download, response, offset)
 
     async def _fetch_from_cluster(self, source: str, download: FileDownload, offset: int) -> str:
         """Fetch the rest of a file from the acting scheduler, as `fetch` does."""
@@ -171,11 +168,10 @@ class ArtifactSources:
         sent = {"accept-encoding": "identity", RELAY_TOKEN: origin.token}
         if offset:
             sent["range"] = f"bytes={offset}-"
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=60.0)
         name = SCHEDULER_NAME if origin.context is not None else None
-        try:
+        with _transfer_errors(path, source):
             async with (
-                aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as http,
+                aiohttp.ClientSession(timeout=TRANSFER_TIMEOUT, auto_decompress=False) as http,
                 http.get(
                     url,
                     headers=sent,
@@ -189,13 +185,15 @@ class ArtifactSources:
                         f"cannot fetch {path} from {source}: the scheduler answered"
                         f" {response.status}"
                     )
-                offset = offset if response.status == 206 else 0
-                chunks = response.content.iter_chunked(CHUNK_BYTES)
-                return await download.append(chunks, offset, self._minimum_rate, is_far=True)
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise TransferCut(str(error) or type(error).__name__) from error
-        except TransferTooLong as error:
-            raise ArtifactError(f"cannot fetch {path} from {source}: {error}") from error
+                return await self._append(download, response, offset)
+
+    async def _append(
+        self, download: FileDownload, response: aiohttp.ClientResponse, offset: int
+    ) -> str:
+        """Add what an answer has to a file; without a range it has the whole file."""
+        offset = offset if response.status == 206 else 0
+        chunks = response.content.iter_chunked(CHUNK_BYTES)
+        return await download.append(chunks, offset, self._minimum_rate, is_far=True)
 
     async def _follow(
         self, http: aiohttp.ClientSession, address: str, offset: int, names_hub: bool
@@ -282,6 +280,17 @@ class ArtifactSources:
         except OSError as error:
             raise ArtifactError(f"cannot fetch {_printable(url)}: {error}") from error
         return url
+
+
+@contextmanager
+def _transfer_errors(path: str, source: str) -> Iterator[None]:
+    """Turn what can go wrong during a transfer into TransferCut or ArtifactError."""
+    try:
+        yield
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise TransferCut(str(error) or type(error).__name__) from error
+    except TransferTooLong as error:
+        raise ArtifactError(f"cannot fetch {path} from {source}: {error}") from error
 
 
 def _origin(url: URL) -> tuple[str, str | None, int | None]:
