@@ -81,8 +81,8 @@ KV_TRANSFER_BYTES = Counter(
 )
 KV_TRANSFER_SECONDS = Histogram(
     "isochrone_node_kv_transfer_seconds",
-    "From the end of a prompt's computation by a prefill replica to its last KV block here. The"
-    " blocks before it move while the prompt is computed.",
+    "From the end of a prompt's computation by a prefill replica until that has sent its last KV"
+    " block. The blocks before it move while the prompt is computed.",
     buckets=LEG_BUCKETS_S,
     registry=REGISTRY,
 )

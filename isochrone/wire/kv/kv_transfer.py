@@ -107,8 +107,8 @@ class ExpectedPrompt(msgspec.Struct, frozen=True, kw_only=True):
 class ReceivedBlocks(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a complete transfer.
 
-    `cached_tokens` were in the prefill engine's cache. The transfer ended `after_prefill_ms` after
-    the prompt was computed.
+    `cached_tokens` were in the prefill engine's cache. That engine had sent the last block
+    `after_prefill_ms` after the prompt was computed.
     """
 
     blocks: int

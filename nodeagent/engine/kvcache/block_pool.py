@@ -2,7 +2,8 @@
 
 Rule 1: a block is either free or used; used means that at least one sequence references it.
 Rule 2: a free block stays in the prefix cache until it is allocated again. The least recently used
-block is allocated first, and blocks that are not in the cache before all others.
+block is allocated first, and blocks that are not in the cache before all others. The prefix of a
+prompt counts as used when the prompt begins to wait, too: those before it would evict it.
 Rule 3: a cached block is never written, so that sharing it needs no copy: it is full, and a
 sequence writes only after it.
 Rule 4: a block of which another replica has a newer copy is demoted: it is allocated before the
@@ -44,8 +45,10 @@ class BlockPool:
         self._references = [0] * total
         self._digest: list[bytes | None] = [None] * total
         self._by_digest: dict[bytes, int] = {}
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
-        self._cached_free = 0
+        self._empty = list(reversed(range(total)))
+        """The free blocks that hold nothing; the last one is allocated first."""
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        """The free blocks in the prefix cache, the next to be evicted first."""
         self._evicted: list[CachedBlock] = []
 
     def __repr__(self) -> str:
@@ -56,17 +59,17 @@ class BlockPool:
     @property
     def free_blocks(self) -> int:
         """Blocks that can be allocated, cached ones included."""
-        return len(self._free)
+        return len(self._empty) + len(self._cached)
 
     @property
     def empty_blocks(self) -> int:
         """Free blocks that hold nothing: allocating them evicts nothing from the cache."""
-        return len(self._free) - self._cached_free
+        return len(self._empty)
 
     @property
     def used_blocks(self) -> int:
         """Blocks that sequences reference."""
-        return self.total - len(self._free)
+        return self.total - self.free_blocks
 
     def reference_count(self, block: int) -> int:
         """Return how many sequences reference `block`."""
@@ -78,7 +81,8 @@ class BlockPool:
 
     def cached_blocks(self) -> list[CachedBlock]:
         """Return all cached blocks, the next to be evicted first."""
-        order = [*self._free, *(block for block in range(self.total) if block not in self._free)]
+        others = (block for block in range(self.total) if block not in self._cached)
+        order = [*self._cached, *others]
         return [CachedBlock(block, d) for block in order if (d := self._digest[block]) is not None]
 
     def take_evicted(self) -> list[CachedBlock]:
@@ -107,12 +111,10 @@ class BlockPool:
     def allocate(self, cached: Sequence[int], fresh: int) -> list[int] | None:
         """Reference the `cached` blocks and `fresh` free ones; None, and no change, if too few."""
         revived = sum(1 for block in cached if self._references[block] == 0)
-        if fresh + revived > len(self._free):
+        if fresh + revived > self.free_blocks:
             return None
         for block in cached:
-            if block in self._free:
-                del self._free[block]
-                self._cached_free -= 1
+            self._cached.pop(block, None)
             self._references[block] += 1
         return [*cached, *(self._allocate_oldest() for _ in range(fresh))]
 
@@ -125,7 +127,7 @@ class BlockPool:
             raise ValueError(
                 f"cannot unshare block {block}: {self._references[block]} reference it"
             )
-        if not self._free:
+        if not self.free_blocks:
             return None
         self._references[block] -= 1
         return self._allocate_oldest()
@@ -154,11 +156,10 @@ class BlockPool:
         """Remove the free blocks with these digests from the cache."""
         for digest in digests:
             block = self._by_digest.get(digest)
-            if block is not None and block in self._free:
-                del self._by_digest[digest]
+            if block is not None and block in self._cached:
+                del self._by_digest[digest], self._cached[block]
                 self._digest[block] = None
-                self._cached_free -= 1
-                self._free.move_to_end(block, last=False)
+                self._empty.append(block)
 
     def forget_cached(self) -> None:
         """Empty the prefix cache: all cached contents are lost. No sequence may have a block."""
@@ -166,7 +167,8 @@ class BlockPool:
             raise ValueError(f"cannot forget the cache: {self.used_blocks} blocks are in use")
         self._digest = [None] * self.total
         self._by_digest.clear()
-        self._cached_free = 0
+        self._empty.extend(self._cached)
+        self._cached.clear()
         self._evicted.clear()
         self.evicted_used_at_s = self._clock()
 
@@ -181,35 +183,42 @@ class BlockPool:
                 raise ValueError(f"cannot release block {block}: no sequence references it")
             self._references[block] -= 1
             if self._references[block] == 0:
-                self._free[block] = None
                 self._freed_at_s[block] = now_s
                 if self._digest[block] is None:
-                    self._free.move_to_end(block, last=False)
+                    self._empty.append(block)
                 else:
-                    self._cached_free += 1
+                    self._cached[block] = None
+
+    def touch(self, digests: Sequence[bytes]) -> None:
+        """Count the cached prefix of `digests` as used now: its last block is evicted first."""
+        now_s = self._clock()
+        for block in reversed(self.match_prefix(digests)):
+            if block in self._cached:
+                self._cached.move_to_end(block)
+                self._freed_at_s[block] = now_s
 
     def demote(self, digests: Sequence[bytes]) -> None:
         """Have the free blocks of these digests allocated before the other cached ones.
 
-        The last digest is evicted first. Nothing changes while there are empty blocks.
+        The last digest is evicted first.
         """
-        if self.empty_blocks:
-            return
         for digest in digests:
             block = self._by_digest.get(digest)
-            if block is not None and block in self._free:
+            if block is not None and block in self._cached:
                 # In this order the last one comes to stand before the others.
-                self._free.move_to_end(block, last=False)
+                self._cached.move_to_end(block, last=False)
                 # That it is evicted says nothing about how far back the cache reaches.
                 self._freed_at_s[block] = -inf
 
     def _allocate_oldest(self) -> int:
-        block, _ = self._free.popitem(last=False)
-        digest = self._digest[block]
-        if digest is not None:
+        if self._empty:
+            block = self._empty.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            digest = self._digest[block]
+            assert digest is not None
             del self._by_digest[digest]
             self._digest[block] = None
-            self._cached_free -= 1
             self._evicted.append(CachedBlock(block, digest))
             self.evicted_used_at_s = max(self.evicted_used_at_s, self._freed_at_s[block])
         self._references[block] = 1

@@ -119,6 +119,7 @@ class BatchScheduler:
             sequence.stop_conditions.tokens_max,
             1 + len(sequence.forks),
         )
+        self.blocks.touch_prefix(sequence)
         self.queues.enqueue(sequence)
 
     def remove(self, sequence: Sequence) -> None:

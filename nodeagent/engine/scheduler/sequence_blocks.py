@@ -51,8 +51,7 @@ class SequenceBlocks:
 
         `prefill_token_s` is the cost of computing a token, which restoring is compared with.
         """
-        # The last token is always computed: its logits are needed.
-        digests = sequence.block_digests((len(sequence.tokens) - 1) // BLOCK_TOKENS)
+        digests = _reusable_digests(sequence)
         cached = self.pool.match_prefix(digests)
         below = list(takewhile(self.lower_tiers.__contains__, digests[len(cached) :]))
         if below and not self.swap_or_recompute.should_swap_in(prefill_token_s):
@@ -72,6 +71,10 @@ class SequenceBlocks:
             sequence.cached_tokens = sequence.computed_tokens
             sequence.restored_tokens = len(below) * BLOCK_TOKENS
         return True
+
+    def touch_prefix(self, sequence: Sequence) -> None:
+        """Keep what is cached of a waiting prompt from being evicted before older blocks."""
+        self.pool.touch(_reusable_digests(sequence))
 
     def reserve_next_token(self, sequence: Sequence) -> bool:
         """Ensure that a decoding sequence has a block of its own to write; False if none is free.
@@ -154,3 +157,8 @@ class SequenceBlocks:
         # A new list object, because others compare its identity to see that the blocks changed.
         sequence.blocks = [*sequence.blocks[:index], own, *sequence.blocks[index + 1 :]]
         return True
+
+
+def _reusable_digests(sequence: Sequence) -> list[bytes]:
+    # The last token is always computed: its logits are needed.
+    return sequence.block_digests((len(sequence.tokens) - 1) // BLOCK_TOKENS)

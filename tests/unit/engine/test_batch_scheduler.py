@@ -197,6 +197,19 @@ def test_cached_blocks_are_reused_only_under_the_same_salt() -> None:
     assert whole.cached_tokens == 16
 
 
+def test_what_a_waiting_prompt_has_cached_outlives_what_was_used_later() -> None:
+    scheduler = make(blocks=9, budget=128)
+    for number, salt in ((1, b"a"), (2, b"b")):
+        scheduler.submit(sequence(number, 64, 1, salt))
+        play(scheduler, scheduler.next_batch())
+    before, waiting = sequence(3, 60, 1, b"c"), sequence(4, 64, 1, b"a")
+    scheduler.submit(before)
+    scheduler.submit(waiting)
+    while scheduler.has_work:
+        play(scheduler, scheduler.next_batch())
+    assert waiting.cached_tokens == 48
+
+
 def test_the_last_sequence_is_preempted_and_resumes() -> None:
     scheduler = make(blocks=4, budget=64)
     old, young = sequence(1, 30, 20), sequence(2, 30, 20, start=100)

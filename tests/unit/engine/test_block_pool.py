@@ -189,3 +189,47 @@ def test_a_forgotten_cache_reaches_back_to_now() -> None:
     now_s = 150.0
     pool.forget_cached()
     assert pool.evicted_used_at_s == 150.0
+
+
+def cached_in_order(pool: BlockPool, digests: list[bytes]) -> None:
+    """Have each digest cached in a free block, the first one used least recently."""
+    for digest in digests:
+        (block,) = pool.allocate((), 1) or [-1]
+        pool.cache(block, digest)
+        pool.release([block])
+
+
+def test_a_prefix_that_was_touched_is_evicted_after_what_was_used_before_that() -> None:
+    now_s = 10.0
+    pool = BlockPool(4, lambda: now_s)
+    cached_in_order(pool, [b"a", b"b", b"c", b"d"])
+    now_s = 20.0
+    # Only the cached beginning counts, and its last block goes first.
+    pool.touch([b"a", b"b", b"missing", b"c"])
+    evicted = []
+    for _ in range(4):
+        pool.allocate((), 1)
+        evicted += [digest for _, digest in pool.take_evicted()]
+    assert evicted == [b"c", b"d", b"b", b"a"]
+    assert pool.evicted_used_at_s == 20.0
+
+
+def test_a_touched_prefix_that_is_in_use_stays_used() -> None:
+    pool = BlockPool(2)
+    cached_in_order(pool, [b"a"])
+    used = pool.allocate(pool.match_prefix([b"a"]), 0)
+    pool.touch([b"a"])
+    assert (pool.used_blocks, pool.free_blocks) == (1, 1)
+    assert used is not None
+    pool.release(used)
+    assert pool.free_blocks == 2
+
+
+def test_moved_blocks_are_evicted_first_also_if_there_were_empty_ones() -> None:
+    pool = BlockPool(4)
+    cached_in_order(pool, [b"a", b"b", b"c"])
+    pool.demote([b"c"])
+    assert pool.allocate((), 1) is not None
+    assert pool.take_evicted() == []
+    assert pool.allocate((), 1) is not None
+    assert [digest for _, digest in pool.take_evicted()] == [b"c"]

@@ -57,14 +57,15 @@ RaiseFailure = Callable[[GenerationDelta], None]
 class ComputedBlocks:
     """The count of computed blocks of a prompt, which the step thread reports."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._loop = asyncio.get_running_loop()
+        self._clock = clock
         self._changed = threading.Condition()
         self._first = asyncio.Event()
         self._is_over = False
-        self._arrived_s = time.monotonic()
+        self._arrived_s = clock()
         self._began_s = self._first_s = 0.0
-        self.ended_s = 0.0
+        self._ended_s = 0.0
         self.blocks = 0
 
     def record(self, blocks: int, began_s: float) -> None:
@@ -72,7 +73,7 @@ class ComputedBlocks:
         step thread."""
         is_first = not self.blocks
         if is_first:
-            self._began_s, self._first_s = max(began_s, self._arrived_s), time.monotonic()
+            self._began_s, self._first_s = max(began_s, self._arrived_s), self._clock()
         with self._changed:
             self.blocks = blocks
             self._changed.notify()
@@ -87,11 +88,16 @@ class ComputedBlocks:
         )
 
     def end(self) -> None:
-        """Note that no more will be computed."""
+        """Note that no more will be computed. The end of the transfer is no later end of that."""
         with self._changed:
-            self._is_over, self.ended_s = True, time.monotonic()
+            if not self._is_over:
+                self._is_over, self._ended_s = True, self._clock()
             self._changed.notify()
         self._first.set()
+
+    def ended_before_s(self) -> float:
+        """Return how long ago the prompt was computed."""
+        return self._clock() - self._ended_s
 
     async def has_begun(self) -> bool:
         """Wait until some blocks are computed; False if none will be."""
@@ -239,9 +245,11 @@ class KvSender:
             if computed.blocks < head.first_block + head.blocks:
                 raise ConnectionResetError("the prompt was not computed")
             opened.ended = last.finish is not None
-            after_ms = 1000 * (time.monotonic() - computed.ended_s)
             await writer.end(
-                TransferEnd(cached_tokens=last.cached_tokens, after_prefill_ms=after_ms)
+                TransferEnd(
+                    cached_tokens=last.cached_tokens,
+                    after_prefill_ms=1000 * computed.ended_before_s(),
+                )
             )
             return writer.response
         finally:
