@@ -1,4 +1,7 @@
-"""`python -m scheduler`: serve, migrate, plan a saved snapshot, or run an embedded Postgres."""
+"""`python -m scheduler`: serve, migrate, plan a saved snapshot, or run an embedded Postgres.
+
+Each command imports what it needs: the process that starts Postgres needs neither planner nor HTTP.
+"""
 
 import asyncio
 import os
@@ -12,12 +15,7 @@ import msgspec
 from isochrone.service.config import load_config
 from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
-from scheduler.app import serve
-from scheduler.config import SchedulerConfig
-from scheduler.decide.whatif import Change, ClusterSnapshot, InvalidChange, what_if
 from scheduler.embedded_postgres import EmbeddedPostgres, PostgresError
-from scheduler.store.migrate import MigrationError, migrate
-from scheduler.store.pool import CONNECT_ERRORS, open_pool
 
 ENV_PREFIX = "ISOCHRONE_SCHEDULER_"
 
@@ -31,6 +29,8 @@ def main() -> None:
 @click.option("--config", type=click.Path(path_type=Path), help="TOML file.")
 def serve_command(config: Path | None) -> NoReturn:
     """Run a scheduler. Of several on one database, one acts and the others stand by."""
+    from scheduler.app import serve
+    from scheduler.config import SchedulerConfig
 
     async def run(stopping: asyncio.Event) -> int:
         settings = load_config(SchedulerConfig, config, os.environ, ENV_PREFIX)
@@ -44,6 +44,8 @@ def serve_command(config: Path | None) -> NoReturn:
 @click.option("--database-url", required=True, envvar=f"{ENV_PREFIX}DATABASE_URL")
 def migrate_command(database_url: str) -> None:
     """Migrate a database to this release's schema."""
+    from scheduler.store.migrate import MigrationError, migrate
+    from scheduler.store.pool import CONNECT_ERRORS, open_pool
 
     async def run() -> list[str]:
         pool = await open_pool(database_url)
@@ -67,6 +69,8 @@ def migrate_command(database_url: str) -> None:
 @click.option("--prices", default="{}", help="Price of a device per hour by device class, as JSON.")
 def what_if_command(snapshot: Path, changes: str, prices: str) -> None:
     """Plan a saved snapshot after some changes, and print the result as JSON."""
+    from scheduler.decide.whatif import Change, ClusterSnapshot, InvalidChange, what_if
+
     try:
         saved = msgspec.json.decode(snapshot.read_bytes(), type=ClusterSnapshot)
     except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:

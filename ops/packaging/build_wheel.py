@@ -85,7 +85,8 @@ def build_wheel(checkout: Path, python: str, out: Path, folder: Path) -> Path:
             "ISOCHRONE_COMPILED": "1",
             "CC": compiler,
             "LDSHARED": f"{compiler} -shared",
-            "CFLAGS": "-O3",
+            # Where it does not optimise, zig would check for undefined behaviour.
+            "CFLAGS": f"-O{os.environ.get('ISOCHRONE_OPTIMISE', '3')} -fno-sanitize=undefined",
             "ZIG_GLOBAL_CACHE_DIR": str(folder / "zig"),
             "ZIG_LOCAL_CACHE_DIR": str(folder / "zig"),
         },

@@ -1,7 +1,10 @@
 """The C kernels compute what torch does; without a compiler the engine runs without them."""
 
-from collections.abc import Iterator
+import fcntl
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event, Thread
+from typing import IO
 
 import pytest
 import torch
@@ -374,3 +377,32 @@ def test_a_library_is_synced_before_it_gets_its_name(
     monkeypatch.setattr(building, "sync", note)
     assert kernels_library().read_text() == "library\n"
     assert synced == [("library\n", [])]
+
+
+def test_of_two_that_start_together_one_builds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(building, "_NEEDED", ())
+    monkeypatch.setattr(building, "compilers", lambda: [("cc",)])
+    built: list[Path] = []
+    found: list[Path] = []
+    waits = Event()
+    other = Thread(target=lambda: found.append(kernels_library()))
+
+    def build(compiler: tuple[str, ...], path: Path) -> None:
+        built.append(path)
+        monkeypatch.setattr(fcntl, "flock", lock)
+        other.start()
+        assert waits.wait(20)
+        path.write_text("library\n")
+
+    def lock(file: IO[str], how: int, lock: Callable[[IO[str], int], None] = fcntl.flock) -> None:
+        waits.set()
+        lock(file, how)
+
+    monkeypatch.setattr(building, "_build", build)
+    path = kernels_library()
+    other.join(20)
+    assert built == [path]
+    assert found == [path]

@@ -7,6 +7,7 @@ leaves a partial library, which would crash every process that loads it. Without
 and without a working compiler there are no kernels, and the caller uses torch's.
 """
 
+import fcntl
 import hashlib
 import importlib.util
 import logging
@@ -17,6 +18,8 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -87,7 +90,9 @@ def kernels_library() -> Path:
     failures = []
     for compiler, path in zip(commands, paths, strict=True):
         try:
-            _build(compiler, path)
+            with _alone(path.parent):
+                if not path.is_file():
+                    _build(compiler, path)
             return path
         except KernelsUnavailable as error:
             failures.append(str(error))
@@ -96,6 +101,14 @@ def kernels_library() -> Path:
         or "cannot build kernels: there is no C compiler; install the packages gcc and libc6-dev, "
         f"or `pip install {_PACKAGED}`"
     )
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Let one process build: an engine and its standby, which start together, need one library."""
+    with (folder / "building.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def prebuilt_name(variant: Variant) -> str:
