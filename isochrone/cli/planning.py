@@ -207,8 +207,8 @@ def _show(result: dict[str, Any], output: str, *, priced: Set[str]) -> None:
     if then["assumed_rates"]:
         names = ", ".join(then["assumed_rates"])
         click.echo(
-            "\nthe rates of these are assumed, because no replica has served enough to measure them"
-            f" yet: {names}"
+            "\nthe rates of these are assumed, because no replica has served enough to measure"
+            f" them yet: {names}"
         )
 
 
