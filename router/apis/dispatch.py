@@ -22,7 +22,12 @@ from router.apis.document.query_check import check_query
 from router.apis.document.route_paths import allow_line
 from router.apis.media.routes import MediaRoutes
 from router.apis.media.schema import MEDIA_PATHS
-from router.apis.messages.adapter import MESSAGES_PATHS, is_messages, read_messages_request
+from router.apis.messages.adapter import (
+    MESSAGES_PATHS,
+    OutputDoesNotFit,
+    is_messages,
+    read_messages_request,
+)
 from router.apis.messages.adapter import REQUEST_ID as MESSAGES_REQUEST_ID
 from router.apis.messages.errors import error_body, error_status
 from router.apis.openai.moderations import MODERATIONS_PATH, read_moderation_request
@@ -183,7 +188,29 @@ class ApiDispatcher:
         if path == RESPONSES_PATH and self._stored.is_needed(request):
             return self._stored.create(request, client)
         inference, writer = self.read_inference(request, path, client)
+        if path in MESSAGES_PATHS:
+            return self._serve_message(request, inference, writer, client)
         return self._pipeline.serve(inference, writer)
+
+    async def _serve_message(
+        self,
+        request: HttpRequest,
+        inference: InferenceRequest,
+        writer: ResponseWriter,
+        client: ClientConnection,
+    ) -> None:
+        """Answer a message; again, up to the context's end, if `max_tokens` reaches beyond it.
+
+        Clients of this API must give `max_tokens`, and many give the most that any model has.
+        """
+        try:
+            await self._pipeline.serve(inference, writer)
+        except OutputDoesNotFit:
+            request.request_id, _ = self._request_ids.next(request.header(REQUEST_ID))
+            inference, writer = read_messages_request(
+                self._openai, request, request.path, client, fills_context=True
+            )
+            await self._pipeline.serve(inference, writer)
 
     def read_inference(
         self, request: HttpRequest, path: str, writer: ResponseWriter

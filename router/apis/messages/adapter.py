@@ -1,5 +1,6 @@
 """`POST /v1/messages` and its token counts: translated to engine requests, and back."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -34,17 +35,28 @@ REFUSED_HEADERS: Final = {
 """Parameters of Anthropic's SDKs that they send as headers, and that change nothing here."""
 
 
+class OutputDoesNotFit(ApiError):
+    """The prompt and `max_tokens` are longer than the context; the prompt alone may fit."""
+
+
 def is_messages(path: str) -> bool:
     """Return whether a path belongs to this surface."""
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 def read_messages_request(
-    openai: OpenAiSurface, request: HttpRequest, path: str, writer: ResponseWriter
+    openai: OpenAiSurface,
+    request: HttpRequest,
+    path: str,
+    writer: ResponseWriter,
+    *,
+    fills_context: bool = False,
 ) -> tuple[InferenceRequest, ResponseWriter]:
     """Return the inference request, and a writer that translates its response.
 
-    Raises ApiError if the request is invalid.
+    With `fills_context`, or if `max_tokens` alone does not fit into the context, the answer may be
+    as long as the context allows. Otherwise the writer raises OutputDoesNotFit if the engine says
+    that prompt and `max_tokens` are too long. Raises ApiError if the request is invalid.
     """
     for name, reason in REFUSED_HEADERS.items():
         if name in request.headers:
@@ -53,22 +65,36 @@ def read_messages_request(
     if path == COUNT_TOKENS_PATH:
         return _read_count_request(openai, request, writer)
     given = decode(request.body, MESSAGES_REQUEST)
+    assert request.key is not None
+    context_tokens = openai.base_deployment(given.model, request.key).context_tokens
+    fills_context = fills_context or given.max_tokens >= context_tokens
     thinking = given.thinking
     events = MessageEvents(
         f"msg_{request.request_id}",
         given.model,
         omits_thinking=isinstance(thinking, ThinkingEnabled | ThinkingAdaptive)
         and thinking.display == "omitted",
+        fills_context=fills_context,
     )
-    inference = openai.read_translated(request, to_chat(given), events.failed, "messages")
+    chat = to_chat(given, fills_context=fills_context)
+    inference = openai.read_translated(request, chat, events.failed, "messages")
+    refuse = partial(translate_refusal, request_id=request.client_request_id)
     translating = TranslatingWriter(
         writer,
         translate_frame=events.translate_frame,
         translate_body=events.translate_body,
-        translate_refusal=partial(translate_refusal, request_id=request.client_request_id),
+        translate_refusal=refuse if fills_context else partial(_refuse_or_fill, refuse),
         header_lines=_request_id_line(request),
     )
     return inference, translating
+
+
+def _refuse_or_fill(refuse: Callable[[bytes], bytes], body: bytes) -> bytes:
+    """Translate a replica's refusal; raise OutputDoesNotFit if the limit of output may be why."""
+    error: Any = msgspec.json.decode(body)["error"]
+    if isinstance(error, dict) and error.get("code") == ErrorCode.CONTEXT_LENGTH_EXCEEDED.value:
+        raise OutputDoesNotFit(ErrorCode.CONTEXT_LENGTH_EXCEEDED, str(error.get("message")))
+    return refuse(body)
 
 
 def _read_count_request(

@@ -48,10 +48,22 @@ class OpenBlock:
 class MessageEvents:
     """Builds one message from chat completion frames or from one complete answer."""
 
-    def __init__(self, message_id: str, model: str, *, omits_thinking: bool = False) -> None:
-        """Begin a message. With `omits_thinking` the text of its reasoning is left out."""
+    def __init__(
+        self,
+        message_id: str,
+        model: str,
+        *,
+        omits_thinking: bool = False,
+        fills_context: bool = False,
+    ) -> None:
+        """Begin a message.
+
+        With `omits_thinking` the text of its reasoning is left out. With `fills_context` only the
+        context limits its length.
+        """
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
         self._omits_thinking = omits_thinking
+        self._fills_context = fills_context
         self._content: list[dict[str, Any]] = []
         self._block: OpenBlock | None = None
         self._has_started = False
@@ -172,6 +184,8 @@ class MessageEvents:
         if reason == "end_turn" and any(block["type"] == "tool_use" for block in self._content):
             # Some engines finish a call that the client required with "stop".
             reason = "tool_use"
+        if reason == "max_tokens" and self._fills_context:
+            reason = "model_context_window_exceeded"
         stop_sequence = self._stop_sequence if reason == "end_turn" else None
         if stop_sequence is not None:
             reason = "stop_sequence"

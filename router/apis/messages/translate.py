@@ -45,8 +45,11 @@ USER_BLOCKS: Final = (*SYSTEM_BLOCKS, ImageBlock, ToolResultBlock)
 ASSISTANT_BLOCKS: Final = (TextBlock, ThinkingBlock, ToolUseBlock)
 
 
-def to_chat(request: MessagesRequest) -> bytes:
-    """Return the body of the equivalent chat completion request. Raises ApiError 400."""
+def to_chat(request: MessagesRequest, *, fills_context: bool = False) -> bytes:
+    """Return the body of the equivalent chat completion request. Raises ApiError 400.
+
+    With `fills_context` the answer may be as long as the context allows, whatever `max_tokens` is.
+    """
     thinking = request.thinking
     if isinstance(thinking, ThinkingEnabled) and thinking.budget_tokens >= request.max_tokens:
         raise _invalid_field(
@@ -54,8 +57,9 @@ def to_chat(request: MessagesRequest) -> bytes:
             f"it is {thinking.budget_tokens}, and must be less than 'max_tokens'"
             f" ({request.max_tokens})",
         )
-    chat = {**_conversation(request), "max_tokens": request.max_tokens}
+    chat = _conversation(request)
     optional = {
+        "max_tokens": None if fills_context else request.max_tokens,
         "stop": request.stop_sequences,
         "temperature": request.temperature,
         "top_p": request.top_p,

@@ -12,16 +12,17 @@ from tests.integration.router.fake_node import FakeNode
 class MockNode(FakeNode):
     """A fake node with a whole mock engine in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, context_tokens: int = 100_000) -> None:
         super().__init__()
         config = EngineConfig(
-            socket="", model_path="", served_name="tiny", context_tokens_max=100_000
+            socket="", model_path="", served_name="tiny", context_tokens_max=context_tokens
         )
         self._server = MockServer(MockEngine(config), config)
         self._in_openai_form = error_middleware(as_openai)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Answer as the mock engine does."""
+        self.request_headers.append(dict(request.headers))
         return await self._in_openai_form(request, self._server.answer)
 
     async def tokenize(self, request: web.Request) -> web.Response:
