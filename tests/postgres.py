@@ -1,14 +1,18 @@
 """The Postgres server that all tests share, in a folder that Postgres's user can access."""
 
 import asyncio
+import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from scheduler.embedded_postgres import EmbeddedPostgres
 
 MEMORY_BYTES_MIN: Final = 3 << 30
+OWNER: Final = "owner.pid"
+"""The file of a folder with the id of the process that made it."""
 
 
 class Server(NamedTuple):
@@ -29,9 +33,20 @@ def a_folder(prefix: str, *, in_memory: bool = True) -> Path:
     """
     memory = Path("/dev/shm")
     has_room = in_memory and memory.is_dir() and shutil.disk_usage(memory).free > MEMORY_BYTES_MIN
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=memory if has_room else "/var/tmp"))
+    parent = memory if has_room else Path("/var/tmp")
+    remove_orphans(parent, prefix)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    (folder / OWNER).write_text(str(os.getpid()))
     folder.chmod(0o755)
     return folder
+
+
+def remove_orphans(parent: Path, prefix: str) -> None:
+    """Remove the folders of processes that were killed before they could."""
+    for owner in parent.glob(f"{prefix}*/{OWNER}"):
+        with suppress(OSError, ValueError):
+            if not Path(f"/proc/{int(owner.read_text())}").exists():
+                shutil.rmtree(owner.parent, ignore_errors=True)
 
 
 def start_server() -> Server:

@@ -227,7 +227,7 @@ def test_kv_blocks_that_the_disk_refuses_are_recomputed(disk: Disk) -> None:
 
 async def test_a_database_with_a_full_disk_is_unavailable_and_recovers() -> None:
     folder = a_folder("iso-full-")
-    folder.rmdir()
+    shutil.rmtree(folder)
     with a_disk(folder, 128 << 20) as disk:
         postgres = EmbeddedPostgres(folder / "pg", fsync=False)
         await postgres.start()
@@ -248,4 +248,4 @@ async def test_a_database_with_a_full_disk_is_unavailable_and_recovers() -> None
             await pool.close()
         finally:
             await postgres.stop()
-    folder.rmdir()
+    shutil.rmtree(folder)

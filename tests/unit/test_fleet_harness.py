@@ -1,8 +1,11 @@
 """The fleet that tests of whole systems start: what it says of its engines."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
+from tests.postgres import OWNER, remove_orphans
 from tests.system.harness import Fleet
 
 
@@ -14,3 +17,14 @@ def test_an_engine_that_has_not_started_has_no_pid(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "process.json").write_text(json.dumps({"pid": pid}))
     assert fleet.engine_pids() == {"node-sin": 77}
+
+
+def test_folders_of_processes_that_were_killed_are_removed(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for name, pid in (("iso-left", ended.pid), ("iso-used", os.getpid()), ("other", ended.pid)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / OWNER).write_text(str(pid))
+    (tmp_path / "iso-unknown").mkdir()
+    remove_orphans(tmp_path, "iso-")
+    assert {path.name for path in tmp_path.iterdir()} == {"iso-used", "other", "iso-unknown"}

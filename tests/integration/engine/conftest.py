@@ -1,9 +1,7 @@
 """The real chat model, and one engine process that serves it to every test of this room."""
 
 import json
-import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -18,6 +16,7 @@ import openai
 import pytest
 from aiohttp import web
 
+from tests.integration.engine.nursery import Engine, fork_engine
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, a_bench, a_key, a_route, a_table
 
@@ -29,7 +28,7 @@ READY_S = 60.0
 class EngineProcess:
     """A running engine and the line it printed when it was ready."""
 
-    process: subprocess.Popen[str]
+    process: Engine
     socket: Path
     ready: dict[str, Any]
 
@@ -48,24 +47,15 @@ def model_path() -> Path:
     return path
 
 
-def launch(folder: Path, **fields: Any) -> subprocess.Popen[str]:
+def launch(folder: Path, **fields: Any) -> Engine:
     """Start an engine whose socket and logs lie in `folder`."""
     config = folder / "engine.json"
     config.write_text(json.dumps({"socket": str(folder / "engine.sock"), **fields}))
-    with (folder / "log").open("w") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "nodeagent.engine", "--config", str(config)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
+    return fork_engine(config, folder / "log")
 
 
-def wait_ready(process: subprocess.Popen[str], folder: Path) -> EngineProcess:
+def wait_ready(process: Engine, folder: Path) -> EngineProcess:
     """Wait for the line of readiness."""
-    assert process.stdout is not None
     deadline_s = time.monotonic() + READY_S
     line = process.stdout.readline()
     assert time.monotonic() < deadline_s
@@ -73,13 +63,12 @@ def wait_ready(process: subprocess.Popen[str], folder: Path) -> EngineProcess:
     return EngineProcess(process, folder / "engine.sock", json.loads(line))
 
 
-def end(process: subprocess.Popen[str]) -> None:
+def end(process: Engine) -> None:
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(15)
     process.kill()
     process.wait()
-    assert process.stdout is not None
     process.stdout.close()
 
 

@@ -4,6 +4,7 @@ The golden logits and how they came about: ops/golden/make_families.py.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,18 @@ def test_a_folder_computes_what_transformers_does(tmp_path: Path, family: str) -
     tiny.write_folder(tmp_path, family)
     source = SafetensorsFolder(tmp_path)
     expect(family, source.shape, source)
+    source.close()
+
+
+@pytest.mark.parametrize("family", list(tiny.CONFIGS))
+def test_weights_are_checked_without_torchs_compiler(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some operations on headers import it: 800 modules, a second of CPU in each engine."""
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)
+    tiny.write_folder(tmp_path, family)
+    source = open_checkpoint(tmp_path)
+    check_weights(source.shape, source)
     source.close()
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
@@ -27,6 +26,7 @@ from isochrone.wire.kv.kv_transfer import (
 )
 from ops.golden import tiny
 from tests.integration.engine.conftest import EngineProcess, end, launch, wait_ready
+from tests.integration.engine.nursery import Engine
 from tests.system.harness import until
 
 PROMPT = [token for start in range(5) for token in range(start, start + 40)]
@@ -42,7 +42,7 @@ class Pair(NamedTuple):
     other: aiohttp.ClientSession
 
 
-def start(folder: Path, name: str, **more: Any) -> subprocess.Popen[str]:
+def start(folder: Path, name: str, **more: Any) -> Engine:
     (folder / name).mkdir()
     fields = {
         "model_path": str(folder / "model"),

@@ -18,6 +18,7 @@ from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.loading import load_engine
 from ops.golden import tiny
 from tests.integration.engine.conftest import ROOT, EngineProcess, end, launch, wait_ready
+from tests.integration.engine.nursery import Engine
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_families.json").read_text())
 CASES = [
@@ -72,11 +73,11 @@ def test_a_split_model_drafts_as_a_whole_one(drafted: Path, case: str) -> None:
 WAIT_S = 40.0
 
 
-def launched(folder: Path, model: Path, **fields: Any) -> subprocess.Popen[str]:
+def launched(folder: Path, model: Path, **fields: Any) -> Engine:
     return launch(folder, model_path=str(model), served_name="m", threads=1, **fields)
 
 
-def worker_pids(process: subprocess.Popen[str]) -> list[int]:
+def worker_pids(process: Engine) -> list[int]:
     """Return the pids of the workers."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
     return [int(pid) for pid in children.split()]
@@ -199,7 +200,7 @@ GROUP: dict[str, Any] = {
 }
 
 
-def in_group(folder: Path, model: Path, group: dict[str, Any]) -> subprocess.Popen[str]:
+def in_group(folder: Path, model: Path, group: dict[str, Any]) -> Engine:
     folder.mkdir(exist_ok=True)
     # Two ranks on each of two nodes.
     split = {"pipeline_parallel": 2, "tensor_parallel": 2}
