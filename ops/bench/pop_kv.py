@@ -36,15 +36,29 @@ from isochrone.wire.kv.kv_sharing import (
     KV_FOUND,
     KV_HOLDERS,
     KV_STORE,
+    LOCATE_PATH,
+    BlockQuery,
     FoundTokens,
+    LocatedBlocks,
     parse_found,
 )
+from nodeagent.engine.scheduler.sequence import Sequence as TokenSequence
+from nodeagent.engine.scheduler.sequence import StopConditions
 from ops.bench.disaggregation import TRACE, bundled_model
 from ops.bench.disaggregation_load import ask, random_request
-from ops.bench.engine_node import NodeClient, NodeSetup, bench_node
+from ops.bench.engine_node import SECRET, NodeClient, NodeSetup, bench_node
+from ops.bench.pop_kv_causes import (
+    CAUSES,
+    LostPrefix,
+    OneCache,
+    SentPrefix,
+    format_losses,
+    sent_prefix,
+)
 from ops.bench.pop_kv_requests import (
     BLOCK_TOKENS,
     SharedRequest,
+    chain_keys,
     one_cache_hits,
     read_requests,
     turns_by_session,
@@ -76,6 +90,7 @@ class SharedAnswer(NamedTuple):
     prompt_tokens: int
     cached_tokens: int
     found: FoundTokens
+    lost: LostPrefix
 
 
 class MeasuredRates(NamedTuple):
@@ -88,26 +103,34 @@ class MeasuredRates(NamedTuple):
 class PopClients:
     """The clients of the PoP: they send what its router decides, and tell it the answers."""
 
-    def __init__(self, nodes: Sequence[NodeClient], policy: str, rate: float) -> None:
+    def __init__(
+        self, nodes: Sequence[NodeClient], policy: str, rate: float, one_cache: OneCache
+    ) -> None:
         self._nodes = {node.name: node for node in nodes}
         self._policy = policy
+        self._one_cache = one_cache
         addresses = [ReplicaAddress(node.name, node.address) for node in nodes]
         self.router = PopRouter(addresses, policy, rate, time.monotonic)
 
     async def ask(self, shared: SharedRequest) -> SharedAnswer:
         """Send a request, again while it is refused; learn from the answer."""
+        held = await self._held_blocks(shared)
+        in_one_cache = self._one_cache.use(chain_keys(shared.request.prompt))
         began_s, refusals = time.monotonic(), 0
         while True:
             chosen = self.router.choose(shared, refusals)
             if chosen is not None:
-                answer = await self._attempt(shared, chosen, began_s)
+                named = [peer.replica_id for peer in chosen.peers.replicas]
+                here = chosen.ranked.route.replica_id
+                prefix = sent_prefix(in_one_cache, held, here, named)
+                answer = await self._attempt(shared, chosen, began_s, prefix)
                 if answer is not None:
                     return answer
                 refusals += 1
             await asyncio.sleep(RETRY_S)
 
     async def _attempt(
-        self, shared: SharedRequest, chosen: ChosenReplica, began_s: float
+        self, shared: SharedRequest, chosen: ChosenReplica, began_s: float, prefix: SentPrefix
     ) -> SharedAnswer | None:
         request, router = shared.request, self.router
         sent = router.send(shared, chosen)
@@ -144,7 +167,26 @@ class PopClients:
         finally:
             router.close(sent)
         router.learn(sent, cached, waited_ms)
-        return SharedAnswer(ttft_s, sent.tokens, cached, found)
+        fetched = (found.peer + found.store) // BLOCK_TOKENS
+        lost = prefix.lost(fetched, cached // BLOCK_TOKENS)
+        return SharedAnswer(ttft_s, sent.tokens, cached, found, lost)
+
+    async def _held_blocks(self, shared: SharedRequest) -> dict[str, int]:
+        """Ask each replica how many blocks of the prompt's prefix it has."""
+        prompt = shared.request.prompt
+        salt = SECRET.salt_of(self._policy).encode()
+        chain = TokenSequence(0, prompt, StopConditions(1, frozenset()), salt).block_digests(
+            max(1, (len(prompt) - 1) // BLOCK_TOKENS)
+        )
+        query = msgspec.msgpack.encode(BlockQuery(digests=tuple(chain)))
+
+        async def ask_one(node: NodeClient) -> int:
+            fields = {headers.REPLICA: node.name}
+            async with node.http.post(LOCATE_PATH, data=query, headers=fields) as answer:
+                return msgspec.json.decode(await answer.read(), type=LocatedBlocks).blocks
+
+        counts = await asyncio.gather(*map(ask_one, self._nodes.values()))
+        return dict(zip(self._nodes, counts, strict=True))
 
     def _headers(self, shared: SharedRequest, chosen: ChosenReplica) -> dict[str, str]:
         """Return what a router sends with the request; queues are not limited with affinity."""
@@ -227,12 +269,13 @@ async def run_policy(
     policy: str,
     rate: float,
     speed: float,
+    blocks: int,
 ) -> tuple[list[SharedAnswer], float]:
     """Send all requests at their times; return the answers, and tokens in flight max / mean.
 
     A client sends the next request of a session after the answer to the one before.
     """
-    clients = PopClients(nodes, policy, rate)
+    clients = PopClients(nodes, policy, rate, OneCache(blocks * len(nodes)))
     probing = asyncio.create_task(clients.probe())
     began_s = time.monotonic()
 
@@ -292,15 +335,17 @@ async def measure(arguments: argparse.Namespace) -> None:
             f" {blocks} blocks\n"
         )
         print(
-            "| choice | hits % | found on device, at a peer, in the copy % | TTFT p50 ms | p90"
-            " | tokens in flight max/mean |\n|---|---|---|---|---|---|\n"
-            f"| one cache of {blocks * len(nodes)} blocks | {100 * ideal:.1f} | | | | |",
+            "| choice | hits % | found on device, at a peer, in the copy %"
+            f" | {' % | '.join(CAUSES)} % | TTFT p50 ms | p90 | tokens in flight max/mean |\n"
+            f"|{'---|' * (6 + len(CAUSES))}\n"
+            f"| one cache of {blocks * len(nodes)} blocks | {100 * ideal:.1f}"
+            f" |{' |' * (4 + len(CAUSES))}",
             flush=True,
         )
         moved: list[str] = []
         for policy in arguments.policy:
             before = await sharing_counters(nodes)
-            answers, balance = await run_policy(nodes, requests, policy, rate, speed)
+            answers, balance = await run_policy(nodes, requests, policy, rate, speed, blocks)
             print_row(policy, answers, balance)
             after = await sharing_counters(nodes)
             counts = {name: after[name] - before.get(name, 0.0) for name in sorted(after)}
@@ -318,7 +363,9 @@ def print_row(policy: str, answers: Sequence[SharedAnswer], balance: float) -> N
     ]
     print(
         f"| {policy} | {100 * sum(answer.cached_tokens for answer in answers) / prompt:.1f} "
-        f"| {', '.join(f'{place:.1f}' for place in places)} | {percentile(ttft_ms, 0.5):.0f} "
+        f"| {', '.join(f'{place:.1f}' for place in places)} "
+        f"| {format_losses([answer.lost for answer in answers], prompt / BLOCK_TOKENS)} "
+        f"| {percentile(ttft_ms, 0.5):.0f} "
         f"| {percentile(ttft_ms, 0.9):.0f} | {balance:.2f} |",
         flush=True,
     )

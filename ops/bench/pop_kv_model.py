@@ -20,6 +20,13 @@ from isochrone.wire.http.headers import ReportedLoad
 from isochrone.wire.ids import ReplicaId
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from ops.bench.disaggregation import TRACE
+from ops.bench.pop_kv_causes import (
+    CAUSES,
+    LostPrefix,
+    OneCache,
+    SentPrefix,
+    sent_prefix,
+)
 from ops.bench.pop_kv_requests import (
     SharedRequest,
     chain_keys,
@@ -87,6 +94,8 @@ class ModelRequest:
     def __init__(self, sent: PopAttempt, began_s: float) -> None:
         """The client asked at `began_s`."""
         self.sent = sent
+        self.prefix = SentPrefix(0, 0, 0, 0)
+        self.fetched_blocks = 0
         self.began_s = began_s
         self.chain = chain_keys(sent.shared.request.prompt)
         self.output_tokens = sent.shared.request.output_tokens
@@ -135,6 +144,11 @@ class ModelReplica:
             cache_age_ms=round(1000 * (self._clock() - self.pool.evicted_used_at_s)),
         )
 
+    def wait(self, request: ModelRequest) -> None:
+        """Queue a request, as the engine does."""
+        self.pool.touch(request.chain)
+        self.queue.append(request)
+
     def store(self, fetch: Fetch) -> None:
         """Store what a fetch brings, and have the holder evict it first."""
         chain = fetch.request.chain
@@ -146,6 +160,7 @@ class ModelReplica:
         for block, digest in zip(blocks[len(own) :], new, strict=True):
             self.pool.cache(block, digest)
         self.pool.release(blocks)
+        fetch.request.fetched_blocks = len(new)
         fetch.holder.pool.demote(chain[: fetch.blocks])
 
     def step(self) -> tuple[list[ModelRequest], list[ModelRequest]]:
@@ -190,7 +205,8 @@ class ModelResult:
     """The figures of one run; shares in percent of the prompts' tokens, times in milliseconds."""
 
     hits: float
-    not_found: float
+    lost: tuple[float, ...]
+    """By CAUSES."""
     ttft_p50_ms: float
     ttft_p90_ms: float
     balance: float
@@ -219,7 +235,7 @@ class PopModel:
         self._fetches: list[Fetch] = []
         self._waiting_since_s: dict[str, float] = {}
         """For each session with a request that has no answer yet, when the client sent it."""
-        self._not_found = 0
+        self._one_cache = OneCache(BLOCKS * len(NAMES))
         self._answers: list[ModelRequest] = []
 
     def run(self) -> ModelResult:
@@ -230,7 +246,7 @@ class PopModel:
                 self._fetches.remove(fetch)
                 fetch.target.store(fetch)
                 fetch.request.waited_s = self._clock() - fetch.request.sent.sent_at_s
-                fetch.target.queue.append(fetch.request)
+                fetch.target.wait(fetch.request)
             for replica in self._replicas.values():
                 self._compute(replica)
             if self._clock.steps % PROBE_STEPS == 0:
@@ -241,9 +257,10 @@ class PopModel:
         prompt = sum(request.sent.tokens for request in self._answers)
         cached = sum(request.cached_tokens for request in self._answers)
         ttft_ms = [1000 * request.ttft_s for request in self._answers]
+        lost = zip(*map(_lost, self._answers), strict=True)
         return ModelResult(
             100 * cached / prompt,
-            100 * BLOCK_TOKENS * self._not_found / prompt,
+            tuple(100 * BLOCK_TOKENS * sum(column) / prompt for column in lost),
             percentile(ttft_ms, 0.5),
             percentile(ttft_ms, 0.9),
             self._router.balance(),
@@ -276,12 +293,14 @@ class PopModel:
         asked = [replica for replica in others if replica.name in named]
         if self._rules.knows_all and request.sent.tokens >= SHARED_PROMPT_TOKENS_MIN:
             asked = others
+        held = {name: replica.held_blocks(request) for name, replica in self._replicas.items()}
+        in_one_cache = self._one_cache.use(request.chain)
+        names = [replica.name for replica in asked]
+        request.prefix = sent_prefix(in_one_cache, held, target.name, names)
         own = target.held_blocks(request)
         found = max([replica.held_blocks(request) for replica in asked], default=0)
-        held = max(replica.held_blocks(request) for replica in others)
-        self._not_found += max(0, held - max(own, found))
         if found <= own:
-            target.queue.append(request)
+            target.wait(request)
             return
         holder = max(asked, key=lambda replica: replica.held_blocks(request))
         ends_s = self._clock() + FETCH_S + FETCH_BLOCK_S * (found - own)
@@ -300,6 +319,11 @@ class PopModel:
             self._answers.append(request)
 
 
+def _lost(request: ModelRequest) -> LostPrefix:
+    cached = request.cached_tokens // BLOCK_TOKENS
+    return request.prefix.lost(request.fetched_blocks, cached)
+
+
 def run_draw(requests: Sequence[SharedRequest], rules: Rules, load: float) -> ModelResult:
     """Run the requests at this load."""
     prompt = sum(len(shared.request.prompt) for shared in requests)
@@ -316,15 +340,16 @@ def measure(trace: Path, count: int, draws: int, load: float) -> None:
     ideal = fmean(100 * one_cache_hits(requests, BLOCKS * len(NAMES)) for requests in drawn)
     print(
         f"{draws} draws of {count} requests, load {load:g}, {len(NAMES)} replicas of {BLOCKS}"
-        " blocks\n\n| choice | hits % | held elsewhere but not found % | TTFT p50 ms | p90"
-        f" | tokens in flight max/mean |\n|---|---|---|---|---|---|\n"
-        f"| one cache of {BLOCKS * len(NAMES)} blocks | {ideal:.1f} | | | | |"
+        f" blocks\n\n| choice | hits % | {' % | '.join(CAUSES)} % | TTFT p50 ms | p90"
+        f" | tokens in flight max/mean |\n|{'---|' * (5 + len(CAUSES))}\n"
+        f"| one cache of {BLOCKS * len(NAMES)} blocks | {ideal:.1f} |{' |' * (3 + len(CAUSES))}"
     )
     for rules in RULES:
         results = [run_draw(requests, rules, load) for requests in drawn]
+        causes = zip(*(r.lost for r in results), strict=True)
         print(
             f"| {rules.name} | {fmean(r.hits for r in results):.1f}"
-            f" | {fmean(r.not_found for r in results):.1f}"
+            f" | {' | '.join(f'{fmean(cause):.1f}' for cause in causes)}"
             f" | {fmean(r.ttft_p50_ms for r in results):.0f}"
             f" | {fmean(r.ttft_p90_ms for r in results):.0f}"
             f" | {fmean(r.balance for r in results):.2f} |",

@@ -1,12 +1,13 @@
 """Requests of the benchmark of KV shared in a PoP, and what one large cache would have of them."""
 
 import struct
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from ops.bench.disaggregation_load import BenchRequest, MixScale, read_trace
+from ops.bench.pop_kv_causes import OneCache
 from ops.sim.traces import TraceSlice, mooncake
 from router.decide.caches.affinity import hash64
 from router.decide.caches.prefix_index import PrefixKeys, prefix_keys
@@ -84,16 +85,6 @@ def chain_keys(prompt: Sequence[int]) -> list[bytes]:
 
 def one_cache_hits(requests: Sequence[SharedRequest], blocks_max: int) -> float:
     """Return the share of prompt tokens that one LRU cache would have."""
-    cache: OrderedDict[bytes, None] = OrderedDict()
-    hits = total = 0
-    for request, _, _ in requests:
-        total += len(request.prompt)
-        chain = chain_keys(request.prompt)
-        found = next((n for n, key in enumerate(chain) if key not in cache), len(chain))
-        hits += BLOCK_TOKENS * found
-        for key in reversed(chain):
-            cache[key] = None
-            cache.move_to_end(key)
-        while len(cache) > blocks_max:
-            cache.popitem(last=False)
-    return hits / total
+    cache = OneCache(blocks_max)
+    hits = sum(cache.use(chain_keys(one.request.prompt)) for one in requests)
+    return BLOCK_TOKENS * hits / sum(len(one.request.prompt) for one in requests)
