@@ -122,11 +122,11 @@ test-compiled: compiled ## Run the router's tests compiled, and a minute of fuzz
 	ISOCHRONE_COMPILED=1 $(BIN)/python -m ops.fuzz.requests 60
 	ISOCHRONE_COMPILED=1 $(BIN)/python -m ops.fuzz.bodies 20
 
-dist: $(STAMP) ## Build the wheel and SHA256SUMS (PYTHONS="python3.11 python3.13"; OUT=folder; KEY=ssh_key signs them)
+dist: $(STAMP) ## Build the wheel and SHA256SUMS (PYTHONS="python3.11 python3.13"; KEY=ssh_key signs them)
 	$(BIN)/pip install -q --only-binary :all: --report $(VENV)/dist.json -c constraints.txt ziglang
 	$(BIN)/python ops/packaging/hashes.py check $(VENV)/dist.json
 	$(BIN)/python -m ops.packaging.build_wheel $(foreach python,$(PYTHONS),--python $(python)) \
-		$(if $(OUT),--out $(OUT)) $(if $(KEY),--key $(KEY))
+		$(if $(KEY),--key $(KEY),)
 
 format: $(STAMP) ## Rewrite the code in the project's format
 	$(BIN)/ruff format .

@@ -9,8 +9,8 @@
 # package index settings (pip's configuration, the folders it names, and the certificate authorities).
 #
 # It also installs the wheel of these sources on the system without a compiler, and fails unless that gives the fast
-# build (try_wheel.sh). `--wheel FILE` is that wheel, for Debian's Python; otherwise `make dist` builds one like it, not
-# optimised. With `--only-wheel` nothing else is tried, and the wheel is as it would be released.
+# build (try_wheel.sh). `--wheel FILE` is that wheel, for Debian's Python; otherwise `make dist` builds it. With
+# `--only-wheel` nothing else is tried.
 # Without options two combinations run `make up`, the strictest and the richest, and the strictest also those suites of
 # `make test` that find most there: the embedded engine, whole fleets, the scheduler on the packaged Postgres, and the
 # router without a compiler. The wheel, the strictest and the richest are tried beside each other, and what each printed
@@ -136,9 +136,9 @@ try_wheel() {  # PLACE: build the wheel, if none was given, and install it
     local began result=passed
     if [ -z "$WHEEL" ]; then
         echo "--- make dist"
-        # shellcheck disable=SC2086
-        (cd "$HERE" && env $wheel_settings make dist OUT="$1/dist")
-        WHEEL=$(ls "$1"/dist/isochrone-*-cp311-*.whl)
+        rm -f "$HERE"/dist/isochrone-*-cp311-*.whl
+        (cd "$HERE" && make dist)
+        WHEEL=$(ls "$HERE"/dist/isochrone-*-cp311-*.whl)
     fi
     prepare "$1" bare user /home/user/checkout
     cp "$WHEEL" "$HERE/ops/bare/try_wheel.sh" "$1/root/home/user/"
@@ -181,12 +181,10 @@ try_commands() {  # PLACE SYSTEM USER FILES FOLDER COMMAND...: run make COMMAND 
 python3 "$HERE/ops/bare/index_settings.py" "$WORK/pip.conf" >"$WORK/mounts"
 # Without a compiler `interpreted-tests` are the router's tests as they run there.
 suites="SUITES='engine-tests control-tests system-tests interpreted-tests'"
-# That the router compiles is tried, not how fast it is then: it is optimised in `--all`, and the wheel in `--only-wheel`.
-wheel_settings=ISOCHRONE_OPTIMISE=0
+# That the router compiles is tried, not how fast it is then: the wheel's is optimised, and this one only in `--all`.
 # The demo is tried by `make up`, which checks what its test does.
 settings="ISOCHRONE_OPTIMISE=0 PYTEST_ADDOPTS='--deselect tests/system/test_make_up.py' "
 [ -z "$ALL" ] || suites='' settings=''
-[ -z "$ALL$ONLY_WHEEL" ] || wheel_settings=''
 [ -z "$ONLY_WHEEL" ] || COMBINATIONS=()
 bootstrap bare
 if [ -n "$ONLY_BOOTSTRAP" ]; then
