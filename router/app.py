@@ -16,7 +16,7 @@ from isochrone.service.network.control_link import ControlLink
 from isochrone.service.systemd import feed_watchdog
 from isochrone.service.trust.identity import Identity
 from isochrone.service.trust.tls import CERTIFICATE_CHECK_S, client_context, load_tls_certificate
-from isochrone.wire.client_keys.key_use import KEY_USE, FleetKeyUse
+from isochrone.wire.client_keys.key_use import KEY_USE, FleetKeyUse, KeyUse
 from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.peers.control import KEYS_FIRST, TABLE_PARTS, ToRouter, Welcome
 from isochrone.wire.peers.routes import RouteDelta, RouteTable, RouteTablePart
@@ -62,7 +62,7 @@ from router.recording.metrics import Metrics
 from router.recording.record import Recorder
 from router.recording.tracing import request_tracer, router_exporter
 from router.recording.usage_journal import UsageJournal
-from router.sharing.key_use_sharing import KeyUseOutbox, OwnKeyUse
+from router.sharing.key_use_sharing import KeyUseOutbox, OwnKeyUse, draw_in_slices
 from router.sharing.prompt_sharing import SharedPrompts
 from router.sharing.suspicion_sharing import FleetSuspicionOutbox, from_fleet
 from router.stored_answers import compose_stored_answers
@@ -335,7 +335,7 @@ class RouterApp:
             self.poison_guard.learn(suspicions)
             self.workers.broadcast(suspicions)
         elif isinstance(message, FleetKeyUse):
-            self.draw_elsewhere(message)
+            await draw_in_slices(message.rows, self.draw_elsewhere)
             self.workers.broadcast(message)
 
     async def on_main_process_message(self, message: Any) -> None:
@@ -346,22 +346,21 @@ class RouterApp:
                 self.follower.accept(table, await self.follower.prepare(table))
             await asyncio.sleep(0)
         elif isinstance(message, RouteDelta):
-            self.follower.accept_change(message)
+            await self.follower.accept_change(message)
         elif isinstance(message, Shared):
             self.learn_shared(message)
         elif isinstance(message, BatchAccess):
             self.batch_client.access = message
         elif isinstance(message, FleetKeyUse):
-            self.draw_elsewhere(message)
+            await draw_in_slices(message.rows, self.draw_elsewhere)
         else:
             await self.shipper.on_ack(message)
 
-    def draw_elsewhere(self, message: FleetKeyUse) -> None:
-        """Draw from the limits of keys what they have used at other routers."""
-        for use in message.rows:
-            key = self.fleet.directory.keys.get(use.key_id)
-            if key is not None:
-                self.limiter.draw_elsewhere(key, use, time.monotonic(), time.time())
+    def draw_elsewhere(self, use: KeyUse) -> None:
+        """Draw from the limits of a key what it has used at other routers."""
+        key = self.fleet.directory.keys.get(use.key_id)
+        if key is not None:
+            self.limiter.draw_elsewhere(key, use, time.monotonic(), time.time())
 
     def learn_shared(self, message: Shared | OwnKeyUse) -> None:
         """Take what another process of this router shares."""

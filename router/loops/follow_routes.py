@@ -269,11 +269,13 @@ class TableFollower:
         self._confirmed_at_s = self._clock()
         self._serve(table, prepared)
 
-    def accept_change(self, delta: RouteDelta) -> None:
+    async def accept_change(self, delta: RouteDelta) -> None:
         """Serve the table in use after a change that the main process has accepted."""
         table = self._accepted
         if table is not None:
-            self.accept(apply_delta(table, delta))
+            changed = apply_delta(table, delta)
+            has_routes = changed.routes is not table.routes
+            self.accept(changed, await self.prepare(changed) if has_routes else None)
 
     async def assemble(self, part: RouteTablePart) -> RouteTable | None:
         """Take a part of a table; return the table when it is complete. Raises BadParts."""
