@@ -63,11 +63,7 @@ class FleetState:
         The indexes `prepared` for this change are not built again here.
         """
         current = self.directory.table
-        if current is not None and (
-            table.routes is current.routes
-            and table.deployments is current.deployments
-            and table.pops is current.pops
-        ):
+        if not self.needs_indexes(table):
             self.directory.adopt_keys(table)
             return
         if prepared is not None and prepared.base is current and prepared.table is table:
@@ -95,6 +91,15 @@ class FleetState:
         if self._notify_capacity is not None:
             for deployment_id in routes:
                 self._notify_capacity(deployment_id)
+
+    def needs_indexes(self, table: RouteTable) -> bool:
+        """Return whether `table` differs from the one in use by more than keys and adapters."""
+        current = self.directory.table
+        return current is None or not (
+            table.routes is current.routes
+            and table.deployments is current.deployments
+            and table.pops is current.pops
+        )
 
     def routing(self, deployment_id: DeploymentId) -> DeploymentRouting:
         """Return what is known of a deployment; nothing of one that the table does not have."""

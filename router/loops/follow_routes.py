@@ -189,7 +189,7 @@ class TableFollower:
             await asyncio.sleep(0)
             return
         if isinstance(message, RouteTable):
-            self._check(message)
+            await self._check(message)
             return
         quarantined = self.quarantined.table if self.quarantined else None
         known = [table for table in (quarantined, self._accepted) if table]
@@ -201,9 +201,7 @@ class TableFollower:
             return
         for table in known:
             if table.generation == message.base:
-                changed = apply_delta(table, message)
-                has_routes = changed.routes is not table.routes
-                self._check(changed, await self.prepare(changed) if has_routes else None)
+                await self._check(apply_delta(table, message))
                 return
         have = known[-1].generation if known else Generation(0)
         await send(SnapshotWanted(have=have, keys_held=self._tell_keys()))
@@ -215,13 +213,16 @@ class TableFollower:
             return "nothing quarantined"
         # Against the last accepted table: what the refused one added must not make its drops look
         # small.
-        table = self.quarantined.table
-        refusal = check_table(self.quarantined.accepted, table, self._is_answering(table))
+        quarantined, table = self.quarantined, self.quarantined.table
+        refusal = check_table(quarantined.accepted, table, self._is_answering(table))
         if refusal is not None:
             return refusal.reason
-        fields = {"generation": self.quarantined.table.generation}
+        prepared = await self.prepare(table)
+        if self.quarantined is not quarantined:
+            return "a newer table has come"
+        fields = {"generation": table.generation}
         log.warning("quarantined table accepted", extra={"fields": fields})
-        self.accept(self.quarantined.table)
+        self.accept(table, prepared)
         return "accepted"
 
     async def persist(self) -> int:
@@ -255,8 +256,13 @@ class TableFollower:
             self._persist_due_at_s = now_s + (now_s - began_s) / PERSIST_SHARE
         return table.generation if table is not None else 0
 
-    async def prepare(self, table: RouteTable) -> TableIndexes:
-        """Index a whole table before it is served, in slices between which requests are served."""
+    async def prepare(self, table: RouteTable) -> TableIndexes | None:
+        """Index a table before it is served, in slices between which requests are served.
+
+        Return None if the indexes in use fit it.
+        """
+        if not self._fleet.needs_indexes(table):
+            return None
         indexes = TableIndexes(self._fleet.directory, table)
         for _ in indexes.steps():
             await asyncio.sleep(0)
@@ -274,8 +280,7 @@ class TableFollower:
         table = self._accepted
         if table is not None:
             changed = apply_delta(table, delta)
-            has_routes = changed.routes is not table.routes
-            self.accept(changed, await self.prepare(changed) if has_routes else None)
+            self.accept(changed, await self.prepare(changed))
 
     async def assemble(self, part: RouteTablePart) -> RouteTable | None:
         """Take a part of a table; return the table when it is complete. Raises BadParts."""
@@ -304,10 +309,10 @@ class TableFollower:
         if table is None:
             return
         if not table.keys_only:
-            self._check(table, await self.prepare(table))
+            await self._check(table)
         elif self._accepted is not None:
             changed = {"keys": table.keys, "keys_revoked": table.keys_revoked}
-            self._check(
+            await self._check(
                 msgspec.structs.replace(
                     self._accepted,
                     cluster_id=table.cluster_id,
@@ -317,21 +322,29 @@ class TableFollower:
                 )
             )
 
-    def _check(self, table: RouteTable, prepared: TableIndexes | None = None) -> None:
-        """Accept a table, or quarantine it and serve what it adds."""
+    async def _check(self, table: RouteTable) -> None:
+        """Accept a table, or quarantine it and serve what it adds. Requests are served between."""
         if self._fleet.directory.table is None and table.cluster_id != self._cluster_id:
             self._log_refusal(f"cannot follow: a table of cluster {table.cluster_id}")
             return
         accepted = self.quarantined.accepted if self.quarantined else self._accepted
         refusal = check_table(accepted, table, self._is_answering(table))
         if refusal is None:
-            self.accept(table, prepared)
+            self.accept(table, await self.prepare(table))
             return
         self._log_refusal(refusal.reason)
-        if not refusal.is_stale and accepted is not None:
-            self._serve(merge_additions(accepted, table))
-            since_s = self.quarantined.since_s if self.quarantined else self._clock()
-            self.quarantined = QuarantinedTable(accepted, table, refusal, since_s)
+        if refusal.is_stale or accepted is None:
+            return
+        since_s = self.quarantined.since_s if self.quarantined else self._clock()
+        quarantined = QuarantinedTable(accepted, table, refusal, since_s)
+        self.quarantined = quarantined
+        await asyncio.sleep(0)
+        merged = merge_additions(accepted, table)
+        await asyncio.sleep(0)
+        prepared = await self.prepare(merged)
+        # Unless the table has been accepted meanwhile.
+        if self.quarantined is quarantined:
+            self._serve(merged, prepared)
 
     def _serve(self, table: RouteTable, prepared: TableIndexes | None = None) -> None:
         """Serve a table, and the withdrawn replicas that serve again."""
