@@ -230,17 +230,14 @@ class FleetState:
             for deployment_id, count in unhealthy.items()
         )
 
-    def is_answering(self, route: Route, *, trusts_silence: bool = True) -> bool:
-        """Return whether a node still serves a replica of the table, as far as is known.
+    def answering_test(self, *, trusts_silence: bool = True) -> Callable[[Route], bool]:
+        """Return what says whether a node still serves a replica of the table, as far as is known.
 
         Without `trusts_silence`, that of a node that does not answer counts as served.
         """
-        known = self.directory.route(route.replica_id)
-        if known is None:
-            return False
-        if not trusts_silence:
-            return not self.nodes.is_disowned(known.replica_id)
-        return self.nodes.is_answering(known, self.clock())
+        return self.nodes.answering_test(
+            self.directory.route, self.clock(), trusts_silence=trusts_silence
+        )
 
     def _set_routes(self, deployment_id: DeploymentId) -> None:
         routes = self._routes_to_set.pop(deployment_id)

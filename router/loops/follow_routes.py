@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -201,7 +200,9 @@ class TableFollower:
             return
         for table in known:
             if table.generation == message.base:
-                await self._check(apply_delta(table, message))
+                changed = apply_delta(table, message)
+                await asyncio.sleep(0)
+                await self._check(changed)
                 return
         have = known[-1].generation if known else Generation(0)
         await send(SnapshotWanted(have=have, keys_held=self._tell_keys()))
@@ -375,7 +376,7 @@ class TableFollower:
         now_s = self._clock()
         refused_for_s = now_s - self.quarantined.since_s if self.quarantined else 0.0
         trusts = trusts_silence(table, now_s - self._started_at_s, refused_for_s)
-        return partial(self._fleet.is_answering, trusts_silence=trusts)
+        return self._fleet.answering_test(trusts_silence=trusts)
 
     def _after_adoption(self, table: RouteTable) -> None:
         self._metrics.table_generation.set(table.generation)
