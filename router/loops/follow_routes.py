@@ -52,6 +52,9 @@ PERSIST_SHARE: Final = 0.05
 """The share of the time that writing the table to disk may take: a large one changes all the time,
 and is written whole."""
 
+LOG_AGAIN_S: Final = 10.0
+"""How often it is logged that a changing table is still refused: it may change many times a second."""
+
 Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
 
@@ -94,6 +97,7 @@ class TableFollower:
         """The keys that this router last reported to the scheduler."""
         self._parts_refusal = ""
         self._persist_due_at_s = float("-inf")
+        self._refusal_logged_at_s = float("-inf")
         self._confirmed_at_s: float | None = None
         self._on_disk: RouteTable | None = None
         self._on_change: Callable[[], None] | None = None
@@ -333,7 +337,7 @@ class TableFollower:
         if refusal is None:
             self.accept(table, await self.prepare(table))
             return
-        self._log_refusal(refusal.reason)
+        self._note_refusal(refusal.reason)
         if refusal.is_stale or accepted is None:
             return
         since_s = self.quarantined.since_s if self.quarantined else self._clock()
@@ -383,6 +387,14 @@ class TableFollower:
         self._metrics.table_routes.set(len(table.routes))
         if self._on_change is not None:
             self._on_change()
+
+    def _note_refusal(self, reason: str) -> None:
+        """Log a refusal, but not each of many changes of a table that stays refused."""
+        if self.quarantined is not None and self._clock() < self._refusal_logged_at_s + LOG_AGAIN_S:
+            self._metrics.table_refused.inc()
+            return
+        self._refusal_logged_at_s = self._clock()
+        self._log_refusal(reason)
 
     def _log_refusal(self, reason: str) -> None:
         self._metrics.table_refused.inc()

@@ -12,6 +12,7 @@ from router.decide.routes.route_directory import RouteDirectory
 from router.decide.routes.table_acceptance import SILENCE_COUNTS_AFTER_S
 from router.fleet_state import FleetState
 from router.loops import follow_routes
+from router.loops.follow_routes import LOG_AGAIN_S
 from tests.unit.router.test_follow_routes import Bench, a_table
 
 
@@ -100,6 +101,31 @@ async def test_a_check_and_what_follows_it_are_different_turns(
             turns += done
             done.clear()
         assert turns + done == expected
+
+
+async def test_a_table_that_stays_refused_is_logged_now_and_then(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lines() -> int:
+        return sum(record.message == "table refused" for record in caplog.records)
+
+    await quarantine(bench)
+    for generation in range(3, 9):
+        await bench.offer("a", generation)
+    assert lines() == 1
+    assert bench.follower.quarantined is not None
+    assert bench.follower.quarantined.table.generation == 8
+    bench.now_s += LOG_AGAIN_S
+    bench.probe("abcd")
+    await bench.offer("a", 9)
+    assert lines() == 2
+    # Another one is logged at once.
+    bench.probe("", disowned="bcd")
+    assert await bench.follower.recheck() == "accepted"
+    await bench.offer("abcd", 10)
+    bench.probe("abcd")
+    await bench.offer("b", 11)
+    assert lines() == 3
 
 
 async def test_a_refused_table_that_was_accepted_meanwhile_is_not_undone(bench: Bench) -> None:

@@ -1,6 +1,6 @@
 """Routers draw from a key's limits what it has used at the others."""
 
-import asyncio
+from collections.abc import Coroutine, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -106,13 +106,22 @@ def test_the_exchange_has_a_limit_of_keys_and_still_counts_those_it_has(
     }
 
 
-async def test_requests_have_their_turn_while_much_use_is_drawn() -> None:
+def steps(job: Coroutine[Any, Any, Any]) -> Iterator[None]:
+    """Run a job; pause wherever others have their turn, and at its end."""
+    while True:
+        try:
+            job.send(None)
+        except StopIteration:
+            yield
+            return
+        yield
+
+
+def test_requests_have_their_turn_while_much_use_is_drawn() -> None:
     drawn: list[KeyUse] = []
     rows = [KeyUse(KeyId(f"k{n}"), 1, 0) for n in range(KEY_USE_ROWS_MAX)]
-    drawing = asyncio.ensure_future(draw_in_slices(rows, drawn.append))
     before = 0
-    while not drawing.done():
-        await asyncio.sleep(0)
+    for _ in steps(draw_in_slices(rows, drawn.append)):
         assert len(drawn) - before <= ROWS_PER_SLICE
         before = len(drawn)
     assert drawn == rows
@@ -134,22 +143,21 @@ class Routers:
         return self.peers
 
 
-async def test_a_scheduler_has_other_turns_between_the_routers_that_it_tells() -> None:
+def test_a_scheduler_has_other_turns_between_the_routers_that_it_tells() -> None:
     exchange, peers = KeyUseExchange(), Routers("abcdef", frozenset({KEY_USE}))
     exchange.add("g", [KeyUse(KeyId(f"k{n:05}"), 1, 0) for n in range(KEY_USE_ROWS_MAX + 1)])
-    turn = asyncio.ensure_future(ShareKeyUse(exchange, cast(Any, peers)).run_once())
     before = 0
-    while not turn.done():
-        await asyncio.sleep(0)
+    for _ in steps(ShareKeyUse(exchange, cast(Any, peers)).run_once()):
         assert len(peers.sent) - before <= 1
         before = len(peers.sent)
-    assert (await turn).rows == 6 * (KEY_USE_ROWS_MAX + 1)
+    assert sum(len(message.rows) for _, message in peers.sent) == 6 * (KEY_USE_ROWS_MAX + 1)
     decoder = codec.decoder(FleetKeyUse)
     for _, message in peers.sent:
         assert codec.decode(codec.encode(message), decoder) == message
     old = Routers("a", frozenset())
     exchange.add("g", [KeyUse(ID, 1, 0)])
-    assert (await ShareKeyUse(exchange, cast(Any, old)).run_once()).rows == 0
+    assert [*steps(ShareKeyUse(exchange, cast(Any, old)).run_once())] == [None]
+    assert old.sent == []
 
 
 def test_an_outbox_keeps_one_row_for_each_key() -> None:
