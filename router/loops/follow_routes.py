@@ -53,7 +53,7 @@ PERSIST_SHARE: Final = 0.05
 and is written whole."""
 
 LOG_AGAIN_S: Final = 10.0
-"""How often it is logged that a changing table is still refused: it may change many times a second."""
+"""How often it is logged that a table is still refused: it may change many times a second."""
 
 Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
