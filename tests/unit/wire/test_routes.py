@@ -20,8 +20,8 @@ from isochrone.wire.ids import (
     ReplicaId,
     TenantId,
 )
-from isochrone.wire.peers.control import ToRouter
 from isochrone.wire.peers import routes
+from isochrone.wire.peers.control import ToRouter
 from isochrone.wire.peers.routes import (
     DeploymentEntry,
     KeyEntry,
