@@ -16,7 +16,7 @@ from isochrone.service.network.control_link import ControlLink
 from isochrone.service.systemd import feed_watchdog
 from isochrone.service.trust.identity import Identity
 from isochrone.service.trust.tls import CERTIFICATE_CHECK_S, client_context, load_tls_certificate
-from isochrone.wire.client_keys.key_use import KEY_USE, FleetKeyUse
+from isochrone.wire.client_keys.key_use import KEY_USE, FleetKeyUse, KeyUse
 from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.peers.control import KEYS_FIRST, TABLE_PARTS, ToRouter, Welcome
 from isochrone.wire.peers.routes import RouteDelta, RouteTable, RouteTablePart
@@ -42,7 +42,7 @@ from router.fleet_state import FleetState
 from router.listeners import open_listeners
 from router.loops.answer_batches import AnswerBatches
 from router.loops.answer_responses import LEASE_INTERVAL_S
-from router.loops.collect_garbage import CollectInTurns
+from router.loops.collect_garbage import LOOK_INTERVAL_S, CollectInTurns
 from router.loops.follow_routes import TableFollower
 from router.loops.pop_loads import PopLoadPoller
 from router.loops.probe_nodes import NodeProber
@@ -62,7 +62,7 @@ from router.recording.metrics import Metrics
 from router.recording.record import Recorder
 from router.recording.tracing import request_tracer, router_exporter
 from router.recording.usage_journal import UsageJournal
-from router.sharing.key_use_sharing import KeyUseOutbox, OwnKeyUse
+from router.sharing.key_use_sharing import KeyUseOutbox, OwnKeyUse, draw_in_slices
 from router.sharing.prompt_sharing import SharedPrompts
 from router.sharing.suspicion_sharing import FleetSuspicionOutbox, from_fleet
 from router.stored_answers import compose_stored_answers
@@ -71,7 +71,6 @@ log = logging.getLogger(__name__)
 
 ROUND_TRIPS_INTERVAL_S: Final = 10.0
 GAUGES_INTERVAL_S: Final = 1.0
-GARBAGE_INTERVAL_S: Final = 1.0
 SHARE_INTERVAL_S: Final = 1.0
 SEND_TABLE_INTERVAL_S: Final = 1.0
 BATCHES_INTERVAL_S: Final = 0.5
@@ -300,7 +299,7 @@ class RouterApp:
             demand,
             Loop("usage", self.shipper.ship_usage, config.usage_interval_s, jitter=jitter),
             Loop("round_trips", self.shipper.ship_round_trips, ROUND_TRIPS_INTERVAL_S),
-            Loop("garbage", self.garbage.run_once, GARBAGE_INTERVAL_S),
+            Loop("garbage", self.garbage.look, LOOK_INTERVAL_S),
             Loop("gauges", self.gauges.run_once, GAUGES_INTERVAL_S),
             Loop("share", self.sharer.run_once, SHARE_INTERVAL_S),
             Loop("send_table", self.send_table, SEND_TABLE_INTERVAL_S),
@@ -335,7 +334,7 @@ class RouterApp:
             self.poison_guard.learn(suspicions)
             self.workers.broadcast(suspicions)
         elif isinstance(message, FleetKeyUse):
-            self.draw_elsewhere(message)
+            await draw_in_slices(message.rows, self.draw_elsewhere)
             self.workers.broadcast(message)
 
     async def on_main_process_message(self, message: Any) -> None:
@@ -346,22 +345,21 @@ class RouterApp:
                 self.follower.accept(table, await self.follower.prepare(table))
             await asyncio.sleep(0)
         elif isinstance(message, RouteDelta):
-            self.follower.accept_change(message)
+            await self.follower.accept_change(message)
         elif isinstance(message, Shared):
             self.learn_shared(message)
         elif isinstance(message, BatchAccess):
             self.batch_client.access = message
         elif isinstance(message, FleetKeyUse):
-            self.draw_elsewhere(message)
+            await draw_in_slices(message.rows, self.draw_elsewhere)
         else:
             await self.shipper.on_ack(message)
 
-    def draw_elsewhere(self, message: FleetKeyUse) -> None:
-        """Draw from the limits of keys what they have used at other routers."""
-        for use in message.rows:
-            key = self.fleet.directory.keys.get(use.key_id)
-            if key is not None:
-                self.limiter.draw_elsewhere(key, use, time.monotonic(), time.time())
+    def draw_elsewhere(self, use: KeyUse) -> None:
+        """Draw from the limits of a key what it has used at other routers."""
+        key = self.fleet.directory.keys.get(use.key_id)
+        if key is not None:
+            self.limiter.draw_elsewhere(key, use, time.monotonic(), time.time())
 
     def learn_shared(self, message: Shared | OwnKeyUse) -> None:
         """Take what another process of this router shares."""

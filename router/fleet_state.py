@@ -63,11 +63,7 @@ class FleetState:
         The indexes `prepared` for this change are not built again here.
         """
         current = self.directory.table
-        if current is not None and (
-            table.routes is current.routes
-            and table.deployments is current.deployments
-            and table.pops is current.pops
-        ):
+        if not self.needs_indexes(table):
             self.directory.adopt_keys(table)
             return
         if prepared is not None and prepared.base is current and prepared.table is table:
@@ -95,6 +91,15 @@ class FleetState:
         if self._notify_capacity is not None:
             for deployment_id in routes:
                 self._notify_capacity(deployment_id)
+
+    def needs_indexes(self, table: RouteTable) -> bool:
+        """Return whether `table` differs from the one in use by more than keys and adapters."""
+        current = self.directory.table
+        return current is None or not (
+            table.routes is current.routes
+            and table.deployments is current.deployments
+            and table.pops is current.pops
+        )
 
     def routing(self, deployment_id: DeploymentId) -> DeploymentRouting:
         """Return what is known of a deployment; nothing of one that the table does not have."""
@@ -225,17 +230,14 @@ class FleetState:
             for deployment_id, count in unhealthy.items()
         )
 
-    def is_answering(self, route: Route, *, trusts_silence: bool = True) -> bool:
-        """Return whether a node still serves a replica of the table, as far as is known.
+    def answering_test(self, *, trusts_silence: bool = True) -> Callable[[Route], bool]:
+        """Return what says whether a node still serves a replica of the table, as far as is known.
 
         Without `trusts_silence`, that of a node that does not answer counts as served.
         """
-        known = self.directory.route(route.replica_id)
-        if known is None:
-            return False
-        if not trusts_silence:
-            return not self.nodes.is_disowned(known.replica_id)
-        return self.nodes.is_answering(known, self.clock())
+        return self.nodes.answering_test(
+            self.directory.route, self.clock(), trusts_silence=trusts_silence
+        )
 
     def _set_routes(self, deployment_id: DeploymentId) -> None:
         routes = self._routes_to_set.pop(deployment_id)

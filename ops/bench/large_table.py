@@ -2,6 +2,7 @@
 
     python -m ops.bench.large_table [--keys N] [--single-frame]
     python -m ops.bench.large_table --keys 10000 --replicas 10000 --for 60
+    python -m ops.bench.large_table --keys 10000 --replicas 9400 --for 4 --returning
 
 A stand-in scheduler on loopback sends the table, then a delta of one key. The router runs in a
 process of its own with its real control link, table follower and loops. `--single-frame` sends the
@@ -11,7 +12,9 @@ a task of the router's event loop that sleeps 2 ms again and again.
 With `--replicas`, the table also has so many replicas, on half as many nodes, whose names do not
 exist, of 1,000 deployments. The router probes them in vain for a while (`--for`). Then the
 scheduler ends the connection, and the next one sends the table of another term, which lacks every
-third replica.
+third replica. With `--returning`, that table has few replicas, and the others come back a few at a
+time, as when a scheduler hears its nodes one after another. A router that runs for less than 15 s
+(`--for 4`) refuses such a table, as one does whose nodes answer.
 """
 
 import argparse
@@ -64,6 +67,9 @@ CLUSTER: Final = ClusterId("c-bench")
 DEPLOYMENTS: Final = 1_000
 POPS: Final = 190
 AFTER_FAILOVER_S: Final = 5.0
+RETURNED_AT_FIRST: Final = 100
+RETURNED_AT_ONCE: Final = 50
+RETURN_S: Final = 0.1
 TIMEOUT_S: Final = 60.0
 GIVE_UP_S: Final = 15.0
 """A table that did not arrive by then, and after several connections, never does."""
@@ -125,9 +131,11 @@ def make_route(number: int) -> Route:
     )
 
 
-def after_failover(table: RouteTable) -> RouteTable:
-    """Return the table of the next term, which lacks every third replica."""
+def after_failover(table: RouteTable, *, is_returning: bool) -> RouteTable:
+    """Return the table of the next term, which lacks every third replica or most of them."""
     kept = tuple(route for number, route in enumerate(table.routes) if number % 3)
+    if is_returning:
+        kept = table.routes[:RETURNED_AT_FIRST]
     return msgspec.structs.replace(table, generation=Generation(3), epoch=Epoch(2), routes=kept)
 
 
@@ -164,9 +172,10 @@ def new_identity(folder: Path) -> Identity:
 class TableSender:
     """The control endpoint of a scheduler that has one table."""
 
-    def __init__(self, table: RouteTable, *, is_single_frame: bool) -> None:
-        """Send the table as one frame, or in parts."""
+    def __init__(self, table: RouteTable, *, is_single_frame: bool, is_returning: bool) -> None:
+        """Send the table as one frame, or in parts; after a failover with few replicas at first."""
         self._table = table
+        self._is_returning = is_returning
         self._is_single_frame = is_single_frame
         self._frames: list[bytes] = []
         self.connections = 0
@@ -200,7 +209,7 @@ class TableSender:
         reading = asyncio.ensure_future(read_all(socket))
         frames: Iterable[bytes] = self._frames
         if self.failover.is_set():
-            frames = split_table(after_failover(self._table))
+            frames = split_table(after_failover(self._table, is_returning=self._is_returning))
         with suppress(ConnectionError):
             for frame in frames:
                 await socket.send_bytes(frame)
@@ -217,9 +226,26 @@ class TableSender:
                 await socket.send_bytes(codec.encode(delta))
                 await self.failover.wait()
                 await socket.close()
+            elif self._is_returning:
+                await self._send_returning(socket)
             await reading
         reading.cancel()
         return socket
+
+    async def _send_returning(self, socket: web.WebSocketResponse) -> None:
+        """Send changes that bring the replicas back, each as its node reports it anew."""
+        routes = self._table.routes
+        for number, start in enumerate(range(RETURNED_AT_FIRST, len(routes), RETURNED_AT_ONCE)):
+            back = routes[start : start + RETURNED_AT_ONCE]
+            delta = RouteDelta(
+                cluster_id=CLUSTER,
+                base=Generation(3 + number),
+                generation=Generation(4 + number),
+                epoch=Epoch(2),
+                routes_set=tuple(msgspec.structs.replace(route, version=2) for route in back),
+            )
+            await socket.send_bytes(codec.encode(delta))
+            await asyncio.sleep(RETURN_S)
 
 
 async def read_all(socket: web.WebSocketResponse) -> None:
@@ -290,7 +316,7 @@ async def watch_fleet(
 
 async def until_generation(app: RouterApp, generation: int) -> None:
     """Wait for a generation of the route table."""
-    while app.follower.progress().generation != generation:  # noqa: ASYNC110 - no hook needed
+    while app.follower.progress().generation < generation:  # noqa: ASYNC110 - no hook needed
         await asyncio.sleep(TICK_S)
 
 
@@ -302,10 +328,10 @@ def router_process(folder: Path, identity: Identity, port: int, for_s: float, pi
 
 @asynccontextmanager
 async def a_sender(
-    table: RouteTable, *, is_single_frame: bool
+    table: RouteTable, *, is_single_frame: bool, is_returning: bool
 ) -> AsyncIterator[tuple[TableSender, int]]:
     """Serve a table on a free port."""
-    sender = TableSender(table, is_single_frame=is_single_frame)
+    sender = TableSender(table, is_single_frame=is_single_frame, is_returning=is_returning)
     sender.encode()
     app = web.Application()
     app.router.add_get("/v1/router", sender.serve)
@@ -313,14 +339,17 @@ async def a_sender(
         yield sender, port
 
 
-async def measure(keys: int, replicas: int, for_s: float, *, is_single_frame: bool) -> None:
+async def measure(
+    keys: int, replicas: int, for_s: float, *, is_single_frame: bool, is_returning: bool
+) -> None:
     """Run the benchmark and print its figures."""
     table = make_table(keys, replicas)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        async with a_sender(table, is_single_frame=is_single_frame) as (sender, port):
+        sending = a_sender(table, is_single_frame=is_single_frame, is_returning=is_returning)
+        async with sending as (sender, port):
             print(
                 f"{keys} keys: {sender.bytes / 2**20:.0f} MiB, encoded in {sender.encode_s:.2f} s"
             )
@@ -378,11 +407,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keys", type=int, default=1_000_000)
     parser.add_argument("--single-frame", action="store_true")
+    parser.add_argument("--returning", action="store_true")
     parser.add_argument("--replicas", type=int, default=0)
     parser.add_argument("--for", dest="seconds", type=float, default=60.0)
     given = parser.parse_args()
     for_s = given.seconds if given.replicas else 0.0
-    asyncio.run(measure(given.keys, given.replicas, for_s, is_single_frame=given.single_frame))
+    asyncio.run(
+        measure(
+            given.keys,
+            given.replicas,
+            for_s,
+            is_single_frame=given.single_frame,
+            is_returning=given.returning,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -52,6 +51,9 @@ KEYS_PER_SLICE: Final = 1_000
 PERSIST_SHARE: Final = 0.05
 """The share of the time that writing the table to disk may take: a large one changes all the time,
 and is written whole."""
+
+LOG_AGAIN_S: Final = 10.0
+"""How often it is logged that a table is still refused: it may change many times a second."""
 
 Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
@@ -95,6 +97,7 @@ class TableFollower:
         """The keys that this router last reported to the scheduler."""
         self._parts_refusal = ""
         self._persist_due_at_s = float("-inf")
+        self._refusal_logged_at_s = float("-inf")
         self._confirmed_at_s: float | None = None
         self._on_disk: RouteTable | None = None
         self._on_change: Callable[[], None] | None = None
@@ -189,7 +192,7 @@ class TableFollower:
             await asyncio.sleep(0)
             return
         if isinstance(message, RouteTable):
-            self._check(message)
+            await self._check(message)
             return
         quarantined = self.quarantined.table if self.quarantined else None
         known = [table for table in (quarantined, self._accepted) if table]
@@ -202,8 +205,8 @@ class TableFollower:
         for table in known:
             if table.generation == message.base:
                 changed = apply_delta(table, message)
-                has_routes = changed.routes is not table.routes
-                self._check(changed, await self.prepare(changed) if has_routes else None)
+                await asyncio.sleep(0)
+                await self._check(changed)
                 return
         have = known[-1].generation if known else Generation(0)
         await send(SnapshotWanted(have=have, keys_held=self._tell_keys()))
@@ -215,13 +218,16 @@ class TableFollower:
             return "nothing quarantined"
         # Against the last accepted table: what the refused one added must not make its drops look
         # small.
-        table = self.quarantined.table
-        refusal = check_table(self.quarantined.accepted, table, self._is_answering(table))
+        quarantined, table = self.quarantined, self.quarantined.table
+        refusal = check_table(quarantined.accepted, table, self._is_answering(table))
         if refusal is not None:
             return refusal.reason
-        fields = {"generation": self.quarantined.table.generation}
+        prepared = await self.prepare(table)
+        if self.quarantined is not quarantined:
+            return "a newer table has come"
+        fields = {"generation": table.generation}
         log.warning("quarantined table accepted", extra={"fields": fields})
-        self.accept(self.quarantined.table)
+        self.accept(table, prepared)
         return "accepted"
 
     async def persist(self) -> int:
@@ -255,8 +261,13 @@ class TableFollower:
             self._persist_due_at_s = now_s + (now_s - began_s) / PERSIST_SHARE
         return table.generation if table is not None else 0
 
-    async def prepare(self, table: RouteTable) -> TableIndexes:
-        """Index a whole table before it is served, in slices between which requests are served."""
+    async def prepare(self, table: RouteTable) -> TableIndexes | None:
+        """Index a table before it is served, in slices between which requests are served.
+
+        Return None if the indexes in use fit it.
+        """
+        if not self._fleet.needs_indexes(table):
+            return None
         indexes = TableIndexes(self._fleet.directory, table)
         for _ in indexes.steps():
             await asyncio.sleep(0)
@@ -269,11 +280,12 @@ class TableFollower:
         self._confirmed_at_s = self._clock()
         self._serve(table, prepared)
 
-    def accept_change(self, delta: RouteDelta) -> None:
+    async def accept_change(self, delta: RouteDelta) -> None:
         """Serve the table in use after a change that the main process has accepted."""
         table = self._accepted
         if table is not None:
-            self.accept(apply_delta(table, delta))
+            changed = apply_delta(table, delta)
+            self.accept(changed, await self.prepare(changed))
 
     async def assemble(self, part: RouteTablePart) -> RouteTable | None:
         """Take a part of a table; return the table when it is complete. Raises BadParts."""
@@ -302,10 +314,10 @@ class TableFollower:
         if table is None:
             return
         if not table.keys_only:
-            self._check(table, await self.prepare(table))
+            await self._check(table)
         elif self._accepted is not None:
             changed = {"keys": table.keys, "keys_revoked": table.keys_revoked}
-            self._check(
+            await self._check(
                 msgspec.structs.replace(
                     self._accepted,
                     cluster_id=table.cluster_id,
@@ -315,21 +327,29 @@ class TableFollower:
                 )
             )
 
-    def _check(self, table: RouteTable, prepared: TableIndexes | None = None) -> None:
-        """Accept a table, or quarantine it and serve what it adds."""
+    async def _check(self, table: RouteTable) -> None:
+        """Accept a table, or quarantine it and serve what it adds. Requests are served between."""
         if self._fleet.directory.table is None and table.cluster_id != self._cluster_id:
             self._log_refusal(f"cannot follow: a table of cluster {table.cluster_id}")
             return
         accepted = self.quarantined.accepted if self.quarantined else self._accepted
         refusal = check_table(accepted, table, self._is_answering(table))
         if refusal is None:
-            self.accept(table, prepared)
+            self.accept(table, await self.prepare(table))
             return
-        self._log_refusal(refusal.reason)
-        if not refusal.is_stale and accepted is not None:
-            self._serve(merge_additions(accepted, table))
-            since_s = self.quarantined.since_s if self.quarantined else self._clock()
-            self.quarantined = QuarantinedTable(accepted, table, refusal, since_s)
+        self._note_refusal(refusal.reason)
+        if refusal.is_stale or accepted is None:
+            return
+        since_s = self.quarantined.since_s if self.quarantined else self._clock()
+        quarantined = QuarantinedTable(accepted, table, refusal, since_s)
+        self.quarantined = quarantined
+        await asyncio.sleep(0)
+        merged = merge_additions(accepted, table)
+        await asyncio.sleep(0)
+        prepared = await self.prepare(merged)
+        # Unless the table has been accepted meanwhile.
+        if self.quarantined is quarantined:
+            self._serve(merged, prepared)
 
     def _serve(self, table: RouteTable, prepared: TableIndexes | None = None) -> None:
         """Serve a table, and the withdrawn replicas that serve again."""
@@ -360,13 +380,21 @@ class TableFollower:
         now_s = self._clock()
         refused_for_s = now_s - self.quarantined.since_s if self.quarantined else 0.0
         trusts = trusts_silence(table, now_s - self._started_at_s, refused_for_s)
-        return partial(self._fleet.is_answering, trusts_silence=trusts)
+        return self._fleet.answering_test(trusts_silence=trusts)
 
     def _after_adoption(self, table: RouteTable) -> None:
         self._metrics.table_generation.set(table.generation)
         self._metrics.table_routes.set(len(table.routes))
         if self._on_change is not None:
             self._on_change()
+
+    def _note_refusal(self, reason: str) -> None:
+        """Log a refusal, but not each of many changes of a table that stays refused."""
+        if self.quarantined is not None and self._clock() < self._refusal_logged_at_s + LOG_AGAIN_S:
+            self._metrics.table_refused.inc()
+            return
+        self._refusal_logged_at_s = self._clock()
+        self._log_refusal(reason)
 
     def _log_refusal(self, reason: str) -> None:
         self._metrics.table_refused.inc()

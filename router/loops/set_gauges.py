@@ -11,10 +11,10 @@ from router.fleet_state import FleetState
 from router.loops.follow_routes import TableFollower
 from router.recording.metrics import Metrics
 
-REPLICAS_PER_SLICE: Final = 200
-"""How many unhealthy replicas are counted before requests have their turn: half a millisecond, or
-ten if their deployments' routes have not been looked at since the table came. Of a router that is
-cut off, all replicas are unhealthy."""
+REPLICAS_PER_SLICE: Final = 50
+"""How many unhealthy replicas are counted before requests have their turn: a tenth of a
+millisecond, or three if their deployments' routes have not been looked at since the table came. Of
+a router that is cut off, all replicas are unhealthy."""
 
 
 class GaugeSetter:

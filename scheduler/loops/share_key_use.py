@@ -1,8 +1,9 @@
 """Tells every router, each second, what keys with limits have used at the others."""
 
+import asyncio
 from typing import Final, NamedTuple
 
-from isochrone.wire.client_keys.key_use import KEY_USE, KEY_USE_ROWS_MAX, FleetKeyUse
+from isochrone.wire.client_keys.key_use import KEY_USE, FleetKeyUse
 from scheduler.state.key_use_exchange import KeyUseExchange
 from scheduler.state.peers.peer_registry import PeerRegistry
 
@@ -16,7 +17,7 @@ class SharedKeyUseCounts(NamedTuple):
 
 
 class ShareKeyUse:
-    """Sends nothing while no such key is in use at two routers or more."""
+    """Sends nothing while no such key is in use."""
 
     def __init__(self, exchange: KeyUseExchange, peers: PeerRegistry) -> None:
         self._exchange = exchange
@@ -30,9 +31,9 @@ class ShareKeyUse:
             if KEY_USE in router.capabilities
         }
         sent = 0
-        for name, rows in self._exchange.take(list(routers)).items():
-            for start in range(0, len(rows), KEY_USE_ROWS_MAX):
-                part = tuple(rows[start : start + KEY_USE_ROWS_MAX])
-                routers[name].enqueue(FleetKeyUse(part))
+        for name, rows in self._exchange.take(list(routers)):
+            routers[name].enqueue(FleetKeyUse(rows))
             sent += len(rows)
+            # Keys times routers may be millions of rows; requests and reports have their turn.
+            await asyncio.sleep(0)
         return SharedKeyUseCounts(sent)

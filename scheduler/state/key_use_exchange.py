@@ -4,10 +4,11 @@ The sums are kept in memory only: use that a scheduler has not passed on when it
 charged at other routers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Final
 
-from isochrone.wire.client_keys.key_use import KeyUse
+from isochrone.wire.client_keys.key_use import KEY_USE_ROWS_MAX, KeyUse
 from isochrone.wire.ids import KeyId
 
 KEYS_MAX: Final = 100_000
@@ -44,20 +45,43 @@ class KeyUseExchange:
             for units in (self._total, own):
                 units.setdefault(row.key_id, _Units()).add(row.requests, row.tokens)
 
-    def take(self, routers: Sequence[str]) -> dict[str, list[KeyUse]]:
-        """Return for each router the use of keys at the others, and reset the sums."""
+    def take(self, routers: Sequence[str]) -> Iterator[tuple[str, tuple[KeyUse, ...]]]:
+        """Reset the sums; return messages for the routers: the use of keys at the others.
+
+        Each step makes one message, of KEY_USE_ROWS_MAX rows at most, so that a turn with many keys
+        and routers can pause in between.
+        """
         total, by_router = self._total, self._by_router
         self._total, self._by_router = {}, {}
-        told: dict[str, list[KeyUse]] = {}
+        return _messages(total, by_router, routers)
+
+
+def _messages(
+    total: dict[KeyId, _Units], by_router: dict[str, dict[KeyId, _Units]], routers: Sequence[str]
+) -> Iterator[tuple[str, tuple[KeyUse, ...]]]:
+    """Return what each router is told of some keys, then of the next ones."""
+    keys = iter(total.items())
+    while part := list(islice(keys, KEY_USE_ROWS_MAX)):
+        # A router that used none of these keys is told the same as the others like it.
+        of_all = tuple(
+            KeyUse(key_id, units.requests, units.tokens)
+            for key_id, units in part
+            if units.requests or units.tokens
+        )
         for router in routers:
-            own = by_router.get(router, {})
-            rows: list[KeyUse] = []
-            for key_id, units in total.items():
-                mine = own.get(key_id)
-                requests = units.requests - (mine.requests if mine else 0)
-                tokens = units.tokens - (mine.tokens if mine else 0)
-                if requests or tokens:
-                    rows.append(KeyUse(key_id, requests, tokens))
+            own = by_router.get(router)
+            rows = _without(part, own) if own else of_all
             if rows:
-                told[router] = rows
-        return told
+                yield router, rows
+
+
+def _without(part: Iterable[tuple[KeyId, _Units]], own: dict[KeyId, _Units]) -> tuple[KeyUse, ...]:
+    """Return the use of keys without a router's own."""
+    rows = []
+    for key_id, units in part:
+        mine = own.get(key_id)
+        requests = units.requests - (mine.requests if mine else 0)
+        tokens = units.tokens - (mine.tokens if mine else 0)
+        if requests or tokens:
+            rows.append(KeyUse(key_id, requests, tokens))
+    return tuple(rows)

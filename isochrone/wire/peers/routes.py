@@ -176,6 +176,8 @@ class SnapshotWanted(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot_wa
     keys_held: bytes = b""
 
 
+MANY_CHANGES_SHARE: Final = 1 / 8
+
 V = TypeVar("V")
 
 
@@ -232,11 +234,18 @@ def _merge(
 ) -> tuple[V, ...]:
     """Return sorted `entries` after the changes; the same tuple if there are none.
 
-    The entries between two changes are copied as a whole: a delta has few entries, a table many.
+    The entries between two changes are copied as a whole: a delta has few entries, a table many. If
+    many change, looking for the place of each would take longer than sorting them all.
     """
     if not changed and not gone:
         return entries
     values = {id_of(entry): entry for entry in changed}
+    if len(values) + len(gone) > len(entries) * MANY_CHANGES_SHARE:
+        by_id = {id_of(entry): entry for entry in entries}
+        for entry_id in gone:
+            by_id.pop(entry_id, None)
+        by_id |= values
+        return tuple(by_id[entry_id] for entry_id in sorted(by_id))
     merged: list[V] = []
     start = 0
     for entry_id in sorted({*values, *gone}):

@@ -1,6 +1,6 @@
 """Records each node's round trip, its last answer, and the replicas that it has disowned."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from typing import Final
 
 from isochrone.wire.ids import NodeId, PopId, ReplicaId
@@ -80,7 +80,21 @@ class NodeReachability:
         """Say whether the replica's node has said that it no longer serves it."""
         return replica_id in self._disowned
 
-    def is_answering(self, route: Route, now_s: float) -> bool:
-        """Say whether the route's node has answered lately and not disowned the replica."""
-        answered_at_s = self._answered_at_s.get(route.node_id, -1e18)
-        return answered_at_s >= now_s - ANSWERING_S and route.replica_id not in self._disowned
+    def answering_test(
+        self, known: Callable[[ReplicaId], Route | None], now_s: float, *, trusts_silence: bool
+    ) -> Callable[[Route], bool]:
+        """Return what says whether a node still serves a replica that is `known`.
+
+        It does if it has answered lately and not disowned the replica; without `trusts_silence`, if
+        it has not disowned it. One that is not `known` is not served. A scheduler that takes over
+        may drop ten thousand replicas, and each change is checked against all of them.
+        """
+        since_s, answered_at_s, disowned = now_s - ANSWERING_S, self._answered_at_s, self._disowned
+
+        def is_answering(route: Route) -> bool:
+            served = known(route.replica_id)
+            if served is None or served.replica_id in disowned:
+                return False
+            return not trusts_silence or answered_at_s.get(served.node_id, -1e18) >= since_s
+
+        return is_answering

@@ -49,11 +49,18 @@ class WithdrawnRoutes:
             return False
         known = {entry.deployment_id for entry in new.deployments}
         kept = {route.replica_id for route in new.routes}
-        for route in old.routes if old is not None and new.routes is not old.routes else ():
-            if route.replica_id not in kept and route.deployment_id in known:
-                self._until_s.setdefault(route.replica_id, now_s + WITHDRAWN_S)
-                self._routes.setdefault(route.replica_id, route)
         unrouted = known - {route.deployment_id for route in new.routes}
+        left = [
+            route
+            for route in (old.routes if old is not None and new.routes is not old.routes else ())
+            if route.replica_id not in kept and route.deployment_id in known
+        ]
+        # Of ten thousand that are withdrawn at once, those beyond the limit are not noted first.
+        others = [route for route in left if route.deployment_id not in unrouted]
+        needed = [route for route in left if route.deployment_id in unrouted]
+        for route in (*others[-WITHDRAWN_MAX:], *needed[:WITHDRAWN_MAX]):
+            self._until_s.setdefault(route.replica_id, now_s + WITHDRAWN_S)
+            self._routes.setdefault(route.replica_id, route)
         has_lost_all = any(
             route.deployment_id in unrouted and route.deployment_id not in self._unrouted
             for route in self._routes.values()

@@ -59,8 +59,8 @@ class PulseBuffer:
         self._pulses: dict[NodeId, Pulse] = {}
 
     def add(self, pulse: Pulse) -> None:
-        """Buffer a pulse in place of the node's older one; a full buffer drops it."""
-        if len(self._pulses) < PULSES_BUFFERED_MAX:
+        """Buffer a pulse in place of the node's older one; a full buffer takes no other nodes."""
+        if pulse.node_id in self._pulses or len(self._pulses) < PULSES_BUFFERED_MAX:
             self._pulses[pulse.node_id] = pulse
 
     def take(self) -> list[Pulse]:

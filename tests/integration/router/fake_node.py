@@ -68,6 +68,7 @@ class FakeNode:
         self.disowned: set[str] = set()
         self.bodies: list[bytes] = []
         self.request_headers: list[dict[str, str]] = []
+        self.errors = 0
         self.running = 0
         self.running_max = 0
         self.cancelled = 0
@@ -139,7 +140,9 @@ class FakeNode:
         self.bodies.append(body)
         self.request_headers.append(dict(request.headers))
         await self.note()
-        if self.status != 200 and self.error_body is not None:
+        if self.status != 200 and self.error_body is None:
+            return self._error({})
+        if self.status != 200:
             return web.Response(body=self.error_body, status=self.status, content_type="text/plain")
         # The mock engine reads it, too.
         request._payload = StreamReader(request.protocol, len(body) + 1)
@@ -176,6 +179,8 @@ class FakeNode:
     async def embed(self, request: web.Request) -> web.Response:
         """Answer with the same vector for each input."""
         body = json.loads(await request.read())
+        if self.status != 200:
+            return self._error({})
         given = body["input"]
         is_one = isinstance(given, str) or isinstance(given[0], int)
         item = {"object": "embedding", "embedding": [0.6, 0.8]}
@@ -187,12 +192,19 @@ class FakeNode:
     async def rank(self, request: web.Request) -> web.Response:
         """Answer that each document is as relevant as the others."""
         body = json.loads(await request.read())
+        if self.status != 200:
+            return self._error({})
         results = [
             {"index": index, "relevance_score": 0.5} for index in range(len(body["documents"]))
         ]
         usage = {"prompt_tokens": 7, "total_tokens": 7}
         answer = {"id": "r-1", "model": body["model"], "results": results, "usage": usage}
         return web.json_response(answer)
+
+    def _error(self, extra: dict[str, str]) -> web.Response:
+        self.errors += 1
+        error = {"error": {"message": "broken", "type": "x", "code": "x", "param": None}}
+        return web.json_response(error, status=self.status, headers=extra)
 
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         extra = {headers.LOAD: self.load} if self.load else {}
@@ -215,8 +227,7 @@ class FakeNode:
         if refused := self.refuse or (headers.BUSY if is_full else ""):
             return web.Response(status=429, headers={headers.REFUSED: refused, **extra})
         if self.status != 200:
-            error = {"error": {"message": "broken", "type": "x", "code": "x", "param": None}}
-            return web.json_response(error, status=self.status, headers=extra)
+            return self._error(extra)
         if self.plain_garbage:
             return web.Response(body=b"\xff\xfe nonsense", headers=extra)
         await asyncio.sleep(self.ttft_s)

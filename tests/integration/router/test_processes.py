@@ -20,6 +20,8 @@ import pytest
 from isochrone.wire import codec
 from isochrone.wire.client_keys.keys import format_key
 from isochrone.wire.ids import DeploymentId, KeyId, ReplicaId
+from isochrone.wire.peers.routes import RouteTablePart, diff
+from isochrone.wire.peers.table_parts import PART_BYTES_MAX, TableAssembler
 from isochrone.wire.peers.usage import Usage
 from router import build, processes
 from router.app import SHARE_INTERVAL_S, open_router
@@ -116,6 +118,20 @@ async def test_a_worker_is_sent_only_what_changed(tmp_path: Path) -> None:
         assert app.fleet.directory.table == second
         main.close()
         await app.stopping.wait()
+
+
+def test_a_worker_is_sent_a_large_change_in_parts() -> None:
+    first = a_table([])
+    keys = [a_key(format_key(KeyId(f"{n:012d}"), bytes(32))) for n in range(5000)]
+    second = a_table([], generation=2, keys=keys)
+    frames = list(processes._table_frames(second, first))
+    assert len(codec.encode(diff(first, second))) > processes.DELTA_BYTES_MAX
+    assert len(frames) > 2
+    # Requests have their turn after each frame.
+    assert all(len(frame) <= PART_BYTES_MAX for frame in frames)
+    assembler, decoder = TableAssembler(), codec.decoder(RouteTablePart)
+    *incomplete, table = [assembler.add(codec.decode(f, decoder), first.keys) for f in frames]
+    assert table == second and not any(incomplete)
 
 
 async def test_a_process_that_does_not_read_uses_limited_memory() -> None:

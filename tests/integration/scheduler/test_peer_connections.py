@@ -19,6 +19,7 @@ from isochrone.wire.peers.report import Pulse
 from scheduler import metrics
 from scheduler.api.control.certificates import CertificateIssuer
 from scheduler.listeners import control_app
+from scheduler.state.peers import heartbeats
 from scheduler.state.peers.heartbeats import PULSES_WRITTEN_MAX, PulseBuffer
 from scheduler.state.peers.peer_connection import (
     LARGE_FRAME_BYTES,
@@ -219,6 +220,21 @@ def test_a_node_that_pulses_too_often_does_not_displace_other_nodes() -> None:
     first, second = buffer.take(), buffer.take()
     assert [pulse.node_id for pulse in (*first, *second)] == names
     assert buffer.take() == []
+
+
+def test_the_pulses_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While Postgres hangs they wait; the store learns of the others by their next pulses."""
+    monkeypatch.setattr(heartbeats, "PULSES_BUFFERED_MAX", 3)
+    buffer = PulseBuffer()
+    names = [NodeId(f"n{index}") for index in range(5)]
+    for seq, name in enumerate([*names, names[0]]):
+        buffer.add(Pulse(node_id=name, boot_id=BootId("b"), seq=seq, generation=Generation(1)))
+    # A node that waits already is known by its newest pulse.
+    assert [(pulse.node_id, pulse.seq) for pulse in buffer.take()] == [
+        (names[0], 5),
+        (names[1], 1),
+        (names[2], 2),
+    ]
 
 
 class PreviousConnection:

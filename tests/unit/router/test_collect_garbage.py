@@ -7,7 +7,12 @@ import pytest
 
 from isochrone.wire.ids import PopId
 from router.fleet_state import FleetState
-from router.loops.collect_garbage import TURNS_PER_COUNT, CollectInTurns
+from router.loops.collect_garbage import (
+    GROWN_MAX,
+    LOOKS_PER_TURN,
+    TURNS_PER_COUNT,
+    CollectInTurns,
+)
 from tests.unit.router.test_follow_routes import a_table
 
 
@@ -61,6 +66,30 @@ async def test_new_cycles_are_freed_in_each_turn_and_frozen_ones_with_a_walk(
     assert len(walks) == 1 and walks[0].collected >= 1
     gc.unfreeze()
     assert cycles() == 0
+
+
+async def test_a_turn_comes_each_second_and_sooner_when_many_objects_are_made(
+    monkeypatch: pytest.MonkeyPatch, frozen: CollectInTurns
+) -> None:
+    grown = 0
+    monkeypatch.setattr(gc, "get_count", lambda: (0, 0, grown))
+
+    async def looks_until_a_turn() -> int:
+        """Return how many looks it takes until a turn frees a new cycle."""
+        Cycle()
+        looks = 1
+        while not (await frozen.look()).collected:
+            looks += 1
+        return looks
+
+    assert await looks_until_a_turn() == LOOKS_PER_TURN
+    assert await looks_until_a_turn() == LOOKS_PER_TURN
+    grown = GROWN_MAX - 1
+    assert await looks_until_a_turn() == LOOKS_PER_TURN
+    grown = GROWN_MAX
+    assert await looks_until_a_turn() == 1
+    grown = 0
+    assert await looks_until_a_turn() == LOOKS_PER_TURN
 
 
 def test_pythons_own_collections_come_back_at_the_end() -> None:

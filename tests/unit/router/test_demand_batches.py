@@ -1,4 +1,4 @@
-"""A window of demand with very many rows."""
+"""Windows of demand, and usage, with very many rows."""
 
 from pathlib import Path
 
@@ -6,13 +6,14 @@ import msgspec
 import pytest
 
 from isochrone.wire.ids import BootId, DeploymentId, PopId, RouterId
-from isochrone.wire.peers.usage import Demand, DemandRow
+from isochrone.wire.peers.usage import Demand, DemandRow, Usage, UsageRow
 from router.fleet_state import FleetState
 from router.loops import ship_reports
 from router.loops.ship_reports import ReportShipper
 from router.loops.usage_spool import UsageSpool
 from router.recording.metrics import Metrics
 from scheduler.decide.demand.intake import DEMAND_ROWS_MAX
+from tests.unit.scheduler.test_intake import a_usage
 
 
 class Trials:
@@ -29,9 +30,16 @@ class Rows:
             DemandRow(deployment_id=DeploymentId(f"d{n}"), pop=PopId("ams"), requests=1)
             for n in range(count)
         )
+        self.usage: tuple[UsageRow, ...] = ()
 
     def take_demand(self) -> tuple[DemandRow, ...]:
         return self.rows
+
+    def take_usage(self) -> tuple[tuple[UsageRow, ...], tuple[()]]:
+        return self.usage, ()
+
+    def put_back(self, rows: tuple[UsageRow, ...]) -> None:
+        self.usage = rows
 
 
 class Link:
@@ -39,18 +47,20 @@ class Link:
 
     def __init__(self, rows: int, folder: Path) -> None:
         self.sent: list[Demand] = []
+        self.usage_sent: list[Usage] = []
         self.is_up = True
         self.refusal = ""
         self.now_s = 0.0
         self.metrics = Metrics()
         self.recorder = Rows(rows)
+        self.spool = UsageSpool(folder, 1_000_000)
         self.shipper = ReportShipper(
             router_id=RouterId("r"),
             boot_id=BootId("b"),
             fleet=FleetState(PopId("ams"), self.clock),
             recorder=self.recorder,  # type: ignore[arg-type]
             metrics=self.metrics,
-            spool=UsageSpool(folder, 1000),
+            spool=self.spool,
             send=self.send,
             clock=self.clock,
             unix_clock=self.clock,
@@ -62,8 +72,10 @@ class Link:
         return self.now_s
 
     async def send(self, message: msgspec.Struct) -> bool:
-        assert isinstance(message, Demand)
-        if self.is_up:
+        if self.is_up and isinstance(message, Usage):
+            self.usage_sent.append(message)
+        elif self.is_up:
+            assert isinstance(message, Demand)
             self.sent.append(message)
         return self.is_up
 
@@ -124,3 +136,20 @@ async def test_the_scheduler_is_told_which_table_is_served_and_why_no_newer_one(
     await link.turn()
     (demand,) = link.sent
     assert (demand.table_generation, demand.table_refusal) == (0, link.refusal)
+
+
+async def test_much_usage_is_spooled_in_batches_that_the_scheduler_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ship_reports, "BATCH_ROWS_MAX", 3)
+    monkeypatch.setattr(ship_reports, "BATCHES_PER_TURN_MAX", 2)
+    link = Link(0, tmp_path)
+    usage = link.recorder.usage = tuple(a_usage(f"q{n}") for n in range(8))
+    shipped = await link.shipper.ship_usage()
+    assert shipped == (8, 2, 3)
+    assert link.recorder.usage == ()
+    # The third one has its turn later, and none is sent twice before `resend_s`.
+    await link.shipper.ship_usage()
+    assert [len(batch.rows) for batch in link.usage_sent] == [3, 3, 2]
+    assert tuple(row for batch in link.usage_sent for row in batch.rows) == usage
+    assert len({batch.batch_id for batch in link.usage_sent}) == 3

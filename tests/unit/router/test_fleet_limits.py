@@ -1,13 +1,21 @@
 """Routers draw from a key's limits what it has used at the others."""
 
+from collections.abc import Coroutine, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isochrone.wire.client_keys.key_use import KEY_USE_ROWS_MAX, KeyUse
+from isochrone.wire import codec
+from isochrone.wire.client_keys.key_use import KEY_USE, KEY_USE_ROWS_MAX, FleetKeyUse, KeyUse
 from isochrone.wire.ids import KeyId
 from router.decide.admission.limits import KeyLimiter, LimitExceeded
-from router.sharing.key_use_sharing import KeyUseOutbox
+from router.sharing.key_use_sharing import ROWS_PER_SLICE, KeyUseOutbox, draw_in_slices
+from scheduler.loops.share_key_use import ShareKeyUse
+from scheduler.state import key_use_exchange
 from scheduler.state.key_use_exchange import KeyUseExchange
 from tests.unit.router.test_limits import NOON, a_key
 
@@ -58,13 +66,98 @@ def test_the_exchange_tells_each_router_of_the_others() -> None:
     exchange.add("a", [KeyUse(ID, 2, 20), KeyUse(other, 1, 5)])
     exchange.add("b", [KeyUse(ID, 3, 30)])
     exchange.add("b", [KeyUse(ID, 1, -5)])
-    told = exchange.take(["a", "b", "c"])
+    told = dict(exchange.take(["a", "b", "c"]))
     assert told == {
-        "a": [KeyUse(ID, 4, 25)],
-        "b": [KeyUse(ID, 2, 20), KeyUse(other, 1, 5)],
-        "c": [KeyUse(ID, 6, 45), KeyUse(other, 1, 5)],
+        "a": (KeyUse(ID, 4, 25),),
+        "b": (KeyUse(ID, 2, 20), KeyUse(other, 1, 5)),
+        "c": (KeyUse(ID, 6, 45), KeyUse(other, 1, 5)),
     }
-    assert exchange.take(["a", "b"]) == {}
+    assert dict(exchange.take(["a", "b"])) == {}
+
+
+def test_use_of_many_keys_is_told_in_messages_that_routers_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(key_use_exchange, "KEY_USE_ROWS_MAX", 2)
+    exchange = KeyUseExchange()
+    rows = [KeyUse(KeyId(f"k{n}"), n + 1, 0) for n in range(5)]
+    exchange.add("a", rows[:1])
+    exchange.add("b", rows[1:])
+    told = list(exchange.take(["a", "b", "c"]))
+    assert all(len(part) <= 2 for _, part in told)
+    for name, expected in (("a", rows[1:]), ("b", rows[:1]), ("c", rows)):
+        assert [row for router, part in told if router == name for row in part] == expected
+    # What comes while they are sent is for the next turn.
+    messages = exchange.take(["a"])
+    exchange.add("b", rows)
+    assert list(messages) == []
+    assert [len(part) for _, part in exchange.take(["a"])] == [2, 2, 1]
+
+
+def test_the_exchange_has_a_limit_of_keys_and_still_counts_those_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(key_use_exchange, "KEYS_MAX", 2)
+    exchange = KeyUseExchange()
+    exchange.add("a", [KeyUse(KeyId(f"k{n}"), 1, 0) for n in range(4)])
+    exchange.add("b", [KeyUse(KeyId("k1"), 2, 0), KeyUse(KeyId("k3"), 2, 0)])
+    assert dict(exchange.take(["c"])) == {
+        "c": (KeyUse(KeyId("k0"), 1, 0), KeyUse(KeyId("k1"), 3, 0))
+    }
+
+
+def steps(job: Coroutine[Any, Any, Any]) -> Iterator[None]:
+    """Run a job; pause wherever others have their turn, and at its end."""
+    while True:
+        try:
+            job.send(None)
+        except StopIteration:
+            yield
+            return
+        yield
+
+
+def test_requests_have_their_turn_while_much_use_is_drawn() -> None:
+    drawn: list[KeyUse] = []
+    rows = [KeyUse(KeyId(f"k{n}"), 1, 0) for n in range(KEY_USE_ROWS_MAX)]
+    before = 0
+    for _ in steps(draw_in_slices(rows, drawn.append)):
+        assert len(drawn) - before <= ROWS_PER_SLICE
+        before = len(drawn)
+    assert drawn == rows
+
+
+class Routers:
+    """Stands for the connections of routers; notes what each is sent."""
+
+    def __init__(self, names: str, capabilities: frozenset[str]) -> None:
+        self.sent: list[tuple[str, FleetKeyUse]] = []
+        self.peers = [SimpleNamespace(name=name, capabilities=capabilities) for name in names]
+        for peer in self.peers:
+            peer.enqueue = partial(self.note, peer.name)
+
+    def note(self, name: str, message: FleetKeyUse) -> None:
+        self.sent.append((name, message))
+
+    def routers(self) -> list[SimpleNamespace]:
+        return self.peers
+
+
+def test_a_scheduler_has_other_turns_between_the_routers_that_it_tells() -> None:
+    exchange, peers = KeyUseExchange(), Routers("abcdef", frozenset({KEY_USE}))
+    exchange.add("g", [KeyUse(KeyId(f"k{n:05}"), 1, 0) for n in range(KEY_USE_ROWS_MAX + 1)])
+    before = 0
+    for _ in steps(ShareKeyUse(exchange, cast(Any, peers)).run_once()):
+        assert len(peers.sent) - before <= 1
+        before = len(peers.sent)
+    assert sum(len(message.rows) for _, message in peers.sent) == 6 * (KEY_USE_ROWS_MAX + 1)
+    decoder = codec.decoder(FleetKeyUse)
+    for _, message in peers.sent:
+        assert codec.decode(codec.encode(message), decoder) == message
+    old = Routers("a", frozenset())
+    exchange.add("g", [KeyUse(ID, 1, 0)])
+    assert [*steps(ShareKeyUse(exchange, cast(Any, old)).run_once())] == [None]
+    assert old.sent == []
 
 
 def test_an_outbox_keeps_one_row_for_each_key() -> None:
@@ -89,14 +182,14 @@ def test_a_key_gets_its_rate_and_at_most_a_burst_at_each_router(
 ) -> None:
     """Each step takes a second; what routers tell arrives two seconds later."""
     limiters = [KeyLimiter() for _ in range(routers)]
-    exchange, under_way = KeyUseExchange(), [dict[str, list[KeyUse]](), {}]
+    exchange, under_way = KeyUseExchange(), [dict[str, tuple[KeyUse, ...]](), {}]
     admitted = 0
     for now_s, (router, count) in enumerate(wanted):
         limiter = limiters[router % routers]
         admitted += sum(is_admitted(limiter, float(now_s), 1) for _ in range(count))
         for number, own in enumerate(limiters):
             exchange.add(str(number), own.take_untold())
-        under_way.append(exchange.take([str(number) for number in range(routers)]))
+        under_way.append(dict(exchange.take([str(number) for number in range(routers)])))
         for name, rows in under_way.pop(0).items():
             for row in rows:
                 limiters[int(name)].draw_elsewhere(KEY, row, float(now_s), NOON)

@@ -131,7 +131,7 @@ def test_nothing_is_kept_of_a_replica_that_left_the_table() -> None:
     assert not bench.fleet.health.unhealthy()
     assert bench.fleet.in_flight.load_of(OLD) is not bench.fleet.in_flight.load_of(OLD)
     bench.fleet.adopt(a_table(OLD, NEW))
-    assert bench.fleet.is_answering(a_route(OLD))
+    assert bench.fleet.answering_test()(a_route(OLD))
 
 
 def share_cached(bench: Bench, keys: PrefixKeys) -> float:

@@ -6,8 +6,11 @@ from codecs import BOM_UTF8
 from typing import Any
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
+from isochrone.wire.errors import ApiError
 from isochrone.wire.peers.batches import ITEM_BYTES_MAX
+from scheduler.api.client_objects.batch_files import parse_limit
 from scheduler.decide.batch_lines import (
     ParsedLine,
     error_line,
@@ -192,3 +195,18 @@ def test_steps_of_tenants_run_beside_each_other(due: str, running: str, started:
         own = [step for step in steps if step.tenant_id == tenant]
         of_tenant = [step for step in chosen if step.tenant_id == tenant]
         assert of_tenant == own[: len(of_tenant)], "the oldest first"
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [("", 20), ("limit=1", 1), ("limit=100", 100), ("limit=0", 0), ("limit=101", 0)]
+    + [(f"limit={text}", 0) for text in ("-1", "1e2", "%C2%B2", "0000000001", "")],
+)
+def test_a_page_has_a_limit_of_objects(text: str, limit: int) -> None:
+    """A page of all that a tenant ever stored would be read and encoded at once."""
+    request = make_mocked_request("GET", f"/v1/batches?{text}")
+    if limit:
+        assert parse_limit(request, 20, 100) == limit
+        return
+    with pytest.raises(ApiError, match="expected 1 to 100"):
+        parse_limit(request, 20, 100)

@@ -18,13 +18,27 @@ from isochrone.wire.ids import (
     RouterId,
     TenantId,
 )
-from isochrone.wire.peers.usage import Demand, DemandRow, RequestOutcome, RoundTrip, Usage, UsageRow
+from isochrone.wire.peers.usage import (
+    Demand,
+    DemandRow,
+    RequestOutcome,
+    RoundTrip,
+    TrialRow,
+    Usage,
+    UsageRow,
+)
+from router.decide.routes import rollout
+from router.loops.ship_reports import BATCH_ROWS_MAX
 from scheduler.decide.demand.intake import (
     COUNT_MAX,
     DEMAND_ROWS_MAX,
     LATE_MAX_S,
+    TRIAL_LATE_MAX_S,
+    TRIAL_ROWS_MAX,
+    USAGE_ROWS_MAX,
     accept_demand,
     accept_round_trips,
+    accept_trials,
     accept_usage,
 )
 
@@ -89,6 +103,36 @@ def test_a_batch_with_too_many_rows_is_refused() -> None:
     ((reason, rows),) = taken.refused.items()
     assert f"at most {DEMAND_ROWS_MAX}" in reason
     assert rows == 1_000_000
+
+
+def test_usage_with_too_many_rows_is_refused_and_a_routers_batch_is_not() -> None:
+    def rows(count: int) -> Usage:
+        return Usage(router_id=RouterId("r"), batch_id="1", rows=(a_usage(),) * count)
+
+    taken = accept_usage(rows(USAGE_ROWS_MAX + 1))
+    assert taken.rows == ()
+    ((reason, refused),) = taken.refused.items()
+    assert f"at most {USAGE_ROWS_MAX}" in reason
+    assert refused == USAGE_ROWS_MAX + 1
+    assert len(accept_usage(rows(BATCH_ROWS_MAX)).rows) == BATCH_ROWS_MAX
+
+
+@pytest.mark.parametrize(
+    ("count", "age_s", "taken"),
+    [
+        (TRIAL_ROWS_MAX, 0.0, TRIAL_ROWS_MAX),
+        (TRIAL_ROWS_MAX + 1, 0.0, 0),
+        (1, TRIAL_LATE_MAX_S + 1.0, 0),
+    ],
+)
+def test_trials_are_counted_if_they_are_few_and_recent(
+    count: int, age_s: float, taken: int
+) -> None:
+    trial = TrialRow(deployment_id=DeploymentId("d"), version=1, pop=AMS, asked_pop=AMS, attempts=1)
+    demand = a_demand(age_s=age_s, trials=(trial,) * count)
+    assert len(accept_trials(AMS, demand)) == taken
+    # All that a router keeps is taken.
+    assert rollout.ROWS_MAX <= TRIAL_ROWS_MAX
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from isochrone.wire.ids import (
     ReplicaId,
     TenantId,
 )
+from isochrone.wire.peers import routes
 from isochrone.wire.peers.control import ToRouter
 from isochrone.wire.peers.routes import (
     DeploymentEntry,
@@ -96,7 +98,11 @@ def tables(draw: st.DrawFn, generation: int) -> RouteTable:
 def test_a_delta_turns_the_old_table_into_the_new(old: RouteTable, new: RouteTable) -> None:
     delta = diff(old, new)
     carried = codec.decode(codec.encode(delta), codec.decoder(ToRouter))
-    assert apply_delta(old, carried) == new
+    # Few changes are merged where they belong, many are sorted with the rest.
+    for share in (0.0, 100.0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(routes, "MANY_CHANGES_SHARE", share)
+            assert apply_delta(old, carried) == new
 
 
 @settings(deadline=None, max_examples=50)
