@@ -25,10 +25,10 @@ from isochrone.ttft_order import TtftObjective
 from nodeagent.decide.requests.item_pace import ItemPace
 from nodeagent.decide.requests.preemption import BatchItem
 from nodeagent.decide.requests.seats import SeatRequest, Seats, spare_seats
+from ops.bench.processor_time import ProcessorTime
 from ops.bench.stepped_vllm import (
     SEATS,
     TOKEN_IDS,
-    ProcessorTime,
     SteppedRequest,
     SteppedVllm,
     load,

@@ -25,7 +25,6 @@ are 1.9 times. The rounds of one rule differ by 5 %, more than the rules do.
 
 import argparse
 import random
-import time
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -41,6 +40,7 @@ from nodeagent.engine.scheduler.fair_queue import SchedulingParams
 from nodeagent.engine.scheduler.prefill_budget import SHORT_STEP_SHARE, PrefillBudget
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
+from ops.bench.processor_time import ProcessorTime
 from ops.fleet.model import FOLDER, PACKAGE
 
 PROMPT_TOKENS: Final = 40
@@ -80,21 +80,6 @@ class LongStepBudget(PrefillBudget):
         return min(allowed, int(max(fifth_s / self.prefill_token_s, BLOCK_TOKENS)))
 
 
-class ProcessorClock:
-    """The processor seconds of this process, and the seconds that it was idle."""
-
-    def __init__(self) -> None:
-        self._idle_s = 0.0
-
-    def now_s(self) -> float:
-        """Return the time."""
-        return time.process_time() + self._idle_s
-
-    def idle(self, seconds: float) -> None:
-        """Let time pass."""
-        self._idle_s += seconds
-
-
 class FloodedEngine:
     """An engine whose queue one tenant keeps at a constant length."""
 
@@ -104,7 +89,7 @@ class FloodedEngine:
         self._rng = rng
         self._number = 0
         self._flood_numbers: set[int] = set()
-        self._clock = ProcessorClock()
+        self._clock = ProcessorTime()
 
     def run(self, seconds: float, found: RuleResult) -> None:
         """Step the engine for some seconds, with a probe from time to time.

@@ -19,10 +19,10 @@ from typing import Any, Final
 
 from isochrone.ttft_order import TtftObjective
 from nodeagent.decide.requests.seats import Seats, spare_seats
+from ops.bench.processor_time import ProcessorTime
 from ops.bench.stepped_vllm import (
     SEATS,
     TOKEN_IDS,
-    ProcessorTime,
     SteppedRequest,
     SteppedVllm,
     load,

@@ -5,7 +5,6 @@ processor time of this process, so that other load on the machine matters little
 """
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nodeagent.decide.requests.seats import STARTED_AFTER_S, SeatRequest, Seats, spare_seats
+from ops.bench.processor_time import ProcessorTime
 
 MODEL: Final = Path(__file__).parents[2] / ".engines" / "smollm2"
 SEATS: Final = 16
@@ -20,21 +20,6 @@ SEATS: Final = 16
 
 TOKEN_IDS: Final = (100, 20_000)
 YIELDING_PRIORITY: Final = 50
-
-
-class ProcessorTime:
-    """The processor seconds of this process, and the seconds that it was idle."""
-
-    def __init__(self) -> None:
-        self._idle_s = 0.0
-
-    def now_s(self) -> float:
-        """Return the time."""
-        return time.process_time() + self._idle_s
-
-    def idle(self, seconds: float) -> None:
-        """Let time pass."""
-        self._idle_s += seconds
 
 
 @dataclass
