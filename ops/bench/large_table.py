@@ -233,7 +233,7 @@ class TableSender:
         return socket
 
     async def _send_returning(self, socket: web.WebSocketResponse) -> None:
-        """Send changes that bring the replicas back, each as its node reports it anew."""
+        """Send changes that bring the replicas back, each as its node reports it again."""
         routes = self._table.routes
         for number, start in enumerate(range(RETURNED_AT_FIRST, len(routes), RETURNED_AT_ONCE)):
             back = routes[start : start + RETURNED_AT_ONCE]
