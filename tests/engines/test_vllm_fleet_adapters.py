@@ -77,7 +77,7 @@ async def upload(client: cloudflare.AsyncCloudflare, folder: Path, name: str) ->
         await client.ai.finetunes.assets.create(
             made.id, account_id="a", file_name=path, file=(folder / path).read_bytes()
         )
-    return made.id
+    return str(made.id)
 
 
 async def run(client: cloudflare.AsyncCloudflare, **fields: Any) -> str:

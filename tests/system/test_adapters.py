@@ -91,7 +91,7 @@ async def _upload(
         await client.ai.finetunes.assets.create(
             made.id, account_id="a", file_name=path, file=(folder / path).read_bytes()
         )
-    return made.id
+    return str(made.id)
 
 
 async def _run(client: cloudflare.AsyncCloudflare, **fields: Any) -> str:
