@@ -696,3 +696,13 @@ ALTER TABLE cluster ADD COLUMN lost_generation bigint NOT NULL DEFAULT 0;
 -- backup or lack the last transactions, waits for the nodes' reports before it publishes routes.
 
 ALTER TABLE lease ADD COLUMN server text NOT NULL DEFAULT '';
+
+-- Lists of files and batches are read in the order of creation. The indexes by id served none: the
+-- database read and sorted all rows of a tenant for each page.
+
+CREATE INDEX batch_file_listed ON batch_file (tenant_id, created_at, file_id);
+CREATE INDEX batch_file_listed_by_purpose ON batch_file (tenant_id, purpose, created_at, file_id);
+DROP INDEX batch_file_by_tenant;
+
+CREATE INDEX batch_listed ON batch (tenant_id, created_at, batch_id);
+DROP INDEX batch_by_tenant;

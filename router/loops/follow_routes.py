@@ -39,7 +39,7 @@ from router.decide.routes.table_acceptance import (
     merge_additions,
     trusts_silence,
 )
-from router.decide.routes.withdrawn_routes import WithdrawnRoutes, with_routes
+from router.decide.routes.withdrawn_routes import WithdrawnRoutes, with_route, with_routes
 from router.fleet_state import FleetState
 from router.recording.metrics import Metrics
 
@@ -54,6 +54,14 @@ and is written whole."""
 
 LOG_AGAIN_S: Final = 10.0
 """How often it is logged that a table is still refused: it may change many times a second."""
+
+
+class PreparedTable(NamedTuple):
+    """The indexes of a table to serve, with the withdrawn routes that were added to it."""
+
+    indexes: TableIndexes
+    added: tuple[Route, ...]
+
 
 Send = Callable[[msgspec.Struct], Awaitable[bool]]
 
@@ -154,7 +162,16 @@ class TableFollower:
         if accepted is None or not self._withdrawn.record_answer(replica_id, serves=not refusal):
             return
         log.warning("withdrawn replica serves again", extra={"fields": {"replica": replica_id}})
-        self._serve(accepted)
+        served = self._fleet.directory.table
+        added = [again for again in self._withdrawn.serving() if again.replica_id == replica_id]
+        if served is None or not added:
+            self._serve(accepted)
+            return
+        # Many may serve again in one turn: the table is not indexed whole for each of them.
+        served = with_route(served, added[0])
+        indexes = TableIndexes.with_addition(self._fleet.directory, served, added[0])
+        self._fleet.adopt(served, indexes)
+        self._after_adoption(served)
 
     async def load(self, unix_now_s: float) -> bool:
         """Serve the table on disk; return False if there is none that can be used."""
@@ -261,19 +278,23 @@ class TableFollower:
             self._persist_due_at_s = now_s + (now_s - began_s) / PERSIST_SHARE
         return table.generation if table is not None else 0
 
-    async def prepare(self, table: RouteTable) -> TableIndexes | None:
+    async def prepare(self, table: RouteTable) -> PreparedTable | None:
         """Index a table before it is served, in slices between which requests are served.
 
-        Return None if the indexes in use fit it.
+        The withdrawn replicas that serve again are indexed, too. Return None if the indexes in use
+        fit it.
         """
-        if not self._fleet.needs_indexes(table):
+        added = self._withdrawn.serving_beside(table)
+        served = self._with_withdrawn(table, added)
+        if not self._fleet.needs_indexes(served):
             return None
-        indexes = TableIndexes(self._fleet.directory, table)
+        await asyncio.sleep(0)
+        indexes = TableIndexes(self._fleet.directory, served)
         for _ in indexes.steps():
             await asyncio.sleep(0)
-        return indexes
+        return PreparedTable(indexes, added)
 
-    def accept(self, table: RouteTable, prepared: TableIndexes | None = None) -> None:
+    def accept(self, table: RouteTable, prepared: PreparedTable | None = None) -> None:
         """Serve a table that this process, or the main process of this router, has accepted."""
         self.quarantined = None
         self._parts_refusal = ""
@@ -351,17 +372,34 @@ class TableFollower:
         if self.quarantined is quarantined:
             self._serve(merged, prepared)
 
-    def _serve(self, table: RouteTable, prepared: TableIndexes | None = None) -> None:
+    def _serve(self, table: RouteTable, prepared: PreparedTable | None = None) -> None:
         """Serve a table, and the withdrawn replicas that serve again."""
-        before = self._fleet.directory.table
-        has_lost_all = self._withdrawn.adopt(before, table, self._clock())
-        self._accepted = table
+        has_lost_all = self._withdrawn.adopt(self._accepted, table, self._clock())
         added = self._withdrawn.serving()
-        served = with_routes(table, added) if added else table
-        self._fleet.adopt(served, None if added else prepared)
+        if prepared is not None and prepared.added == added:
+            served = prepared.indexes.table
+        else:
+            served = self._with_withdrawn(table, added)
+        self._accepted = table
+        self._fleet.adopt(served, prepared.indexes if prepared is not None else None)
         self._after_adoption(served)
         if has_lost_all and self._on_withdrawn is not None:
             self._on_withdrawn()
+
+    def _with_withdrawn(self, table: RouteTable, added: tuple[Route, ...]) -> RouteTable:
+        """Return `table` with the routes `added`: those served now, if these are the same.
+
+        Then a change of keys alone needs no new indexes.
+        """
+        if not added:
+            return table
+        accepted, served = self._accepted, self._fleet.directory.table
+        if accepted is not None and served is not None and table.routes is accepted.routes:
+            in_use = self._fleet.directory
+            is_same_count = len(served.routes) == len(table.routes) + len(added)
+            if is_same_count and all(in_use.route(r.replica_id) is r for r in added):
+                return msgspec.structs.replace(table, routes=served.routes)
+        return with_routes(table, added)
 
     def _drop_refused_again(self) -> None:
         """Serve no withdrawn replica any more that its node has disowned again."""

@@ -7,6 +7,7 @@ each deployment. While the deployment has no route, it probes them and uses thos
 a table has a route. A replica that was stopped on purpose refuses: its node no longer knows it.
 """
 
+from bisect import insort
 from collections.abc import Iterable, Set
 from typing import Final
 
@@ -27,6 +28,13 @@ def with_routes(table: RouteTable, added: Iterable[Route]) -> RouteTable:
     routes = {route.replica_id: route for route in (*added, *table.routes)}
     ordered = tuple(routes[replica_id] for replica_id in sorted(routes))
     return msgspec.structs.replace(table, routes=ordered)
+
+
+def with_route(table: RouteTable, added: Route) -> RouteTable:
+    """Return `table`, whose routes are in order, with one route that it lacks. None is compared."""
+    routes = list(table.routes)
+    insort(routes, added, key=lambda route: route.replica_id)
+    return msgspec.structs.replace(table, routes=tuple(routes))
 
 
 class WithdrawnRoutes:
@@ -93,6 +101,14 @@ class WithdrawnRoutes:
         """Return the routes of those that serve again."""
         return tuple(self._routes[replica_id] for replica_id in sorted(self._serving))
 
+    def serving_beside(self, table: RouteTable) -> tuple[Route, ...]:
+        """Return the routes of those that will still be served once `table` is adopted."""
+        if not self._serving:
+            return ()
+        unrouted = {entry.deployment_id for entry in table.deployments}
+        unrouted -= {route.deployment_id for route in table.routes}
+        return tuple(route for route in self.serving() if route.deployment_id in unrouted)
+
     def silent(self, now_s: float) -> tuple[Route, ...]:
         """Return the routes of those to ask: of deployments without a route in the table."""
         return tuple(
@@ -137,4 +153,4 @@ class WithdrawnRoutes:
         self._serving.discard(replica_id)
 
 
-__all__ = ("WITHDRAWN_MAX", "WITHDRAWN_S", "WithdrawnRoutes", "with_routes")
+__all__ = ("WITHDRAWN_MAX", "WITHDRAWN_S", "WithdrawnRoutes", "with_route", "with_routes")

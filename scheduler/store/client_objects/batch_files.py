@@ -67,14 +67,18 @@ async def read_file(connection: Connection, tenant_id: str, file_id: str) -> Bat
 async def list_files(
     connection: Connection, tenant_id: str, *, purpose: str, after: str, limit: int, newest: bool
 ) -> list[BatchFile]:
-    """Return a tenant's files after the file `after`, in the order of their creation."""
+    """Return a tenant's files after the file `after`, in the order of their creation.
+
+    A condition that does not apply is left out, so that each page is read from an index in order.
+    """
     order, compare = ("DESC", "<") if newest else ("ASC", ">")
+    of_purpose = "AND purpose = $2" if purpose else "AND $2 = ''"
+    position = "SELECT f.created_at, f.file_id FROM batch_file f WHERE f.file_id = $3"
+    after_file = f"(batch_file.created_at, file_id) {compare} ({position} AND f.tenant_id = $1)"
     rows = await connection.fetch(
         f"""
         SELECT {_COLUMNS} FROM batch_file
-        WHERE tenant_id = $1 AND ($2 = '' OR purpose = $2)
-            AND ($3 = '' OR (batch_file.created_at, file_id) {compare}
-                (SELECT f.created_at, f.file_id FROM batch_file f WHERE f.file_id = $3))
+        WHERE tenant_id = $1 {of_purpose} AND {after_file if after else "$3 = ''"}
         ORDER BY batch_file.created_at {order}, file_id {order} LIMIT $4
         """,  # noqa: S608 - constants
         tenant_id,

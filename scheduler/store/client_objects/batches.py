@@ -104,14 +104,18 @@ async def read_batch(
 async def list_batches(
     connection: Connection, tenant_id: str, after: str, limit: int
 ) -> list[StoredBatch]:
-    """Return a tenant's batches after the batch `after`, the newest first."""
+    """Return a tenant's batches after the batch `after`, the newest first.
+
+    Without `after` its condition is left out, so that each page is read from an index in order.
+    """
+    position = "SELECT b.created_at, b.batch_id FROM batch b WHERE b.batch_id = $2"
+    after_batch = f"(batch.created_at, batch_id) < ({position} AND b.tenant_id = $1)"
     rows = await connection.fetch(
         f"""
-        SELECT {_COLUMNS} FROM batch WHERE tenant_id = $1
-            AND ($2 = '' OR (batch.created_at, batch_id) <
-                (SELECT b.created_at, b.batch_id FROM batch b WHERE b.batch_id = $2))
+        SELECT {_COLUMNS} FROM batch
+        WHERE tenant_id = $1 AND {after_batch if after else "$2 = ''"}
         ORDER BY batch.created_at DESC, batch_id DESC LIMIT $3
-        """,  # noqa: S608 - a constant
+        """,  # noqa: S608 - constants
         tenant_id,
         after,
         limit,

@@ -24,6 +24,7 @@ from isochrone.wire.ids import (
 )
 from isochrone.wire.peers.routes import (
     DeploymentEntry,
+    Pop,
     Route,
     RouteTable,
     RouteTablePart,
@@ -32,6 +33,7 @@ from isochrone.wire.peers.routes import (
 )
 from isochrone.wire.peers.table_parts import read_table, split_table
 from router.decide.admission.limits import KeyLimiter
+from router.decide.routes.route_directory import RouteDirectory, TableIndexes
 from router.decide.routes.table_acceptance import EMPTY_TABLE_HELD_S, SILENCE_COUNTS_AFTER_S
 from router.decide.routes.withdrawn_routes import WITHDRAWN_MAX, WITHDRAWN_S, WithdrawnRoutes
 from router.fleet_state import FleetState
@@ -42,6 +44,7 @@ from tests.unit.wire.test_table_parts import PART
 from tests.unit.wire.test_table_parts import a_table as keys_table
 
 CLUSTER = ClusterId("c-1")
+A_POP = Pop(pop=PopId("iad"), city="Ashburn", country="US", latitude=39.0, longitude=-77.5)
 
 
 class Bench:
@@ -269,6 +272,44 @@ async def test_a_replica_of_a_deployment_that_was_deleted_is_not_asked(bench: Be
     deleted = msgspec.structs.replace(a_table("", 3), deployments=())
     bench.follower.accept(deleted)
     assert is_asked(bench) == ""
+
+
+async def test_withdrawn_replicas_that_serve_again_index_no_table_whole(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds may answer in one turn of the event loop, beside a table of thousands."""
+    await withdraw(bench, "abc")
+    with monkeypatch.context() as patch:
+        patch.setattr(TableIndexes, "steps", None)
+        for name in "cab":
+            bench.follower.record_answer(a_route(name), "")
+    directory = bench.fleet.directory
+    assert directory.table is not None
+    whole = RouteDirectory()
+    whole.adopt(directory.table)
+    assert [route.replica_id for route in directory.table.routes] == ["a", "b", "c"]
+    for name in "abc":
+        assert directory.route(ReplicaId(name)) == whole.route(ReplicaId(name))
+        assert directory.replicas_on(NodeId(f"n{name}")) == [name]
+    served = bench.fleet.routing(DeploymentId("d")).replicas.slots
+    assert sorted(served) == ["a", "b", "c"]
+
+
+async def test_a_table_is_indexed_in_slices_while_withdrawn_replicas_serve(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await withdraw(bench, "ab")
+    bench.follower.record_answer(a_route("a"), "")
+    # Indexing it whole, in place of its slices, would fail.
+    monkeypatch.setattr(RouteDirectory, "adopt", None)
+    table = msgspec.structs.replace(a_table("", 3), pops=(A_POP,))
+    bench.follower.accept(table, await bench.follower.prepare(table))
+    assert (bench.served(), bench.follower.progress().generation) == ("a", 3)
+    # A change of keys alone needs no indexes at all.
+    keys = msgspec.structs.replace(table, generation=Generation(4))
+    assert await bench.follower.prepare(keys) is None
+    bench.follower.accept(keys)
+    assert (bench.served(), bench.follower.progress().generation) == ("a", 4)
 
 
 async def test_a_router_that_starts_again_knows_withdrawn_replicas(bench: Bench) -> None:
