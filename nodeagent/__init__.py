@@ -1,1 +1,1 @@
-"""One server: makes what runs become what is assigned."""
+"""The node agent: makes the replicas of one server match its assignment."""

@@ -1,4 +1,4 @@
-"""The front door: one in every PoP. Holds no database and asks none."""
+"""The router: sends each request to a replica. One or more in every PoP, without a database."""
 
 # First of all: it lets the modules of this package be loaded compiled (isochrone/compiled.py).
 import isochrone as isochrone

@@ -107,7 +107,7 @@ class AttemptRunner:
             outside = fleet.directory.replicas_outside(request.regions)
             excluded |= outside
         version = fleet.draw_version(deployment, request.session or request.request_id, outside)
-        full = fleet.full_for(context.asker)
+        full = fleet.full_for(context.request_group)
         if context.is_refused_if_busy:
             full |= fleet.in_flight.full_batches(routing.replicas.slots)
         excluded |= full
@@ -147,7 +147,7 @@ class AttemptRunner:
         """Send the request to the best replica."""
         request, stream, target = context.request, context.stream, routes[0]
         attempt = context.attempt = ReplicaAttempt(target)
-        self._fleet.note_asked(context.asker, target.route.replica_id)
+        self._fleet.note_sent(context.request_group, target.route.replica_id)
         self._reserve(context, attempt, target)
         attempt.sent_at_s = self._clock()
         if self._tracer is not None:
@@ -309,8 +309,8 @@ class AttemptRunner:
         attempt.end_prefill()
         ranked, held, adapter = attempt.ranked, attempt.reservation, context.request.adapter
         assert held is not None
-        route, asker = ranked.route, context.asker
-        self._feedback.record_answer_head(route, head.load, head.refusal, held, asker)
+        route, group = ranked.route, context.request_group
+        self._feedback.record_answer_head(route, head.load, head.refusal, held, group)
         has_waited = adapter is not None and self._learn_adapter(context, route, adapter, head)
         check_status(route.node_id, head)
         if head.status == 200 and not exchange.is_stream:

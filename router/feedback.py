@@ -7,7 +7,7 @@ from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
 from isochrone.wire.peers.routes import Route
 from router.decide.caches.prefix_index import NO_KEYS, PrefixKeys, SentPrompt
 from router.decide.choice.prefill_replicas import PrefillReading
-from router.decide.replicas.full_replicas import Asker
+from router.decide.replicas.full_replicas import RequestGroup
 from router.decide.replicas.ranked_route import RankedRoute
 from router.decide.replicas.tokens_in_flight import Reservation
 from router.fleet_state import FleetState
@@ -119,11 +119,11 @@ class AttemptFeedback:
         load: ReportedLoad | None,
         refused: str = "",
         reservation: Reservation | None = None,
-        asker: Asker | None = None,
+        group: RequestGroup | None = None,
     ) -> None:
         """Note the head of an answer: the node is alive, and this is the replica's load.
 
-        `asker` is whose request it was, None for a probe.
+        `group` is that of the request, None for a probe.
 
         The load no longer includes the prompt of the answered request, which was refused or read.
         So finish or release its reservation before comparing, or that much of the other routers'
@@ -144,14 +144,14 @@ class AttemptFeedback:
         if load is None:
             return
         fleet.record_load(route, load, answered_at_s)
-        if asker is None:
+        if group is None:
             return
         # Requests on their way count here and not there, and the others' were reported long ago.
         requests = min(load.running, fleet.in_flight.requests_at(route.replica_id))
         if refused == BUSY:
-            fleet.full.record_refusal(asker, route.replica_id, requests, now_s)
+            fleet.full.record_refusal(group, route.replica_id, requests, now_s)
         elif not refused:
-            fleet.full.record_answer(asker, route.replica_id, requests)
+            fleet.full.record_answer(group, route.replica_id, requests)
 
     def record_first_token(
         self, ranked: RankedRoute, took_ms: float, reservation: Reservation

@@ -15,7 +15,7 @@ from router.decide.choice.deployment_routing import DeploymentRouting
 from router.decide.liveness.outlier_ejection import ReplicaHealth, is_panic
 from router.decide.liveness.reachability import NodeReachability
 from router.decide.liveness.slow_start import SlowStart
-from router.decide.replicas.full_replicas import Asker, FullReplicas
+from router.decide.replicas.full_replicas import FullReplicas, RequestGroup
 from router.decide.replicas.replica_table import ReplicaTable, RoutingSnapshot
 from router.decide.replicas.tokens_in_flight import InFlightLedger
 from router.decide.routes.rollout import VersionDraw, draw_version
@@ -113,14 +113,14 @@ class FleetState:
         if route is not None:
             self.routing(route.deployment_id).changed.add(replica_id)
 
-    def full_for(self, asker: Asker) -> Set[ReplicaId]:
+    def full_for(self, group: RequestGroup) -> Set[ReplicaId]:
         """Return the replicas that lack room for such a request, by their last refusals."""
-        return self.full.full_for(asker, self.in_flight.requests_at, self.clock())
+        return self.full.full_for(group, self.in_flight.requests_at, self.clock())
 
-    def note_asked(self, asker: Asker, replica_id: ReplicaId) -> None:
+    def note_sent(self, group: RequestGroup, replica_id: ReplicaId) -> None:
         """Note that a request will be sent to a replica, before it is counted there."""
         requests = self.in_flight.requests_at(replica_id)
-        self.full.record_sent(asker, replica_id, requests, self.clock())
+        self.full.record_sent(group, replica_id, requests, self.clock())
 
     def refresh_changed(self, deployment_ids: Iterable[DeploymentId]) -> None:
         """Recompute the estimates that are out of date, so that the next requests need not."""

@@ -45,19 +45,19 @@ async def open_listeners(
         if config.private_host:
             private = web.Application()
             private.router.add_get("/metrics", show_metrics)
-            door = serve_http(private, config.private_host, config.private_port)
-            private_port = await stack.enter_async_context(door)
+            private_server = serve_http(private, config.private_host, config.private_port)
+            private_port = await stack.enter_async_context(private_server)
         else:
             auxiliary_app.router.add_get("/metrics", show_metrics)
         await stack.enter_async_context(open_auxiliary_server(auxiliary_app, upstream))
-        census = ConnectionCount(config.connections_max, config.connections_per_address_max)
-        shaking = tls_protocol_factory(
-            server.make_connection, context, census, config.head_timeout_s
+        connections = ConnectionCount(config.connections_max, config.connections_per_address_max)
+        factory = tls_protocol_factory(
+            server.make_connection, context, connections, config.head_timeout_s
         )
-        connection = await stack.enter_async_context(shaking)
+        make_protocol = await stack.enter_async_context(factory)
         try:
             listener = await asyncio.get_running_loop().create_server(
-                connection,
+                make_protocol,
                 config.host,
                 config.port,
                 backlog=BACKLOG,

@@ -241,7 +241,7 @@ class RequestPipeline:
             context.found_no_replica = True
             self._recorder.found_no_replica(context)
         waiting_since_s = self._clock()
-        entry.was_refused = is_full or bool(self._fleet.full_for(context.asker))
+        entry.was_refused = is_full or bool(self._fleet.full_for(context.request_group))
         try:
             await self.queue.wait(entry)
         except AdmissionRefused as refused:

@@ -18,7 +18,7 @@ from router.decide.attempt import FAULTY, TRANSITIONS, AttemptEvent, AttemptStat
 from router.decide.caches.prefix_index import SentPrompt
 from router.decide.choice.prefill_replicas import PrefillReading
 from router.decide.choice.shared_kv import NO_SHARED_KV_PEERS
-from router.decide.replicas.full_replicas import Asker
+from router.decide.replicas.full_replicas import RequestGroup
 from router.decide.replicas.ranked_route import RankedRoute
 from router.decide.replicas.tokens_in_flight import Reservation
 from router.inference_request import InferenceRequest
@@ -254,8 +254,8 @@ class RequestContext:
         return request.reject_if_busy and request.preemptions < 0 and not is_begun
 
     @property
-    def asker(self) -> Asker:
-        """Whose request it is, as nodes tell requests apart when they have no room."""
+    def request_group(self) -> RequestGroup:
+        """The requests that a full node treats like this one."""
         return (self.request.key.tenant_id, self.request.preemptions >= 0)
 
     def prepare_resumption(self) -> bool:

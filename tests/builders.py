@@ -49,16 +49,16 @@ def a_pop(pop: str) -> Pop:
     return Pop(pop=PopId(pop), city=pop, country=country, latitude=latitude, longitude=longitude)
 
 
-def a_certificate(name: str, serial: str = "5e71a1", role: str = "agent") -> Certificate:
-    peer = CertificateSubject(PeerRole(role), name, PopId("ams"))
-    return Certificate(peer, serial, NOW, NOW + timedelta(days=90))
+def a_certificate(name: str) -> Certificate:
+    peer = CertificateSubject(PeerRole.AGENT, name, PopId("ams"))
+    return Certificate(peer, "5e71a1", NOW, NOW + timedelta(days=90))
 
 
-def an_artifact(content: bytes = b"weights", source: str = "file:/nowhere") -> Artifact:
+def an_artifact(content: bytes = b"weights") -> Artifact:
     file = ArtifactFile(
         path="m.gguf", size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest()
     )
-    return Artifact(source=source, files=(file,), digest=manifest_digest([file]))
+    return Artifact(source="file:/nowhere", files=(file,), digest=manifest_digest([file]))
 
 
 def a_model(name: str = "m", gib: float = 1.0) -> CatalogModel:

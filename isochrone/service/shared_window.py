@@ -5,7 +5,7 @@ when the last process that has it has ended. So a process that is killed leaves 
 no other process can open it.
 
 Rule 1: only the owner writes. The kernel refuses all others (F_SEAL_FUTURE_WRITE, Linux 5.1).
-Rule 2: nobody changes its size: a reader of memory that is gone would be killed by a signal.
+Rule 2: no process changes its size: a reader of memory that is gone would be killed by a signal.
 """
 
 import fcntl
@@ -52,7 +52,7 @@ class OwnedWindow:
 
 
 class WindowId(NamedTuple):
-    """What the kernel knows a window by. It is of no other window while a mapping exists."""
+    """The kernel's id of a window. No other window has it while a mapping exists."""
 
     device: int
     inode: int

@@ -8,8 +8,8 @@ failed: the request is sent again over a new connection.
 Rule 4: the waiting inline task resumes as the last step of handling received bytes, see
 inline_task.py.
 Rule 5: a stream is held back until its first token, because until then another replica may be
-tried. From then on received bytes are written to the client's connection at once, but for its last
-ones: whoever relays the stream writes these, after it has recorded what the client owes.
+tried. From then on received bytes are written to the client's connection at once, except the
+last ones: the code that relays the stream writes these, after it has recorded the usage.
 """
 
 import asyncio

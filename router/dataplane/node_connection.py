@@ -99,7 +99,7 @@ class NodeConnection:
         self.let_go()
 
     def let_go(self) -> None:
-        """Let the socket be read by nobody, or elsewhere."""
+        """Stop reading the socket, which may then be read elsewhere."""
         if self._transport is not None:
             self._transport.pause_reading()
 

@@ -120,7 +120,7 @@ class TokenPump:
     ) -> int:
         """Relay the stream of a connection from here on; return its slot, -1 if that fails.
 
-        Nobody else may read from the node's socket or write to the client's until `take`.
+        Until `take`, nothing else may read from the node's socket or write to the client's.
         """
         pump = self._pump
         if pump is None:

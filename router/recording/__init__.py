@@ -1,1 +1,1 @@
-"""What is recorded of requests: metrics, usage and traces."""
+"""Records requests: metrics, usage and traces."""

@@ -1,1 +1,1 @@
-"""What the processes of a router, and all routers, tell each other."""
+"""State that the processes of a router, or all routers, share."""

@@ -6,8 +6,6 @@ import msgspec
 
 from scheduler.decide.response_limits import ResponseLimits
 
-NOT_ENDED = ("queued", "in_progress")
-
 
 class StoredItem(msgspec.Struct, frozen=True):
     """An item: its id, and the whole of it as JSON."""

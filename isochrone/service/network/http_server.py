@@ -172,9 +172,7 @@ async def serve_http(
     port: int,
     *,
     limits: HttpServerLimits | None = None,
-    encode_error: EncodeError = json_error,
     ssl_context: SSLContext | None = None,
-    reuse_port: bool = False,
 ) -> AsyncIterator[int]:
     """Serve `app` on `host:port` and yield the bound port; raises ConfigError.
 
@@ -182,12 +180,10 @@ async def serve_http(
     """
     loop = asyncio.get_running_loop()
     async with _protocol_factory(
-        app, limits or HttpServerLimits(), encode_error, ssl_context
+        app, limits or HttpServerLimits(), json_error, ssl_context
     ) as factory:
         try:
-            listener = await loop.create_server(
-                factory, host, port, backlog=BACKLOG, reuse_port=reuse_port or None
-            )
+            listener = await loop.create_server(factory, host, port, backlog=BACKLOG)
         except OSError as error:
             raise listen_error(host, port, error) from error
         try:

@@ -146,13 +146,6 @@ class DraftCounts:
     accepted: int = 0
 
 
-class DecodingSequence(NamedTuple):
-    """A decoding sequence of the next step, and its drafter if it may speculate."""
-
-    sequence: Sequence
-    drafter: Drafter | None
-
-
 class _Drafting(NamedTuple):
     sequence: Sequence
     drafter: Drafter

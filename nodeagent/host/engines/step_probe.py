@@ -26,7 +26,6 @@ from nodeagent.host.engines.engine_record import write_record
 async def measure_step(
     engine: EngineProcess,
     kind: str,
-    timeout_s: float = CANARY_TIMEOUT_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Note how long a step may take, if the engine generates text and does not count layers.
@@ -38,16 +37,16 @@ async def measure_step(
     canary = CANARIES.get(spec.kind or kind, CANARIES["chat"])
     if not step_tokens or canary.answer != "choices":
         return
-    speed = await _tokens_per_s(engine, canary, timeout_s, clock)
+    speed = await _tokens_per_s(engine, canary, clock)
     if speed is None:  # a model without a chat template
-        speed = await _tokens_per_s(engine, PROMPT_CANARY, timeout_s, clock)
+        speed = await _tokens_per_s(engine, PROMPT_CANARY, clock)
     limit_s = step_limit_s(step_tokens, speed or 0.0)
     engine.record = msgspec.structs.replace(engine.record, step_limit_s=limit_s)
     await asyncio.to_thread(write_record, engine.log.parent, engine.record)
 
 
 async def _tokens_per_s(
-    engine: EngineProcess, canary: Canary, timeout_s: float, clock: Callable[[], float]
+    engine: EngineProcess, canary: Canary, clock: Callable[[], float]
 ) -> float | None:
     """Return the speed at which the engine read a long prompt, which it has not cached.
 
@@ -62,7 +61,7 @@ async def _tokens_per_s(
     began_s = clock()
     try:
         async with (
-            asyncio.timeout(timeout_s),
+            asyncio.timeout(CANARY_TIMEOUT_S),
             engine.http.post(canary.path, json=body) as response,
         ):
             answer = await read_response(response, ANSWER_BYTES_MAX)

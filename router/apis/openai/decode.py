@@ -138,7 +138,7 @@ def without_transfer_fields(body: bytes, request: OpenAiRequest) -> bytes:
     They name hosts to pull from: a client that could set them would have an engine connect to any.
     vLLM also finds them among the entries of NESTED_FIELDS, and answers 500 to a wrong type.
     """
-    if not (isinstance(request, ChatRequest) or isinstance(request, CompletionRequest)):  # noqa: SIM101 - a union would be made anew for each request
+    if not (isinstance(request, ChatRequest) or isinstance(request, CompletionRequest)):  # noqa: SIM101 - a union would be made for each request
         return body
     given = [name for name in _ENGINE_FIELDS if getattr(request, name) is not _ABSENT]
     nested = bytes(request.vllm_xargs) if request.vllm_xargs is not _ABSENT else b""

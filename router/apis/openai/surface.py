@@ -371,7 +371,7 @@ def ttft_ms_of(request: HttpRequest) -> int:
 
 def service_tier_of(openai: OpenAiRequest) -> str:
     """Return a request's `service_tier`, or ""."""
-    if isinstance(openai, ChatRequest) or isinstance(openai, CompletionRequest):  # noqa: SIM101 - a union would be made anew for each request
+    if isinstance(openai, ChatRequest) or isinstance(openai, CompletionRequest):  # noqa: SIM101 - a union would be made for each request
         return openai.service_tier or ""
     return ""
 

@@ -58,7 +58,7 @@ class RouteDirectory:
         """Serve `table`, which differs from the current one only by its keys and adapters."""
         self.table, self.keys = table, table.keys
         self.adapters.adopt(table.adapters)
-        # They are looked up where they are: an index would be made anew for each changed key.
+        # They are looked up where they are: an index would be rebuilt for each changed key.
         first = table.keys.first_after(KeyId(BUDGET_PREFIX))
         self._has_budgets = first is not None and first.key_id.startswith(BUDGET_PREFIX)
 

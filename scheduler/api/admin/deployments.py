@@ -266,7 +266,7 @@ async def _validated(
     pops = await read_pops(request.connection)
     reason = reason or _policy_problem(body.policy, pops)
     reason = reason or pair_problem(body.engine, body.policy, pops)
-    # What nodes have come and gone since stands in the way of no other change.
+    # Checked only if the change concerns devices: nodes may have left since the last one.
     if not reason and (
         before is None or (body.engine, body.policy) != (before.engine, before.policy)
     ):

@@ -119,10 +119,10 @@ class StepTime:
         overhead_s = STEP_OVERHEAD_S + batch * SEQUENCE_OVERHEAD_S + self._hops_s
         return max(weights_s, compute_s) + kv_s + overhead_s
 
-    def largest_batch(self, kv_tokens: float, batch_max: int = BATCH_MAX) -> int:
+    def largest_batch(self, kv_tokens: float) -> int:
         """Return the largest batch that fits in the KV cache and meets the ITL target."""
         stage_tokens = kv_tokens / self._split.pipeline
-        high = max(1, int(min(batch_max, stage_tokens / self._context_tokens)))
+        high = max(1, int(min(BATCH_MAX, stage_tokens / self._context_tokens)))
         # If a single sequence misses the target, allow twice its time: that reaches nearly all the
         # throughput there is.
         target_s = max(ITL_TARGET_S, 2 * self.itl_s(1))

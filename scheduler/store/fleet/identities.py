@@ -149,7 +149,7 @@ async def add_peer(
 
 
 async def check_name(connection: Connection, role: PeerRole, name: str, pop: PopId) -> None:
-    """Raise NameTaken or NameRevoked if nobody could join this PoP under this name now."""
+    """Raise NameTaken or NameRevoked if no peer could join this PoP under this name now."""
     table, column = PEER_TABLES[role]
     peer = await connection.fetchrow(
         f"SELECT pop, revoked FROM {table} WHERE {column} = $1",  # noqa: S608

@@ -41,10 +41,10 @@ def test_an_answer_of_a_replica_with_more_requests_makes_room_for_as_many() -> N
     assert is_full(full, 25, 100.0)
 
 
-@pytest.mark.parametrize("asker", [ITEMS, OTHERS])
-def test_refusals_of_others_do_not_count(asker: tuple[str, bool]) -> None:
+@pytest.mark.parametrize("group", [ITEMS, OTHERS])
+def test_refusals_of_others_do_not_count(group: tuple[str, bool]) -> None:
     full = FullReplicas()
-    full.record_refusal(asker, R, 20, 100.0)
+    full.record_refusal(group, R, 20, 100.0)
     assert not is_full(full, 20, 100.0)
 
 

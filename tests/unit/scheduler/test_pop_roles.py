@@ -36,18 +36,18 @@ def tokens_in(pop: str, uncached: float, output: float, requests: float = 1.0) -
 READING_IN_AMS = (tokens_in("ams", 1500.0, 20.0), tokens_in("sin", 100.0, 150.0))
 
 
-def two_pops(replicas: int = 4, demand: tuple[DemandRate, ...] = READING_IN_AMS) -> ClusterState:
-    """Return `replicas` unified replicas in each of two far PoPs."""
+def two_pops() -> ClusterState:
+    """Return four unified replicas in each of two far PoPs; most prompts come from one of them."""
     deployment = a_deployment(
-        roles="auto", replicas_min=2 * replicas, replicas_max=2 * replicas, keep_warm=("ams", "sin")
+        roles="auto", replicas_min=8, replicas_max=8, keep_warm=("ams", "sin")
     )
-    nodes = tuple(a_node(f"{pop}-{n}", pop) for pop in ("ams", "sin") for n in range(replicas))
+    nodes = tuple(a_node(f"{pop}-{n}", pop) for pop in ("ams", "sin") for n in range(4))
     placements = tuple(a_placement(f"r-{node.node_id}", node.node_id) for node in nodes)
     return a_cluster(
         nodes=nodes,
         deployments=(deployment,),
         placements=placements,
-        demand=demand,
+        demand=READING_IN_AMS,
         profiles=PROFILES,
     )
 
