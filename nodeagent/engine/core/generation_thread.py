@@ -1,7 +1,7 @@
 """The step thread of a decoder: takes submissions and cancellations, publishes deltas.
 
-Rule 1: only this thread touches the engine core, except for rule 4. The event loop touches only the inbox and the
-counts, which are replaced as a whole.
+Rule 1: only this thread touches the engine core, except for rule 4. The event loop touches only the
+inbox and the counts, which are replaced as a whole.
 Rule 2: a cancellation takes effect before the next step begins.
 Rule 3: a generation that does not yield interrupts the step of those that do.
 Rule 4: calls that touch only the KV transfers also run while the model computes (kv_calls.py).
@@ -115,8 +115,9 @@ class GenerationThread(StepThread):
         """Have `function` called between two steps, or while the model computes one; return the
         future of its result.
 
-        It may touch nothing but the core's `kv_transfers`. Such calls keep their order, and may overtake submissions,
-        cancellations and other calls. An error in it is fatal, like one in a step.
+        It may touch nothing but the core's `kv_transfers`. Such calls keep their order, and may
+        overtake submissions, cancellations and other calls. An error in it is fatal, like one in a
+        step.
         """
         self._expect_progress()
         result: Future[Result] = Future()
@@ -139,7 +140,8 @@ class GenerationThread(StepThread):
     def has_work(self) -> bool:
         """Return whether a step is due or in progress."""
         counts = self._counts
-        return bool(self._has_message() or self._prefetching or counts["running"] or counts["waiting"])
+        has_message = self._has_message()
+        return bool(has_message or self._prefetching or counts["running"] or counts["waiting"])
 
     def _prefetch(self, generation: Generation) -> bool:
         """Start reading the blocks that only files have; return False if there are none."""
