@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -305,7 +306,11 @@ def test_calls_about_kv_do_not_wait_for_the_end_of_a_step() -> None:
     assert model.computes.wait(5)
     order: list[int] = []
     between = worker.call(lambda core: order.append(0))
-    beside = [worker.call_beside_steps(lambda core, n=n: order.append(n)) for n in (1, 2)]
+
+    def note(number: int, core: EngineCore) -> None:
+        order.append(number)
+
+    beside = [worker.call_beside_steps(partial(note, number)) for number in (1, 2)]
     for call in beside:
         call.result(5)
     assert (order, between.done(), ended.is_set()) == ([1, 2], False, False)

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from isochrone.wire.http.headers import PeerReplica
@@ -181,18 +181,17 @@ LINKS = {
 
 @pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
 @given(
-    learnt=st.lists(st.sampled_from([64, 200, 700, 1500, 4000, 9000]), min_size=12, max_size=30),
+    learnt=st.lists(st.sampled_from([64, 200, 700, 1500, 4000, 9000]), max_size=20),
+    shorts=st.lists(st.sampled_from([64, 200]), max_size=6),
     tokens=st.integers(64, 16_000),
     decoding=st.integers(0, 8),
 )
 def test_a_leg_is_chosen_where_it_costs_less_as_measured(
-    link: Link, learnt: list[int], tokens: int, decoding: int
+    link: Link, learnt: list[int], shorts: list[int], tokens: int, decoding: int
 ) -> None:
     """Short prompts taught that transfers of long ones take as many times longer."""
-    # A line through short prompts alone says little of long ones.
-    assume(min(learnt[-4:]) < 4000 <= max(learnt[-4:]))
     rate = TransferRate()
-    for size in learnt:
+    for size in (*learnt, 700, 9000, *shorts):
         rate.record(size, link.after_ms(size, size * TOKEN_US / 1000) / 1000, 0.0)
     here_ms, there_ms = leg_cost_ms(tokens, decoding, link)
     found = plan_prefill(
@@ -205,7 +204,7 @@ def test_a_leg_is_chosen_where_it_costs_less_as_measured(
     )
     chosen_ms = there_ms if found.choice is LegChoice.PREFILL else here_ms
     # Where both cost about the same, either is right.
-    slack_ms = 2 * link.chunk_tokens * link.token_ms
+    slack_ms = link.chunk_tokens * link.token_ms
     assert chosen_ms <= 1.1 * min(here_ms, there_ms) + MARGIN_MS + slack_ms
 
 
