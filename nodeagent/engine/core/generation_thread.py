@@ -8,6 +8,7 @@ Rule 4: calls that touch only the KV transfers also run while the model computes
 """
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -82,7 +83,7 @@ class GenerationThread(StepThread):
         self._prefetching: set[int] = set()
         """Generations whose blocks are being read from files."""
         self._rates = StepRates()
-        self._kv_calls = KvCalls(self.fail)
+        self._kv_calls = KvCalls()
         engine.computing = self._kv_calls.computing
         self._counts = self._count()
 
@@ -182,7 +183,10 @@ class GenerationThread(StepThread):
             self._wake.notify()
 
     def _run(self) -> None:
-        self._kv_calls.start()
+        beside = threading.Thread(
+            target=self._run_guarded, args=(self._kv_calls.run,), name="kv-calls", daemon=True
+        )
+        beside.start()
         try:
             self._run_steps()
         finally:

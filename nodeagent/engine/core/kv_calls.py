@@ -3,42 +3,32 @@
 A step uses that bookkeeping before and after the model computes it, and a step of prompts takes up
 to two seconds. Meanwhile other engines wait for blocks to be held, or for room.
 
-Rule 1: a call runs between two steps on the step thread, or while the model computes on the thread
-of this class. The two never run at the same time.
+Rule 1: a call runs between two steps on the step thread, or on another thread while the model
+computes. Two calls never run at the same time.
 Rule 2: calls keep their order among themselves. They may run before generations and other calls
 that were sent to the step thread earlier, and run before those that are sent to it later.
 Rule 3: an error in a call is fatal, like one in a step.
 """
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-log = logging.getLogger(__name__)
-
 
 class KvCalls:
-    """The calls that wait, and the thread that runs them while the model computes."""
+    """The calls that wait. One thread is in `run`, the step thread in all that says so."""
 
-    def __init__(self, on_error: Callable[[], None]) -> None:
-        """`on_error` is called after a call has failed."""
-        self._on_error = on_error
+    def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._is_computing = False
         self._is_running = False
-        """Whether the thread of this class runs a call."""
+        """Whether `run` makes a call."""
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="kv-calls", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
 
     def close(self) -> None:
-        """End the thread after the call that it runs; what waits is not called."""
+        """End `run` after the call that it makes; what waits is not called."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -74,15 +64,11 @@ class KvCalls:
                 self._is_computing = False
                 self._changed.wait_for(lambda: not self._is_running)
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Run calls while the model computes, until this is closed. On a thread of its own."""
         while (call := self._next()) is not None:
             try:
                 call()
-            # As in a step: what it has changed is in doubt, so the process ends.
-            except Exception:
-                log.exception("a call beside a step failed")
-                self.close()
-                self._on_error()
             finally:
                 with self._changed:
                     self._is_running = False

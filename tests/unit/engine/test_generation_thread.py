@@ -324,7 +324,7 @@ def test_calls_about_kv_do_not_wait_for_the_end_of_a_step() -> None:
 
 
 def test_a_step_goes_on_only_after_the_call_that_runs_beside_it() -> None:
-    calls, order = KvCalls(lambda: None), list[str]()
+    calls, order = KvCalls(), list[str]()
     begun, may_end = threading.Event(), threading.Event()
 
     def call() -> None:
@@ -337,7 +337,8 @@ def test_a_step_goes_on_only_after_the_call_that_runs_beside_it() -> None:
             assert begun.wait(5)
         order.append("step")
 
-    calls.start()
+    beside = threading.Thread(target=calls.run)
+    beside.start()
     calls.put(call)
     calls.put(lambda: order.append("waits"))
     stepping = threading.Thread(target=step)
@@ -352,6 +353,8 @@ def test_a_step_goes_on_only_after_the_call_that_runs_beside_it() -> None:
     assert order[0] == "call"
     assert sorted(order[1:]) == ["step", "waits"]
     calls.close()
+    beside.join(5)
+    assert not beside.is_alive()
 
 
 def test_a_failed_call_beside_a_step_ends_the_engine() -> None:
