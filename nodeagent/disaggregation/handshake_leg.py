@@ -125,9 +125,7 @@ class HandshakeLeg:
 
     def record_wait(self, wait_s: float) -> None:
         """Learn how long after the prompt was read the decode engine's first token came."""
-        # The engines do not say how many bytes they move, so that a token counts as one.
-        tokens = self._size.uncached_tokens
-        self._rate.record(tokens, tokens, wait_s)
+        self._rate.record(self._size.uncached_tokens, wait_s, self._clock())
 
     async def _open(self, post: PostToEngine, stack: AsyncExitStack) -> aiohttp.ClientResponse:
         """Run the legs, and leave the answer of the last one open in `stack`."""
@@ -160,7 +158,8 @@ class HandshakeLeg:
         queues = await self._peers.queued_tokens(request.replicas[1:], timeout_s)
         if self._handshake.needs_prefill:
             return order_all(request.replicas, queues, size)
-        return plan_prefill(request.replicas, queues, size, request.load(), self._rate)
+        load, now_s = request.load(), self._clock()
+        return plan_prefill(request.replicas, queues, size, load, self._rate, now_s)
 
     async def _try_all(
         self, plan: PrefillPlan, fields: Fields, post: PostToEngine, stack: AsyncExitStack

@@ -1,14 +1,19 @@
 """Fetches the prefix of a waiting request's prompt from another replica of the PoP.
 
-Rule 1: the request begins in any case. A fetch ends within the time that computing would take, and
-early enough for the request's deadline.
+Rule 1: the request begins in any case. A fetch is given up once the rest would be computed sooner,
+and early enough for the request's deadline.
 Rule 2: blocks that a broken fetch brought are kept. The node's rate is learned from that fetch,
 too, and the node is not used for a while.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    nullcontext,
+    suppress,
+)
 from math import inf
 from typing import Final, NamedTuple, Protocol
 
@@ -250,24 +255,24 @@ class PrefixFetcher:
         current_span().add_to(sent)
         path = f"{kv_transfer.TRANSFERS_PATH}{transfer}?shared=1"
         began_s = self._clock()
-        received = _ByteCount(self._clock)
+        received = _ArrivingBlocks(plan, began_s, expected.block_bytes, self._clock)
         blocks = 0
         try:
-            async with asyncio.timeout(plan.timeout_s):
+            async with asyncio.timeout(plan.timeout_s) as limit:
                 async with self._peers.relay(
                     plan.peer, kv_sharing.BLOCKS_PATH, body, sent
                 ) as answer:
                     if answer.status == 200 and answer.content_type == kv_transfer.CONTENT_TYPE:
                         lease = lease.answered_with(answer.headers)
-                        pieces = received.count(answer.content)
+                        pieces = received.count(answer.content, None if lease.name else limit)
                         head = {**length_header(answer), **lease.to_receiver}
                         engine = open_session(self._engine)
                         async with engine.post(path, data=pieces, headers=head) as taken:
                             blocks = _blocks_of(taken.status, await taken.read())
         except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError):
-            # Whole blocks that came are stored, and count. Those of a window are not seen here.
-            came = 0 if lease.name else received.total // max(1, expected.block_bytes)
-            blocks = min(plan.blocks, came)
+            # Whole blocks that came are stored, and count, except for the last one: the engine did
+            # not say that it has all. Those of a window are not seen here.
+            blocks = 0 if lease.name else min(plan.blocks - 1, received.blocks)
         except asyncio.CancelledError:
             # The request is gone, which says nothing about the node.
             self._quota.take(self._user, received.total, self._clock())
@@ -275,9 +280,10 @@ class PrefixFetcher:
         if blocks < plan.blocks:
             lease.record_failure()
         now_s, rate = self._clock(), self._rates.of(plan.peer.node_id)
-        took_s, first_s = now_s - began_s, received.first_at_s - began_s
+        took_s = now_s - began_s
+        first_s = min(took_s, received.first_at_s - began_s)
         learn = rate.record if blocks >= plan.blocks else rate.record_failure
-        moved_bytes = blocks * expected.block_bytes if lease.name else received.total
+        moved_bytes = blocks * expected.block_bytes if lease.name else received.block_bytes
         learn(moved_bytes, took_s, first_s, now_s)
         # What goes through a window takes nothing of the link.
         self._quota.take(self._user, received.total, now_s)
@@ -287,21 +293,53 @@ class PrefixFetcher:
         return blocks
 
 
-class _ByteCount:
-    """Counts the bytes of a stream as it is passed on, and notes when the first ones came."""
+class _ArrivingBlocks:
+    """The stream of a fetch as it is passed on: what came, and when the first block did."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, plan: FetchPlan, began_s: float, block_bytes: int, clock: Callable[[], float]
+    ) -> None:
+        self._plan = plan
+        self._began_s = began_s
+        self._size_bytes = max(1, block_bytes)
         self._clock = clock
         self.total = 0
+        """All bytes."""
+        self.blocks = 0
+        """Whole blocks."""
         self.first_at_s = inf
 
-    async def count(self, content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-        """Yield what arrives, in pieces of any size."""
+    @property
+    def block_bytes(self) -> int:
+        """The bytes that came, 0 before the first block."""
+        return self.total if self.first_at_s < inf else 0
+
+    async def count(
+        self, content: aiohttp.StreamReader, limit: asyncio.Timeout | None
+    ) -> AsyncIterator[bytes]:
+        """Yield what arrives, in pieces of any size; move `limit` with each block.
+
+        There is no limit to move for a window, which has the blocks: its stream is only their head
+        and end. Other heads come before the sender has a block to read, and say nothing about it.
+        """
+        head_bytes = 0 if limit is None else kv_transfer.HEAD_BYTES_MAX
         async for piece in content.iter_any():
-            if not self.total:
-                self.first_at_s = self._clock()
             self.total += len(piece)
+            if self.first_at_s == inf and self.total > head_bytes:
+                self.first_at_s = self._clock()
+            blocks = min(self.total // self._size_bytes, self._plan.blocks)
+            if limit is not None and blocks > self.blocks:
+                self.blocks = blocks
+                self._move(limit)
             yield piece
+
+    def _move(self, limit: asyncio.Timeout) -> None:
+        """Let the fetch go on as long as the plan allows after this block."""
+        now_s, first_s = self._clock() - self._began_s, self.first_at_s - self._began_s
+        left_s = self._plan.give_up_at_s(self.blocks, first_s, now_s) - now_s
+        # The fetch may have been given up while this piece came.
+        with suppress(RuntimeError):
+            limit.reschedule(asyncio.get_running_loop().time() + left_s)
 
 
 def length_header(answer: aiohttp.ClientResponse, more_bytes: int = 0) -> dict[str, str]:

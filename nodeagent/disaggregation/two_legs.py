@@ -189,7 +189,9 @@ class PrefillLeg:
         )
         timeout_s = probe_timeout_s(request.replicas[0], size)
         queues = await self._peers.queued_tokens(request.replicas[1:], timeout_s)
-        plan = plan_prefill(request.replicas, queues, size, request.load(), self._rate)
+        plan = plan_prefill(
+            request.replicas, queues, size, request.load(), self._rate, self._clock()
+        )
         for candidate in plan.candidates:
             await request.announce(candidate.replica_id)
             began_s = self._clock()
@@ -200,8 +202,12 @@ class PrefillLeg:
                     async with asyncio.timeout(plan.timeout_s):
                         received = await self._transfer(candidate, expected)
                     span.set(names.CACHED_TOKENS, received.cached_tokens)
-            except (LegRefused, PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError):
+            except (LegRefused, PeerReplicaLost, aiohttp.ClientError, OSError) as error:
                 metrics.PREFILL_ATTEMPTS_FAILED.inc()
+                if isinstance(error, TimeoutError):
+                    # The next prompts would wait as long for nothing.
+                    now_s = self._clock()
+                    self._rate.record(size.uncached_tokens, now_s - began_s, now_s)
                 continue
             self.received_s = self._clock()
             self.received = received
@@ -211,8 +217,8 @@ class PrefillLeg:
             metrics.KV_TRANSFER_SECONDS.observe(received.after_prefill_ms / 1000)
             self._rate.record(
                 received.blocks * expected.block_tokens,
-                received.transfer_bytes,
                 received.after_prefill_ms / 1000,
+                self.received_s,
             )
             return LegChoice.PREFILL
         if plan.candidates:

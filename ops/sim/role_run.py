@@ -166,6 +166,7 @@ class RoleSimulation(Simulation):
             WaitingPromptSize(cached, request.prompt_tokens - cached),
             DecodeLoad(replica.queued_tokens(self.now_s), expected),
             replica.transfer_rate,
+            self.now_s,
         )
         self.choices[plan.choice] += 1
         return plan.candidates
@@ -218,7 +219,7 @@ class RoleSimulation(Simulation):
         size = tokens * KV_BYTES_PER_TOKEN
         sent_s = reader.sending.end_s(job.began_s, self.now_s, size, last)
         arrives_s = max(sent_s, target.receiving.end_s(job.began_s, self.now_s, size, last))
-        target.transfer_rate.record(tokens, size, arrives_s - self.now_s)
+        target.transfer_rate.record(tokens, arrives_s - self.now_s, arrives_s)
         cached = max(job.cached_tokens, leg.cached_tokens)
         self._schedule(arrives_s, self._receive_kv, leg.attempt, cached)
 

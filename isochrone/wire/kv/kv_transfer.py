@@ -54,6 +54,10 @@ protocol there have another name, so that they exchange no windows."""
 OTHER_FORMAT_STATUS: Final = 409
 
 CONTENT_TYPE: Final = "application/x-isochrone-kv"
+
+HEAD_BYTES_MAX: Final = 256
+"""The longest head of a stream. It is sent before any block is read."""
+
 TRANSFERS_PATH: Final = "/kv/transfers/"
 ADDRESS_PATH: Final = "/kv/address"
 """POST with the replica's id in a header; answers with KvAddress."""

@@ -6,8 +6,9 @@ replica's prefill rate.
 
 Rule 1: a fetch that fails or is given up counts with the time that it took. Then its node is not
 used for a while, twice as long after each further failure.
-Rule 2: a fetch may take no longer than computing would, and leaves a request with a deadline the
-time to compute after all.
+Rule 2: the first block may take no longer than computing the prefix would. After that a fetch goes
+on as long as the rest comes sooner than it would be computed, for the same time again at most. It
+leaves a request with a deadline the time to compute after all.
 Rule 3: few fetches run at a time, because each slows down the others.
 """
 
@@ -32,6 +33,11 @@ FETCHES_MAX: Final = 4
 """Fetches at a time for all replicas of a node."""
 
 TIMEOUT_MIN_S: Final = 0.05
+
+STORE_S_MAX: Final = 2.0
+"""How long the engine here may take to store blocks that have all arrived. It may be in a step,
+which takes no longer. It could not begin to compute them before the end of that step either."""
+
 LOCATE_SHARE_MAX: Final = 0.1
 """The holders may take this share of the time to compute a prompt to say what they have of it."""
 
@@ -107,12 +113,31 @@ class FetchLimits(NamedTuple):
 
 
 class FetchPlan(NamedTuple):
-    """The peer to fetch blocks from, how many, and how long that may take; no peer if refused."""
+    """The peer to fetch blocks from, and how many; no peer if refused.
+
+    The first block must come within `timeout_s`, and the fetch ends within `limit_s`, for the
+    request's deadline. Computing one block takes `block_s`.
+    """
 
     choice: FetchChoice
     peer: PeerReplica | None = None
     blocks: int = 0
     timeout_s: float = 0.0
+    block_s: float = 0.0
+    limit_s: float = inf
+
+    def give_up_at_s(self, arrived: int, first_s: float, now_s: float) -> float:
+        """Return when the fetch is given up unless the next block comes.
+
+        All times count from its beginning. `arrived` blocks have come, the first at `first_s`.
+        """
+        if not arrived:
+            return self.timeout_s
+        if arrived >= self.blocks:
+            return min(now_s + STORE_S_MAX, self.limit_s)
+        # What has come is kept, so only the rest is fetched or computed.
+        rest_s = max(TIMEOUT_MIN_S, (self.blocks - arrived) * self.block_s)
+        return min(now_s + rest_s, first_s + self.timeout_s, self.limit_s)
 
 
 class FetchRate:
@@ -242,5 +267,7 @@ def plan_fetch(
             refused = FetchChoice.DEADLINE
         elif compute_s - fetch_s > best_saved_s:
             best_saved_s = compute_s - fetch_s
-            best = FetchPlan(FetchChoice.FETCH, holder.peer, allowed, timeout_s)
+            best = FetchPlan(
+                FetchChoice.FETCH, holder.peer, allowed, timeout_s, prompt.block_s, left_s
+            )
     return best or FetchPlan(refused)

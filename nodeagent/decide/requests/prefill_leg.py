@@ -6,6 +6,7 @@ Delay and transfer are predicted from measured rates: there is no fixed threshol
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from math import inf
 from typing import Final, NamedTuple
 
 from isochrone.wire.http.headers import PeerReplica
@@ -34,6 +35,9 @@ TIMEOUT_MIN_S: Final = 2.0
 
 ONLY_READER_TIMEOUT_S: Final = 20.0
 """The least time for a leg without which the request cannot be answered here."""
+
+AGING_S: Final = 60.0
+"""A rate that was not measured for so long refuses no leg."""
 
 _SMOOTHING: Final = 0.3
 
@@ -96,24 +100,49 @@ class PrefillPlan(NamedTuple):
 
 
 class TransferRate:
-    """The measured size of a token's KV, and the rate at which transfers end after the prompt."""
+    """How much longer transfers take than their prompts: a constant and a time for each token.
+
+    Blocks move while later ones are computed. So on a fast link the same time is left after every
+    prompt, for its last blocks and two relays; on one that is slower than the prefill replica, a
+    time that grows with the tokens. Both are a line through the recent transfers, which weigh less
+    and less. It is at least as steep as it would be if the link had taken all of the measured time:
+    this also tells a slow link where all transfers have the same length.
+    """
 
     def __init__(self) -> None:
-        self._token_bytes = 0.0
-        self._after_ms_per_mb = 0.0
+        self._tokens = self._after_ms = 0.0
+        """The weighted means."""
+        self._variance = self._covariance = 0.0
+        """Of the tokens, and of tokens and time."""
+        self._measured_at_s = -inf
 
-    def record(self, tokens: int, transfer_bytes: int, after_prefill_s: float) -> None:
-        """Learn from a transfer that took `after_prefill_s` longer than the prompt."""
-        if tokens <= 0 or transfer_bytes <= 0:
+    def record(self, tokens: int, after_prefill_s: float, now_s: float) -> None:
+        """Learn from a transfer of `tokens` that took so much longer than the prompt."""
+        if tokens <= 0:
             return
-        self._token_bytes = transfer_bytes / tokens
-        sample = 1000 * max(0.0, after_prefill_s) / (transfer_bytes / 1e6)
-        known = self._after_ms_per_mb
-        self._after_ms_per_mb = known + _SMOOTHING * (sample - known) if known else sample
+        weight = _SMOOTHING if self._measured_at_s > -inf else 1.0
+        more_tokens = tokens - self._tokens
+        more_ms = 1000 * max(0.0, after_prefill_s) - self._after_ms
+        self._tokens += weight * more_tokens
+        self._after_ms += weight * more_ms
+        self._variance = (1 - weight) * (self._variance + weight * more_tokens**2)
+        self._covariance = (1 - weight) * (self._covariance + weight * more_tokens * more_ms)
+        self._measured_at_s = now_s
 
-    def after_ms(self, tokens: int) -> float:
-        """Return how much longer than its prompt the transfer of `tokens` takes; 0 if unknown."""
-        return tokens * self._token_bytes / 1e6 * self._after_ms_per_mb
+    def after_ms(self, tokens: int, token_us: int, now_s: float) -> float:
+        """Return how much longer than its prompt the transfer of `tokens` takes, if it takes
+        `token_us` to compute one.
+
+        0 if unknown, or if the last measurement is old: a rate that refuses all legs would never be
+        measured again.
+        """
+        if now_s - self._measured_at_s >= AGING_S:
+            return 0.0
+        slope = self._covariance / self._variance if self._variance else 0.0
+        # Neither part is negative.
+        token_ms = self._after_ms / self._tokens
+        slope = min(max(0.0, token_ms - token_us / 1000, slope), token_ms)
+        return self._after_ms + slope * (tokens - self._tokens)
 
 
 def is_too_short(here: PeerReplica) -> bool:
@@ -133,11 +162,12 @@ def plan_prefill(
     size: WaitingPromptSize,
     local: DecodeLoad,
     rate: TransferRate,
+    now_s: float,
 ) -> PrefillPlan:
     """Return where to read a prompt.
 
     `replicas` begins with the decode replica itself; the others are prefill replicas.
-    `queued_tokens` has those of them that answered a probe.
+    `queued_tokens` has those of them that answered a probe. `now_s` is on the clock of `rate`.
     """
     here, others = replicas[0], replicas[1:]
     here_ms = size.uncached_tokens * here.token_us / 1000
@@ -145,22 +175,26 @@ def plan_prefill(
     # Each decoding sequence waits while the prompt is read, in chunks of its steps.
     cost_here_ms = here_ms * (1 + DELAY_WEIGHT * delayed)
     cost_here_ms += local.queued_tokens * here.token_us / 1000
-    transfer_ms = rate.after_ms(size.uncached_tokens) + MARGIN_MS
-    idle_ms = [_read_ms(peer, size) + transfer_ms for peer in others]
+    idle_ms = [
+        _read_ms(peer, size) + rate.after_ms(size.uncached_tokens, peer.token_us, now_s) + MARGIN_MS
+        for peer in others
+    ]
     if not idle_ms:
         return PrefillPlan(LegChoice.NO_CANDIDATE)
     if min(idle_ms) >= cost_here_ms:
         return PrefillPlan(_why_here(size, min(idle_ms), here_ms))
-    known = [peer for peer in others if peer.replica_id in queued_tokens]
+    known = [
+        (peer, leg_ms)
+        for peer, leg_ms in zip(others, idle_ms, strict=True)
+        if peer.replica_id in queued_tokens
+    ]
     if not known:
         return PrefillPlan(LegChoice.NO_CANDIDATE)
     times_ms = {
-        peer.replica_id: _read_ms(peer, size)
-        + queued_tokens[peer.replica_id] * peer.token_us / 1000
-        + transfer_ms
-        for peer in known
+        peer.replica_id: leg_ms + queued_tokens[peer.replica_id] * peer.token_us / 1000
+        for peer, leg_ms in known
     }
-    chosen = [peer for peer in known if times_ms[peer.replica_id] < cost_here_ms]
+    chosen = [peer for peer, _ in known if times_ms[peer.replica_id] < cost_here_ms]
     if not chosen:
         return PrefillPlan(LegChoice.BUSY)
     chosen.sort(key=lambda peer: times_ms[peer.replica_id])

@@ -1,12 +1,14 @@
 """The step thread of a decoder: takes submissions and cancellations, publishes deltas.
 
-Rule 1: only this thread touches the engine core. The event loop touches only the inbox and the
-counts, which are replaced as a whole.
+Rule 1: only this thread touches the engine core, except for rule 4. The event loop touches only the
+inbox and the counts, which are replaced as a whole.
 Rule 2: a cancellation takes effect before the next step begins.
 Rule 3: a generation that does not yield interrupts the step of those that do.
+Rule 4: calls that touch only the KV transfers also run while the model computes (kv_calls.py).
 """
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from isochrone.service.threads import wait_to_completion
 from nodeagent.engine.core.generation import Generation, GenerationDelta, StepOutput
+from nodeagent.engine.core.kv_calls import KvCalls
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.core.step_thread import StepThread
 from nodeagent.engine.core.token_rates import StepRates
@@ -80,6 +83,8 @@ class GenerationThread(StepThread):
         self._prefetching: set[int] = set()
         """Generations whose blocks are being read from files."""
         self._rates = StepRates()
+        self._kv_calls = KvCalls()
+        engine.computing = self._kv_calls.computing
         self._counts = self._count()
 
     def submit(self, generation: Generation) -> None:
@@ -107,6 +112,26 @@ class GenerationThread(StepThread):
         self._send(call)
         return call.result
 
+    def call_beside_steps(self, function: Callable[[EngineCore], Result]) -> Future[Result]:
+        """Have `function` called between two steps, or while the model computes one; return the
+        future of its result.
+
+        It may touch nothing but the core's `kv_transfers`. Such calls keep their order, and may
+        overtake submissions, cancellations and other calls. An error in it is fatal, like one in a
+        step.
+        """
+        self._expect_progress()
+        result: Future[Result] = Future()
+
+        def run() -> None:
+            if result.set_running_or_notify_cancel():
+                result.set_result(function(self._engine))
+
+        self._kv_calls.put(run)
+        with self._wake:
+            self._wake.notify()
+        return result
+
     def counts(self) -> Mapping[str, float]:
         """Return the counts after the last step; rates are 0 once they are too old."""
         if self._rates.are_known(time.monotonic()):
@@ -116,7 +141,8 @@ class GenerationThread(StepThread):
     def has_work(self) -> bool:
         """Return whether a step is due or in progress."""
         counts = self._counts
-        return bool(self._inbox or self._prefetching or counts["running"] or counts["waiting"])
+        has_message = self._has_message()
+        return bool(has_message or self._prefetching or counts["running"] or counts["waiting"])
 
     def _prefetch(self, generation: Generation) -> bool:
         """Start reading the blocks that only files have; return False if there are none."""
@@ -157,6 +183,16 @@ class GenerationThread(StepThread):
             self._wake.notify()
 
     def _run(self) -> None:
+        beside = threading.Thread(
+            target=self._run_guarded, args=(self._kv_calls.run,), name="kv-calls", daemon=True
+        )
+        beside.start()
+        try:
+            self._run_steps()
+        finally:
+            self._kv_calls.close()
+
+    def _run_steps(self) -> None:
         was_empty = False
         while self._receive():
             started_s = time.monotonic()
@@ -187,7 +223,7 @@ class GenerationThread(StepThread):
         """Wait while no sequence fits: peers have yet to take the blocks that they read."""
         self._counts = self._count()
         with self._wake:
-            if not (self._stopping or self._inbox):
+            if not (self._stopping or self._has_message()):
                 self._wake.wait(BLOCKED_WAIT_S)
 
     def _record(self, output: StepOutput, step_s: float) -> None:
@@ -202,7 +238,7 @@ class GenerationThread(StepThread):
         """Handle the inbox; wait while there is nothing to do. Return False to stop."""
         while True:
             with self._wake:
-                while not (self._stopping or self._inbox or self._engine.has_work):
+                while not (self._stopping or self._has_message() or self._engine.has_work):
                     self._counts = self._count()
                     self._wake.wait()
                 if self._stopping:
@@ -213,12 +249,17 @@ class GenerationThread(StepThread):
             # Not under the lock, so that a slow message does not block the event loop.
             self.is_busy = True
             try:
+                # Before the messages: a request finds what was stored for it.
+                self._kv_calls.run_waiting()
                 for message in messages:
                     self._handle(message)
             finally:
                 self.is_busy = False
             if self._engine.has_work:
                 return True
+
+    def _has_message(self) -> bool:
+        return bool(self._inbox) or self._kv_calls.are_waiting
 
     def _handle(self, message: _Message) -> None:
         if isinstance(message, _PrefetchedGeneration):

@@ -1,7 +1,8 @@
 """The main path of the engine: draft, schedule, move KV blocks, run, sample, commit.
 
-Rule 1: a step neither waits for a lock nor reads the time. `GenerationThread` calls it and passes
-the results on; one thread owns all of it.
+Rule 1: a step does not read the time. `GenerationThread` calls it and passes the results on; one
+thread owns all of it, but other threads may call `kv_transfers` while the model computes: inside
+`computing`, a step touches no KV bookkeeping.
 Rule 2: a sequence that ends, for whatever reason, has released its blocks before `step` returns.
 Rule 3: a model with several pipeline stages has a batch in flight in each. Batches finish in the
 order in which they began. Results for a sequence that lost its blocks meanwhile are discarded.
@@ -11,6 +12,7 @@ after it runs to its end, so that the lowest priority makes progress too.
 """
 
 from collections import abc, deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -126,6 +128,8 @@ class EngineCore:
         self._in_flight: deque[InFlightBatch] = deque()
         self.interrupt = StepInterrupt()
         """Set by any thread that has something more urgent than the lowest priority."""
+        self.computing: abc.Callable[[], AbstractContextManager[None]] = nullcontext
+        """Returns the context in which the model computes."""
         self._was_interrupted = False
         self.prompt_tokens_total = 0
         self.prefix_hit_tokens_total = 0
@@ -204,7 +208,8 @@ class EngineCore:
             return StepOutput(late, 0, 0)
         in_flight = self._in_flight.popleft()
         batch = in_flight.batch
-        logits = in_flight.wait_logits()
+        with self.computing():
+            logits = in_flight.wait_logits()
         chunks = in_flight.valid_chunks()
         samples = self._sample(batch, chunks, logits)
         deltas = self._commit(chunks, samples)
@@ -257,9 +262,11 @@ class EngineCore:
         has_model = self.speculation is not None and self.speculation.model is not None
         if self._was_interrupted or has_model or not batch.may_be_interrupted:
             self._was_interrupted = False
-            return self._executor.begin(batch)
+            with self.computing():
+                return self._executor.begin(batch)
         try:
-            return self._executor.begin(batch, self.interrupt)
+            with self.computing():
+                return self._executor.begin(batch, self.interrupt)
         except StepInterrupted:
             self._was_interrupted = True
             return None

@@ -24,7 +24,9 @@ class StepThread(ABC):
         self.died = False
         self.is_busy = False
         """Whether a step, or a call between two steps, is in progress."""
-        self._thread = threading.Thread(target=self._run_guarded, name="step", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run_guarded, args=(self._run,), name="step", daemon=True
+        )
 
     @abstractmethod
     def counts(self) -> Mapping[str, float]:
@@ -64,10 +66,11 @@ class StepThread(ABC):
         if not self.has_work():
             self._progress_s = time.monotonic()
 
-    def _run_guarded(self) -> None:
+    def _run_guarded(self, run: Callable[[], None]) -> None:
+        """Run the whole of a thread of this engine."""
         try:
-            self._run()
+            run()
         # Any error of a step ends the thread here, is logged, and ends the process.
         except Exception:
-            log.exception("the step thread died")
+            log.exception("the %s thread died", threading.current_thread().name)
             self.fail()

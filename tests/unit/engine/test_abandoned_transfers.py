@@ -43,6 +43,8 @@ class InlineWorker:
         result.set_result(function(self._core))
         return result
 
+    call_beside_steps = call
+
 
 async def fingerprint() -> bytes:
     return b"f" * 16

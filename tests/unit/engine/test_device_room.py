@@ -27,6 +27,8 @@ class Worker:
         result.set_result(function(self._core))
         return result
 
+    call_beside_steps = call
+
 
 def a_room(blocks: int) -> tuple[BlockPool, Memory, KvTransfers, DeviceRoom]:
     pool, memory = BlockPool(blocks), Memory(blocks)

@@ -2,20 +2,24 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.core.generation import Generation, GenerationDelta, StepOutput
 from nodeagent.engine.core.generation_thread import GenerationThread
+from nodeagent.engine.core.kv_calls import KvCalls
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.core.token_rates import StepRates
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.sampling.sampler import SamplingParams
-from nodeagent.engine.scheduler.batch import StepLimits
+from nodeagent.engine.scheduler.batch import Batch, StepLimits
 from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import StopConditions
 from nodeagent.engine.server.inflight_limit import InflightLimit
@@ -275,4 +279,98 @@ def test_a_thread_without_free_blocks_sleeps_until_some_are_released(
     assert worker.counts()["steps_total"] == 0
     worker.call(lambda core: core.scheduler.pool.release(held)).result(5)
     assert answered.wait(5)
+    assert worker.stop(5)
+
+
+class SlowModel(Script):
+    """A model whose steps take until the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__({1: [65, 66]})
+        self.computes, self.may_end = threading.Event(), threading.Event()
+
+    def begin(self, batch: Batch) -> Callable[[], torch.Tensor]:
+        self.computes.set()
+        assert self.may_end.wait(5)
+        return super().begin(batch)
+
+
+def test_calls_about_kv_do_not_wait_for_the_end_of_a_step() -> None:
+    """Other engines gave up what they fetched: a step of prompts took longer than they waited."""
+    model, ended = SlowModel(), threading.Event()
+    pool = BlockPool(8)
+    engine = EngineCore(model, BatchScheduler(StepLimits(32, 2), pool))  # type: ignore[arg-type]
+    worker = GenerationThread(engine, lambda deltas: ended.set(), lambda: None)
+    worker.start()
+    worker.submit(generation(1, 2))
+    assert model.computes.wait(5)
+    order: list[int] = []
+    between = worker.call(lambda core: order.append(0))
+
+    def note(number: int, core: EngineCore) -> None:
+        order.append(number)
+
+    beside = [worker.call_beside_steps(partial(note, number)) for number in (1, 2)]
+    for call in beside:
+        call.result(5)
+    assert (order, between.done(), ended.is_set()) == ([1, 2], False, False)
+    model.may_end.set()
+    between.result(5)
+    assert order == [1, 2, 0]
+    assert ended.wait(5)
+    # An idle engine makes them, too.
+    assert worker.call_beside_steps(lambda core: core.scheduler.pool).result(5) is pool
+    assert worker.stop(5)
+
+
+def test_a_step_goes_on_only_after_the_call_that_runs_beside_it() -> None:
+    calls, order = KvCalls(), list[str]()
+    begun, may_end = threading.Event(), threading.Event()
+
+    def call() -> None:
+        begun.set()
+        assert may_end.wait(5)
+        order.append("call")
+
+    def step() -> None:
+        with calls.computing():
+            assert begun.wait(5)
+        order.append("step")
+
+    beside = threading.Thread(target=calls.run)
+    beside.start()
+    calls.put(call)
+    calls.put(lambda: order.append("waits"))
+    stepping = threading.Thread(target=step)
+    stepping.start()
+    assert begun.wait(5)
+    stepping.join(0.05)
+    assert (order, calls.are_waiting) == ([], True)
+    may_end.set()
+    stepping.join(5)
+    # The model computes no more, so the next call is the step thread's.
+    calls.run_waiting()
+    assert order[0] == "call"
+    assert sorted(order[1:]) == ["step", "waits"]
+    calls.close()
+    beside.join(5)
+    assert not beside.is_alive()
+
+
+def test_a_failed_call_beside_a_step_ends_the_engine() -> None:
+    died = threading.Event()
+    model = SlowModel()
+    engine = EngineCore(model, BatchScheduler(StepLimits(32, 2), BlockPool(8)))  # type: ignore[arg-type]
+    worker = GenerationThread(engine, lambda deltas: None, died.set)
+    worker.start()
+    worker.submit(generation(1, 2))
+    assert model.computes.wait(5)
+
+    def fail(core: EngineCore) -> None:
+        raise ValueError("cannot release block 1: no sequence references it")
+
+    worker.call_beside_steps(fail)
+    assert died.wait(5)
+    assert worker.died
+    model.may_end.set()
     assert worker.stop(5)

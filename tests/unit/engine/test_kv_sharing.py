@@ -220,6 +220,9 @@ class StoppedWorker:
         self.called.release()
         return future
 
+    def call_beside_steps(self, function: Callable[[object], object]) -> Future[object]:
+        return self.call(function)
+
     def step(self) -> None:
         waiting, self._waiting = self._waiting, []
         for function, future in waiting:

@@ -1,6 +1,9 @@
 """Fetch or compute a prefix: decided from measured rates, within the link's budget."""
 
+from collections.abc import AsyncIterator, Sequence
+from itertools import accumulate
 from math import inf
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,14 +17,18 @@ from nodeagent.decide.requests.kv_fetch import (
     BACKOFF_S,
     COST_SHARE_MAX,
     FETCHES_MAX,
+    STORE_S_MAX,
+    TIMEOUT_MIN_S,
     FetchChoice,
     FetchLimits,
+    FetchPlan,
     FetchRate,
     LinkBudget,
     MissingPrefix,
     PrefixHolder,
     plan_fetch,
 )
+from nodeagent.disaggregation.kv_fetch import _ArrivingBlocks
 
 MEBIBYTE = 1024 * 1024
 
@@ -222,3 +229,97 @@ def test_what_was_taken_too_much_is_missing_later() -> None:
     budget.take(3000, 0.0)
     assert budget.available(1.0) == 0
     assert budget.available(2.5) == pytest.approx(500)
+
+
+BLOCK_S = 0.016
+"""The time to compute a block of `a_prompt`."""
+
+
+def fetched(plan: FetchPlan, arrivals_s: Sequence[float]) -> tuple[int, float]:
+    """Return how many blocks a fetch gets whose blocks come at these times, and when it ends."""
+    for arrived, at_s in enumerate(arrivals_s):
+        before_s = arrivals_s[arrived - 1] if arrived else 0.0
+        until_s = plan.give_up_at_s(arrived, arrivals_s[0], before_s)
+        if at_s > until_s:
+            return arrived, until_s
+    return len(arrivals_s), arrivals_s[-1]
+
+
+def a_plan(blocks: int, limit_s: float = inf) -> FetchPlan:
+    peer = a_holder("a", blocks).peer
+    compute_s = blocks * BLOCK_S
+    timeout_s = min(max(TIMEOUT_MIN_S, compute_s), limit_s)
+    return FetchPlan(FetchChoice.FETCH, peer, blocks, timeout_s, BLOCK_S, limit_s)
+
+
+@given(
+    blocks=st.integers(1, 300),
+    first_share=st.floats(0, 1),
+    pace=st.floats(0, 0.99),
+)
+def test_a_fetch_that_is_faster_than_computing_is_not_given_up(
+    blocks: int, first_share: float, pace: float
+) -> None:
+    plan = a_plan(blocks)
+    first_s = first_share * plan.timeout_s
+    arrivals_s = [first_s + number * pace * BLOCK_S for number in range(blocks)]
+    assert fetched(plan, arrivals_s)[0] == blocks
+
+
+@given(
+    gaps_s=st.lists(st.floats(0, 2), min_size=1, max_size=100),
+    limit_s=st.floats(0.01, 5),
+)
+def test_whatever_comes_a_fetch_ends_in_time(gaps_s: list[float], limit_s: float) -> None:
+    plan, arrivals_s = a_plan(len(gaps_s), limit_s), list(accumulate(gaps_s))
+    _, ended_s = fetched(plan, arrivals_s)
+    # As long as computing until the first block, and as long again. The request's deadline holds.
+    assert ended_s <= min(limit_s, 2 * plan.timeout_s) * (1 + 1e-9)
+    stored_by_s = plan.give_up_at_s(plan.blocks, arrivals_s[0], ended_s)
+    assert stored_by_s <= min(limit_s, ended_s + STORE_S_MAX)
+
+
+def test_a_fetch_is_given_up_once_its_rest_would_be_computed_sooner() -> None:
+    plan = a_plan(100)
+    assert plan.timeout_s == pytest.approx(1.6)
+    # Late by a step at the source, then fast.
+    late_s = [1.5 + 0.002 * number for number in range(100)]
+    assert fetched(plan, late_s) == (100, late_s[-1])
+    # The rest takes 0.16 s to compute: it is not waited for until the end of the time allowed.
+    stalled_s = [0.001 * number for number in range(90)] + [60.0] * 10
+    arrived, ended_s = fetched(plan, stalled_s)
+    assert (arrived, ended_s) == (90, pytest.approx(0.089 + 0.16))
+
+
+class Limit:
+    """A timeout that notes when it is moved."""
+
+    def __init__(self) -> None:
+        self.moved_to_s: list[float] = []
+
+    def reschedule(self, when_s: float) -> None:
+        self.moved_to_s.append(when_s)
+
+
+async def test_a_head_says_nothing_of_when_blocks_come() -> None:
+    """It taught latencies of 1 ms and rates of a thousandth, after waits for the sender's step."""
+    now_s, limit = [10.0], Limit()
+    plan = a_plan(4)
+    received = _ArrivingBlocks(plan, 10.0, 1000, lambda: now_s[0])
+
+    class Content:
+        async def iter_any(self) -> AsyncIterator[bytes]:
+            for at_s, count in ((10.001, 80), (10.04, 500), (10.05, 600), (10.06, 3500)):
+                now_s[0] = at_s
+                yield bytes(count)
+
+    sizes, moved = [], []
+    any_limit: Any = limit
+    any_content: Any = Content()
+    async for piece in received.count(any_content, any_limit):
+        sizes.append((len(piece), received.block_bytes, received.blocks))
+        moved.append(len(limit.moved_to_s))
+    assert sizes == [(80, 0, 0), (500, 580, 0), (600, 1180, 1), (3500, 4680, 4)]
+    # With each whole block, and not with each piece.
+    assert moved == [0, 0, 1, 2]
+    assert received.first_at_s == 10.04

@@ -1,5 +1,7 @@
 """Where a prompt is read: on the decode replica, or on a prefill replica of the PoP."""
 
+from typing import NamedTuple
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +9,9 @@ from hypothesis import strategies as st
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from nodeagent.decide.requests.prefill_leg import (
+    AGING_S,
+    DELAY_WEIGHT,
+    MARGIN_MS,
     PROBE_S_MAX,
     TIMEOUT_MIN_S,
     DecodeLoad,
@@ -40,7 +45,7 @@ def plan(
     rate: TransferRate | None = None,
 ) -> PrefillPlan:
     known = {ReplicaId(name): tokens for name, tokens in queues.items()}
-    return plan_prefill(PEERS, known, size, local, rate or TransferRate())
+    return plan_prefill(PEERS, known, size, local, rate or TransferRate(), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -77,18 +82,21 @@ def test_the_prompt_is_read_where_that_costs_least(
 
 def test_a_slow_link_keeps_prompts_here() -> None:
     rate, busy = TransferRate(), DecodeLoad(0, 1)
-    assert rate.after_ms(4000) == 0
-    rate.record(1000, 100_000_000, 0.01)
+    assert rate.after_ms(4000, 100, 0.0) == 0
+    rate.record(1000, 0.01, 0.0)
     assert plan({"p1": 0}, LONG, busy, rate).choice is LegChoice.PREFILL
     # One Mbit/s: 100 MB take 800 s.
     for _ in range(20):
-        rate.record(1000, 100_000_000, 800.0)
+        rate.record(1000, 800.0, 0.0)
     assert plan({"p1": 0}, LONG, busy, rate).choice is LegChoice.SHORT
-    rate.record(0, 0, 5.0)
+    rate.record(0, 5.0, 0.0)
+    # It is tried again in time, else it would never be measured again.
+    assert rate.after_ms(4000, 100, AGING_S - 1) > 700_000
+    assert rate.after_ms(4000, 100, AGING_S) == 0
 
 
 def test_without_a_prefill_replica_there_is_no_leg() -> None:
-    found = plan_prefill([HERE], {}, LONG, DecodeLoad(0, 9), TransferRate())
+    found = plan_prefill([HERE], {}, LONG, DecodeLoad(0, 9), TransferRate(), 0.0)
     assert found == PrefillPlan(LegChoice.NO_CANDIDATE)
 
 
@@ -136,3 +144,93 @@ def test_in_a_busy_time_an_idle_replica_has_prompts_read_elsewhere() -> None:
     queues = {"p1": 0, "p2": 0}
     assert plan(queues, local=DecodeLoad(0, 0.0)).choice is LegChoice.IDLE
     assert plan(queues, local=DecodeLoad(0, 0.5)).choice is LegChoice.PREFILL
+
+
+class Link(NamedTuple):
+    """A link whose transfers end as the simulator's do (`ops/sim/role_replica.py`)."""
+
+    fixed_ms: float
+    token_ms: float
+    """The time to move the KV of a token."""
+    chunk_tokens: int = 512
+
+    def after_ms(self, tokens: int, read_ms: float) -> float:
+        """Return how much longer than reading its prompt a transfer takes."""
+        moving_ms, last = tokens * self.token_ms, min(tokens, self.chunk_tokens) * self.token_ms
+        return self.fixed_ms + max(last, moving_ms - read_ms)
+
+
+TOKEN_US = 100
+"""What a replica of these tests needs for a prompt token."""
+
+
+def leg_cost_ms(tokens: int, decoding: int, link: Link) -> tuple[float, float]:
+    """Return the cost of reading a prompt here, and at an idle prefill replica."""
+    read_ms = tokens * TOKEN_US / 1000
+    return read_ms * (1 + DELAY_WEIGHT * decoding), read_ms + link.after_ms(tokens, read_ms)
+
+
+LINKS = {
+    "window": Link(4, 0.002),
+    "25 Gbit/s": Link(6, 0.05),
+    # A third of what the prefill replica computes passes, then a tenth.
+    "slow": Link(5, 0.3),
+    "1 Gbit/s": Link(5, 1.0),
+}
+
+
+@pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
+@given(
+    learnt=st.lists(st.sampled_from([64, 200, 700, 1500, 4000, 9000]), max_size=20),
+    shorts=st.lists(st.sampled_from([64, 200]), max_size=6),
+    tokens=st.integers(64, 16_000),
+    decoding=st.integers(0, 8),
+)
+def test_a_leg_is_chosen_where_it_costs_less_as_measured(
+    link: Link, learnt: list[int], shorts: list[int], tokens: int, decoding: int
+) -> None:
+    """Short prompts taught that transfers of long ones take as many times longer."""
+    rate = TransferRate()
+    for size in (*learnt, 700, 9000, *shorts):
+        rate.record(size, link.after_ms(size, size * TOKEN_US / 1000) / 1000, 0.0)
+    here_ms, there_ms = leg_cost_ms(tokens, decoding, link)
+    found = plan_prefill(
+        [a_peer(name, TOKEN_US, tokens) for name in ("d", "p1")],
+        {ReplicaId("p1"): 0},
+        WaitingPromptSize(0, tokens),
+        DecodeLoad(0, decoding),
+        rate,
+        0.0,
+    )
+    chosen_ms = there_ms if found.choice is LegChoice.PREFILL else here_ms
+    # Where both cost about the same, either is right.
+    slack_ms = link.chunk_tokens * link.token_ms
+    assert chosen_ms <= 1.1 * min(here_ms, there_ms) + MARGIN_MS + slack_ms
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 1000)), min_size=1, max_size=40))
+def test_a_transfer_is_predicted_within_what_was_measured(
+    transfers: list[tuple[int, float]],
+) -> None:
+    rate = TransferRate()
+    for tokens, after_s in transfers:
+        rate.record(tokens, after_s, 0.0)
+    slowest_ms = 1000 * max(after_s for _, after_s in transfers)
+    sizes = (0, 1, min(tokens for tokens, _ in transfers), 10**7)
+    predicted = [rate.after_ms(tokens, TOKEN_US, 0.0) for tokens in sizes]
+    assert predicted == sorted(predicted)
+    assert predicted[0] >= -1e-6 * slowest_ms
+    assert predicted[2] <= slowest_ms * (1 + 1e-9)
+
+
+def test_a_short_prompt_says_little_of_the_transfer_of_a_long_one() -> None:
+    rate = TransferRate()
+    # Measured on a busy machine: 64 tokens ended after 22 ms, a thousand after 10.
+    rate.record(64, 0.022, 0.0)
+    assert rate.after_ms(16_000, 1000, 0.0) == pytest.approx(22)
+    rate.record(1008, 0.010, 0.0)
+    assert rate.after_ms(16_000, TOKEN_US, 0.0) < 22
+    # A link that takes longer than computing is told by transfers of one length.
+    slow = TransferRate()
+    slow.record(1000, 0.8, 0.0)
+    assert slow.after_ms(10_000, TOKEN_US, 0.0) == pytest.approx(800 + 0.7 * 9000)

@@ -1,17 +1,20 @@
 """The prefill leg of a request whose engine dies, and is replaced, while the request waits."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import itertools
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
 import aiohttp
+import msgspec
 import pytest
 
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
-from nodeagent.decide.requests.prefill_leg import TransferRate
+from isochrone.wire.kv import kv_transfer
+from nodeagent.decide.requests.prefill_leg import DecodeLoad, TransferRate
 from nodeagent.disaggregation.kv_fetch import PrefixFetcher
 from nodeagent.disaggregation.two_legs import LegRequest, PrefillLeg, PrefillPeers
 
@@ -113,3 +116,61 @@ async def test_a_leg_whose_request_has_ended_waits_for_no_engine() -> None:
     await leg.close()
     assert not engine.has_begun
     assert engine.unknown >= asked - 1
+
+
+class DescribingEngine(LateEngine):
+    """An engine that knows the prompt, and begins when it is ordered to."""
+
+    @asynccontextmanager
+    async def get(self, path: str) -> AsyncIterator[Any]:
+        expected = kv_transfer.ExpectedPrompt(
+            prompt_tokens=1001, blocks=62, cached_blocks=0, held_blocks=0, block_tokens=16
+        )
+
+        async def read() -> bytes:
+            return msgspec.json.encode(expected)
+
+        yield SimpleNamespace(status=200, read=read)
+
+
+class HungPeers:
+    """A prefill replica whose node answers a probe, and nothing else."""
+
+    async def queued_tokens(
+        self, replicas: Sequence[PeerReplica], timeout_s: float = 0.0
+    ) -> dict[ReplicaId, int]:
+        return {ReplicaId("p"): 0}
+
+    @asynccontextmanager
+    async def relay(self, *request: object) -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield None
+
+
+async def test_a_leg_that_ran_out_of_time_counts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each next prompt waited as long for nothing."""
+    monkeypatch.setattr("nodeagent.decide.requests.prefill_leg.TIMEOUT_MIN_S", 0.001)
+    monkeypatch.setattr("nodeagent.decide.requests.prefill_leg.TIMEOUT_FACTOR", 0.01)
+    announced: list[ReplicaId] = []
+
+    async def announce(replica_id: ReplicaId) -> None:
+        announced.append(replica_id)
+
+    engine, rate, seconds = DescribingEngine(0), TransferRate(), itertools.count(1.0)
+    request = LegRequest(
+        transfer="f" * 32, path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
+        load=lambda: DecodeLoad(0, 8), announce=announce,
+    )  # fmt: skip
+    leg = PrefillLeg(
+        cast(aiohttp.ClientSession, engine),
+        cast(PrefillPeers, HungPeers()),
+        rate,
+        request,
+        lambda: next(seconds),
+        cast(PrefixFetcher, None),
+    )
+    await engine.is_asked.wait()
+    await leg.close()
+    assert (announced, engine.has_begun) == (["p", "d"], True)
+    # A second by the clock of this test.
+    assert rate.after_ms(992, 100, next(seconds)) == 1000

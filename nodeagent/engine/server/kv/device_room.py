@@ -1,6 +1,6 @@
 """Room on the device for the blocks of a transfer, held before they arrive.
 
-To hold blocks waits for the step thread. So those of the next run are held while one is written.
+To hold blocks waits for another thread. So those of the next run are held while one is written.
 """
 
 from collections.abc import Sequence
@@ -73,12 +73,12 @@ class DeviceRoom:
         transfer = self._transfer
         if not digests:
             return None
-        return self._worker.call(lambda core: _open_writing(core, transfer, digests))
+        return self._worker.call_beside_steps(lambda core: _open_writing(core, transfer, digests))
 
     def _close_writing(self, written: int) -> None:
         # Calls keep their order: the request finds the blocks when it begins.
         transfer = self._transfer
-        self._worker.call(lambda core: _close_writing(core, transfer, written))
+        self._worker.call_beside_steps(lambda core: _close_writing(core, transfer, written))
 
 
 def _open_writing(

@@ -134,9 +134,9 @@ class KvReceiver:
             )
         waiting = _waiting_prompt(transfer, prepared)
         try:
-            # The step thread opens it before anything is stored: calls keep their order. The
-            # description need not wait for the step in progress.
-            self._worker.call(lambda core: _open(core, transfer, waiting.digests))
+            # It is opened before anything is stored: calls keep their order. The description need
+            # not wait for that.
+            self._worker.call_beside_steps(lambda core: _open(core, transfer, waiting.digests))
             waiting.held = self._held(waiting.digests)
             async with self._changed:
                 self._waiting[transfer] = waiting
@@ -155,7 +155,7 @@ class KvReceiver:
 
     def release(self, transfer: str) -> None:
         """Let go of the blocks: the sequence has been admitted, or is gone."""
-        self._worker.call(lambda core: _close(core, transfer, is_wrong=False))
+        self._worker.call_beside_steps(lambda core: _close(core, transfer, is_wrong=False))
 
     def counts(self) -> dict[str, float]:
         """Return the metrics, by name."""
@@ -211,7 +211,9 @@ class KvReceiver:
             except WrongTransfer as error:
                 self.wrong_total += 1
                 shared = waiting.shared
-                self._worker.call(lambda core: _close(core, transfer, is_wrong=True, shared=shared))
+                self._worker.call_beside_steps(
+                    lambda core: _close(core, transfer, is_wrong=True, shared=shared)
+                )
                 waiting.may_begin.set()
                 raise ApiError(
                     ErrorCode.INVALID_REQUEST, f"cannot use these KV blocks: {error}"

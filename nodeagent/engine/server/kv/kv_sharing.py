@@ -5,8 +5,8 @@ the tokens. The size of a request is bounded, and so is the number of streams at
 Rule 2: blocks are held while they are copied to the host, SHARED_BYTES_MAX at a time, and as many
 that come next; those of a receiver that takes nothing are let go of after `client_stall_s`. A block
 that is evicted before it is held ends the stream.
-Rule 3: the number of blocks held here is answered without waiting for a step. To hold blocks waits
-for one step. They are copied while the next steps run, where the device allows that.
+Rule 3: neither a question nor a stream waits for a step, where any thread may read the device:
+blocks are held and copied while steps run. Elsewhere they are read between two steps.
 Rule 4: blocks to be kept are checked like those of a transfer, and stored below the device where
 there are such tiers. They evict nothing that this engine computed.
 """
@@ -137,7 +137,7 @@ class KvSharing:
                 await writer.write_all(partial(self._read_all, writer, digests[:blocks]))
                 await writer.end(TransferEnd(cached_tokens=0))
             if kv_sharing.COPY not in request.headers:
-                self._worker.call(lambda core: _demote(core, digests[:blocks]))
+                self._worker.call_beside_steps(lambda core: _demote(core, digests[:blocks]))
             return writer.response
         finally:
             self._streams -= 1
@@ -151,7 +151,7 @@ class KvSharing:
                 held = hold.result() if hold is not None else []
                 earlier, ahead_of = ahead.pop_all(), left[len(held) :]
                 with earlier:
-                    # The step thread holds the next part meanwhile.
+                    # The next part is held meanwhile.
                     hold = self._hold(ahead_of, ahead) if held else None
                     sent = self._read_held(writer, left, held) or self._read_next(writer, left)
                 self.shared_blocks_total += sent
@@ -202,10 +202,10 @@ class KvSharing:
         the step thread has them."""
         reader = next(self._readers)
         try:
-            yield self._worker.call(lambda core: _open_reading(core, reader, digests))
+            yield self._worker.call_beside_steps(lambda core: _open_reading(core, reader, digests))
         finally:
             # Calls keep their order: this one comes after the one above.
-            self._worker.call(lambda core: _close_reading(core, reader))
+            self._worker.call_beside_steps(lambda core: _close_reading(core, reader))
 
     def _read_between_steps(self, digests: Sequence[bytes]) -> Tensor:
         """Return the first of these blocks [blocks, ...], at least one."""

@@ -1,0 +1,86 @@
+"""Calls that touch only the bookkeeping of KV blocks: they need not wait for a step to end.
+
+A step uses that bookkeeping before and after the model computes it, and a step of prompts takes up
+to two seconds. Meanwhile other engines wait for blocks to be held, or for room.
+
+Rule 1: a call runs between two steps on the step thread, or on another thread while the model
+computes. Two calls never run at the same time.
+Rule 2: calls keep their order among themselves. They may run before generations and other calls
+that were sent to the step thread earlier, and run before those that are sent to it later.
+Rule 3: an error in a call is fatal, like one in a step.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class KvCalls:
+    """The calls that wait. One thread is in `run`, the step thread in all that says so."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._is_computing = False
+        self._is_running = False
+        """Whether `run` makes a call."""
+        self._is_closed = False
+
+    def close(self) -> None:
+        """End `run` after the call that it makes; what waits is not called."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether a call has yet to begin. For any thread."""
+        return bool(self._waiting)
+
+    def put(self, call: Callable[[], None]) -> None:
+        """Have `call` run. For any thread."""
+        with self._changed:
+            self._waiting.append(call)
+            if self._is_computing:
+                self._changed.notify_all()
+
+    def run_waiting(self) -> None:
+        """Run what waits. For the step thread, between two steps."""
+        while self._waiting:
+            self._waiting.popleft()()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Let calls run while the step thread computes, and touches no bookkeeping."""
+        with self._changed:
+            self._is_computing = True
+            if self._waiting:
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_computing = False
+                self._changed.wait_for(lambda: not self._is_running)
+
+    def run(self) -> None:
+        """Run calls while the model computes, until this is closed. On a thread of its own."""
+        while (call := self._next()) is not None:
+            try:
+                call()
+            finally:
+                with self._changed:
+                    self._is_running = False
+                    self._changed.notify_all()
+
+    def _next(self) -> Callable[[], None] | None:
+        """Wait for a call that may run; None once this is closed."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_closed or (self._is_computing and bool(self._waiting))
+            )
+            if self._is_closed:
+                return None
+            self._is_running = True
+            return self._waiting.popleft()
