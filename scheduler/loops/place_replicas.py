@@ -81,6 +81,7 @@ class PlaceReplicas:
         plan = await self._planner.plan(self._heartbeats.observed(), is_quick=self._is_late)
         self._show(plan)
         if plan.is_empty:
+            self._is_late = False
             return PlacementCounts(unmet=len(plan.unmet), frozen=plan.frozen)
         with_secrets = (with_secret(start, secrets.token_hex(16)) for start in plan.starts)
         starts = tuple(_sealed(start, self._authority) for start in with_secrets)
