@@ -6,6 +6,8 @@ folder, with fsync on. As root it runs as an unprivileged user, because Postgres
 
 The process that starts the server holds a lock on the folder for its whole life. If a server runs
 while the lock is free, its launcher was killed: that server is stopped and a new one started.
+Connections of a server that was killed itself may outlive it for a moment. Postgres refuses to
+start beside them, so they are waited for.
 """
 
 import asyncio
@@ -19,7 +21,8 @@ import shutil
 import signal
 import subprocess
 import sysconfig
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -228,6 +231,24 @@ class EmbeddedPostgres:
                 with suppress(ProcessLookupError):
                     self._stop_leftover(pid)
                 lock.unlink()
+        self._wait_for_backends()
+
+    def _wait_for_backends(self) -> None:
+        """Wait until no process of an earlier server works in the folder of data."""
+        deadline_s = time.monotonic() + STOP_TIMEOUT_S
+        while left := [str(pid) for pid in self._backends()]:
+            if time.monotonic() > deadline_s:
+                raise PostgresError(
+                    f"cannot start Postgres: processes {', '.join(left)} of an earlier server still"
+                    f" use {self._data}; end them"
+                )
+            time.sleep(WATCH_S)
+
+    def _backends(self) -> Iterator[int]:
+        for link in Path("/proc").glob("[0-9]*/cwd"):
+            with suppress(OSError):
+                if link.readlink() == self._data:
+                    yield int(link.parent.name)
 
     def _stop_leftover(self, pid: int) -> None:
         """Stop the server of an earlier launcher; raise ProcessLookupError if `pid` is not one.

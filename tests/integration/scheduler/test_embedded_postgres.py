@@ -64,6 +64,27 @@ async def test_the_server_of_a_killed_launcher_is_stopped_and_nothing_is_lost(fo
         await server.stop()
 
 
+async def test_a_connection_that_outlives_a_killed_server_is_waited_for(folder: Path) -> None:
+    """Postgres refuses to start beside it."""
+    server = EmbeddedPostgres(folder / "pg", fsync=False)
+    await server.start()
+    connection = await asyncpg.connect(server.dsn)
+    backend = connection.get_server_pid()
+    os.kill(backend, signal.SIGSTOP)
+    os.kill(server.pid, signal.SIGKILL)
+    await server.wait()
+    await server.stop()
+    again = asyncio.create_task(server.start())
+    await asyncio.sleep(1.0)
+    assert not again.done()
+    os.kill(backend, signal.SIGCONT)
+    try:
+        await again
+    finally:
+        await server.stop()
+        connection.terminate()
+
+
 async def test_a_pid_that_is_another_process_by_now_is_left_alone(folder: Path) -> None:
     state = folder / "pg"
     server = EmbeddedPostgres(state, fsync=False)
