@@ -47,17 +47,23 @@ async def until(
 
     The time is counted in steps, not by a clock: while the machine stalls, the awaited processes
     stall too and lose no time. What takes long is looked at less often: each look costs the fleet
-    some processor time, too.
+    some processor time, too. A scheduler that cannot answer, because its database stalls, is asked
+    again.
     """
     steps = asyncio.create_task(_steps(timeout_s))
     pause_s = STEP_S
+    refused: AdminError | None = None
     try:
-        while not (found := await condition()):
+        while True:
+            try:
+                if found := await condition():
+                    return found
+            except AdminError as error:
+                refused = error
             if steps.done():
-                raise AssertionError(f"not within {timeout_s:g} s: {what}")
+                raise AssertionError(f"not within {timeout_s:g} s: {what}") from refused
             await asyncio.sleep(pause_s)
             pause_s = min(STEP_MAX_S, 1.1 * pause_s)
-        return found
     finally:
         steps.cancel()
 
