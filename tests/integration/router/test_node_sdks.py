@@ -96,30 +96,18 @@ async def test_cloudflare(tmp_path: Path) -> None:
         await node.until(lambda: node.cancelled == 1)
 
 
-async def test_workers_ai_provider(tmp_path: Path) -> None:
-    node = a_node()
-    async with a_bench(tmp_path, [node]) as bench:
-        bench.app.fleet.adopt(a_table([a_route(node)], generation=2, names=(MODEL,)))
-        result = await run("workers_ai_provider.mjs", bench)
-        assert (result["text"], result["reason"]) == ("t0 t1 t2 t3", "stop")
-        assert result["streamed"] == "t0 t1 t2 t3 "
-        assert result["kinds"][0] == "start"
-        assert result["kinds"][-2:] == ["finish-step", "finish"]
-        assert result["tokens"] == [11, 4]
-        assert result["refused"] == {"status": 404, "retryable": False}
-        await node.until(lambda: node.cancelled == 1)
-
-
 async def test_providers_of_the_vercel_ai_sdk(tmp_path: Path) -> None:
     node = a_node()
     async with a_bench(tmp_path, [node]) as bench:
-        results = await run("vercel_providers.mjs", bench)
-        assert set(results) == {"responses", "chat", "messages"}
+        bench.app.fleet.adopt(a_table([a_route(node)], generation=2, names=(MODEL,)))
+        results = await run("vercel_ai_sdk.mjs", bench)
+        assert set(results) == {"responses", "chat", "messages", "run"}
         await node.until(lambda: node.cancelled == len(results))
     for api, result in results.items():
         assert (result["text"], result["reason"]) == ("t0 t1 t2 t3", "stop"), api
         assert (result["streamed"], result["tokens"]) == ("t0 t1 t2 t3 ", [11, 4]), api
         assert "error" not in result["kinds"], api
+        assert result["kinds"][0] == "start", api
         assert result["kinds"][-2:] == ["finish-step", "finish"], api
         assert result["refused"] == {"status": 404, "retryable": False}, api
 
