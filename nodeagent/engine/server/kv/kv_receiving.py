@@ -8,8 +8,8 @@ Rule 4: blocks are copied to the device while later ones arrive, on the transfer
 in memory and not yet there are bounded (kv_reading.py). In a window they are the sender's, and half
 of it at most is copied at once.
 Rule 5: copies run beside steps, to blocks that are held before (device_room.py), and that no
-sequence finds before they are complete. Where only the step thread may copy, one copy is made between two
-steps, for all transfers together.
+sequence finds before they are complete. Where only the step thread may copy, one copy is made
+between two steps, for all transfers together.
 """
 
 import asyncio
