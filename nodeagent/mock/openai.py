@@ -7,8 +7,14 @@ import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.mock.engine import MockPrompt, MockRequest
-from nodeagent.mock.scripted_calls import MockPiece, MockTurn, call_pieces, scripted_reply
-from nodeagent.mock.tool_schema import ToolSchema, UnsupportedSchemaError
+from nodeagent.mock.json_schema import JsonSchema, UnsupportedSchemaError
+from nodeagent.mock.scripted_calls import (
+    MockPiece,
+    MockTurn,
+    call_pieces,
+    scripted_reply,
+    text_pieces,
+)
 
 CHAT_TOKENS_DEFAULT: Final = 256
 COMPLETION_TOKENS_DEFAULT: Final = 16
@@ -107,10 +113,33 @@ class MockRefusedFields(MockFields, frozen=True, kw_only=True):
     suffix: Literal[""] | None = None
 
 
-class MockFormat(msgspec.Struct, frozen=True):
-    """The form of an answer."""
+class MockNamedSchema(msgspec.Struct, frozen=True):
+    """The schema that an answer must follow."""
 
-    type: Literal["text"] = "text"
+    name: str
+    schema: dict[str, Any] = {}
+
+
+class MockFormat(msgspec.Struct, frozen=True):
+    """The form of an answer. A schema is honoured by the smallest value that follows it."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: MockNamedSchema | None = None
+
+    def answer(self) -> Sequence[MockPiece]:
+        """Return an answer of this form, () if any text is one. Raises ApiError."""
+        if self.type == "text":
+            return ()
+        value: Any = {}
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise _invalid("json_schema is missing", "response_format")
+            try:
+                value = JsonSchema(self.json_schema.schema).example()
+            except UnsupportedSchemaError as error:
+                reason = f"the mock engine cannot answer in this form: {error}"
+                raise _invalid(reason, "response_format") from None
+        return text_pieces(msgspec.json.encode(value).decode())
 
 
 class MockRequestBody(MockRefusedFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -155,10 +184,20 @@ class MockRequestBody(MockRefusedFields, frozen=True, kw_only=True, forbid_unkno
         return functions
 
     def reply(self) -> Sequence[MockPiece]:
-        """Return the reply that the conversation asks for in so many words, or a forced call.
+        """Return the calls that the conversation asks for, or a forced one, or the asked form.
 
-        Otherwise return (). Raises ApiError if a call cannot follow its function's schema.
+        Otherwise return (). Raises ApiError if what is asked for cannot follow its schema.
         """
+        called = self._called()
+        if any(piece.call for piece in called):
+            return called
+        return self.formatted() or called
+
+    def formatted(self) -> Sequence[MockPiece]:
+        """Return an answer of the form that is asked for, () if any text is. Raises ApiError."""
+        return (self.response_format or MockFormat()).answer()
+
+    def _called(self) -> Sequence[MockPiece]:
         functions = self.callable_tools
         is_forced = self.tool_choice not in (None, "none", "auto")
         if not functions:
@@ -214,14 +253,14 @@ def mock_request(body: MockRequestBody, *, is_chat: bool, salt: str) -> MockRequ
     if not all(prompt.words for prompt in prompts):
         raise _invalid("the prompt is empty", "messages" if is_chat else "prompt")
     stop = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
-    reply = body.reply() if is_chat else ()
+    reply = body.reply() if is_chat else body.formatted()
     return MockRequest(prompts, body.n or 1, max_tokens, stop, salt, faults, reply=reply)
 
 
 def _example_call(function: MockFunction) -> tuple[str, str]:
     """Return a call's name and arguments, which follow the schema. Raises ApiError."""
     try:
-        arguments = ToolSchema(function.parameters or {}).example()
+        arguments = JsonSchema(function.parameters or {}).example()
     except UnsupportedSchemaError as error:
         raise _invalid(f"the mock engine cannot call `{function.name}`: {error}", "tools") from None
     return function.name, msgspec.json.encode(arguments).decode()
@@ -230,7 +269,7 @@ def _example_call(function: MockFunction) -> tuple[str, str]:
 def _check_call(function: MockFunction, arguments: str) -> None:
     """Raise ApiError if the arguments of a call do not follow the function's schema."""
     try:
-        misfit = ToolSchema(function.parameters or {}).misfit(msgspec.json.decode(arguments))
+        misfit = JsonSchema(function.parameters or {}).misfit(msgspec.json.decode(arguments))
     except UnsupportedSchemaError as error:
         misfit = str(error)
     if misfit:

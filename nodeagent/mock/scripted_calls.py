@@ -14,7 +14,7 @@ import msgspec
 
 RESULT_WORDS_MAX: Final = 200
 PIECE_CHARACTERS: Final = 12
-"""A call's arguments are streamed in pieces of this length."""
+"""A call's arguments, and answers in JSON, are streamed in pieces of this length."""
 
 _LINE: Final = re.compile(r"\s*call (\S+) (\{.*\})\s*")
 _decode_arguments: Final = msgspec.json.Decoder(dict[str, Any]).decode
@@ -79,9 +79,15 @@ def _next_reply(
 
 def call_pieces(number: int, name: str, arguments: str) -> list[MockPiece]:
     """Return the pieces of one call: its opening, then its arguments."""
-    call, text = MockCall(number, name, arguments), arguments
-    parts = [text[at : at + PIECE_CHARACTERS] for at in range(0, len(text), PIECE_CHARACTERS)]
-    return [MockPiece("", call, opens_call=True), *(MockPiece(part, call) for part in parts)]
+    call = MockCall(number, name, arguments)
+    opening = MockPiece("", call, opens_call=True)
+    return [opening, *(piece._replace(call=call) for piece in text_pieces(arguments))]
+
+
+def text_pieces(text: str) -> list[MockPiece]:
+    """Return the pieces of a text."""
+    starts = range(0, len(text), PIECE_CHARACTERS)
+    return [MockPiece(text[at : at + PIECE_CHARACTERS]) for at in starts]
 
 
 def _script(text: str, names: Collection[str]) -> list[tuple[int, str, str]]:

@@ -196,7 +196,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     "mock": EngineCapabilities(
         features=_TEXT
         | _PLAIN_FIELDS
-        | {"forced_tools", "strict_tools"}
+        | {"forced_tools", "strict_tools", "structured_output"}
         | _HEARING
         | {"speech", "image_generation"}
         | _COUNT,

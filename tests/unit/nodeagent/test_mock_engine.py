@@ -93,7 +93,7 @@ async def test_the_longest_prompt_is_held_to_the_context() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "grammar"}),
         ("tool_choice", "any"),
         ("tools", [{"type": "custom", "custom": {"name": "f"}}]),
         ("logit_bias", {"1": 1}),

@@ -188,3 +188,41 @@ async def test_a_scripted_call_of_a_strict_tool_must_follow_its_schema() -> None
     assert calls_of(await answer(breaks, **weather(strict=False)))
     with pytest.raises(ApiError, match="must have `days`"):
         await answer(breaks, **weather(strict=True))
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": PLACE}}
+
+
+async def test_an_answer_has_the_form_that_the_request_asks_for() -> None:
+    messages = [{"role": "user", "content": "Where is it warm?"}]
+    choice = await answer(messages, response_format=FORMAT)
+    assert choice["message"]["content"] == '{"city":"Rome","days":2}'
+    assert choice["finish_reason"] == "stop"
+    choice = await answer(messages, response_format={"type": "json_object"})
+    assert choice["message"]["content"] == "{}"
+
+
+async def test_calls_come_before_an_answer_in_the_form_that_the_request_asks_for() -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": 'call look {"at": "it"}'}]
+    fields = {"tools": TOOLS, "response_format": FORMAT}
+    first = await answer(messages, **fields)
+    assert calls_of(first) == [("look", '{"at": "it"}')]
+    messages += [first["message"], {"role": "tool", "content": "seen"}]
+    last = await answer(messages, **fields)
+    assert json.loads(last["message"]["content"]) == {"city": "Rome", "days": 2}
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ({"type": "json_schema"}, "json_schema is missing"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": {"pattern": "a"}}},
+            "cannot answer in this form",
+        ),
+    ],
+    ids=["missing", "unsupported"],
+)
+async def test_a_form_that_it_cannot_follow_is_refused(form: Any, reason: str) -> None:
+    with pytest.raises(ApiError, match=reason):
+        await answer([{"role": "user", "content": "x"}], response_format=form)

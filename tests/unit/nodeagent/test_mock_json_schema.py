@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodeagent.mock.tool_schema import ToolSchema, UnsupportedSchemaError
+from nodeagent.mock.json_schema import JsonSchema, UnsupportedSchemaError
 
 LIMITS = st.integers(-20, 20)
 LEAVES = st.one_of(
@@ -50,13 +50,13 @@ SCHEMAS = st.recursive(
 @given(st.dictionaries(st.sampled_from("abc"), SCHEMAS, max_size=3))
 def test_an_example_follows_its_schema(parts: dict[str, Any]) -> None:
     schema = {**_object(parts), "$defs": {"shared": {"type": "integer"}}}
-    example = ToolSchema(schema).example()
+    example = JsonSchema(schema).example()
     assert example.keys() == parts.keys()
-    assert not ToolSchema(schema).misfit(example)
-    assert "must not have `z`" in ToolSchema(schema).misfit({**example, "z": 1})
+    assert not JsonSchema(schema).misfit(example)
+    assert "must not have `z`" in JsonSchema(schema).misfit({**example, "z": 1})
     for name in parts:
         lacking = {key: value for key, value in example.items() if key != name}
-        assert f"must have `{name}`" in ToolSchema(schema).misfit(lacking)
+        assert f"must have `{name}`" in JsonSchema(schema).misfit(lacking)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_an_example_follows_its_schema(parts: dict[str, Any]) -> None:
 )
 def test_a_value_that_breaks_a_schema_is_named(part: Any, value: Any, reason: str) -> None:
     with pytest.raises(AssertionError, match=reason):
-        assert not ToolSchema({"properties": {"x": part}}).misfit({"x": value})
+        assert not JsonSchema({"properties": {"x": part}}).misfit({"x": value})
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_value_that_breaks_a_schema_is_named(part: Any, value: Any, reason: st
     ids=str,
 )
 def test_a_schema_that_cannot_be_followed_is_refused(part: Any) -> None:
-    schema = ToolSchema({"properties": {"x": part}, "required": ["x"]})
+    schema = JsonSchema({"properties": {"x": part}, "required": ["x"]})
     with pytest.raises(UnsupportedSchemaError):
         schema.example()
 
@@ -108,4 +108,4 @@ def test_a_schema_that_grows_without_end_is_refused() -> None:
     many = {"type": "array", "minItems": 1000, "items": {"$ref": "#/$defs/many"}}
     schema = {"properties": {"x": many}, "required": ["x"], "$defs": {"many": many}}
     with pytest.raises(UnsupportedSchemaError, match="too large"):
-        ToolSchema(schema).example()
+        JsonSchema(schema).example()

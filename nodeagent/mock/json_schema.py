@@ -1,6 +1,7 @@
-"""The JSON schema of a tool's arguments, as far as the mock engine follows one.
+"""The JSON schema of a tool's arguments or of an answer, as far as the mock engine follows one.
 
-It makes arguments where a call is forced, and checks those of a script where a tool is `strict`.
+It makes arguments where a call is forced, and an answer where the request gives a schema. It checks
+the arguments of a script where a tool is `strict`.
 """
 
 import math
@@ -71,8 +72,8 @@ class SchemaPart(
         return (self.type,) if isinstance(self.type, str) else self.type
 
 
-class ToolSchema:
-    """The schema of one tool's arguments."""
+class JsonSchema:
+    """The schema of one tool's arguments, or of one answer."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._root = {"type": "object", **schema}
