@@ -15,7 +15,7 @@ SUITES := chaos-tests service-tests engine-tests static-checks control-tests sys
 .DEFAULT_GOAL := help
 .PHONY: help setup up test test-again check static-checks compiled test-compiled dist format clean \
 	chaos-tests engine-tests service-tests control-tests system-tests interpreted-tests unit-tests \
-	test-engines test-vllm request-path test-node sim simulate soak
+	test-engines test-vllm request-path test-node test-agents sim simulate soak
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -103,6 +103,15 @@ test-node: $(STAMP) ## Install SDKs for Node.js into .node (200 MB) and test wit
 	@mkdir -p .node && cp tests/node/package*.json .node
 	npm ci --prefix .node --no-audit --no-fund
 	$(BIN)/pytest tests/integration/router/test_node_sdks.py
+
+.agents/.installed: tests/agents/requirements.txt
+	$(PYTHON) -m venv --clear .agents
+	.agents/bin/pip install -q --upgrade pip
+	.agents/bin/pip install -q -r $<
+	@touch $@
+
+test-agents: $(STAMP) .agents/.installed ## Install agent libraries into .agents (550 MB) and test with them
+	$(BIN)/pytest tests/integration/router/test_agent_libraries.py
 
 check: static-checks unit-tests ## Format, lint, import contracts, secrets, types, unit and style tests
 
