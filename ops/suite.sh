@@ -26,7 +26,8 @@ fi
 mkdir -p .pytest_cache && rm -f "$ended"
 # Each test starts processes: these need not compile the sources again.
 unset PYTHONDONTWRITEBYTECODE
-"${BIN:-.venv/bin}/pytest" -o cache_dir="$cache" --durations=8 --durations-min=5 "${selection[@]}" "$@"
+TIMEFORMAT="$name: %R s, of CPU %U s and %S s in the kernel"
+time "${BIN:-.venv/bin}/pytest" -o cache_dir="$cache" --durations=8 --durations-min=5 "${selection[@]}" "$@"
 code=$?
 echo "$code" >"$ended"
 exit "$code"

@@ -85,7 +85,7 @@ def build_wheel(checkout: Path, python: str, out: Path, folder: Path) -> Path:
             "ISOCHRONE_COMPILED": "1",
             "CC": compiler,
             "LDSHARED": f"{compiler} -shared",
-            "CFLAGS": "-O3",
+            "CFLAGS": f"-O{os.environ.get('ISOCHRONE_OPTIMISE', '3')}",
             "ZIG_GLOBAL_CACHE_DIR": str(folder / "zig"),
             "ZIG_LOCAL_CACHE_DIR": str(folder / "zig"),
         },
