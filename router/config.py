@@ -63,6 +63,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     parse_bytes_per_key_per_s: Bytes = 32 * 1024 * 1024
     head_timeout_s: Seconds = 10.0
     body_timeout_s: Seconds = 30.0
+    keepalive_s: Seconds = 75.0  # for an idle connection; a proxy must close it sooner than this
     write_timeout_s: Seconds = 20.0  # a client that does not read for this long is disconnected
     drain_timeout_s: Seconds = 30.0  # time for open requests when the router stops
 

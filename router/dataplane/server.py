@@ -35,7 +35,6 @@ PIPELINED_MAX: Final = 4
 """Complete requests of one connection that may wait; from there on reading is paused."""
 
 WRITE_BUFFER_BYTES: Final = 64 * 1024
-KEEPALIVE_S: Final = 75.0
 LINGER_S: Final = 1.0
 """How long bytes are read and dropped after a malformed request was answered."""
 
@@ -376,7 +375,8 @@ class ClientConnection:
             self._refuse(self._malformed)
         else:
             body_timeout_s = self._server.config.body_timeout_s
-            wait_s = body_timeout_s if self._reader.arrived_s else KEEPALIVE_S
+            idle_s = self._server.config.keepalive_s
+            wait_s = body_timeout_s if self._reader.arrived_s else idle_s
             self.due_s = self._server.clock() + wait_s
 
     async def _answer(self, request: HttpRequest) -> None:
