@@ -123,7 +123,7 @@ class AdmissionQueue:
         head = self._queue.head(entry.lane)
         if head is None or head is entry:
             return False
-        # Nodes have room for a tenant's first request beside one whose requests they refuse.
+        # A node that refuses one tenant's requests still admits another tenant's first one.
         is_first = not entry.is_queued and not self._queue.has_waiting(entry.lane, entry.tenant)
         return not (head.was_refused and is_first)
 

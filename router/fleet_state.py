@@ -114,7 +114,7 @@ class FleetState:
             self.routing(route.deployment_id).changed.add(replica_id)
 
     def full_for(self, group: RequestGroup) -> Set[ReplicaId]:
-        """Return the replicas that lack room for such a request, by their last refusals."""
+        """Return the replicas that are full for such a request, by their last refusals."""
         return self.full.full_for(group, self.in_flight.requests_at, self.clock())
 
     def note_sent(self, group: RequestGroup, replica_id: ReplicaId) -> None:

@@ -32,8 +32,8 @@ def a_folder(prefix: str, *, in_memory: bool = True) -> Path:
     Each test copies a database, which takes a second on a busy disk.
     """
     memory = Path("/dev/shm")
-    has_room = in_memory and memory.is_dir() and shutil.disk_usage(memory).free > MEMORY_BYTES_MIN
-    parent = memory if has_room else Path("/var/tmp")
+    has_space = in_memory and memory.is_dir() and shutil.disk_usage(memory).free > MEMORY_BYTES_MIN
+    parent = memory if has_space else Path("/var/tmp")
     remove_orphans(parent, prefix)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     (folder / OWNER).write_text(str(os.getpid()))

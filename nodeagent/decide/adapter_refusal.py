@@ -11,7 +11,7 @@ from typing import Final
 CALL_FAILED: Final = "Call to add_lora method failed: "
 """The beginning of a message of vLLM's engine core; the reason follows."""
 
-OUT_OF_ROOM: Final = (
+EXHAUSTED: Final = (
     *("out of memory", "outofmemory", "cannot allocate", "can't allocate"),
     *("not enough memory", "no space left", "no free", "too many open files"),
 )
@@ -30,6 +30,6 @@ def refusal_reason(status: int, message: str) -> str:
     if not message.startswith(CALL_FAILED):
         return ""
     reason = message.removeprefix(CALL_FAILED)
-    if any(words in reason.lower() for words in OUT_OF_ROOM):
+    if any(words in reason.lower() for words in EXHAUSTED):
         return ""
     return reason[:REASON_CHARS_MAX]

@@ -19,7 +19,7 @@ def read_config(path: Path) -> EngineConfig:
     if config.batch_tokens_max <= config.sequences_max:
         raise ConfigError(
             f"cannot use config {path}: batch_tokens_max {config.batch_tokens_max} must exceed"
-            f" sequences_max {config.sequences_max}, so that every step has room for a prompt"
+            f" sequences_max {config.sequences_max}, so that every step can take tokens of a prompt"
         )
     group = config.group
     if group is not None and config.pipeline_parallel % group.nodes:

@@ -1,11 +1,11 @@
 """The CPU time of placement plans: the first plan of a fleet, and the plans of each minute.
 
-    python -m ops.bench.plan [--data ../shared/data] [--minutes 60] [--picture FILE]
+    python -m ops.bench.plan [--data ../shared/data] [--minutes 60] [--snapshot FILE]
 
 The world of `ops/sim/planet_world.py` is reduced to its first cities and models. The first plan
 places everything on an empty fleet. Then each minute is planned as placement does it, for the
 higher of the current demand and that within the hour, and the moves are carried out. With
---picture, the plan of a cluster state saved by `isochrone plan --save` is timed.
+--snapshot, the plan of a cluster state saved by `isochrone plan --save` is timed.
 """
 
 from collections import defaultdict
@@ -163,10 +163,10 @@ def main() -> None:
     parser = world_parser(__doc__)
     parser.add_argument("--minutes", type=int, default=60)
     parser.add_argument("--largest", type=int, default=len(SIZES), help="only the N largest sizes")
-    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--snapshot", type=Path)
     given = parser.parse_args()
-    if given.picture is not None:
-        print(timed(given.picture))
+    if given.snapshot is not None:
+        print(timed(given.snapshot))
         return
     print(
         "| cities | nodes | devices | deployments | demand rows | replicas | first plan s "

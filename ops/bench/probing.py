@@ -63,7 +63,8 @@ FIRST_MAX_S: Final = 120.0
 DESCRIPTORS_SPARE: Final = 1_000
 CPU_CLOCK: Final = (
     "Time is the router's own CPU time and the time that it waits for nodes; other processes and "
-    "the simulated nodes' work do not count. asyncio's own event loop, slower than the service's."
+    "the work of the simulated nodes do not count. asyncio's own event loop, slower than the "
+    "service's."
 )
 LIVE: Final = "On the clock of this machine, with its other work; uvloop."
 

@@ -67,7 +67,7 @@ class RivalPolicy(ABC):
 
 
 class PopRival(RivalPolicy):
-    """Base of the rivals made for one cluster: over several cities, the nearest that has room."""
+    """Base of the rivals made for one cluster: over several cities, the nearest not full."""
 
     def choose(
         self, router: SimulatedRouter, request: TraceRequest, refused: frozenset[int], now_s: float

@@ -2,7 +2,7 @@
 
 SimulatedReplica begins a prompt in the middle of a step and reads one after the other, so that a
 short prompt beside many answers is answered within a part of a step. Here a prompt begins at a
-step's boundary, a step reads as many prompts as its chunk has room for, and first tokens come at
+step's boundary, a step reads as many prompts as fit its chunk, and first tokens come at
 the end of a step, with a token of every running sequence.
 """
 
@@ -160,7 +160,7 @@ class SteppedReplica(SimulatedReplica):
             self._step = ReadingStep(self._now_s + took_s, took_s, parts)
 
     def _chunk_work(self) -> float:
-        """Return how much prefill work the next step has room for."""
+        """Return how much prefill work the next step can do."""
         profile, rate = self.site.profile, self.site.true_rate
         decodes_s = self._decodes_s()
         if not self._decoding or profile.chunk_tokens / rate + decodes_s <= profile.interval_s:

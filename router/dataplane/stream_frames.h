@@ -7,7 +7,7 @@
 
 enum {
     SIZE_DIGITS_MAX = 6,
-    TEXT_ROOM_MIN = 256,
+    TEXT_CAPACITY_MIN = 256,
     TEXT_BYTES_MAX = 1 << 20, /* then the stream is given back, and its text with it */
     NONE = -1,
 };
@@ -19,7 +19,7 @@ struct stream {
     char *frame; /* what stands before the text, then what stands behind it */
     size_t before, behind;
     char *text; /* of all tokens, as it is written in JSON */
-    size_t text_size, text_room;
+    size_t text_size, text_capacity;
     unsigned long long tokens;
     int64_t heard_ns;
     char *rest; /* of a stream that is given back: what is unread, then what is unsent */
@@ -84,12 +84,12 @@ static const unsigned char *text_end(const unsigned char *at, const unsigned cha
 static int keep_text(struct stream *stream, const unsigned char *text, size_t size) {
     size_t wanted = stream->text_size + size;
     if (wanted > TEXT_BYTES_MAX) return -1;
-    if (wanted > stream->text_room) {
-        size_t room = 2 * wanted < TEXT_ROOM_MIN ? TEXT_ROOM_MIN : 2 * wanted;
-        char *grown = realloc(stream->text, room);
+    if (wanted > stream->text_capacity) {
+        size_t capacity = 2 * wanted < TEXT_CAPACITY_MIN ? TEXT_CAPACITY_MIN : 2 * wanted;
+        char *grown = realloc(stream->text, capacity);
         if (!grown) return -1;
         stream->text = grown;
-        stream->text_room = room;
+        stream->text_capacity = capacity;
     }
     memcpy(stream->text + stream->text_size, text, size);
     stream->text_size = wanted;

@@ -45,7 +45,7 @@ typedef struct {
     pthread_mutex_t lock;
     atomic_int waiting;
     int is_started, sockets_fd, stop_fd, returned_fd;
-    int room, unused, returned; /* the first slots that are free, and given back */
+    int capacity, unused, returned; /* the first slots that are free, and given back */
     Py_ssize_t count;
     struct stream *streams;
     /* Of the thread alone: */
@@ -165,15 +165,16 @@ static int start(StreamPump *pump) {
 
 /* Returns -1 with an errno if there is no memory. */
 static int grow(StreamPump *pump) {
-    int room = pump->room ? 2 * pump->room : STREAMS_MIN;
-    struct stream *grown = realloc(pump->streams, (size_t)room * sizeof *grown);
+    int capacity = pump->capacity ? 2 * pump->capacity : STREAMS_MIN;
+    struct stream *grown = realloc(pump->streams, (size_t)capacity * sizeof *grown);
     if (!grown) return -1;
     pump->streams = grown;
-    for (int slot = pump->room; slot < room; slot++) {
-        grown[slot] = (struct stream){.node_fd = NONE, .next = slot + 1 < room ? slot + 1 : NONE};
+    for (int slot = pump->capacity; slot < capacity; slot++) {
+        int next = slot + 1 < capacity ? slot + 1 : NONE;
+        grown[slot] = (struct stream){.node_fd = NONE, .next = next};
     }
-    pump->unused = pump->room;
-    pump->room = room;
+    pump->unused = pump->capacity;
+    pump->capacity = capacity;
     return 0;
 }
 
@@ -218,7 +219,7 @@ static PyObject *attach(PyObject *self, PyObject *arguments) {
 
 /* The stream in a slot, NULL if there is none. */
 static struct stream *stream_in(StreamPump *pump, long slot) {
-    int is_there = slot >= 0 && slot < pump->room && pump->streams[slot].node_fd != NONE;
+    int is_there = slot >= 0 && slot < pump->capacity && pump->streams[slot].node_fd != NONE;
     return is_there ? &pump->streams[slot] : NULL;
 }
 
@@ -336,7 +337,7 @@ static void dealloc(PyObject *self) {
     /* The thread never waits for Python's lock, so it ends while this one holds it. */
     if (pump->is_started && write(pump->stop_fd, &one, sizeof one) == sizeof one)
         pthread_join(pump->thread, NULL);
-    for (int slot = 0; slot < pump->room; slot++)
+    for (int slot = 0; slot < pump->capacity; slot++)
         if (pump->streams[slot].node_fd != NONE) release(&pump->streams[slot]);
     free(pump->streams);
     pthread_mutex_destroy(&pump->lock);

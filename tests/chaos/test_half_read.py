@@ -1,4 +1,4 @@
-"""The cable to Postgres breaks anywhere in a picture: it is read whole, or nothing is planned."""
+"""The connection to Postgres breaks anywhere in a snapshot: it is read whole or not at all."""
 
 import tempfile
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.postgres import Server
 STEP_BYTES = 700
 
 
-async def test_a_picture_cut_anywhere_is_no_picture(
+async def test_a_snapshot_cut_anywhere_is_no_snapshot(
     pool: Pool, postgres_server: Server, database_dsn: str
 ) -> None:
     epoch = await begun(pool)
@@ -30,13 +30,13 @@ async def test_a_picture_cut_anywhere_is_no_picture(
         async with a_cable(postgres_server.folder / "pg" / socket, at=at) as cable:
             dsn = database_dsn.replace(str(postgres_server.folder / "pg"), name)
             through = await open_pool(dsn, size_max=1)
-            whole = await a_picture(pool)
+            whole = await a_snapshot(pool)
             cut = read = 0
             for size in range(STEP_BYTES, 40_000, STEP_BYTES):
                 await through.expire_connections()
                 cable.down.bytes_max = size
                 try:
-                    assert await a_picture(through) == whole
+                    assert await a_snapshot(through) == whole
                     read += 1
                 except UNAVAILABLE:
                     cut += 1
@@ -45,17 +45,17 @@ async def test_a_picture_cut_anywhere_is_no_picture(
             cable.mend()
             assert read > 2
             assert cut > 4
-            assert await a_picture(through) == whole
+            assert await a_snapshot(through) == whole
             await through.close()
 
 
-async def a_picture(pool: Pool) -> ClusterState:
+async def a_snapshot(pool: Pool) -> ClusterState:
     """Read what placement decides from, without what only passes."""
     server = PlannerServer(pool, LivenessLimits())
-    picture = await server.cluster_state(NodeContact(acting_for_s=99.0))
+    snapshot = await server.cluster_state(NodeContact(acting_for_s=99.0))
     still = {"age_s": 0.0, "state_age_s": 0.0}
     return msgspec.structs.replace(
-        picture,
-        placements=tuple(msgspec.structs.replace(p, **still) for p in picture.placements),
-        nodes=tuple(msgspec.structs.replace(node, silent_s=0.0) for node in picture.nodes),
+        snapshot,
+        placements=tuple(msgspec.structs.replace(p, **still) for p in snapshot.placements),
+        nodes=tuple(msgspec.structs.replace(node, silent_s=0.0) for node in snapshot.nodes),
     )

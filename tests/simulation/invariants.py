@@ -230,18 +230,18 @@ def _misplaced(world: World) -> list[str]:
         is_expected = row.node_id in alive and row.released_at is None
         if is_expected and row.replica_id not in world.nodes[row.node_id].engines:
             found.append(f"{row.replica_id} ({row.state}) does not run on {row.node_id}")
-    room = REPLICAS_PER_NODE * len(alive)
-    # A replica beyond the least number is not ended at once where another deployment needs room.
+    capacity = REPLICAS_PER_NODE * len(alive)
+    # A replica beyond the minimum is not ended at once where another deployment needs its place.
     needed = sum(
         max(row.policy.replicas_min, running[name]) for name, row in tables.deployments.items()
     )
-    is_full = room < needed
+    is_full = capacity < needed
     for name, deployment in tables.deployments.items():
         policy, count = deployment.policy, running[name]
         if count > policy.replicas_max or (count < policy.replicas_min and not is_full):
             found.append(f"{name} has {count} replicas, not {policy.replicas_min}")
-    if is_full and sum(running.values()) < room:
-        found.append(f"{sum(running.values())} replicas run, there is room for {room}")
+    if is_full and sum(running.values()) < capacity:
+        found.append(f"{sum(running.values())} replicas run, {capacity} fit")
     return found
 
 

@@ -259,7 +259,7 @@ def keep_what_a_node_does_not_have(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(store_reports, "_release_absent", lambda *arguments: False)
 
 
-def start_without_room(patch: pytest.MonkeyPatch) -> None:
+def start_without_memory(patch: pytest.MonkeyPatch) -> None:
     # The store guards the same: what it gives the memory of a running replica, it takes back.
     keep_what_a_node_does_not_have(patch)
     patch.setattr("nodeagent.decide.replicas.reconcile._memory_conflict", lambda *arguments: "")
@@ -331,10 +331,10 @@ MUTATIONS: Final = (
              ("take_over",), "has no route to f", seed=7),
     Mutation("the first term on a restored server publishes at once", begin_on_any_server,
              ("take_over", "crash_scheduler", "crash_peer"), "has no route to f", seed=143),
-    Mutation("a node starts what has no room beside replicas that are not assigned",
-             start_without_room, ("take_over", "crash_scheduler", "crash_peer", "operate"),
+    Mutation("a node starts what does not fit beside replicas that are not assigned",
+             start_without_memory, ("take_over", "crash_scheduler", "crash_peer", "operate"),
              "the engines of", seed=113),
-    Mutation("what a node does not have makes no room for what it runs",
+    Mutation("what a node does not have does not give way to what it runs",
              keep_what_a_node_does_not_have,
              ("take_over", "crash_scheduler", "crash_peer", "operate"), "has no route to f",
              seed=113),

@@ -122,7 +122,7 @@ async def under_role_load(fleet: Fleet) -> AsyncIterator[RoleLoad]:
 
 
 async def start(fleet: Fleet) -> None:
-    """Start a scheduler, nodes with room for one replica each, and a router."""
+    """Start a scheduler, nodes that can hold one replica each, and a router."""
     fleet.settings["scheduler-a"] = {
         "liveness": {
             "suspect_after_s": 3.0, "lost_after_s": 6.0, "grace_s": 12.0, "storm_share": 0.9,
@@ -147,9 +147,10 @@ async def deploy(fleet: Fleet) -> None:
     weights = sum(file.size_bytes for file in artifact.files)
     planned = OVERHEAD_BYTES + KV_BYTES + 2 * weights
     # More than is planned for one replica, less than for two: the plan learns what an engine takes.
-    room = {"cpu_memory_bytes": planned * 3 // 2, "engine_threads": 1}
+    settings = {"cpu_memory_bytes": planned * 3 // 2, "engine_threads": 1}
     await asyncio.gather(
-        *(fleet.start_node("ams", number, **room) for number in NODES), fleet.start_router("ams")
+        *(fleet.start_node("ams", number, **settings) for number in NODES),
+        fleet.start_router("ams"),
     )
     catalogued = {
         "model_id": "counting",

@@ -121,10 +121,10 @@ class SpanExporter:
         self.loop = Loop("traces", self.run_once, INTERVAL_S)
 
     def add(self, spans: Sequence[Span]) -> None:
-        """Queue finished spans; drop those for which there is no room."""
-        room = SPANS_MAX - len(self._queue)
-        self._queue.extend(islice(spans, room))
-        self._counts.drop(DropReason.QUEUE_FULL, len(spans) - room)
+        """Queue finished spans; drop those beyond SPANS_MAX."""
+        free = SPANS_MAX - len(self._queue)
+        self._queue.extend(islice(spans, free))
+        self._counts.drop(DropReason.QUEUE_FULL, len(spans) - free)
         if len(self._queue) >= BATCH_SPANS:
             self.loop.nudge()
 

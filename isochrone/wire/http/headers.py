@@ -125,7 +125,7 @@ CANNOT_RESUME: Final = "cannot_resume"
 """Refusal: the replica's engine cannot resume an answer."""
 
 BUSY: Final = "busy"
-"""Refusal: the replica has no room for another request."""
+"""Refusal: the replica cannot take another request."""
 
 PREEMPTED: Final = "preempted"
 """Refusal: a client's request took the place of this item of a batch."""

@@ -4,7 +4,7 @@ Rule 1: only a tombstone ends a replica. A replica that the assignment does not 
 Rule 2: an assignment of another cluster, or older than the current one, is refused.
 Rule 3: a replica is refused where it would take memory that a replica which the assignment does not
 name still uses. The scheduler knows nothing of that one after a backup was restored, until it has
-adopted it; when the refused replica is gone, there is room to do so.
+adopted it, which it can do once the refused replica is gone.
 """
 
 from collections.abc import Collection, Mapping
@@ -140,7 +140,7 @@ def _memory_conflict(
     taking: Collection[ReplicaSpec],
     devices: Mapping[DeviceId, int],
 ) -> str:
-    """Return why a replica has no room beside replicas that the assignment does not name, or ""."""
+    """Return why a replica does not fit beside those that the assignment does not name, or ""."""
     for device_id in spec.device_ids:
         others = [one.replica_id for one in unknown if device_id in one.device_ids]
         taken = sum(one.planned_bytes for one in taking if device_id in one.device_ids)

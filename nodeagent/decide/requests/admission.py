@@ -114,7 +114,7 @@ class ReplicaAdmission:
         `generates_for` is the tenant of a generation, None for a request without one.
         """
         left = self._router_shares.places_left(router, now_s, to_all=item is not None)
-        preempted = self._make_room(prompt_tokens + output_tokens, generates_for, item, left)
+        preempted = self._items_to_preempt(prompt_tokens + output_tokens, generates_for, item, left)
         if preempted is None:
             if item is None and generates_for is not None:
                 self._router_shares.record_refusal(router, now_s)
@@ -151,7 +151,7 @@ class ReplicaAdmission:
             item.on_preempt(reservation.preempt)
         return reservation
 
-    def _make_room(
+    def _items_to_preempt(
         self, needed_tokens: int, tenant: str | None, item: BatchItem | None, left: int
     ) -> list[BatchItem] | None:
         """Return the items to preempt so that a request fits; None if it does not even then.

@@ -1,7 +1,7 @@
 """Shares a process's memory for large bodies between tenants.
 
 Rule 1: a tenant may hold no more bytes than are still free. So one tenant alone gets half, and a
-later one finds room whatever the others hold.
+later one always gets some bytes, whatever the others hold.
 """
 
 from isochrone.wire.ids import TenantId
@@ -30,7 +30,7 @@ class FairBytes:
         return True
 
     def is_own_share(self, tenant_id: TenantId, count: int) -> bool:
-        """Return whether a tenant's own bytes alone leave no room for `count` more."""
+        """Return whether a tenant's own bytes alone are the reason that `count` more do not fit."""
         own = self._by_tenant.get(tenant_id, 0)
         return own + count > self._bytes_max - own
 

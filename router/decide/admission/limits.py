@@ -160,7 +160,7 @@ class _KeyUsage:
         """
         return self.day_tokens >= self.day_tokens_max or self.day_spend >= self.day_spend_max
 
-    def has_room(self, tokens: int, spent_until: float, now_s: float, unix_s: float) -> bool:
+    def can_admit(self, tokens: int, spent_until: float, now_s: float, unix_s: float) -> bool:
         """Say whether a request of this many tokens may be admitted now."""
         requests, meter = self.requests, self.tokens
         return not (
@@ -259,12 +259,12 @@ class KeyLimiter:
         from both.
         """
         usage = self._current_usage(key, now_s, unix_s)
-        if not usage.has_room(estimate_tokens, key.spent_until, now_s, unix_s):
+        if not usage.can_admit(estimate_tokens, key.spent_until, now_s, unix_s):
             raise _limit_exceeded(key, usage, estimate_tokens, now_s, unix_s)
         of_tenant: AdmittedRequest | None = None
         if budget is not None:
             total = self._current_usage(budget, now_s, unix_s)
-            if not total.has_room(estimate_tokens, budget.spent_until, now_s, unix_s):
+            if not total.can_admit(estimate_tokens, budget.spent_until, now_s, unix_s):
                 raise _limit_exceeded(budget, total, estimate_tokens, now_s, unix_s)
             of_tenant = self._draw(budget, total, estimate_tokens, estimate_spend, now_s, None)
         return self._draw(key, usage, estimate_tokens, estimate_spend, now_s, of_tenant)
@@ -277,7 +277,7 @@ class KeyLimiter:
             if entry is None:
                 continue
             usage = self._current_usage(entry, now_s, unix_s)
-            if not usage.has_room(0, entry.spent_until, now_s, unix_s):
+            if not usage.can_admit(0, entry.spent_until, now_s, unix_s):
                 raise _limit_exceeded(entry, usage, 0, now_s, unix_s)
 
     def _draw(

@@ -27,9 +27,9 @@ struct entry {
 
 typedef struct {
     PyObject_HEAD
-    struct entry *entries; /* `room` of them; those not in use are a list by `newer` */
+    struct entry *entries; /* `capacity` of them; those not in use are a list by `newer` */
     int32_t *places;       /* twice as many: the entry at each place of the table, or NONE */
-    int32_t room, count, oldest, newest, unused;
+    int32_t capacity, count, oldest, newest, unused;
     unsigned shift;
     long long inserted, size;
 } BlockTable;
@@ -39,30 +39,30 @@ static uint32_t home_of(const BlockTable *table, uint64_t key) {
 }
 
 static uint32_t place_of(const BlockTable *table, uint64_t key) {
-    uint32_t last = 2 * (uint32_t)table->room - 1, place = home_of(table, key);
+    uint32_t last = 2 * (uint32_t)table->capacity - 1, place = home_of(table, key);
     while (table->places[place] != NONE && table->entries[table->places[place]].key != key)
         place = (place + 1) & last;
     return place;
 }
 
 static int32_t find(const BlockTable *table, uint64_t key) {
-    return table->room ? table->places[place_of(table, key)] : NONE;
+    return table->capacity ? table->places[place_of(table, key)] : NONE;
 }
 
 static int grow(BlockTable *table) {
-    if (table->room >= ENTRIES_MAX) return PyErr_NoMemory(), -1;
-    int32_t before = table->room, room = before ? 2 * before : ENTRIES_MIN;
-    struct entry *entries = PyMem_Realloc(table->entries, (size_t)room * sizeof *entries);
+    if (table->capacity >= ENTRIES_MAX) return PyErr_NoMemory(), -1;
+    int32_t before = table->capacity, capacity = before ? 2 * before : ENTRIES_MIN;
+    struct entry *entries = PyMem_Realloc(table->entries, (size_t)capacity * sizeof *entries);
     if (!entries) return PyErr_NoMemory(), -1;
     table->entries = entries;
-    int32_t *places = PyMem_Realloc(table->places, 2 * (size_t)room * sizeof *places);
+    int32_t *places = PyMem_Realloc(table->places, 2 * (size_t)capacity * sizeof *places);
     if (!places) return PyErr_NoMemory(), -1;
     table->places = places;
-    table->room = room;
-    table->shift = 64 - (unsigned)__builtin_ctz(2 * (unsigned)room);
-    for (int32_t n = before; n < room; n++) entries[n].newer = n + 1 < room ? n + 1 : NONE;
+    table->capacity = capacity;
+    table->shift = 64 - (unsigned)__builtin_ctz(2 * (unsigned)capacity);
+    for (int32_t n = before; n < capacity; n++) entries[n].newer = n + 1 < capacity ? n + 1 : NONE;
     table->unused = before;
-    memset(places, 0xff, 2 * (size_t)room * sizeof *places);
+    memset(places, 0xff, 2 * (size_t)capacity * sizeof *places);
     for (int32_t n = table->oldest; n != NONE; n = entries[n].newer)
         places[place_of(table, entries[n].key)] = n;
     return 0;
@@ -91,7 +91,7 @@ static void link_newest(BlockTable *table, int32_t number) {
 }
 
 static void vacate(BlockTable *table, uint32_t place) {
-    uint32_t last = 2 * (uint32_t)table->room - 1;
+    uint32_t last = 2 * (uint32_t)table->capacity - 1;
     uint32_t next = (place + 1) & last;
     for (; table->places[next] != NONE; next = (next + 1) & last) {
         uint32_t home = home_of(table, table->entries[table->places[next]].key);

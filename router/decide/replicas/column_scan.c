@@ -7,7 +7,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { ROOM_MIN = 16 };
+enum { CAPACITY_MIN = 16 };
 #define NO_REPLICA (-1.0)
 
 struct row {
@@ -17,24 +17,24 @@ struct row {
 typedef struct {
     PyObject_HEAD
     struct row *rows;
-    Py_ssize_t count, room;
+    Py_ssize_t count, capacity;
 } SlotColumns;
 
 typedef struct {
     PyObject_HEAD
     double *at;
-    Py_ssize_t count, room;
+    Py_ssize_t count, capacity;
 } SlotValues;
 
 static PyTypeObject *values_type;
 
-static int make_room(void **items, Py_ssize_t *room, Py_ssize_t count, size_t size) {
-    if (count <= *room) return 0;
-    Py_ssize_t wanted = count < ROOM_MIN ? ROOM_MIN : 2 * count;
+static int reserve(void **items, Py_ssize_t *capacity, Py_ssize_t count, size_t size) {
+    if (count <= *capacity) return 0;
+    Py_ssize_t wanted = count < CAPACITY_MIN ? CAPACITY_MIN : 2 * count;
     void *grown = PyMem_Realloc(*items, (size_t)wanted * size);
     if (!grown) return PyErr_NoMemory(), -1;
     *items = grown;
-    *room = wanted;
+    *capacity = wanted;
     return 0;
 }
 
@@ -63,7 +63,7 @@ static Py_ssize_t slot_of(PyObject *object, Py_ssize_t count) {
 
 static SlotValues *new_values(Py_ssize_t count) {
     SlotValues *values = (SlotValues *)values_type->tp_alloc(values_type, 0);
-    if (values && make_room((void **)&values->at, &values->room, count, sizeof(double)))
+    if (values && reserve((void **)&values->at, &values->capacity, count, sizeof(double)))
         Py_CLEAR(values);
     if (values) values->count = count;
     return values;
@@ -73,7 +73,8 @@ static PyObject *values_append(PyObject *self, PyObject *object) {
     SlotValues *values = (SlotValues *)self;
     double value;
     if (read_doubles(&object, 1, &value)) return NULL;
-    if (make_room((void **)&values->at, &values->room, values->count + 1, sizeof value)) return NULL;
+    if (reserve((void **)&values->at, &values->capacity, values->count + 1, sizeof value))
+        return NULL;
     values->at[values->count++] = value;
     Py_RETURN_NONE;
 }
@@ -202,7 +203,7 @@ static PyObject *columns_append(PyObject *self, PyObject *ignored) {
     (void)ignored;
     SlotColumns *columns = (SlotColumns *)self;
     struct row empty = {0.0, 0.0, 0.0, NO_REPLICA};
-    if (make_room((void **)&columns->rows, &columns->room, columns->count + 1, sizeof empty))
+    if (reserve((void **)&columns->rows, &columns->capacity, columns->count + 1, sizeof empty))
         return NULL;
     columns->rows[columns->count++] = empty;
     Py_RETURN_NONE;
@@ -228,7 +229,7 @@ static PyObject *columns_copy(PyObject *self, PyObject *ignored) {
     copy->rows = PyMem_Malloc(size);
     if (!copy->rows) return Py_DECREF(copy), PyErr_NoMemory();
     memcpy(copy->rows, columns->rows, size);
-    copy->count = copy->room = columns->count;
+    copy->count = copy->capacity = columns->count;
     return (PyObject *)copy;
 }
 

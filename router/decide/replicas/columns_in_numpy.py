@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 _EMPTY_ROW: Final = (0.0, 0.0, 0.0, -1.0)
-_ROOM_MIN: Final = 16
+_CAPACITY_MIN: Final = 16
 
 _SHARED_FROM: Final = 2048
 """Fewer slots are copied in less time than noting their changes takes."""
@@ -82,15 +82,15 @@ class ValuesInNumpy:
 class _Changes:
     """What rows were before they changed, in the order of the changes, to undo them in a copy."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, capacity: int) -> None:
         self.count: int = 0
-        self._room = room
-        self._slots = np.empty(room, np.intp)
-        self._before: Floats = np.empty((4, room))
+        self._capacity = capacity
+        self._slots = np.empty(capacity, np.intp)
+        self._before: Floats = np.empty((4, capacity))
 
     def note(self, rows: Floats, slot: int) -> bool:
-        """Note a slot that is about to change; return whether there was room for it."""
-        if self.count == self._room:
+        """Note a slot that is about to change; return False if the log is full."""
+        if self.count == self._capacity:
             return False
         self._slots[self.count] = slot
         self._before[:, self.count] = rows[:, slot]
@@ -132,7 +132,7 @@ class ColumnsInNumpy:
         if self._is_copy:
             self._separate()
         if self._count == self._rows.shape[1]:
-            grown = np.empty((4, max(_ROOM_MIN, 2 * self._count)))
+            grown = np.empty((4, max(_CAPACITY_MIN, 2 * self._count)))
             grown[:, : self._count] = self._rows
             self._rows, self._changes = grown, None
         self._rows[:, self._count] = _EMPTY_ROW

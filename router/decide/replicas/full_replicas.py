@@ -9,8 +9,9 @@ counted in the same way, so that a late report causes no refusal.
 Rule 2: every ASK_AGAIN_S one request is sent anyway. The replica may have lacked tokens, of which
 another request needs fewer, and reports are late.
 Rule 3: an answer that says that the replica has more than N requests raises N to that.
-Rule 4: refusals concern only their tenant, because nodes have room for a tenant's first request;
-and those of items of batches concern no request of a client, for which nodes end items.
+Rule 4: refusals concern only their tenant, because a node admits a tenant's first request even
+beyond its limit. Refusals of batch items do not concern requests of clients: nodes end items for
+those.
 """
 
 from collections.abc import Callable, Set
@@ -28,7 +29,7 @@ RequestGroup = tuple[str, bool]
 """Requests that a full node treats alike: their tenant, and whether they are items of batches."""
 
 
-class RoomRefusal:
+class FullRefusal:
     """How many requests a replica had when it refused one, and when it was last sent one more."""
 
     __slots__ = ("refused_at_s", "requests", "sent_at_s")
@@ -42,14 +43,14 @@ class FullReplicas:
     """The refusals of the last seconds, by the group of the refused request."""
 
     def __init__(self) -> None:
-        self._refusals: dict[RequestGroup, dict[ReplicaId, RoomRefusal]] = {}
+        self._refusals: dict[RequestGroup, dict[ReplicaId, FullRefusal]] = {}
         self._swept_at_s = 0.0
 
     def record_refusal(
         self, group: RequestGroup, replica_id: ReplicaId, requests: int, now_s: float
     ) -> None:
         """Note that a replica that has `requests` refused one."""
-        self._refusals.setdefault(group, {})[replica_id] = RoomRefusal(requests, now_s)
+        self._refusals.setdefault(group, {})[replica_id] = FullRefusal(requests, now_s)
         if now_s - self._swept_at_s > FORGET_S:
             self._sweep(now_s)
 
@@ -81,7 +82,7 @@ class FullReplicas:
             and requests_at(replica_id) >= refusal.requests
         }
 
-    def _find(self, group: RequestGroup, replica_id: ReplicaId) -> RoomRefusal | None:
+    def _find(self, group: RequestGroup, replica_id: ReplicaId) -> FullRefusal | None:
         refusals = self._refusals.get(group)
         return refusals.get(replica_id) if refusals is not None else None
 

@@ -107,8 +107,10 @@ def no_slot_for_version(draft: PlacementDraft, state: DeploymentState) -> UnmetR
     version = state.needs.deployment.version
     wanted = f"version {version}; until it finds a slot the one before it serves"
     unmet = _cannot_place(draft, state.needs, wanted)
-    room = _what_makes_room(draft, state)
-    return msgspec.structs.replace(unmet, reason=f"{unmet.reason}. {room}") if room else unmet
+    remedy = _memory_remedy(draft, state)
+    if not remedy:
+        return unmet
+    return msgspec.structs.replace(unmet, reason=f"{unmet.reason}. {remedy}")
 
 
 def slot_refusals(
@@ -162,10 +164,10 @@ def _cannot_place(
     )
 
 
-def _what_makes_room(draft: PlacementDraft, state: DeploymentState) -> str:
-    """Return which changes let a replica of a new version start; "" if memory is not what lacks.
+def _memory_remedy(draft: PlacementDraft, state: DeploymentState) -> str:
+    """Return which changes let a replica of a new version start; "" if memory is not the reason.
 
-    The node is the one that lacks least among some.
+    The node is the one that lacks the least memory, among NODES_COMPARED_MAX.
     """
     needs = state.needs
     deployment, engine = needs.deployment, needs.deployment.engine
@@ -181,7 +183,7 @@ def _what_makes_room(draft: PlacementDraft, state: DeploymentState) -> str:
     if deployment.version in versions and 1 < len(state.replicas) <= needs.replicas_min:
         fewer = len(state.replicas) - 1
         ways.append(f"set replicas_min to {fewer}, so that one of the version before may end first")
-    return f"To make room, {', or '.join(ways)}"
+    return f"To start it, {', or '.join(ways)}"
 
 
 def _lacking_bytes(draft: PlacementDraft, needs: DeploymentNeeds) -> Iterator[tuple[int, NodeId]]:

@@ -4,9 +4,10 @@ A database that was restored from a backup lacks the replicas and deployments ma
 carries each replica's whole spec, so their rows can be made again. Only replicas with this
 cluster's seal are adopted (`decide/membership/placement_seal.py`).
 
-The backup may give the same memory to a replica that has ended since. What runs stays: a placement
-that its node does not have makes room. The node cannot be starting it, because it refuses what has
-no room beside a replica that its assignment does not name (nodeagent/decide/replicas/reconcile.py).
+The backup may give the same memory to a replica that has ended since. The running replica stays,
+and the placement of the ended one, which its node does not have, is released for it. The node
+cannot be starting that one, because it refuses a replica that does not fit beside one that its
+assignment does not name (nodeagent/decide/replicas/reconcile.py).
 """
 
 from collections.abc import Callable, Collection

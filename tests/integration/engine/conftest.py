@@ -1,4 +1,4 @@
-"""The real chat model, and one engine process that serves it to every test of this room."""
+"""The real chat model, and one engine process that serves it to every test of this folder."""
 
 import json
 import subprocess

@@ -401,7 +401,7 @@ async def test_near_its_memory_ceiling_it_refuses_and_survives(
     model_path: Path, short_folder: Path
 ) -> None:
     kv_bytes = 16 * 1024 * 1024
-    # Room for weights and KV, which is what loading asks; the process itself takes more.
+    # Enough for weights and KV, which is what loading checks; the process itself takes more.
     ceiling = 538_060_032 + kv_bytes
     process = launch(
         short_folder,
@@ -432,8 +432,8 @@ async def test_near_its_memory_ceiling_it_refuses_and_survives(
 async def test_concurrent_bodies_do_not_exceed_the_memory_ceiling(
     model_path: Path, short_folder: Path, engine: EngineProcess
 ) -> None:
-    room, piece = 256 * 1024 * 1024, b"a " * 100_000
-    ceiling = psutil.Process(engine.process.pid).memory_info().rss + room
+    allowed, piece = 256 * 1024 * 1024, b"a " * 100_000
+    ceiling = psutil.Process(engine.process.pid).memory_info().rss + allowed
     process = launch(
         short_folder, model_path=str(model_path), served_name="smollm2", memory_max_bytes=ceiling
     )
@@ -447,14 +447,14 @@ async def test_concurrent_bodies_do_not_exceed_the_memory_ceiling(
             writer.write(head.encode())
             writers.append(writer)
         watched, most = psutil.Process(process.pid), 0
-        # None of them comes to its end: together they would take three times the room.
+        # None of them comes to its end: together they would take three times what is allowed.
         for _ in range(length // len(piece)):
             for writer in writers:
                 if not writer.is_closing():
                     writer.write(piece)
             await asyncio.sleep(0.05)
             most = max(most, watched.memory_info().rss)
-        assert most < ceiling + room // 2
+        assert most < ceiling + allowed // 2
         async with one.session() as http:
             assert (await stats(http))["memory_refused_total"] > 0
     finally:

@@ -20,7 +20,8 @@ class FakeNode:
     """One node. Its attributes define its behaviour and may be changed at any time.
 
     - `cut_at`, `hang_at`, `error_at`: the token at which a stream breaks, stalls or fails.
-    - `refuse`: the reason in its refusals. `room`: how many requests it serves at once, 0 for any.
+    - `refuse`: the reason in its refusals.
+    - `requests_max`: how many requests it serves at once, 0 for any number.
     - `handed_off_to`: the replica that it names as answering.
     - `announces`: whether it announces `handed_off_to` in an interim response, then waits for
       `may_answer`; with `takes_back` it says that it serves the request itself after all.
@@ -41,7 +42,7 @@ class FakeNode:
         self.itl_s = 0.0
         self.ttft_s = 0.0
         self.refuse = ""
-        self.room = 0
+        self.requests_max = 0
         self.status = 200
         self.error_body: bytes | None = None
         self.cut_at: int | None = None
@@ -221,8 +222,8 @@ class FakeNode:
             extra[headers.HANDOFF_REPLICA] = self.handed_off_to
         if headers.GENERATED_TOKENS in request.headers and self.resumes:
             extra[headers.RESUMED] = self.resumes
-        is_full = 0 < self.room < self.running
-        if self.room:
+        is_full = 0 < self.requests_max < self.running
+        if self.requests_max:
             extra[headers.LOAD] = f"p=0;d=0;r={self.running - is_full};w=0"
         if refused := self.refuse or (headers.BUSY if is_full else ""):
             return web.Response(status=429, headers={headers.REFUSED: refused, **extra})

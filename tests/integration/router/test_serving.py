@@ -344,7 +344,7 @@ async def test_refusals_of_all_nodes_give_429_and_not_502(tmp_path: Path) -> Non
 
 async def test_requests_that_wait_do_not_ask_a_full_node_without_end(tmp_path: Path) -> None:
     node, count = FakeNode(), 24
-    node.room, node.ttft_s = 4, 0.2
+    node.requests_max, node.ttft_s = 4, 0.2
     async with a_bench(tmp_path, [node], queue_timeout_s=30) as bench:
 
         async def send() -> int:

@@ -427,11 +427,11 @@ async def test_status_lists_silent_nodes_and_replicas_that_do_not_become_warm(po
                 silent_s=silent_s,
                 silent_after_s=after_s,
                 frozen="",
-                unmet=(UnmetRequirement(deployment_id=DeploymentId("d"), reason="no room"),),
+                unmet=(UnmetRequirement(deployment_id=DeploymentId("d"), reason="no memory"),),
                 nodes_behind=nodes_behind,
             )
 
-    assert (await told()).unmet == ("d: no room",)
+    assert (await told()).unmet == ("d: no memory",)
     behind = await told(nodes_behind={NodeId("n1"): "its disk is full"})
     assert (behind.nodes, behind.nodes_ready) == (1, 0)
     assert behind.not_following == ("node n1: its disk is full",)
@@ -442,13 +442,13 @@ async def test_status_lists_silent_nodes_and_replicas_that_do_not_become_warm(po
         reason = "broke once: no hub" if state == "fetching" else ""
         said = msgspec.structs.replace(a_replica_report(a_spec("r1"), state), reason=reason)
         await reported(pool, epoch, seq=seq, replicas=(said,))
-        assert (await told()).unmet == ("d: no room", *named)
+        assert (await told()).unmet == ("d: no memory", *named)
     async with using(pool) as connection:
         await connection.execute("UPDATE node SET last_seen_at = last_seen_at - interval '9 s'")
     silent = await told()
     assert (silent.nodes, silent.nodes_ready) == (1, 0)
     assert not (await told(nodes_behind={NodeId("n1"): "full"})).not_following, "it is silent"
-    assert silent.unmet == ("d: no room", "node n1 is silent")
+    assert silent.unmet == ("d: no memory", "node n1 is silent")
     assert (await told(after_s=30.0)).nodes_ready == 1
     # The acting scheduler knows of newer pulses than the store.
     assert (await told({NodeId("n1"): 1.0})).nodes_ready == 1
@@ -565,7 +565,7 @@ async def test_an_unknown_running_replica_is_adopted_with_its_deployment(pool: P
     assert {"replica.adopted", "deployment.recreated", "replica.not_adopted"} <= kinds
 
 
-async def test_what_a_node_does_not_have_makes_room_for_what_it_runs(pool: Pool) -> None:
+async def test_what_a_node_does_not_have_gives_way_to_what_it_runs(pool: Pool) -> None:
     """A backup may give memory to a replica that has ended since, which another one uses."""
     epoch = await begun(pool)
     device, gib = a_device(3.0), int(1.25 * GIB)
@@ -586,7 +586,7 @@ async def test_what_a_node_does_not_have_makes_room_for_what_it_runs(pool: Pool)
         count: int = effect.adopted
         return count
 
-    # Nothing ends for a replica that would still have no room.
+    # Nothing ends for a replica that would still not fit.
     assert await adopted(2, running, too_large) == 0
     assert await seats() == {"r1": True, "r2": True}
     assert await adopted(3, running, unknown) == 1

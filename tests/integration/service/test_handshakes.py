@@ -69,7 +69,7 @@ async def flooded(folder: Path) -> None:
             held.callback(writer.close)
         await until("those over the limit are closed", is_bounded, 2.0)
         assert not await is_served(), "this address has reached its limit"
-        # Each is closed after the head timeout, which makes room.
+        # Each is closed after the head timeout, which frees its place.
         await until("served again", is_served, 10.0)
 
 

@@ -41,9 +41,9 @@ def test_output_to_a_pipe_is_not_folded(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_each_item_of_a_list_gets_its_own_line(capsys: pytest.CaptureFixture[str]) -> None:
-    show_one({"frozen": "", "unmet": ["a: no room; none", "b: no"], "pops": []}, "table")
+    show_one({"frozen": "", "unmet": ["a: no memory; none", "b: no"], "pops": []}, "table")
     lines = capsys.readouterr().out.splitlines()
-    assert lines == ["frozen  -", "unmet   a: no room; none", "        b: no", "pops    -"]
+    assert lines == ["frozen  -", "unmet   a: no memory; none", "        b: no", "pops    -"]
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_files_outlive_their_process_and_stay_within_their_limit(tmp_path: Path)
     assert again.used_bytes == tier.used_bytes
     assert again.read(digest(2)) == content
     assert FileTier(tmp_path, b"another model---", 100, 10_000).read(digest(2)) is None
-    # A file takes 163 bytes: there is room for two.
+    # A file takes 163 bytes: two fit.
     small = FileTier(tmp_path, MODEL, 100, 400)
     assert len(small) == 2
     assert small.used_bytes <= 400

@@ -33,9 +33,9 @@ def test_the_margin_is_kept_free(used: int, ceiling: int, full: bool) -> None:
 
 
 def test_the_tightest_limit_counts_and_without_one_nothing_is_refused() -> None:
-    roomy, tight = MemoryUse("its cgroup", GIB, 8 * GIB), MemoryUse("this engine", GIB, GIB)
-    assert "this engine" in refusal_reason([roomy, tight])
-    assert refusal_reason([roomy]) == ""
+    ample, tight = MemoryUse("its cgroup", GIB, 8 * GIB), MemoryUse("this engine", GIB, GIB)
+    assert "this engine" in refusal_reason([ample, tight])
+    assert refusal_reason([ample]) == ""
     assert refusal_reason([]) == ""
 
 

@@ -57,7 +57,7 @@ def test_lost_events_leave_a_bounded_table(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @given(st.lists(st.integers(0, 15), max_size=200), st.integers(1, 8))
-def test_it_says_no_less_than_what_the_cache_still_has(uses: list[int], room: int) -> None:
+def test_it_says_no_less_than_what_the_cache_still_has(uses: list[int], blocks_max: int) -> None:
     """Everything used since then is cached, as long as prompts are single blocks."""
     cache: OrderedDict[int, float] = OrderedDict()
     reach, evicted_used_s = CacheReach(0.0), 0.0
@@ -66,7 +66,7 @@ def test_it_says_no_less_than_what_the_cache_still_has(uses: list[int], room: in
             reach.store([block], float(now))
         cache[block] = float(now)
         cache.move_to_end(block)
-        while len(cache) > room:
+        while len(cache) > blocks_max:
             oldest, evicted_used_s = cache.popitem(last=False)
             reach.remove([oldest])
         assert reach.since_s is not None

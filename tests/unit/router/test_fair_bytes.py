@@ -18,7 +18,7 @@ def test_a_tenant_leaves_as_much_as_it_holds() -> None:
     assert held.take(FLOOD, 37) and not held.take(FLOOD, 2)
 
 
-def test_it_is_said_whose_bytes_leave_no_room() -> None:
+def test_it_is_said_whose_bytes_are_the_reason() -> None:
     held = FairBytes(100)
     assert held.take(FLOOD, 40)
     assert not held.take(FLOOD, 30) and held.is_own_share(FLOOD, 30)

@@ -1,4 +1,4 @@
-"""Replicas that refused are asked again when they may have room, and not without end."""
+"""Replicas that refused are asked again when they may admit again, and not without end."""
 
 import random
 
@@ -31,7 +31,7 @@ def test_a_replica_that_refused_is_asked_when_it_has_fewer_requests_or_after_a_w
     assert not is_full(full, 20, 100.0 + 2 * ASK_AGAIN_S)
 
 
-def test_an_answer_of_a_replica_with_more_requests_makes_room_for_as_many() -> None:
+def test_an_answer_of_a_replica_with_more_requests_lets_in_as_many() -> None:
     full = FullReplicas()
     full.record_refusal(MINE, R, 20, 100.0)
     full.record_answer(MINE, R, 12)
@@ -56,20 +56,20 @@ def test_old_refusals_are_dropped() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_node_is_asked_in_vain_a_few_times_and_its_room_is_used(seed: int) -> None:
+def test_a_node_is_asked_in_vain_a_few_times_and_its_capacity_is_used(seed: int) -> None:
     """A node with a limit, a queue that looks at every end, and answers of random length."""
     rng, full = random.Random(seed), FullReplicas()
-    room, waiting, step_s, seconds = rng.randint(1, 40), 10_000, 0.01, 60.0
+    capacity, waiting, step_s, seconds = rng.randint(1, 40), 10_000, 0.01, 60.0
     running: list[float] = []
     refusals = served = 0
     for step in range(int(seconds / step_s)):
         now_s = 100.0 + step * step_s
         if step == 3000:
-            room += 10
+            capacity += 10
         running = [until_s for until_s in running if until_s > now_s]
         while waiting and not is_full(full, len(running), now_s):
             full.record_sent(MINE, R, len(running), now_s)
-            if len(running) >= room:
+            if len(running) >= capacity:
                 full.record_refusal(MINE, R, len(running), now_s)
                 refusals += 1
                 continue
@@ -77,6 +77,6 @@ def test_a_node_is_asked_in_vain_a_few_times_and_its_room_is_used(seed: int) -> 
             full.record_answer(MINE, R, len(running))
             served, waiting = served + 1, waiting - 1
         if step % 1000 == 999:
-            assert len(running) == room, "no place stays free"
+            assert len(running) == capacity, "no place stays free"
     assert served > 100
     assert refusals <= seconds / ASK_AGAIN_S + 1

@@ -33,7 +33,7 @@ def opened(spool: UploadSpool, tenant: str) -> SpooledBody:
     return upload
 
 
-def test_one_tenants_unfinished_uploads_leave_room_for_others(spool: UploadSpool) -> None:
+def test_one_tenants_unfinished_uploads_leave_space_for_others(spool: UploadSpool) -> None:
     first, second, other = (opened(spool, tenant) for tenant in ("flood", "flood", "small"))
     first.write(bytes(2 * MIB))
     second.write(bytes(MIB))

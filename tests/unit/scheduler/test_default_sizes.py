@@ -81,7 +81,7 @@ def test_a_replica_beside_one_with_its_own_size_gets_the_rest() -> None:
     assert 20 * GIB < by_name["b"].kv_memory_bytes < 30 * GIB
 
 
-def test_a_small_model_leaves_room_for_others() -> None:
+def test_a_small_model_leaves_memory_for_others() -> None:
     shape = shape_of({**LLAMA_CONFIG, "num_hidden_layers": 4, "num_key_value_heads": 1})
     small = msgspec.structs.replace(LLAMA, shape=shape, weights_bytes=10**9)
     (start,) = planned(a_deployment("a", "llama", engine=VLLM), model=small).starts

@@ -48,7 +48,7 @@ def test_an_engine_whose_sleep_frees_nothing_on_a_cpu_is_over_committed_on_gpus_
     assert {start.node_id for start in plan_deployments(both).starts} == {"n2"}
 
 
-def test_a_fixed_replica_leaves_room_for_a_sleeping_one_to_wake() -> None:
+def test_a_fixed_replica_leaves_memory_for_a_sleeping_one_to_wake() -> None:
     sleeping = a_deployment("a", overcommit=4.0)
     fixed = [a_deployment(name) for name in "bcd"]
     cluster = a_cluster(

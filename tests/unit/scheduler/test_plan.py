@@ -181,7 +181,7 @@ def test_a_replica_on_an_unhealthy_device_moves_once_another_is_warm() -> None:
     )
 
 
-def test_a_replica_on_an_unhealthy_device_stays_while_no_other_has_room() -> None:
+def test_a_replica_on_an_unhealthy_device_stays_while_no_other_is_free() -> None:
     device = a_device(8.0, healthy=False)
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams", devices=(device,)),), placements=(a_placement("r1", "ams-1"),)
@@ -262,16 +262,16 @@ def test_a_new_version_without_a_slot_beside_the_old_one_is_reported() -> None:
     (unmet,) = plan.unmet
     assert "version 2" in unmet.reason
     assert "the most free on one device is 2.00 GiB" in unmet.reason
-    assert unmet.reason.endswith(". To make room, free 3.25 GiB on n1")
-    roomy = msgspec.structs.replace(full, nodes=(a_node("n1", "ams", gib=16.0),))
-    assert plan_deployments(roomy).unmet == ()
+    assert unmet.reason.endswith(". To start it, free 3.25 GiB on n1")
+    enlarged = msgspec.structs.replace(full, nodes=(a_node("n1", "ams", gib=16.0),))
+    assert plan_deployments(enlarged).unmet == ()
     nearly = msgspec.structs.replace(full, nodes=(a_node("n1", "ams", gib=11.247),))
     (unmet,) = plan_deployments(nearly).unmet
-    assert "most free on one device is 5.25 GiB: 4 MiB too little. To make room" in unmet.reason
+    assert "most free on one device is 5.25 GiB: 4 MiB too little. To start it," in unmet.reason
     assert unmet.reason.endswith("free 4 MiB on n1")
 
 
-def test_a_version_without_a_slot_is_told_what_makes_room() -> None:
+def test_a_version_without_a_slot_is_told_what_would_free_memory() -> None:
     larger = a_deployment(version=2, engine=EngineSettings(kv_memory_bytes=4 * GIB))
     nodes = (a_node("n1", "ams", gib=10.0), a_node("n2", "ams", gib=6.0))
     cluster = a_cluster(
@@ -281,7 +281,7 @@ def test_a_version_without_a_slot_is_told_what_makes_room() -> None:
         placements=(a_placement("r1", "n1", memory_bytes=5 * GIB, age_s=1000.0),),
     )
     (unmet,) = plan_deployments(cluster).unmet
-    before, advice = unmet.reason.split(". To make room, ")
+    before, advice = unmet.reason.split(". To start it, ")
     assert "n1: needs 6.25 GiB" in before
     fits = 4 * GIB - 5 * GIB // 4
     assert advice == f"free 1.25 GiB on n1, or set kv_memory_bytes to {fits} or less"
@@ -289,7 +289,7 @@ def test_a_version_without_a_slot_is_told_what_makes_room() -> None:
     assert plan_deployments(msgspec.structs.replace(cluster, deployments=(smaller,))).unmet == ()
     draining = tuple(msgspec.structs.replace(node, draining=True) for node in nodes)
     (unmet,) = plan_deployments(msgspec.structs.replace(cluster, nodes=draining)).unmet
-    assert "make room" not in unmet.reason
+    assert "To start it" not in unmet.reason
 
 
 def test_an_old_version_that_may_not_end_and_blocks_its_successor_is_reported() -> None:
@@ -308,9 +308,9 @@ def test_an_old_version_that_may_not_end_and_blocks_its_successor_is_reported() 
     (unmet,) = plan.unmet
     assert "version 2" in unmet.reason
     assert "the most free on one device is 1.00 GiB" in unmet.reason
-    assert ". To make room, free 3.25 GiB on n1, or set replicas_min to 1, so" in unmet.reason
-    roomy = msgspec.structs.replace(mixed, nodes=(a_node("n1", "ams", gib=16.0),))
-    assert plan_deployments(roomy).unmet == ()
+    assert ". To start it, free 3.25 GiB on n1, or set replicas_min to 1, so" in unmet.reason
+    enlarged = msgspec.structs.replace(mixed, nodes=(a_node("n1", "ams", gib=16.0),))
+    assert plan_deployments(enlarged).unmet == ()
     one = a_deployment(version=2, replicas_min=1)
     fewer = msgspec.structs.replace(mixed, deployments=(one,))
     assert [ending.replica_id for ending in plan_deployments(fewer).endings] == ["old"]

@@ -54,7 +54,7 @@ def a_packing(
 @pytest.mark.parametrize(
     ("nodes", "sizes", "counts", "fits"),
     [
-        # Memory in total is enough for three, but each device has room for one.
+        # Memory in total is enough for three, but each device can hold one.
         ([[48, 48]], [ReplicaSize(1, 30)], (2,), True),
         ([[48, 48]], [ReplicaSize(1, 30)], (3,), False),
         # Devices of one replica are on one node.
@@ -65,7 +65,7 @@ def a_packing(
         ([[60, 50]], [ReplicaSize(1, 30), ReplicaSize(1, 25)], (2, 2), True),
     ],
 )
-def test_replicas_fit_if_any_choice_of_devices_has_room(
+def test_replicas_fit_if_any_choice_of_devices_has_enough_memory(
     nodes: list[list[int]], sizes: list[ReplicaSize], counts: tuple[int, ...], fits: bool
 ) -> None:
     assert (a_packing(nodes, sizes).pack(counts) is not None) == fits

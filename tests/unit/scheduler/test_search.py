@@ -180,7 +180,7 @@ def test_bounds_of_all_sites_agree_with_those_of_one(seed: int, effort: int) -> 
     draft, _ = run_search(small_world(seed), limits)
     for state in draft.states:
         needs, required = state.needs, state.needs_by_site()
-        bounds, has_room = state.gain_upper_bounds(), draft.has_room(state)
+        bounds, is_free = state.gain_upper_bounds(), draft.has_free_devices(state)
         least = float(np.median(bounds))
         higher = state.gain_upper_bounds(least)
         assert higher == pytest.approx(np.maximum(bounds, least))
@@ -192,7 +192,7 @@ def test_bounds_of_all_sites_agree_with_those_of_one(seed: int, effort: int) -> 
             gain = draft.gain_at(state, site)
             assert gain.saves <= bounds[site] + 1e-6
             if gain.candidate:
-                assert has_room[site]
+                assert is_free[site]
                 assert gain.candidate.start_s >= soonest[site] - 1e-9
 
 

@@ -45,7 +45,7 @@ def test_a_step_reads_several_prompts_and_answers_them_together() -> None:
     replica = a_stepped_replica()
     for number in range(3):
         assert replica.admit(a_job(number, 400), 0.0)
-    # The first began alone. A step has room for 1,000 tokens.
+    # The first began alone. A step takes 1,000 tokens.
     ended = run(replica)
     assert [ended[number][0] for number in range(3)] == pytest.approx([0.4, 1.2, 1.2])
 

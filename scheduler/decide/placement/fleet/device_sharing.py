@@ -33,7 +33,7 @@ class DeviceSharing:
                 for device_id in part.device_ids:
                     self.book((part.node_id, device_id), awake_bytes, part.overcommit, 1)
 
-    def has_room(
+    def can_all_wake(
         self, key: DeviceKey, awake_bytes: int, overcommit: float, releasing_bytes: int = 0
     ) -> bool:
         """Say whether all over-committed replicas of a device could wake beside a new one.

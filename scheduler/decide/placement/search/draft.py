@@ -75,7 +75,7 @@ class PlacementDraft:
         """Return all states by memory, largest first: they fit in the fewest places."""
         return sorted(self.states, key=lambda state: -state.needs.memory_bytes)
 
-    def has_room(self, state: DeploymentState) -> NDArray[np.bool_]:
+    def has_free_devices(self, state: DeploymentState) -> NDArray[np.bool_]:
         """Say for each site whether a replica of a deployment may find devices that are free.
 
         False means that there is no slot. If true, a slot may still be refused for another reason.
@@ -83,16 +83,16 @@ class PlacementDraft:
         needs = state.needs
         engine = needs.deployment.engine
         per_device = needs.memory_bytes // engine.devices
-        has_room: NDArray[np.bool_] = (
+        is_free: NDArray[np.bool_] = (
             self.ledger.largest_free(engine.devices_per_node) >= per_device
         ) & (needs.site_capacity > 0)
-        return has_room
+        return is_free
 
-    def is_out_of_room(self, state: DeploymentState) -> bool:
+    def lacks_devices(self, state: DeploymentState) -> bool:
         """Say whether a deployment has unserved load, and no free devices for a replica."""
         if state.is_full or state.assignment.unserved() <= EPSILON:
             return False
-        return not self.has_room(state).any()
+        return not self.has_free_devices(state).any()
 
     def need_at(self, state: DeploymentState, site: int) -> Need:
         """Return what one more replica at a site is worth besides latency."""

@@ -86,9 +86,9 @@ class _Bids:
         least = max(0.0, costs - float(required.worths.max(initial=0.0)))
         nets = state.gain_upper_bounds(least) + required.worths - costs
         nets[(needs.site_capacity <= 0) | (nets <= 0)] = -inf
-        has_room = draft.has_room(state)
-        draft.blocked.note_all(state, np.where(has_room, -inf, nets))
-        nets[~has_room] = -inf
+        is_free = draft.has_free_devices(state)
+        draft.blocked.note_all(state, np.where(is_free, -inf, nets))
+        nets[~is_free] = -inf
         self._state, self._nets, self._tiers = state, nets, required.tiers
         self._start_costs = NO_FLOATS
         self._known: dict[int, Known] = {}

@@ -1,13 +1,14 @@
 """Chooses one layout of each deployment so that all fit and the sum of their costs is least.
 
 Branch and bound: the deployments with the largest replicas choose first. Prices of the sites'
-memory and devices tell what the others will cost at least (Lagrangian relaxation with a
+memory and devices give a lower bound of what the others will cost (Lagrangian relaxation with a
 subgradient): at any prices each deployment chooses by itself, and the sum of the costs with prices,
-less the price of all room, is a lower bound. Prices rise where too many want a site. After each
-choice they are sought again, because large replicas leave different room.
+less the price of all that is free, is a lower bound. The price of a site rises if the layouts take
+more of it than is free. Each choice is followed by a search for new prices, because it takes memory
+and devices from the others.
 
 At each of these choices, the rest is chosen greedily at the prices, and all layouts are improved,
-one or two deployments at a time. Most of the cheapest combinations are found so.
+one or two deployments at a time. Most of the cheapest combinations are found this way.
 
 The bound is as good as the search for layouts (`layouts.py`), which is not exact. So the result is
 not proved to be the cheapest.
@@ -100,38 +101,38 @@ class LayoutChoice:
         self._descend(0, np.ones(resources), 0.0, np.zeros(resources))
         return self._found[::-1]
 
-    def _descend(self, number: int, room: Floats, cost: float, prices: Floats) -> None:
+    def _descend(self, number: int, free: Floats, cost: float, prices: Floats) -> None:
         """Choose the layouts of deployment `number` and those after it, while those before it cost
-        `cost` and leave `room`."""
+        `cost` and leave a share `free` of each site's memory and of its devices."""
         if self._choices >= CHOICES_MAX or self._is_over:
             return
         self._choices += 1
-        bound = self._lower_bound(number, room, self._below - cost, prices)
+        bound = self._lower_bound(number, free, self._below - cost, prices)
         if cost + bound.cost >= self._below:
             return
         prices = bound.prices
-        self._dive(number, room, prices)
+        self._dive(number, free, prices)
         if number == len(self._layouts) - 1:
             return
         later = range(number + 1, len(self._layouts))
-        others = cost - float(prices @ room)
-        others += sum(self._cheapest(other, room, prices).cost for other in later)
+        others = cost - float(prices @ free)
+        others += sum(self._cheapest(other, free, prices).cost for other in later)
         known = self._layouts[number].known()
-        for row, reduced in self._fitting(number, room, prices):
+        for row, reduced in self._fitting(number, free, prices):
             if others + reduced >= self._below:
                 return
             if self._choose(number, tuple(known.counts[row].tolist())):
-                left = room - known.used[row]
+                left = free - known.used[row]
                 self._descend(number + 1, left, cost + float(known.costs[row]), prices)
                 self._choose(number, (0,) * len(self._packings))
 
-    def _lower_bound(self, number: int, room: Floats, upper: float, prices: Floats) -> _Bound:
+    def _lower_bound(self, number: int, free: Floats, upper: float, prices: Floats) -> _Bound:
         """Return the largest bound found of the costs of deployment `number` and those after it."""
         best, step, worse = _Bound(-np.inf, prices), 1.0, 0
         for _ in range(PRICES_MAX):
-            value, over = -float(prices @ room), -room
+            value, over = -float(prices @ free), -free
             for other in range(number, len(self._layouts)):
-                cheapest = self._cheapest(other, room, prices, improve=True)
+                cheapest = self._cheapest(other, free, prices, improve=True)
                 value += cheapest.cost
                 over = over + self._layouts[other].used(cheapest.layouts[0])
             worse += 1
@@ -149,36 +150,36 @@ class LayoutChoice:
         return best
 
     def _cheapest(
-        self, number: int, room: Floats, prices: Floats, improve: bool = False
+        self, number: int, free: Floats, prices: Floats, improve: bool = False
     ) -> Combination:
         """Return the cheapest layout of one deployment at some prices that fits by itself."""
         layouts = self._layouts[number]
         known = layouts.known()
         reduced = known.costs + known.used @ prices
-        reduced[(known.used > room + ROUNDING).any(axis=1)] = np.inf
+        reduced[(known.used > free + ROUNDING).any(axis=1)] = np.inf
         row = int(reduced.argmin())
         layout, cost = tuple(known.counts[row].tolist()), float(reduced[row])
         if improve and self._evaluations < PRICED_MAX and not self._is_over:
-            most = layouts.most_in(room)
+            most = layouts.most_in(free)
             layout = layouts.improve(layout, layouts.replica_prices(prices), most)
             cost = layouts.cost(layout) + float(layouts.used(layout) @ prices)
         return Combination(cost, (layout,))
 
-    def _fitting(self, number: int, room: Floats, prices: Floats) -> list[tuple[int, float]]:
+    def _fitting(self, number: int, free: Floats, prices: Floats) -> list[tuple[int, float]]:
         """Return the rows of the known layouts that fit, and their costs with prices, the cheapest
         first."""
         known = self._layouts[number].known()
-        fitting = np.flatnonzero((known.used <= room + ROUNDING).all(axis=1))
+        fitting = np.flatnonzero((known.used <= free + ROUNDING).all(axis=1))
         reduced = known.costs[fitting] + known.used[fitting] @ prices
         order = np.argsort(reduced, kind="stable")
         return list(zip(fitting[order].tolist(), reduced[order].tolist(), strict=True))
 
-    def _dive(self, number: int, room: Floats, prices: Floats) -> None:
+    def _dive(self, number: int, free: Floats, prices: Floats) -> None:
         """Let each deployment from `number` on take its cheapest layout at some prices that still
         fits, then improve all. Note the result if it is the cheapest so far."""
         before = list(self._chosen)
         for other in range(number, len(self._layouts)):
-            room = self._take_cheapest(other, room, prices)
+            free = self._take_cheapest(other, free, prices)
         self._improve_all()
         cost = self._cost()
         if cost < self._below:
@@ -196,33 +197,33 @@ class LayoutChoice:
                 break
         self._improved.add(tuple(self._chosen))
 
-    def _take_cheapest(self, number: int, room: Floats, prices: Floats) -> Floats:
-        """Choose a deployment's cheapest layout that fits; return the room that it leaves."""
+    def _take_cheapest(self, number: int, free: Floats, prices: Floats) -> Floats:
+        """Choose a deployment's cheapest layout that fits; return what it leaves free."""
         known = self._layouts[number].known()
-        for row, _ in self._fitting(number, room, prices):
+        for row, _ in self._fitting(number, free, prices):
             if self._choose(number, tuple(known.counts[row].tolist())):
-                return np.asarray(room - known.used[row], np.float64)
-        return room
+                return np.asarray(free - known.used[row], np.float64)
+        return free
 
     def _cost(self) -> float:
         return sum(
             each.cost(layout) for each, layout in zip(self._layouts, self._chosen, strict=True)
         )
 
-    def _room(self) -> Floats:
-        """Return the room that all chosen layouts leave."""
+    def _free_shares(self) -> Floats:
+        """Return the share of each resource that all chosen layouts leave free."""
         used = [each.used(self._chosen[at]) for at, each in enumerate(self._layouts)]
         return np.asarray(1.0 - np.sum(used, axis=0), np.float64)
 
     def _improve_pairs(self) -> bool:
-        """Let one deployment improve in the room of another too, and that one choose again in what
-        is left; return whether that lowers the cost for any two."""
-        free, none = np.zeros(2 * len(self._packings)), (0,) * len(self._packings)
+        """Let one deployment improve as if another had no replicas, and that one choose again in
+        what is left; return whether that lowers the cost for any two."""
+        no_prices, none = np.zeros(2 * len(self._packings)), (0,) * len(self._packings)
         for first, second in permutations(range(len(self._layouts)), 2):
             before, cost = list(self._chosen), self._cost()
             self._choose(second, none)
             if self._improve(first):
-                self._take_cheapest(second, self._room(), free)
+                self._take_cheapest(second, self._free_shares(), no_prices)
                 self._improve(second)
                 if self._cost() < cost - IMPROVEMENT_MIN:
                     return True
@@ -230,16 +231,16 @@ class LayoutChoice:
         return False
 
     def _improve_each(self) -> bool:
-        """Improve each deployment's layout in the room that the others leave; return whether one
+        """Improve each deployment's layout in what the others leave free; return whether one
         changed."""
         changed = [self._improve(number) for number in range(len(self._layouts))]
         return any(changed)
 
     def _improve(self, number: int) -> bool:
         layouts, chosen = self._layouts[number], self._chosen[number]
-        room = self._room() + layouts.used(chosen)
-        free = np.zeros(len(self._packings))
-        layout = layouts.improve(chosen, free, layouts.most_in(room))
+        free = self._free_shares() + layouts.used(chosen)
+        no_prices = np.zeros(len(self._packings))
+        layout = layouts.improve(chosen, no_prices, layouts.most_in(free))
         return layout != chosen and self._choose(number, layout)
 
     def _choose(self, number: int, layout: Layout) -> bool:

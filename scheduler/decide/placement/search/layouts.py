@@ -1,8 +1,8 @@
 """Layouts of one deployment: how many replicas this plan would start at each site, and the cost.
 
-Apart from the room that they compete for, deployments do not affect each other: the cost of a
-layout is that of its deployment alone. So at given prices of the room, each deployment can look for
-its best layout by itself. All layouts whose cost became known on the way are kept.
+Deployments affect each other only by the memory and devices that they compete for: the cost of a
+layout is that of its deployment alone. So at given prices of memory and devices, each deployment
+can look for its best layout by itself. All layouts whose cost became known on the way are kept.
 
 Load queues of nodes are left out: each start costs as much as the first on its site.
 """
@@ -92,10 +92,10 @@ class DeploymentLayouts:
         """Return the price of a replica at each site, at `prices` of all of each resource."""
         return np.asarray((self._use * prices.reshape(2, -1)).sum(axis=0), np.float64)
 
-    def most_in(self, room: Floats) -> Ints:
-        """Return how many replicas at each site the `room` of each resource has, at most."""
+    def most_in(self, free: Floats) -> Ints:
+        """Return how many replicas fit each site at most, in the share `free` of its resources."""
         shares = np.maximum(self._use, ROUNDING)
-        fitting = np.floor((room.reshape(2, -1) + ROUNDING) / shares)
+        fitting = np.floor((free.reshape(2, -1) + ROUNDING) / shares)
         fitting[self._use <= 0] = np.inf
         most: Ints = np.minimum(self._most, fitting.min(axis=0).clip(0)).astype(np.int64)
         return most

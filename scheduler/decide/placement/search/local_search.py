@@ -61,7 +61,7 @@ class LocalSearch:
             large = [s for s in draft.states if s.needs.deployment.engine.devices >= count]
             fill(draft, only=large)
             self._move_new_replicas()
-            if any(draft.is_out_of_room(state) for state in large):
+            if any(draft.lacks_devices(state) for state in large):
                 break
         else:
             fill(draft)

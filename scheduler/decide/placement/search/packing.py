@@ -2,7 +2,7 @@
 
 A replica takes equal memory of several devices of one node. Memory in total does not decide this:
 three replicas of 30 GiB do not fit on two devices of 48 GiB. So replicas are placed one by one,
-those on most devices first, and another choice is tried where one has no room left.
+those on most devices first, and another choice is tried where one does not fit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -126,8 +126,8 @@ class SitePacking:
     def _choices(
         self, deployment: int, free: Sequence[Sequence[int]]
     ) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Return nodes and devices that have room for a replica, the tightest first; one of each
-        that are alike."""
+        """Return nodes and devices with memory for a replica, the tightest first; one of each that
+        are alike."""
         devices, memory_bytes = self._sizes[deployment]
         found: dict[tuple[object, ...], tuple[int, tuple[int, ...]]] = {}
         for number in sorted(self._eligible[deployment]):

@@ -6,8 +6,8 @@ swapped again. The result is kept if the total cost is lower. For example, this 
 in which a large model leaves a PoP to its neighbours.
 
 Or a new replica only has to leave: several replicas of others may be worth more there together, if
-its deployment finds room elsewhere. No swap brings them in, because each alone is worth less. So
-they fill the room before the replica's deployment displaces others at other sites.
+its deployment finds a slot elsewhere. No swap brings them in, because each alone is worth less. So
+they take its devices before its deployment displaces others at other sites.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -90,7 +90,7 @@ class Perturbation:
         return False
 
     def _force_off(self, replica: PlannedReplica) -> bool:
-        """Take a replica off its site and give the others the room, then let its deployment
+        """Take a replica off its site and give the others its devices, then let its deployment
         displace others at other sites. Return whether that lowers the cost; roll back if not."""
         draft, state, site = self._draft, replica.state, replica.site
         savepoint = draft.savepoint(draft.states)

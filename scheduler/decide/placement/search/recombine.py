@@ -69,31 +69,31 @@ class Recombination:
         leaving = [replica for state in states for replica in state.new_replicas()]
         for replica in leaving:
             draft.remove(replica)
-        room = _FreeRoom(draft, states)
-        before = room.layouts_of([(replica.state, replica.site) for replica in leaving])
-        cost = sum(each.cost(layout) for each, layout in zip(room.layouts, before, strict=True))
-        choice = LayoutChoice(room.layouts, room.packings, cost, self._effort.left)
+        free = _FreeCapacity(draft, states)
+        before = free.layouts_of([(replica.state, replica.site) for replica in leaving])
+        cost = sum(each.cost(layout) for each, layout in zip(free.layouts, before, strict=True))
+        choice = LayoutChoice(free.layouts, free.packings, cost, self._effort.left)
         combinations = choice.run()
         self._effort.spend(choice.attempts)
-        lowered = any(self._try(room, each, savepoint) for each in combinations[:TRIED_MAX])
+        lowered = any(self._try(free, each, savepoint) for each in combinations[:TRIED_MAX])
         if not lowered:
             savepoint.roll_back()
         draft.blocked.clear()
         self._seen = [state.version for state in states]
         return lowered
 
-    def _try(self, room: "_FreeRoom", combination: Combination, before: Savepoint) -> bool:
+    def _try(self, free: "_FreeCapacity", combination: Combination, before: Savepoint) -> bool:
         """Place a combination. Return whether the cost is lower than before; roll back if not."""
         empty = self._draft.savepoint(self._draft.states)
         for as_packed in (False, True):
-            if room.place(combination, as_packed) and before.lowered() > IMPROVEMENT_MIN:
+            if free.place(combination, as_packed) and before.lowered() > IMPROVEMENT_MIN:
                 return True
             empty.roll_back()
         return False
 
 
-class _FreeRoom:
-    """The free room of a fleet as some deployments can share it: `layouts` of each of them, and
+class _FreeCapacity:
+    """The free capacity of a fleet that some deployments share: `layouts` of each of them, and
     `packings` of each site."""
 
     def __init__(self, draft: PlacementDraft, states: Sequence[DeploymentState]) -> None:
@@ -114,7 +114,7 @@ class _FreeRoom:
         """Place the replicas of a combination; return whether all found a slot.
 
         Each takes the best slot of its site, on the node with fewest replicas of its deployment for
-        example; or, `as_packed`, the devices that are known to leave room for all others.
+        example; or, `as_packed`, the devices that are known to leave enough memory for all others.
         """
         draft = self._draft
         placed = [

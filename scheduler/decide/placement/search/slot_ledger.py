@@ -114,7 +114,7 @@ class SlotLedger:
         deployment: Deployment,
         model: CatalogModel,
     ) -> Candidate:
-        """Return the slot on given devices of one node, which have room for it."""
+        """Return the slot on given devices of one node; they have the memory for it."""
         start_s = self._fleet.start_times.start_s(node, model, self._queued_bytes[node.node_id])
         failures = self._fleet.failures_on(deployment.deployment_id, node.node_id)
         awake_bytes = awake_memory_bytes(model, deployment)
@@ -192,7 +192,7 @@ class SlotLedger:
             if not devices:
                 continue
             if self._sharing.is_used and any(
-                not self._sharing.has_room(
+                not self._sharing.can_all_wake(
                     key, awake_bytes, overcommit, self._releasing[key] if count_releasing else 0
                 )
                 for key in ((node.node_id, device) for device in devices)
