@@ -160,6 +160,7 @@ class MockServer:
         stats = msgspec.structs.asdict(self._engine.stats())
         del stats["kind"]
         lines = [
+            f"# HELP isochrone_engine_{name} Mock engine: {name.replace('_', ' ')}\n"
             f"# TYPE isochrone_engine_{name} {'counter' if name.endswith('_total') else 'gauge'}\n"
             f"isochrone_engine_{name} {float(value)}\n"
             for name, value in stats.items()
