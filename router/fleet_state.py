@@ -29,6 +29,10 @@ DEPLOYMENTS_SET_AT_ONCE_MAX: Final = 64
 """A table that changes the routes of more deployments sets those of each when it is used next, so
 that requests do not wait for all."""
 
+REPLICAS_FORGOTTEN_AT_ONCE: Final = 500
+"""How many replicas that left the table, and their nodes, are forgotten before requests have their
+turn: about two milliseconds."""
+
 
 class FleetState:
     """The route table in use, and what was learned about its replicas and nodes since."""
@@ -50,7 +54,12 @@ class FleetState:
         self.full = FullReplicas()
         self.in_flight = InFlightLedger(clock, self._notify_replica_capacity, self.note_change)
         self._deployments: dict[DeploymentId, DeploymentRouting] = {}
+        """Of the deployments that have had their routes set."""
         self._routes_to_set: dict[DeploymentId, list[Route]] = {}
+        self._known: set[DeploymentId] = set()
+        """The deployments of the table."""
+        self._removed: list[ReplicaId] = []
+        """The replicas that left the table and are to be forgotten."""
         self._notify_capacity: Callable[[DeploymentId], None] | None = None
 
     def on_capacity(self, callback: Callable[[DeploymentId], None]) -> None:
@@ -60,7 +69,8 @@ class FleetState:
     def adopt(self, table: RouteTable, prepared: TableIndexes | None = None) -> None:
         """Serve `table` from now on, and drop what is known of replicas that it no longer has.
 
-        The indexes `prepared` for this change are not built again here.
+        The indexes `prepared` for this change are not built again here. If very many replicas are
+        gone, `forget_removed` drops what is known of the others.
         """
         current = self.directory.table
         if not self.needs_indexes(table):
@@ -70,19 +80,18 @@ class FleetState:
             removed, changed, routes = self.directory.commit(prepared)
         else:
             removed, changed, routes = self.directory.adopt(table)
-        former = self._deployments
-        self._deployments = {
-            entry.deployment_id: former.get(entry.deployment_id) or DeploymentRouting()
-            for entry in table.deployments
-        }
-        self._routes_to_set.update(routes)
+        if current is None or table.deployments is not current.deployments:
+            self._keep_deployments(table.deployments)
+        for deployment_id, its_routes in routes.items():
+            if deployment_id in self._known:
+                self._routes_to_set[deployment_id] = its_routes
         if len(routes) <= DEPLOYMENTS_SET_AT_ONCE_MAX:
             for deployment_id in routes:
                 self._set_routes(deployment_id)
-        self.health.remove_replicas(removed)
-        self.in_flight.remove_replicas(removed)
-        self.slow_start.remove_replicas(removed)
-        self.nodes.adopt(table.pops, self.directory.nodes, removed)
+        self.nodes.adopt(table.pops, removed)
+        if removed:
+            self._removed.extend(removed)
+            self.forget_removed()
         have_pops_moved = current is None or current.pops != table.pops
         for route in table.routes if have_pops_moved else changed:
             deployment = self._deployments.get(route.deployment_id)
@@ -91,6 +100,21 @@ class FleetState:
         if self._notify_capacity is not None:
             for deployment_id in routes:
                 self._notify_capacity(deployment_id)
+
+    def forget_removed(self) -> bool:
+        """Drop what is known of some replicas that have left the table, and of nodes.
+
+        Return whether more are left.
+        """
+        some = set(self._removed[-REPLICAS_FORGOTTEN_AT_ONCE:])
+        del self._removed[-REPLICAS_FORGOTTEN_AT_ONCE:]
+        # One may have come back meanwhile.
+        gone = {replica_id for replica_id in some if self.directory.route(replica_id) is None}
+        self.health.remove_replicas(gone)
+        self.in_flight.remove_replicas(gone)
+        self.slow_start.remove_replicas(gone)
+        more = self.nodes.keep_nodes(self.directory.nodes, REPLICAS_FORGOTTEN_AT_ONCE)
+        return more or bool(self._removed)
 
     def needs_indexes(self, table: RouteTable) -> bool:
         """Return whether `table` differs from the one in use by more than keys and adapters."""
@@ -239,11 +263,24 @@ class FleetState:
             self.directory.route, self.clock(), trusts_silence=trusts_silence
         )
 
+    def _keep_deployments(self, entries: Iterable[DeploymentEntry]) -> None:
+        """Know these deployments and no others."""
+        self._known = {entry.deployment_id for entry in entries}
+        for deployment_id in self._deployments.keys() - self._known:
+            del self._deployments[deployment_id]
+        for deployment_id in self._routes_to_set.keys() - self._known:
+            del self._routes_to_set[deployment_id]
+
     def _set_routes(self, deployment_id: DeploymentId) -> None:
-        routes = self._routes_to_set.pop(deployment_id)
+        """Set the routes that a deployment has now; at first all its estimates are out of date."""
+        routes = self._routes_to_set.pop(deployment_id, None)
+        if routes is None:
+            return
         deployment = self._deployments.get(deployment_id)
-        if deployment is not None:
-            self.slow_start.begin(deployment.set_routes(routes), self.clock())
+        if deployment is None:
+            deployment = self._deployments[deployment_id] = DeploymentRouting()
+            deployment.changed.update(route.replica_id for route in routes)
+        self.slow_start.begin(deployment.set_routes(routes), self.clock())
 
     def _refresh_slots(self, replicas: ReplicaTable, slots: Iterable[int], now_s: float) -> None:
         """Recompute the estimates of some replicas."""

@@ -46,7 +46,7 @@ from scheduler.loops.disconnect_revoked import DisconnectRevoked
 from scheduler.loops.end_responses import EndResponses
 from scheduler.loops.flush_pulses import FlushPulses
 from scheduler.loops.hold_lease import HoldLease
-from scheduler.loops.learn_demand import LearnDemand
+from scheduler.loops.learn_demand import LEARN_SHARE, LearnDemand
 from scheduler.loops.place_replicas import PlaceReplicas
 from scheduler.loops.place_store_masters import PlaceStoreMasters
 from scheduler.loops.prefetch_weights import PrefetchWeights
@@ -80,6 +80,7 @@ class JobNudges(NamedTuple):
     place: asyncio.Event
     publish: asyncio.Event
     prefetch: asyncio.Event
+    learn: asyncio.Event
     disconnect: asyncio.Event
     batches: asyncio.Event
 
@@ -305,6 +306,7 @@ def _placement_loops(made: Composition) -> tuple[Loop, ...]:
         lease=state.lease,
         nudge_place=nudges.place.set,
         nudge_prefetch=nudges.prefetch.set,
+        nudge_learn=nudges.learn.set,
     )
     prefetch = PrefetchWeights(
         pool=pool,
@@ -321,7 +323,7 @@ def _placement_loops(made: Composition) -> tuple[Loop, ...]:
     return (
         Loop("place_replicas", place.run_once, place_s, share_max=0.25, nudged=nudges.place),
         Loop("publish_routes", publish.run_once, publish_s, share_max=0.5, nudged=nudges.publish),
-        Loop("learn_demand", learn.run_once, 15.0),
+        Loop("learn_demand", learn.run_once, 15.0, share_max=LEARN_SHARE, nudged=nudges.learn),
         Loop("prefetch_weights", prefetch.run_once, 120.0, share_max=0.1, nudged=nudges.prefetch),
         Loop("advance_rollouts", rollouts.run_once, config.roll_interval_s),
         Loop("place_store_masters", stores.run_once, 2.0),

@@ -169,7 +169,9 @@ class TableFollower:
             return
         # Many may serve again in one turn: the table is not indexed whole for each of them.
         served = with_route(served, added[0])
-        indexes = TableIndexes.with_addition(self._fleet.directory, served, added[0])
+        # A deployment with withdrawn replicas that are served has no others.
+        routes = self._withdrawn.serving_of(route.deployment_id)
+        indexes = TableIndexes.with_addition(self._fleet.directory, served, added[0], routes)
         self._fleet.adopt(served, indexes)
         self._after_adoption(served)
 
@@ -230,7 +232,7 @@ class TableFollower:
 
     async def recheck(self) -> str:
         """Check a quarantined table again; return what came of it."""
-        self._drop_refused_again()
+        await self._drop_refused_again()
         if self.quarantined is None:
             return "nothing quarantined"
         # Against the last accepted table: what the refused one added must not make its drops look
@@ -254,6 +256,8 @@ class TableFollower:
         crashes has not written, it does not know if no scheduler runs when it comes back.
         """
         await self._forget_keys()
+        while self._fleet.forget_removed():  # noqa: ASYNC110 - it waits for nothing
+            await asyncio.sleep(0)
         if self._on_disk is not self._fleet.directory.table:
             await asyncio.sleep(max(0.0, self._persist_due_at_s - self._clock()))
         return await self.persist_now()
@@ -401,7 +405,7 @@ class TableFollower:
                 return msgspec.structs.replace(table, routes=served.routes)
         return with_routes(table, added)
 
-    def _drop_refused_again(self) -> None:
+    async def _drop_refused_again(self) -> None:
         """Serve no withdrawn replica any more that its node has disowned again."""
         refused = [
             route.replica_id
@@ -410,8 +414,12 @@ class TableFollower:
         ]
         for replica_id in refused:
             self._withdrawn.record_answer(replica_id, serves=False)
-        if refused and self._accepted is not None:
-            self._serve(self._accepted)
+        accepted = self._accepted
+        if refused and accepted is not None:
+            prepared = await self.prepare(accepted)
+            # A table accepted meanwhile is served without them.
+            if self._accepted is accepted:
+                self._serve(accepted, prepared)
 
     def _is_answering(self, table: RouteTable) -> Callable[[Route], bool]:
         """Return what says of a replica whether `table` must not drop many like it."""

@@ -1,10 +1,13 @@
 """Has the planner learn each ten minutes of demand once they have ended, and forecast from them."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from scheduler.planner.client import PlannerClient
 from scheduler.state.lease_state import LeaseState
+
+LEARN_SHARE: Final = 0.25
+"""The share of the time in which the planner learns while it is behind. A plan waits less."""
 
 
 class DemandCounts(NamedTuple):
@@ -16,7 +19,7 @@ class DemandCounts(NamedTuple):
 
 
 class LearnDemand:
-    """The forecast itself lives in the planner's process (`planner/forecast.py`)."""
+    """The forecast itself lives in the planner's process (`planner/demand_forecaster.py`)."""
 
     def __init__(
         self,
@@ -25,21 +28,26 @@ class LearnDemand:
         lease: LeaseState,
         nudge_place: Callable[[], None],
         nudge_prefetch: Callable[[], None],
+        nudge_learn: Callable[[], None],
     ) -> None:
+        """`nudge_learn` asks for another turn of this job."""
         self._planner = planner
         self._lease = lease
         self._nudge_place = nudge_place
         self._nudge_prefetch = nudge_prefetch
+        self._nudge_learn = nudge_learn
 
     async def run_once(self) -> DemandCounts:
-        """Learn until no ended slot is left; nudge the jobs that use a new forecast."""
-        counts = DemandCounts()
-        is_behind = True
-        while is_behind and self._lease.is_acting:
-            learned = await self._planner.learn(self._lease.epoch)
-            counts = DemandCounts(counts.slots + learned.slots, learned.series, learned.saved)
-            is_behind = learned.is_behind
-            if learned.is_new:
-                self._nudge_place()
-                self._nudge_prefetch()
-        return counts
+        """Have a part of the ended slots learned; nudge the jobs that use a new forecast.
+
+        The loop rests before the next part, so that the planner has time for plans.
+        """
+        if not self._lease.is_acting:
+            return DemandCounts()
+        learned = await self._planner.learn(self._lease.epoch)
+        if learned.is_new:
+            self._nudge_place()
+            self._nudge_prefetch()
+        if learned.is_behind:
+            self._nudge_learn()
+        return DemandCounts(learned.slots, learned.series, learned.saved)

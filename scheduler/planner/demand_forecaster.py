@@ -2,12 +2,12 @@
 
 Series are saved in turns, each once an hour, so that a new term or a new planner continues from
 there and from the slots since. Tens of thousands of series take seconds to learn: the event loop
-runs other tasks after each of them.
+runs other tasks after each of them, and one call does a part that takes LEARN_S.
 """
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from time import monotonic
 from typing import Final, NamedTuple
 from zlib import crc32
@@ -52,8 +52,9 @@ set back farther, series from the future are forgotten, because they would stay 
 
 SAVE_TURNS: Final = 6
 SAVED_AT_ONCE: Final = 500
-LEARN_S: Final = 10.0
-"""How long one call learns slots before it returns and reports that more are left."""
+LEARN_S: Final = 2.0
+"""How long one call works before it returns and reports that more is left. The job that calls it
+then rests three times as long: the most that a loop rests."""
 
 
 class LaterForecast(NamedTuple):
@@ -78,28 +79,37 @@ class DemandForecaster:
         self._forecast = FleetForecast({})
         self._next_slot = 0
         self._is_current = True
+        self._learning: Iterator[None] | None = None
+        """What is left to learn of the next slot, if a part of it is learned."""
+        self._renewing: Iterator[None] | None = None
+        """What is left to forecast."""
 
     async def learn(self, epoch: Epoch) -> LearnReply:
-        """Learn the slots that ended since the last call, and renew the forecast."""
+        """Learn slots that have ended, then renew the forecast, from where the last call ended."""
         async with using(self._pool) as connection:
             last = slot_of(await read_clock(connection) - GRACE_S) - 1
         if epoch != self._epoch or self._next_slot > last + PUT_BACK_SLOTS_MAX:
             await self._begin(epoch)
+        if self._learning is None:
+            # A clock that was set ahead by a year must not have each slot of that year read.
+            self._next_slot = max(self._next_slot, last - CATCH_UP_FROM_NOTHING_SLOTS)
+        until_s = monotonic() + LEARN_S
         learned = saved = 0
-        until = monotonic() + LEARN_S
-        while self._next_slot <= last and monotonic() < until:
-            async with using(self._pool) as connection:
-                demand = await read_slot(connection, self._next_slot)
-            if demand is not None:
-                await self._learn_slot(self._next_slot, demand)
-                learned += 1
+        while await self._has_slot(last, until_s):
+            assert self._learning is not None
+            if not await _finish(self._learning, until_s):
+                break
+            self._learning = None
             self._next_slot += 1
+            learned += 1
         if learned:
             saved = await self._save(self._next_slot - 1)
         is_behind = self._next_slot <= last
-        is_new = not is_behind and not self._is_current
-        if is_new:
-            await self._renew_forecast()
+        is_new = False
+        if not is_behind and not self._is_current:
+            self._renewing = self._renewing or self._renew_forecast()
+            is_new = await _finish(self._renewing, until_s)
+            is_behind = not is_new
         return LearnReply(
             slots=learned,
             series=len(self._forecast),
@@ -108,13 +118,24 @@ class DemandForecaster:
             is_behind=is_behind,
         )
 
-    async def _renew_forecast(self) -> None:
-        """Forecast all series, then replace the forecast as a whole."""
+    async def _has_slot(self, last: int, until_s: float) -> bool:
+        """Skip slots of unknown demand; return whether there is one to learn, up to `last`."""
+        while self._learning is None and self._next_slot <= last and monotonic() < until_s:
+            async with using(self._pool) as connection:
+                demand = await read_slot(connection, self._next_slot)
+            if demand is None:
+                self._next_slot += 1
+            else:
+                self._learning = self._learn_slot(self._next_slot, demand)
+        return self._learning is not None
+
+    def _renew_forecast(self) -> Iterator[None]:
+        """Forecast all series, with a pause after each; replace the forecast as a whole."""
         soon, later = [], []
         for key in self._forecast.sorted_keys():
             soon.append(self._forecast.forecast(key))
             later.append(self._forecast.forecast(key, LATER))
-            await asyncio.sleep(0)
+            yield
         self.soon = [row for row in soon if row is not None]
         at_s = monotonic() + LATER_S - GRACE_S
         self.later = LaterForecast([row for row in later if row is not None], at_s)
@@ -122,6 +143,7 @@ class DemandForecaster:
 
     async def _begin(self, epoch: Epoch) -> None:
         """Continue from the stored series; unreadable ones are learned again."""
+        self._learning = self._renewing = None
         self.soon, self.later = (), LaterForecast()
         async with using(self._pool) as connection:
             pops = await read_pops(connection)
@@ -152,11 +174,13 @@ class DemandForecaster:
             extra={"fields": {"series": len(self._forecast), "slots": now - self._next_slot}},
         )
 
-    async def _learn_slot(self, slot: int, demand: dict[SeriesKey, SlotDemand]) -> None:
-        self._is_current = False
-        for key in sorted(set(self._forecast.sorted_keys()) | set(demand)):
+    def _learn_slot(self, slot: int, demand: dict[SeriesKey, SlotDemand]) -> Iterator[None]:
+        """Learn the demand of a slot, with a pause after each series."""
+        self._is_current, self._renewing = False, None
+        new = self._forecast.admit_new(demand)
+        for key in (*self._forecast.sorted_keys(), *new):
             self._forecast.learn(slot, key, demand.get(key, SlotDemand()))
-            await asyncio.sleep(0)
+            yield
 
     async def _save(self, slot: int) -> int:
         """Save the series whose turn it is; each is saved once an hour."""
@@ -173,6 +197,15 @@ class DemandForecaster:
             history = slot_of((await read_history_clock(connection)).at_s)
             await forget_series(connection, min(slot, history) - FORGET_SLOTS)
         return len(due)
+
+
+async def _finish(steps: Iterator[None], until_s: float) -> bool:
+    """Take steps, at least one, until that monotonic time; return whether none is left."""
+    for _ in steps:
+        await asyncio.sleep(0)
+        if monotonic() >= until_s:
+            return False
+    return True
 
 
 def _turn_of(key: SeriesKey) -> int:

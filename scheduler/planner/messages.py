@@ -60,7 +60,7 @@ class LearnRequest(msgspec.Struct, frozen=True, tag=True):
 
 class LearnReply(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of slots learned, series, and series saved; whether the forecast is new, and whether
-    more slots are left to learn."""
+    more is left to do at once."""
 
     slots: int
     series: int

@@ -27,15 +27,19 @@ class NodeReachability:
         self._answered_at_s: dict[NodeId, float] = {}
         self._disowned: set[ReplicaId] = set()
 
-    def adopt(self, pops: Iterable[Pop], nodes: Set[NodeId], removed: Set[ReplicaId]) -> None:
-        """Keep only what is known about these nodes, and nothing about `removed` replicas."""
+    def adopt(self, pops: Iterable[Pop], removed: Set[ReplicaId]) -> None:
+        """Expect round trips by the places of these PoPs; know nothing of `removed` replicas."""
         self._pops = {pop.pop: pop for pop in pops}
         self._expected_ms.clear()
         self._disowned -= removed
-        for node_id in [node_id for node_id in self._round_trips if node_id not in nodes]:
-            del self._round_trips[node_id]
-        for node_id in [node_id for node_id in self._answered_at_s if node_id not in nodes]:
-            del self._answered_at_s[node_id]
+
+    def keep_nodes(self, nodes: Set[NodeId], count_max: int) -> bool:
+        """Forget up to `count_max` nodes other than these; return whether more are left."""
+        gone = list((self._round_trips.keys() | self._answered_at_s.keys()) - nodes)
+        for node_id in gone[:count_max]:
+            self._round_trips.pop(node_id, None)
+            self._answered_at_s.pop(node_id, None)
+        return len(gone) > count_max
 
     def rtt_ms(self, route: Route) -> float:
         """Return the round trip to a route's node: measured, or expected from the distance."""

@@ -328,10 +328,12 @@ class InFlightLedger:
 
     def remove_replicas(self, replica_ids: Set[ReplicaId]) -> None:
         """Drop reports of replicas that left the route table; open reservations stay."""
+        # Thousands may leave at once, nearly all without a request.
         for replica_id in replica_ids & self._loads.keys():
             load = self._loads[replica_id]
-            load.others, load.is_removed = OtherRoutersLoad(), True
-            if not load.requests:
+            if load.requests:
+                load.others, load.is_removed = OtherRoutersLoad(), True
+            else:
                 del self._loads[replica_id]
 
     def busy_replicas(self) -> list[ReplicaId]:

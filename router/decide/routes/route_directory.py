@@ -167,7 +167,7 @@ class TableIndexes:
         for route in (*left, *self.changed):
             self.changed_routes[route.deployment_id] = []
         yield
-        self._move_replicas(left)
+        yield from self._move_replicas(left, routes_per_step)
         yield
         for index, route in enumerate(table.routes):
             if route.deployment_id in self.changed_routes:
@@ -177,40 +177,42 @@ class TableIndexes:
 
     @classmethod
     def with_addition(
-        cls, directory: RouteDirectory, table: RouteTable, added: Route
+        cls, directory: RouteDirectory, table: RouteTable, added: Route, routes: list[Route]
     ) -> "TableIndexes":
         """Return the indexes of `table`, which is the one served with one more route.
 
-        They are copied from those in use: no route is compared, so the time is a tenth of a
-        millisecond even for a table of ten thousand.
+        `routes` are all of its deployment. The others are copied from those in use: no route is
+        compared, so the time is a tenth of a millisecond even for a table of ten thousand.
         """
         indexes = cls(directory, table)
         indexes.deployments_by_name = directory._deployments_by_name
         indexes.routes = directory._routes | {added.replica_id: added}
         indexes.changed = [added]
-        others = directory.routes
-        deployment_id = added.deployment_id
-        indexes.changed_routes = {
-            deployment_id: [r for r in (*others, added) if r.deployment_id == deployment_id]
-        }
-        indexes._move_replicas(())
+        indexes.changed_routes = {added.deployment_id: routes}
+        for _ in indexes._move_replicas((), ROUTES_PER_STEP):
+            pass
         return indexes
 
-    def _move_replicas(self, left: Sequence[Route]) -> None:
+    def _move_replicas(self, left: Sequence[Route], routes_per_step: int) -> Iterator[None]:
         """Take replicas off the nodes they have left, and add changed ones to theirs."""
         nodes = self.replicas_by_node
         gone: dict[NodeId, set[ReplicaId]] = {}
         for route in left:
             gone.setdefault(route.node_id, set()).add(route.replica_id)
-        for node_id, replica_ids in gone.items():
+        for index, (node_id, replica_ids) in enumerate(gone.items()):
             kept = [id_ for id_ in nodes[node_id] if id_ not in replica_ids]
             if kept:
                 nodes[node_id] = kept
             else:
                 del nodes[node_id]
+            if index % routes_per_step == routes_per_step - 1:
+                yield
+        yield
         added: dict[NodeId, list[ReplicaId]] = {}
         for route in self.changed:
             added.setdefault(route.node_id, []).append(route.replica_id)
-        for node_id, ids in added.items():
+        for index, (node_id, ids) in enumerate(added.items()):
             # A new list: the one there is still served.
             nodes[node_id] = [*nodes.get(node_id, ()), *ids]
+            if index % routes_per_step == routes_per_step - 1:
+                yield

@@ -101,6 +101,10 @@ class WithdrawnRoutes:
         """Return the routes of those that serve again."""
         return tuple(self._routes[replica_id] for replica_id in sorted(self._serving))
 
+    def serving_of(self, deployment_id: DeploymentId) -> list[Route]:
+        """Return the routes of a deployment's replicas that serve again."""
+        return [route for route in self.serving() if route.deployment_id == deployment_id]
+
     def serving_beside(self, table: RouteTable) -> tuple[Route, ...]:
         """Return the routes of those that will still be served once `table` is adopted."""
         if not self._serving:

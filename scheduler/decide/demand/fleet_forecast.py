@@ -5,7 +5,8 @@ turns work back into rates. A new series borrows its shape from the same deploym
 time zones, else from other deployments in its own city.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from heapq import nlargest, nsmallest
 from typing import Final, NamedTuple
 
 import msgspec
@@ -45,6 +46,10 @@ SERIES_MAX: Final = 20_000
 """Series kept, of about 7 KiB each. The smallest are dropped first; they are planned by current
 demand alone."""
 
+REPLACED_PER_SLOT_MAX: Final = 1_000
+"""How many series that are kept are dropped for larger new ones after one slot. To begin a series
+takes up to 3 ms, and demand that moves all the time must not take longer to learn than a slot."""
+
 FORGET_SLOTS: Final = 14 * DAY_SLOTS
 DONORS_MAX: Final = 3
 DONOR_SHIFT_MAX: Final = DAY_SLOTS // 4
@@ -82,6 +87,8 @@ class FleetForecast:
         """Begin without any series."""
         self.longitudes = longitudes
         self._known: dict[SeriesKey, KnownSeries] = {}
+        self._by_deployment: dict[DeploymentId, set[SeriesKey]] = {}
+        self._by_pop: dict[PopId, set[SeriesKey]] = {}
 
     def __len__(self) -> int:
         """Return the number of series."""
@@ -91,11 +98,31 @@ class FleetForecast:
         """Return the keys of all series, sorted."""
         return sorted(self._known)
 
+    def admit_new(self, demand: Mapping[SeriesKey, SlotDemand]) -> list[SeriesKey]:
+        """Drop the smallest series for larger new ones; return the new ones, the largest first.
+
+        `demand` is that of the slot that is learned next.
+        """
+        free = max(0, SERIES_MAX - len(self._known))
+        new = nlargest(
+            free + REPLACED_PER_SLOT_MAX,
+            (key for key, slot in demand.items() if slot.work > 0 and key not in self._known),
+            key=lambda key: (demand[key].work, key),
+        )
+        smallest = nsmallest(
+            len(new[free:]), self._known, key=lambda key: (self._known[key].series.mean, key)
+        )
+        for key, dropped in zip(new[free:], smallest, strict=False):
+            if self._known[dropped].series.mean >= demand[key].work:
+                break
+            self._drop(dropped)
+        return new[: SERIES_MAX - len(self._known)]
+
     def learn(self, slot: int, key: SeriesKey, demand: SlotDemand) -> None:
-        """Learn the demand of a slot, which may be zero."""
+        """Learn the demand of a slot, which may be zero; new series up to SERIES_MAX."""
         known = self._known.get(key)
         if known is None:
-            if demand.work > 0:
+            if demand.work > 0 and len(self._known) < SERIES_MAX:
                 self._begin(slot, key, demand)
             return
         observe(known.series, slot, demand.work)
@@ -108,7 +135,7 @@ class FleetForecast:
                 )
             )
         elif slot - known.demand_slot > FORGET_SLOTS:
-            del self._known[key]
+            self._drop(key)
 
     def forecast(
         self, key: SeriesKey, horizons: Sequence[int] = PLANNED_AHEAD
@@ -143,40 +170,53 @@ class FleetForecast:
         series = deserialize(data)
         if series is None or len(self._known) >= SERIES_MAX:
             return False
-        self._known[key] = KnownSeries(series, mix, demand_slot)
+        self._keep(key, KnownSeries(series, mix, demand_slot))
         return True
 
     def _begin(self, slot: int, key: SeriesKey, demand: SlotDemand) -> None:
-        if len(self._known) >= SERIES_MAX:
-            smallest = min(self._known, key=lambda key: (self._known[key].series.mean, key))
-            if self._known[smallest].series.mean >= demand.work:
-                return
-            del self._known[smallest]
         series = Series(slot, demand.work, (QUANTILE,))
         borrow_shape(series, list(self._donors(key)))
         mix = SlotDemand(*(part / demand.work for part in demand))
-        self._known[key] = KnownSeries(series, mix, slot)
+        self._keep(key, KnownSeries(series, mix, slot))
+
+    def _keep(self, key: SeriesKey, known: KnownSeries) -> None:
+        self._known[key] = known
+        self._by_deployment.setdefault(key[0], set()).add(key)
+        self._by_pop.setdefault(key[1], set()).add(key)
+
+    def _drop(self, key: SeriesKey) -> None:
+        del self._known[key]
+        deployment_id, pop = key
+        self._by_deployment[deployment_id].discard(key)
+        if not self._by_deployment[deployment_id]:
+            del self._by_deployment[deployment_id]
+        self._by_pop[pop].discard(key)
+        if not self._by_pop[pop]:
+            del self._by_pop[pop]
 
     def _donors(self, key: SeriesKey) -> Iterator[tuple[Series, int]]:
         """Yield series to borrow from, each with its time shift in slots.
 
-        These series are of the same deployment in the nearest time zones, else of the same city.
+        These series are of the same deployment in the nearest time zones, else of the same city. A
+        series that was observed for less than a day has no shape to lend.
         """
         deployment_id, pop = key
         donors = [
             (abs(shift), other, shift)
-            for other in self._known
-            if other[0] == deployment_id
-            and abs(shift := self._shift(other[1], pop)) <= DONOR_SHIFT_MAX
-            and self._known[other].series.observed >= DAY_SLOTS
+            for other in self._with_shape(self._by_deployment.get(deployment_id, ()))
+            if abs(shift := self._shift(other[1], pop)) <= DONOR_SHIFT_MAX
         ]
         if not donors:
-            donors = [(0, other, 0) for other in self._known if other[1] == pop]
-            donors.sort(key=lambda donor: (-self._known[donor[1]].series.observed, donor[1]))
-        else:
-            donors.sort()
-        for _, other, shift in donors[:DONORS_MAX]:
+            # Those that were observed for longest first.
+            donors = [
+                (-self._known[other].series.observed, other, 0)
+                for other in self._with_shape(self._by_pop.get(pop, ()))
+            ]
+        for _, other, shift in nsmallest(DONORS_MAX, donors):
             yield self._known[other].series, shift
+
+    def _with_shape(self, keys: Iterable[SeriesKey]) -> Iterator[SeriesKey]:
+        return (key for key in keys if self._known[key].series.observed >= DAY_SLOTS)
 
     def _shift(self, from_pop: PopId, to_pop: PopId) -> int:
         """Return by how many slots the day is later in `to_pop`, the shorter way round."""

@@ -1,5 +1,7 @@
 """The forecast's duty on a real Postgres: it learns what ended, and a new term goes on from it."""
 
+from itertools import count
+
 import pytest
 from msgspec.structs import replace
 
@@ -32,6 +34,8 @@ def not_far_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "scheduler.planner.demand_forecaster.CATCH_UP_FROM_NOTHING_SLOTS", SLOTS_BACK + 5
     )
+    # A machine may pause for seconds.
+    monkeypatch.setattr("scheduler.planner.demand_forecaster.LEARN_S", 60.0)
 
 
 async def test_what_ended_is_learned_and_the_next_term_goes_on_from_it(pool: Pool) -> None:
@@ -99,9 +103,63 @@ async def test_what_takes_long_to_learn_is_learned_a_part_at_a_time(
     forecast = DemandForecaster(pool)
     behind = await forecast.learn(Epoch(1))
     assert (behind.is_behind, behind.is_new, forecast.soon) == (True, False, ())
-    monkeypatch.setattr("scheduler.planner.demand_forecaster.LEARN_S", 10.0)
+    monkeypatch.setattr("scheduler.planner.demand_forecaster.LEARN_S", 60.0)
     level = await forecast.learn(Epoch(1))
     assert (level.is_behind, level.is_new, len(forecast.soon)) == (False, True, 1)
+
+
+async def test_one_slot_of_many_series_is_learned_a_part_at_a_time(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It used to be learned in one call, which the scheduler gave up on after two minutes."""
+    await begun(pool)
+    async with using(pool) as connection:
+        for number in range(6):
+            of_one = ASKED.replace("'d', 'ams'", f"'d{number}', 'ams'")
+            await connection.execute(of_one, 30)
+    whole = DemandForecaster(pool)
+    await whole.learn(Epoch(1))
+    assert len(whole.soon) == 6
+    async with using(pool) as connection:
+        await connection.execute("TRUNCATE demand_series")
+    clock = count()
+    monkeypatch.setattr("scheduler.planner.demand_forecaster.monotonic", lambda: next(clock))
+    monkeypatch.setattr("scheduler.planner.demand_forecaster.LEARN_S", 4.0)
+    parts = DemandForecaster(pool)
+    calls, slots, is_behind = 0, 0, True
+    while is_behind:
+        learned = await parts.learn(Epoch(2))
+        is_behind, slots, calls = learned.is_behind, slots + learned.slots, calls + 1
+        assert learned.slots <= 1
+        assert learned.is_new is not is_behind
+        assert (parts.soon == ()) is is_behind
+    assert calls > slots > 0
+    assert parts.soon == whole.soon
+
+
+async def test_a_clock_that_is_set_ahead_has_no_years_of_slots_read(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await begun(pool)
+    async with using(pool) as connection:
+        now_s = await read_clock(connection)
+    forecast = DemandForecaster(pool)
+    await forecast.learn(Epoch(1))
+
+    async def years_ahead(_: object) -> float:
+        return now_s + 3650 * 86_400.0
+
+    slots_read: list[int] = []
+
+    async def nothing_known(_: object, slot: int) -> None:
+        slots_read.append(slot)
+
+    monkeypatch.setattr("scheduler.planner.demand_forecaster.read_clock", years_ahead)
+    monkeypatch.setattr("scheduler.planner.demand_forecaster.read_slot", nothing_known)
+    learned = await forecast.learn(Epoch(1))
+    assert not learned.is_behind
+    assert len(slots_read) <= SLOTS_BACK + 6
+    assert slots_read[-1] >= slot_of(await years_ahead(None)) - 2
 
 
 async def test_a_flash_crowd_is_in_the_picture_as_soon_as_it_is_counted(pool: Pool) -> None:

@@ -13,7 +13,7 @@ from router.decide.routes.table_acceptance import SILENCE_COUNTS_AFTER_S
 from router.fleet_state import FleetState
 from router.loops import follow_routes
 from router.loops.follow_routes import LOG_AGAIN_S
-from tests.unit.router.test_follow_routes import Bench, a_table
+from tests.unit.router.test_follow_routes import Bench, a_route, a_table, withdraw
 
 
 @pytest.fixture
@@ -149,3 +149,20 @@ async def test_a_newer_table_is_not_undone_by_one_that_is_checked_again(bench: B
     await bench.offer("ab", 3)
     assert finish(job) == "a newer table has come"
     assert (bench.served(), bench.follower.progress().generation) == ("ab", Generation(3))
+
+
+async def test_withdrawn_replicas_that_are_gone_again_have_no_table_indexed_at_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await withdraw(bench, "abc")
+    for name in "abc":
+        bench.follower.record_answer(a_route(name), "")
+    bench.probe("", disowned="ab")
+    monkeypatch.setattr(RouteDirectory, "adopt", None)
+    job = bench.follower.recheck()
+    job.send(None)
+    # A table that comes meanwhile is served without them, too.
+    await bench.offer("", 3)
+    assert bench.served() == "c"
+    finish(job)
+    assert (bench.served(), bench.follower.progress().generation) == ("c", 3)

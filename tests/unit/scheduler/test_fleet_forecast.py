@@ -1,5 +1,6 @@
 """Forecasts of all series: new ones borrow from neighbours, and demand is raised to them."""
 
+from collections.abc import Iterator
 from math import pi, sin
 
 import pytest
@@ -67,10 +68,58 @@ def test_a_forecast_has_the_mix_of_past_demand() -> None:
 def test_of_too_many_series_the_smallest_is_not_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_forecast, "SERIES_MAX", 2)
     forecasts = FleetForecast(LONGITUDES)
-    for pop, requests in (("ams", 5.0), ("iad", 1.0), ("sin", 3.0), ("akl", 0.5)):
-        forecasts.learn(0, key(pop), a_slot(requests))
+    for slot, pop, requests in ((0, "iad", 1.0), (1, "ams", 5.0), (2, "sin", 3.0), (3, "akl", 0.5)):
+        demand = {key(pop): a_slot(requests)}
+        for new in forecasts.admit_new(demand):
+            forecasts.learn(slot, new, demand[new])
     assert [pop for pop in LONGITUDES if forecasts.forecast(key(pop)) is not None] == ["ams", "sin"]
     assert not forecasts.restore(key("akl"), forecasts.serialized(key("ams"))[1])
+
+
+def test_a_slot_replaces_a_limited_number_of_series_by_the_largest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Demand that moves all the time must not take longer to learn than a slot."""
+    monkeypatch.setattr(fleet_forecast, "SERIES_MAX", 6)
+    monkeypatch.setattr(fleet_forecast, "REPLACED_PER_SLOT_MAX", 2)
+    forecasts = FleetForecast(LONGITUDES)
+    first = {key("ams", f"d{number}"): a_slot(number) for number in range(1, 5)}
+    assert forecasts.admit_new(first) == [key("ams", f"d{number}") for number in (4, 3, 2, 1)]
+    for new in first:
+        forecasts.learn(0, new, first[new])
+    # Two more fit, and two are replaced: d1 and d2.
+    second = {key("iad", f"d{number}"): a_slot(number) for number in range(1, 10)}
+    new_keys = forecasts.admit_new(second)
+    assert new_keys == [key("iad", f"d{number}") for number in (9, 8, 7, 6)]
+    for new in (*new_keys, *second):
+        forecasts.learn(1, new, second[new])
+    assert len(forecasts) == 6, "the others have no room"
+    assert {key("ams", "d3"), key("ams", "d4")} < set(forecasts.sorted_keys())
+    # No new one is larger than the smallest.
+    assert forecasts.admit_new({key("sin"): a_slot(2.0), key("akl"): SlotDemand()}) == []
+    assert len(forecasts) == 6
+
+
+class NotWalked(dict[SeriesKey, object]):
+    """A mapping that nothing may go through from one end to the other."""
+
+    def __iter__(self) -> Iterator[SeriesKey]:
+        raise AssertionError("all series are looked at")
+
+
+def test_a_new_series_looks_only_at_those_it_may_borrow_from() -> None:
+    """With twenty thousand series this took the planner a minute for one slot."""
+    forecasts = learned_forecast(1.1, "ams", "sin")
+    for slot in range(DAY_SLOTS, 2 * DAY_SLOTS + 8):
+        forecasts.learn(slot, key("akl", "other"), a_slot(3.0))
+    forecasts._known = NotWalked(forecasts._known)  # type: ignore[assignment]
+    now = 2 * DAY_SLOTS + 8
+    # Of the same deployment, then of the same city; a series with a past begins with its shape.
+    for new in (key("iad"), key("akl", "third"), key("iad", "alone")):
+        forecasts.learn(now, new, a_slot(2.0))
+    observed = {new: known.series.observed for new, known in forecasts._known.items()}
+    assert observed[key("iad")] == observed[key("akl", "third")] == DAY_SLOTS // 2
+    assert observed[key("iad", "alone")] == 1
 
 
 def test_a_new_series_rises_in_its_morning_like_its_neighbour() -> None:
