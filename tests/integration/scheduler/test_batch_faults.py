@@ -21,7 +21,7 @@ from scheduler.api.client_objects.uploads import add_or_discard
 from scheduler.loops import advance_batches
 from scheduler.store.client_objects.batch_files import add_file, stored_bytes
 from scheduler.store.client_objects.batch_items import lease_items, store_results
-from scheduler.store.client_objects.batches import StoredBatch, read_batch
+from scheduler.store.client_objects.batches import StoredBatch, end_batch, read_batch
 from scheduler.store.pool import Pool, transaction, using
 from tests.integration.scheduler.test_batch_turns import LIMITS, MODEL, Turns, turns, with_key
 from tests.system.harness import until
@@ -46,7 +46,8 @@ async def until_status(turns: Turns, batch_id: str, status: str) -> StoredBatch:
             batch = await read_batch(connection, batch_id)
         return batch if batch is not None and batch.status == status else None
 
-    return await until(f"{batch_id} is {status}", has_status)
+    batch: StoredBatch = await until(f"{batch_id} is {status}", has_status)
+    return batch
 
 
 async def items_of(pool: Pool) -> int:
@@ -110,7 +111,6 @@ async def test_a_lost_answer_to_the_commit_loses_no_answers(
     await until_status(turns, "batch", "in_progress")
     await answer(turns, "batch")
     ends = []
-    end_batch = advance_batches.end_batch
 
     async def end(*arguments: Any, **named: Any) -> bool:
         has_ended = await end_batch(*arguments, **named)
@@ -173,7 +173,7 @@ async def test_a_file_stays_if_its_row_was_added_though_the_client_has_left(turn
         task.cancel()
     await asyncio.sleep(0)
     may_end.set()
-    await asyncio.wait(adding)
+    await asyncio.gather(*adding, return_exceptions=True)
     assert [path.name for path in turns.folder._folder.iterdir()] == ["file-1"]
 
 

@@ -41,6 +41,8 @@ def a_line(**fields: Any) -> bytes:
         (b'{"custom_id": 3}', "invalid_json_line"),
         (b"\xff\xfe", "invalid_json_line"),
         (b"[" * 100_000, "invalid_json_line"),
+        (a_line(custom_id="a\0"), "invalid_custom_id"),
+        (a_line(custom_id="a" * 513), "invalid_custom_id"),
         (a_line(method="GET"), "invalid_method"),
         (a_line(url="/v1/embeddings"), "invalid_url"),
         (a_line(body={}), "model_not_found"),
