@@ -242,6 +242,7 @@ class RouterApp:
         self.stored = compose_stored_answers(
             *(self.config, self.batch_client, self.surface, self.pipeline.serve, self.metrics),
             keys=lambda: self.fleet.directory.keys,
+            has_table=lambda: self.fleet.directory.table is not None,
             request_ids=self.request_ids,
             is_main_process=self.parent is None,
         )

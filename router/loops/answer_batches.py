@@ -9,7 +9,7 @@ for a client's request stays here and is sent again in the next turn, before oth
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 OUTPUT_TOKENS_ASSUMED: Final = 256
 BYTES_PER_TOKEN: Final = 4
 RESULT_BYTES_MAX: Final = wire.WORK_BYTES_MAX // 2
+HOLDS_MAX: Final = 4 * wire.LEASED_MAX
+"""The leases that one message renews."""
 
 AnswerItem = Callable[[LeasedItem, int], Awaitable[ItemResult | PreemptedItem]]
 """Answers an item that was preempted so many times before."""
@@ -162,17 +164,22 @@ class AnswerBatches:
         holds = [ref for work in self._work.values() for ref in work.refs]
         if not wanted and not holds:
             return 0
-        body = await self._client.post(
-            wire.LEASE_PATH, LeaseItems(wanted=wanted, holds=tuple(holds[: 4 * wire.LEASED_MAX]))
-        )
-        leased = _LEASED.decode(body)
-        lost = frozenset(leased.lost)
-        for work in self._work.values():
-            work.drop(lost)
+        # What is leased comes last: an error of a later message would lose it.
+        for begin in range(HOLDS_MAX, len(holds), HOLDS_MAX):
+            await self._renew(holds[begin : begin + HOLDS_MAX], {})
+        leased = await self._renew(holds[:HOLDS_MAX], wanted)
         for item in leased.items:
             name = self._fleet.directory.base_of(_model_of(item.body))
             self._work.setdefault(name, DeploymentWork()).waiting.append(item)
         return len(leased.items)
+
+    async def _renew(self, holds: Sequence[ItemRef], wanted: dict[str, int]) -> LeasedItems:
+        """Renew leases, forget items whose lease is lost, and return newly leased ones."""
+        message = LeaseItems(wanted=wanted, holds=tuple(holds))
+        leased = _LEASED.decode(await self._client.post(wire.LEASE_PATH, message))
+        for work in self._work.values():
+            work.drop(frozenset(leased.lost))
+        return leased
 
     def _requests_max(self, entry: DeploymentEntry) -> int:
         """Return how many items of a deployment may run now."""

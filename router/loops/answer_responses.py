@@ -43,24 +43,27 @@ class AnswerResponses:
         answer: AnswerResponse,
         open_refs: Set[ResponseRef],
         running_max: int,
+        has_table: Callable[[], bool],
         clock: Callable[[], float],
     ) -> None:
         """Answer up to `running_max` background responses at once; 0 in all but one process.
 
-        `open_refs` are the responses that clients of this process wait for. `clock`
-        gives monotonic seconds.
+        Without a route table (`has_table`) none is leased, as no model would be known. `open_refs`
+        are the responses that clients of this process wait for. `clock` gives monotonic seconds.
         """
         self._client = client
         self._answer = answer
         self._open = open_refs
         self._running_max = running_max
+        self._has_table = has_table
         self._clock = clock
         self._refusals = RepeatedWarning(log, "stored responses")
         self._running: dict[ResponseRef, asyncio.Task[None]] = {}
 
     async def run_once(self) -> AnsweredResponseCounts:
         """Renew leases, drop what is cancelled, and start what was leased."""
-        wanted = max(0, min(LEASED_MAX, self._running_max - len(self._running)))
+        free = min(LEASED_MAX, self._running_max - len(self._running))
+        wanted = max(0, free) if self._has_table() else 0
         holds = (*self._running, *self._open)
         if not self._client.is_connected or not (wanted or holds):
             return AnsweredResponseCounts(0)

@@ -63,6 +63,13 @@ def parse_line(
         reason = f"cannot read the line: {str(error)[:300]}"
         return ParsedLine(error_code=UNREADABLE, message=reason)
     custom_id = given.custom_id.replace("\0", "")[:CUSTOM_ID_CHARS_MAX]
+    if custom_id != given.custom_id:
+        # Its answer would have an id that the client does not know, perhaps another line's.
+        message = (
+            "cannot use 'custom_id': it contains a NUL, or has more than"
+            f" {CUSTOM_ID_CHARS_MAX} characters"
+        )
+        return ParsedLine(custom_id, error_code="invalid_custom_id", message=message)
     if given.method != "POST":
         message = f"cannot use 'method' {given.method[:20]!r}: expected 'POST'"
         return ParsedLine(custom_id, error_code="invalid_method", message=message)

@@ -1,7 +1,8 @@
 """Advances each open batch by one step: reads its input, ends it, writes its files.
 
-Every step is one transaction, repeated after a failure. An interrupted step leaves neither items
-nor files behind. Items are answered by routers meanwhile (`api/client_objects/batch_service.py`).
+Every step is one transaction, repeated after a failure. An interrupted step leaves no items behind,
+and no files but those that its repetition replaces. Items are answered by routers meanwhile
+(`api/client_objects/batch_service.py`).
 
 A large file takes a minute. So the steps that read or write files run beside each other and beside
 the turns of this job: a turn starts some, and counts those that have ended since the last one.
@@ -9,27 +10,23 @@ the turns of this job: a turn starts some, and counts those that have ended sinc
 
 import asyncio
 import logging
-import secrets
-import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import BinaryIO, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from scheduler.decide.batch_limits import BatchLimits
-from scheduler.decide.batch_lines import RUN_PREFIX, error_line, result_line
+from scheduler.decide.batch_lines import RUN_PREFIX
 from scheduler.decide.batch_steps import DueStep, next_steps
 from scheduler.state.files.batch_folder import BatchFolder
 from scheduler.state.files.batch_input import BatchInput, has_more_lines
+from scheduler.state.files.batch_results import end_status, write_results
 from scheduler.state.lease_state import LeaseState
-from scheduler.store.client_objects.batch_files import add_file, delete_expired_files
+from scheduler.store.client_objects.batch_files import add_file, delete_expired_file, read_file
 from scheduler.store.client_objects.batch_items import (
-    AnsweredItem,
     add_items,
     analyze_items,
     count_failed,
     delete_items,
-    each_item,
     fail_repeated_ids,
     leased_items,
 )
@@ -38,6 +35,7 @@ from scheduler.store.client_objects.batches import (
     begin_finalizing,
     end_batch,
     fail_batch,
+    full_tenants,
     open_batches,
     start_batch,
 )
@@ -46,18 +44,15 @@ from scheduler.store.pool import Pool, transaction, using
 
 log = logging.getLogger(__name__)
 
-BUFFER_BYTES: Final = 1024 * 1024
 ANALYZED_MIN: Final = 1_000
 """With fewer items a statement is fast also if the database does not know of them."""
 
 DELETED_MAX: Final = 5_000
 FILES_DELETED_MAX: Final = 100
 RUN_RESULTS_S: Final = 7 * 86_400
-UNANSWERED: Final = {
-    "expired": ("batch_expired", "the batch expired before this request was answered"),
-    "cancelled": ("batch_cancelled", "the batch was cancelled before this request was answered"),
-}
-"""The error of an item without an answer, by the end of its batch."""
+RETRY_MIN_S: Final = 2.0
+RETRY_MAX_S: Final = 60.0
+"""A step that failed is repeated after a time that doubles with each failure, between these two."""
 
 
 class BatchCounts(NamedTuple):
@@ -73,28 +68,11 @@ class BatchChanged(Exception):
     """The batch was cancelled or ended meanwhile: the step is undone."""
 
 
-class ResultFile:
-    """A file of results that is being written, with a buffer."""
+class FailedStep(NamedTuple):
+    """How often the step of a batch failed, and when (Unix time) it is repeated."""
 
-    def __init__(self, output: BinaryIO) -> None:
-        self.size_bytes = 0
-        self._output = output
-        self._buffer: list[bytes] = []
-        self._buffered_bytes = 0
-
-    async def write(self, line: bytes) -> None:
-        """Write a line, when enough of them are buffered."""
-        self._buffer.append(line)
-        self._buffered_bytes += len(line)
-        if self._buffered_bytes >= BUFFER_BYTES:
-            await self.flush()
-
-    async def flush(self) -> None:
-        """Write what is buffered."""
-        text, self._buffer = b"".join(self._buffer), []
-        self.size_bytes += len(text)
-        self._buffered_bytes = 0
-        await asyncio.to_thread(self._output.write, text)
+    failures: int
+    repeat_at: float
 
 
 class Step(NamedTuple):
@@ -125,6 +103,9 @@ class AdvanceBatches:
         self._nudge = nudge
         self._unix_clock = unix_clock
         self._steps: dict[str, Step] = {}
+        self._failed: dict[str, FailedStep] = {}
+        self._expired_after = ""
+        """The id of the expired file that could not be deleted, in the last turn."""
 
     async def run_once(self) -> BatchCounts:
         """Start steps of open batches, then delete what is no longer needed.
@@ -135,13 +116,7 @@ class AdvanceBatches:
         if not self._lease.is_acting:
             await self.close()
             return BatchCounts(begun, ended, 0, 0)
-        async with using(self._pool) as connection:
-            batches = await open_batches(connection)
-        due = {
-            batch.batch_id: batch
-            for batch in batches
-            if batch.batch_id not in self._steps and await self._is_due(batch)
-        }
+        due = await self._due()
         steps = [DueStep(batch.batch_id, batch.tenant_id) for batch in due.values()]
         for step in next_steps(steps, [running.tenant_id for running in self._steps.values()]):
             task = asyncio.create_task(self._step(due[step.batch_id]))
@@ -176,14 +151,56 @@ class AdvanceBatches:
             error = None if task.cancelled() else task.exception()
             if error is not None:
                 errors.append(error)
+                self._repeat_later(batch_id, error)
             elif not task.cancelled():
+                self._failed.pop(batch_id, None)
                 counts = task.result()
                 begun, ended = begun + counts[0], ended + counts[1]
         return begun, ended, errors
 
-    async def _is_due(self, batch: StoredBatch) -> bool:
-        """Return whether a file of a batch is to be read or written."""
-        return batch.status in ("validating", "finalizing") or await self._must_end(batch)
+    def _repeat_later(self, batch_id: str, error: BaseException) -> None:
+        """Let others begin before a step that failed: it may fail for ever."""
+        earlier = self._failed.get(batch_id)
+        failures = earlier.failures + 1 if earlier is not None else 1
+        wait_s = min(RETRY_MAX_S, RETRY_MIN_S * 2.0 ** min(failures - 1, 10))
+        self._failed[batch_id] = FailedStep(failures, self._unix_clock() + wait_s)
+        fields = {"batch": batch_id, "reason": str(error) or type(error).__name__}
+        log.warning(
+            "cannot read or write the files of a batch: this is repeated", extra={"fields": fields}
+        )
+
+    async def _due(self) -> dict[str, StoredBatch]:
+        """Return the batches of which a file is to be read or written, in the order of creation."""
+        async with using(self._pool) as connection:
+            batches = await open_batches(connection)
+            # Unread batches wait: their items would be too many for the database.
+            full = await full_tenants(connection, self._limits.tenant_items_max)
+        self._failed = {
+            batch.batch_id: self._failed[batch.batch_id]
+            for batch in batches
+            if batch.batch_id in self._failed
+        }
+        now = self._unix_clock()
+        due: dict[str, StoredBatch] = {}
+        for batch in batches:
+            if batch.batch_id in self._steps:
+                continue
+            if batch.status == "validating" and batch.expires_at <= now:
+                await self._fail(batch, "batch_expired", "its input could not be read in time")
+                continue
+            failed = self._failed.get(batch.batch_id)
+            if failed is not None and failed.repeat_at > now:
+                continue
+            if batch.status == "finalizing":
+                due[batch.batch_id] = batch
+            elif batch.status == "validating":
+                if batch.tenant_id not in full:
+                    due[batch.batch_id] = batch
+            elif batch.status == "cancelling" or batch.unanswered == 0 or batch.expires_at <= now:
+                finalizing = await self._begin_end(batch)
+                if finalizing is not None:
+                    due[batch.batch_id] = finalizing
+        return due
 
     async def _step(self, batch: StoredBatch) -> tuple[int, int]:
         try:
@@ -197,166 +214,123 @@ class AdvanceBatches:
 
     async def _read_input(self, batch: StoredBatch) -> bool:
         """Store the items of a new batch; fail the batch if its input cannot be used."""
+        async with using(self._pool) as connection:
+            file = await read_file(connection, batch.tenant_id, batch.input_file_id)
+            known = await deployment_names(connection)
+        opening = self._folder.local(batch.input_file_id)
+        try:
+            source = await self._folder.run(opening.__enter__)
+        except FileNotFoundError:
+            file = None
+        if file is None:
+            await self._fail(batch, "file_not_found", "the input file was deleted")
+            return False
         try:
             # Counted before anything is stored: the database never sees what is refused.
-            if await asyncio.to_thread(self._has_too_many_lines, batch.input_file_id):
+            if await self._folder.run(has_more_lines, source, self._limits.items_max):
                 message = f"the input file has more than {self._limits.items_max} lines"
                 await self._fail(batch, "too_many_lines", message)
                 return False
-            source = await asyncio.to_thread(self._folder.open, batch.input_file_id)
-        except FileNotFoundError:
-            await self._fail(batch, "file_not_found", "the input file was deleted")
-            return False
-        with source:
-            async with using(self._pool) as connection:
-                known = await deployment_names(connection)
+            await self._folder.run(source.seek, 0)
             lines = BatchInput(source, batch.endpoint, known)
-            try:
-                async with transaction(self._pool, by_index=True) as connection:
-                    while items := await lines.next_items():
-                        await add_items(connection, batch.batch_id, items)
-                    await fail_repeated_ids(connection, batch.batch_id)
-                    failed = await count_failed(connection, batch.batch_id)
-                    if not lines.lines:
-                        raise _NoLines
-                    if lines.lines >= ANALYZED_MIN:
-                        await analyze_items(connection)
-                    if not await start_batch(
-                        connection,
-                        batch.batch_id,
-                        deployment=lines.deployment,
-                        total=lines.lines,
-                        failed=failed,
-                    ):
-                        raise BatchChanged
-            except _NoLines:
-                await self._fail(batch, "empty_file", "the input file has no lines")
-                return False
-        return True
+            return await self._add_items(batch, lines, file.size_bytes)
+        finally:
+            opening.__exit__(None, None, None)
 
-    def _has_too_many_lines(self, file_id: str) -> bool:
-        with self._folder.open(file_id) as source:
-            return has_more_lines(source, self._limits.items_max)
+    async def _add_items(self, batch: StoredBatch, lines: BatchInput, size_bytes: int) -> bool:
+        """Store the items of an input file of `size_bytes`, all or none."""
+        try:
+            async with transaction(self._pool, by_index=True) as connection:
+                while items := await self._folder.run(lines.next_items):
+                    await add_items(connection, batch.batch_id, items)
+                if lines.bytes_read != size_bytes:
+                    reason = f"it ends after {lines.bytes_read} of {size_bytes} bytes"
+                    raise OSError(f"cannot read the file {batch.input_file_id}: {reason}")
+                await fail_repeated_ids(connection, batch.batch_id)
+                failed = await count_failed(connection, batch.batch_id)
+                if not lines.lines:
+                    raise _NoLines
+                if lines.lines >= ANALYZED_MIN:
+                    await analyze_items(connection)
+                if not await start_batch(
+                    connection,
+                    batch.batch_id,
+                    deployment=lines.deployment,
+                    total=lines.lines,
+                    failed=failed,
+                ):
+                    raise BatchChanged
+        except _NoLines:
+            await self._fail(batch, "empty_file", "the input file has no lines")
+            return False
+        return True
 
     async def _fail(self, batch: StoredBatch, code: str, message: str) -> None:
         async with transaction(self._pool) as connection:
             error = {"code": code, "message": message, "line": None, "param": None}
             await fail_batch(connection, batch.batch_id, [error])
 
-    async def _must_end(self, batch: StoredBatch) -> bool:
-        """Begin the end of a batch whose time has come."""
-        is_over = batch.unanswered == 0 or batch.expires_at <= self._unix_clock()
+    async def _begin_end(self, batch: StoredBatch) -> StoredBatch | None:
+        """Begin the end of a batch whose time has come; return it as it is then."""
         async with transaction(self._pool, by_index=True) as connection:
-            if batch.status == "cancelling":
-                # Leased items may still be finished: routers return them, or let go of them.
-                is_over = await leased_items(connection, batch.batch_id) == 0
-            return is_over and await begin_finalizing(connection, batch.batch_id)
+            # Leased items may still be finished: routers return them, or let go of them.
+            if batch.status == "cancelling" and await leased_items(connection, batch.batch_id):
+                return None
+            return await begin_finalizing(connection, batch.batch_id)
 
     async def _end(self, batch: StoredBatch) -> None:
-        """Write the files of a batch, and end it."""
-        status = "cancelled" if batch.cancelling_at else "completed"
-        written: list[str] = []
-        try:
-            if status == "completed" and batch.unanswered:
-                status = "expired"
-            results = await self._write_results(batch, status, written)
-            async with transaction(self._pool) as connection:
-                file_ids: list[str | None] = []
-                names = (f"{batch.batch_id}_output.jsonl", f"{batch.batch_id}_error.jsonl")
-                for file_id, name, result in zip(written, names, results, strict=True):
-                    if not result.size_bytes:
-                        file_ids.append(None)
-                        continue
+        """Write the files of a batch, and end it.
+
+        Files that hold answers are never deleted here, whatever fails: the batch may have ended
+        although the answer to the commit is lost, or by another scheduler, which wrote the same.
+        """
+        results = await write_results(self._pool, self._folder, batch)
+        # Clients that queued runs of Workers AI know nothing of files.
+        expires_after_s = RUN_RESULTS_S if batch.endpoint.startswith(RUN_PREFIX) else None
+        file_ids: list[str | None] = [file.file_id if file.size_bytes else None for file in results]
+        async with transaction(self._pool) as connection:
+            for file in results:
+                if file.size_bytes:
                     await add_file(
                         connection,
-                        file_id=file_id,
+                        file_id=file.file_id,
                         tenant_id=batch.tenant_id,
                         purpose="batch_output",
-                        filename=name,
-                        size_bytes=result.size_bytes,
-                        # Clients that queued runs of Workers AI know nothing of files.
-                        expires_after_s=RUN_RESULTS_S
-                        if batch.endpoint.startswith(RUN_PREFIX)
-                        else None,
+                        filename=file.name,
+                        size_bytes=file.size_bytes,
+                        expires_after_s=expires_after_s,
                     )
-                    file_ids.append(file_id)
-                if not await end_batch(
-                    connection,
-                    batch.batch_id,
-                    status=status,
-                    output_file_id=file_ids[0],
-                    error_file_id=file_ids[1],
-                ):
-                    raise BatchChanged
-        except BaseException:
-            for file_id in written:
-                await self._folder.discard(file_id)
-            raise
-        for file_id, result in zip(written, results, strict=True):
-            if not result.size_bytes:
-                await self._folder.discard(file_id)
-
-    async def _write_results(
-        self, batch: StoredBatch, status: str, written: list[str]
-    ) -> list[ResultFile]:
-        """Write the output file and the error file; append their ids to `written`.
-
-        Answers of a batch that is finalizing do not change. The files are complete after the
-        transaction: an upload to a bucket may take longer than a transaction may wait.
-        """
-        results: list[ResultFile] = []
-        files = ExitStack()
-        try:
-            async with transaction(self._pool) as connection:
-                for _ in range(2):
-                    file_id = f"file-{secrets.token_hex(12)}"
-                    written.append(file_id)
-                    output = files.enter_context(self._folder.writing(file_id))
-                    results.append(ResultFile(output))
-                async for item in each_item(connection, batch.batch_id):
-                    await results[item.is_error].write(_line_of(batch, item, status))
-                for result in results:
-                    await result.flush()
-        except BaseException:
-            files.__exit__(*sys.exc_info())
-            raise
-        await asyncio.to_thread(files.close)
-        return results
+            if not await end_batch(
+                connection,
+                batch.batch_id,
+                status=end_status(batch),
+                output_file_id=file_ids[0],
+                error_file_id=file_ids[1],
+            ):
+                raise BatchChanged
+        for file in results:
+            if not file.size_bytes:
+                await self._folder.discard(file.file_id)
 
     async def _delete_items(self) -> int:
         async with transaction(self._pool, by_index=True) as connection:
             return await delete_items(connection, DELETED_MAX)
 
     async def _delete_files(self) -> int:
-        """Delete expired files, each with its row: one whose contents stay is tried again."""
-        deleted = 0
-        while deleted < FILES_DELETED_MAX:
+        """Delete expired files, each with its row: one whose contents stay is tried again.
+
+        A failure ends the turn. The next turn begins after that file, which delays no other.
+        """
+        for deleted in range(FILES_DELETED_MAX):
+            after, self._expired_after = self._expired_after, ""
             async with transaction(self._pool) as connection:
-                file_ids = await delete_expired_files(connection, 1)
-                for file_id in file_ids:
-                    await self._folder.delete(file_id)
-            if not file_ids:
-                break
-            deleted += 1
-        return deleted
+                file_id = await delete_expired_file(connection, after)
+                if file_id is None:
+                    return deleted
+                self._expired_after = file_id
+                await self._folder.delete(file_id)
+        return FILES_DELETED_MAX
 
 
 class _NoLines(Exception):
     """An input file has no lines."""
-
-
-def _line_of(batch: StoredBatch, item: AnsweredItem, status: str) -> bytes:
-    """Return the line of an item in the output or error file."""
-    item_id = f"batch_req_{batch.batch_id.removeprefix('batch_')}_{item.line}"
-    if item.is_done and not item.error_code:
-        return result_line(
-            item_id=item_id,
-            custom_id=item.custom_id,
-            status_code=item.status_code,
-            request_id=item.request_id,
-            body=item.result,
-        )
-    code, message = item.error_code, item.result.decode(errors="replace")
-    if not item.is_done:
-        code, message = UNANSWERED.get(status, UNANSWERED["expired"])
-    return error_line(item_id=item_id, custom_id=item.custom_id, code=code, message=message)

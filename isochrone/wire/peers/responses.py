@@ -84,7 +84,10 @@ class LeaseResponses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeasedResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """One background response to answer on behalf of a key."""
+    """One background response to answer on behalf of a key.
+
+    With `is_key_valid` a router that does not know the key yet will soon.
+    """
 
     ref: ResponseRef
     tenant_id: TenantId
@@ -92,6 +95,7 @@ class LeasedResponse(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes
     context_items: bytes
     run: bytes
+    is_key_valid: bool = False
 
 
 class LeasedResponses(msgspec.Struct, frozen=True, kw_only=True):

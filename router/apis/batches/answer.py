@@ -9,6 +9,7 @@ from isochrone.wire.client_keys.key_table import KeyTable
 from isochrone.wire.errors import MEANINGS, ApiError, ErrorCode, openai_error
 from isochrone.wire.http import headers
 from isochrone.wire.peers.batches import ANSWER_BYTES_MAX, ItemResult, LeasedItem
+from isochrone.wire.peers.responses import LeasedResponse
 from isochrone.wire.peers.routes import KeyEntry
 from router.apis.request_ids import RequestIds
 from router.dataplane.http_messages import (
@@ -144,17 +145,26 @@ class ItemAnswerer:
         )
 
     def _key_of(self, item: LeasedItem) -> KeyEntry:
-        key = self._keys().get(item.key_id)
-        if key is None and item.is_key_valid:
-            raise ApiError(ErrorCode.UNAVAILABLE, "cannot answer yet: the key is not known here")
-        if key is None or key.tenant_id != item.tenant_id:
-            reason = "is revoked"
-        elif key.expires_at and key.expires_at <= self._unix_clock():
-            reason = "has expired"
-        else:
-            return key
-        message = f"cannot answer: the key that began the batch {reason}"
-        raise ApiError(ErrorCode.INVALID_KEY, message)
+        return key_of_work(self._keys(), item, self._unix_clock(), "batch")
+
+
+def key_of_work(
+    keys: KeyTable, leased: LeasedItem | LeasedResponse, now: float, kind: str
+) -> KeyEntry:
+    """Return the key that began leased work. Raises ApiError if it may not be answered, or not yet.
+
+    `now` is Unix time. A key reaches routers one after the other, and another one has accepted it.
+    """
+    key = keys.get(leased.key_id)
+    if key is None and leased.is_key_valid:
+        raise ApiError(ErrorCode.UNAVAILABLE, "cannot answer yet: the key is not known here")
+    if key is None or key.tenant_id != leased.tenant_id:
+        reason = "is revoked"
+    elif key.expires_at and key.expires_at <= now:
+        reason = "has expired"
+    else:
+        return key
+    raise ApiError(ErrorCode.INVALID_KEY, f"cannot answer: the key that began the {kind} {reason}")
 
 
 def later_attempt(error: ApiError, after_max_s: float) -> LaterAttempt | None:

@@ -8,8 +8,12 @@ import msgspec
 from isochrone.wire.client_keys.key_table import KeyTable
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers.responses import FinishResponse, LeasedResponse
-from isochrone.wire.peers.routes import KeyEntry
-from router.apis.batches.answer import CollectingWriter, check_capacity, later_attempt
+from router.apis.batches.answer import (
+    CollectingWriter,
+    check_capacity,
+    key_of_work,
+    later_attempt,
+)
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.apis.responses.stored import BackgroundRun, Serve, finish_message, read_background
@@ -46,7 +50,8 @@ class BackgroundAnswerer:
         request = self._request_of(leased)
         writer = CollectingWriter()
         try:
-            request.key = self._key_of(leased)
+            now = self._openai.unix_clock()
+            request.key = key_of_work(self._keys(), leased, now, "response")
             inference, translating, events = read_background(self._openai, request, leased, writer)
             await self._serve(inference, translating)
             response = writer.response
@@ -76,12 +81,3 @@ class BackgroundAnswerer:
         request.arrived_s = self._clock()
         request.request_id, request.client_request_id = self._request_ids.next("")
         return request
-
-    def _key_of(self, leased: LeasedResponse) -> KeyEntry:
-        key = self._keys().get(leased.key_id)
-        if key is not None and key.tenant_id == leased.tenant_id:
-            expires_at = key.expires_at
-            if not expires_at or expires_at > self._openai.unix_clock():
-                return key
-        message = "cannot answer: the key that began the response is revoked or has expired"
-        raise ApiError(ErrorCode.INVALID_KEY, message)

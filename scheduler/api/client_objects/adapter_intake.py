@@ -5,11 +5,10 @@ arrive. When both are there and fit each other and the base model, the adapter i
 then on it can be used and its files never change.
 """
 
-import asyncio
 import hashlib
 import secrets
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Coroutine, Sequence
+from typing import Any, Final, NamedTuple
 
 from isochrone.wire.engines.engine_capabilities import adapter_rank_max
 from isochrone.wire.errors import ApiError, ErrorCode
@@ -25,7 +24,7 @@ from isochrone.wire.models.adapter_files import (
     read_tensor_shapes,
 )
 from isochrone.wire.peers.adapter import ADAPTER_FILES, CONFIG_FILE, WEIGHTS_FILE
-from scheduler.api.client_objects.uploads import ReadChunk, write_upload
+from scheduler.api.client_objects.uploads import ReadChunk, add_or_discard, write_upload
 from scheduler.decide.adapter_fit import check_adapter
 from scheduler.decide.adapter_limits import AdapterLimits
 from scheduler.state.files.batch_folder import BatchFolder
@@ -34,11 +33,12 @@ from scheduler.store.client_objects.adapters import (
     AdapterFile,
     StoredAdapter,
     add_adapter,
+    has_adapter_file,
     lock_tenant_adapters,
     set_files,
 )
 from scheduler.store.deployments import get_deployment_by_name
-from scheduler.store.pool import Connection
+from scheduler.store.pool import Connection, Pool
 
 NAMES: Final = " and ".join(ADAPTER_FILES)
 
@@ -57,6 +57,9 @@ class TakenFile(NamedTuple):
 
     adapter: StoredAdapter
     replaced: list[AdapterFile]
+
+
+Adding = Coroutine[Any, Any, TakenFile]
 
 
 class NewAdapter(NamedTuple):
@@ -166,6 +169,12 @@ class AdapterIntake:
         """Delete an uploaded file that no adapter has."""
         await self._folder.discard(uploaded.file_id)
 
+    async def add_or_discard(self, pool: Pool, uploaded: UploadedFile, adding: Adding) -> TakenFile:
+        """Return the result of `adding`, which makes a file an adapter's; else delete the file."""
+        return await add_or_discard(
+            pool, self._folder, uploaded.file_id, adding, has_row=has_adapter_file
+        )
+
     async def delete_files(self, files: Sequence[AdapterFile]) -> None:
         """Delete the files that an adapter had."""
         for file in files:
@@ -183,7 +192,7 @@ class AdapterIntake:
         """Check what is there of an adapter; return its rank if it is complete, else 0."""
         starts = {name: (uploaded.start, uploaded.size_bytes)}
         for file in others:
-            start = await asyncio.to_thread(self._read_start, file)
+            start = await self._folder.run(self._read_start, file)
             starts[file.path] = (start, file.size_bytes)
         config: AdapterConfig | None = None
         shapes: TensorShapes | None = None

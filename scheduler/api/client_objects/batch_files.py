@@ -1,6 +1,5 @@
 """`/v1/files` of the public API, relayed by routers: uploads and downloads are streamed."""
 
-import asyncio
 import secrets
 from typing import Any, Final
 
@@ -9,9 +8,10 @@ from aiohttp import web
 
 from isochrone.service.network.http_server import FORM_ERRORS
 from isochrone.wire.errors import ApiError, ErrorCode
-from scheduler.api.client_objects.uploads import write_upload
+from scheduler.api.client_objects.downloads import send_file
+from scheduler.api.client_objects.uploads import add_or_discard, write_upload
 from scheduler.decide.batch_limits import BatchLimits
-from scheduler.state.files.batch_folder import CHUNK_BYTES, BatchFolder
+from scheduler.state.files.batch_folder import BatchFolder
 from scheduler.store.client_objects.batch_files import (
     BatchFile,
     add_file,
@@ -54,7 +54,9 @@ class FileEndpoints:
                 elif size_bytes >= 0:
                     raise _invalid("it has two fields 'file'", "file")
                 else:
-                    filename = storable_text(part.filename or "file")
+                    # Bytes that are not UTF-8 arrive as lone surrogates, which Postgres refuses.
+                    given_name = (part.filename or "file").encode(errors="replace").decode()
+                    filename = storable_text(given_name)
                     size_bytes = await write_upload(
                         self._folder,
                         file_id,
@@ -63,14 +65,15 @@ class FileEndpoints:
                     )
             if size_bytes < 0:
                 raise _invalid("field 'file' is required", "file")
-            file = await self._add(file_id, tenant_id, filename, size_bytes, fields)
-            return _json(file_body(file))
         except FORM_ERRORS as error:
             await self._folder.discard(file_id)
             raise _invalid(str(error)[:200]) from error
         except BaseException:
             await self._folder.discard(file_id)
             raise
+        adding = self._add(file_id, tenant_id, filename, size_bytes, fields)
+        file = await add_or_discard(self._pool, self._folder, file_id, adding)
+        return _json(file_body(file))
 
     async def _add(
         self, file_id: str, tenant_id: str, filename: str, size_bytes: int, fields: dict[str, str]
@@ -119,18 +122,13 @@ class FileEndpoints:
     async def content(self, request: web.Request, tenant_id: str) -> web.StreamResponse:
         """Stream a file's contents."""
         file = await self._file(request, tenant_id)
+        response = web.StreamResponse(headers={"content-type": "application/octet-stream"})
         try:
-            source = await asyncio.to_thread(self._folder.open, file.file_id)
+            return await send_file(
+                request, self._folder, file.file_id, response, first=0, count=file.size_bytes
+            )
         except FileNotFoundError:
             raise _not_found(file.file_id) from None
-        response = web.StreamResponse(headers={"content-type": "application/octet-stream"})
-        response.content_length = file.size_bytes
-        with source:
-            await response.prepare(request)
-            while chunk := await asyncio.to_thread(source.read, CHUNK_BYTES):
-                await response.write(chunk)
-        await response.write_eof()
-        return response
 
     async def delete(self, request: web.Request, tenant_id: str) -> web.StreamResponse:
         """Delete a file that no open batch reads."""

@@ -4,13 +4,18 @@ Routers relay the public requests of clients that they have authenticated, lease
 the results. Only the acting scheduler serves it, as only its routers hold a token.
 """
 
+import asyncio
+import logging
 import secrets
-from collections.abc import Callable, Sequence, Set
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Final, NamedTuple
 
 import msgspec
 from aiohttp import web
 
+from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import KeyId, TenantId
 from isochrone.wire.peers import batches as wire
 from isochrone.wire.peers.batches import (
@@ -39,7 +44,15 @@ from scheduler.store.client_objects.batch_items import (
     without_spent_quota,
 )
 from scheduler.store.client_objects.batches import StoredBatch, read_batch
-from scheduler.store.pool import Pool, transaction
+from scheduler.store.pool import Connection, Pool, transaction
+
+log = logging.getLogger(__name__)
+
+READ_TIMEOUT_S: Final = 20.0
+"""The longest wait for parts of an input file: less than that of a router for the message."""
+
+UNREADABLE_S: Final = 30.0
+"""For so long no items are leased of a batch whose input file could not be read."""
 
 _LEASE: Final = msgspec.msgpack.Decoder(LeaseItems)
 _RESULTS: Final = msgspec.msgpack.Decoder(ItemResults)
@@ -53,13 +66,30 @@ class BatchStorage(NamedTuple):
     nudge: Callable[[], None]
 
 
+class LeasedPart(NamedTuple):
+    """Leased items of one batch. With `is_key_valid` its key is valid."""
+
+    batch: StoredBatch
+    lines: list[LeasedLine]
+    is_key_valid: bool
+
+
 class BatchService:
     """The HTTP routes of the service."""
 
-    def __init__(self, pool: Pool, storage: BatchStorage, tokens: RelayTokens) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        storage: BatchStorage,
+        tokens: RelayTokens,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._pool = pool
         self._folder, self._limits, self._nudge = storage
         self._tokens = tokens
+        self._clock = clock
+        self._unreadable: dict[str, float] = {}
+        """Batches whose input could not be read, and until when none of their items is leased."""
 
     def add_routes(self, app: web.Application) -> None:
         """Add the service to the control listener."""
@@ -102,64 +132,77 @@ class BatchService:
         """Renew a router's leases, and lease further items to it."""
         request = _LEASE.decode(body)
         lost: list[ItemRef] = []
-        lines: list[LeasedLine] = []
-        batches: dict[str, StoredBatch] = {}
+        leased: list[LeasedPart] = []
         async with transaction(self._pool, by_index=True) as connection:
             if request.holds:
                 lost = await renew_leases(connection, request.holds, self._limits.lease_s)
-            waiting = (
-                await waiting_batches(
-                    connection, list(request.wanted), max(request.wanted.values())
-                )
-                if request.wanted
-                else []
-            )
-            waiting = await without_spent_quota(connection, waiting) if waiting else []
-            leased = await leased_by_tenant(connection) if waiting else {}
-            for batch_id, count in share_items(waiting, leased, request.wanted).items():
-                batch = await read_batch(connection, batch_id)
-                if batch is not None:
-                    batches[batch_id] = batch
-                    lines += await lease_items(
-                        connection,
-                        batch_id,
-                        count=count,
-                        lease_id=secrets.token_hex(8),
-                        lease_s=self._limits.lease_s,
-                    )
+            if request.wanted:
+                leased = await self._lease_parts(connection, request.wanted)
+        parts = await asyncio.gather(*(self._read(part) for part in leased))
+        return LeasedItems(items=tuple(chain.from_iterable(parts)), lost=tuple(lost))
+
+    async def _lease_parts(
+        self, connection: Connection, wanted: Mapping[str, int]
+    ) -> list[LeasedPart]:
+        """Lease items, as many as a message holds with the bodies of their requests."""
+        now_s = self._clock()
+        self._unreadable = {
+            batch_id: until_s for batch_id, until_s in self._unreadable.items() if until_s > now_s
+        }
+        waiting = [
+            batch
+            for batch in await waiting_batches(connection, list(wanted), max(wanted.values()))
+            if batch.batch_id not in self._unreadable
+        ]
+        waiting = await without_spent_quota(connection, waiting)
         valid = {batch.batch_id for batch in waiting if batch.is_key_valid}
-        items = await self._items(lines, batches, valid)
-        return LeasedItems(items=items, lost=tuple(lost))
+        of_tenants = await leased_by_tenant(connection) if waiting else {}
+        bytes_left = wire.WORK_BYTES_MAX - wire.ITEM_BYTES_MAX
+        parts: list[LeasedPart] = []
+        for batch_id, count in share_items(waiting, of_tenants, wanted).items():
+            batch = await read_batch(connection, batch_id)
+            if batch is None:
+                continue
+            lines = await lease_items(
+                connection,
+                batch_id,
+                count=count,
+                bytes_max=bytes_left,
+                lease_id=secrets.token_hex(8),
+                lease_s=self._limits.lease_s,
+            )
+            bytes_left -= sum(line.byte_length for line in lines)
+            parts.append(LeasedPart(batch, lines, batch_id in valid))
+        return parts
 
-    async def _items(
-        self, lines: Sequence[LeasedLine], batches: dict[str, StoredBatch], valid: Set[str]
-    ) -> tuple[LeasedItem, ...]:
-        """Return leased items with the bodies of their requests, as many as a message holds.
+    async def _read(self, part: LeasedPart) -> list[LeasedItem]:
+        """Return leased items with the bodies of their requests.
 
-        The leases of the others run out, and they are leased again. `valid` are the batches whose
-        key is valid.
+        If they cannot be read, none: their leases run out, and they are leased again. The items of
+        other batches do not wait for them.
         """
-        items: list[LeasedItem] = []
-        size_bytes = 0
-        for batch_id, batch in batches.items():
-            own = [line for line in lines if line.ref.batch_id == batch_id]
-            parts = [(line.byte_offset, line.byte_length) for line in own]
-            texts = await self._folder.read_parts(batch.input_file_id, parts)
-            for line, text in zip(own, texts, strict=True):
-                size_bytes += len(text)
-                if size_bytes > wire.WORK_BYTES_MAX - wire.ITEM_BYTES_MAX:
-                    break
-                items.append(
-                    LeasedItem(
-                        ref=line.ref,
-                        tenant_id=TenantId(batch.tenant_id),
-                        key_id=KeyId(batch.key_id),
-                        endpoint=batch.endpoint,
-                        body=request_body(text),
-                        is_key_valid=batch_id in valid,
-                    )
-                )
-        return tuple(items)
+        batch = part.batch
+        places = [(line.byte_offset, line.byte_length) for line in part.lines]
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                texts = await self._folder.read_parts(batch.input_file_id, places)
+            bodies = [request_body(text) for text in texts]
+        except (ApiError, OSError, KeyError, msgspec.DecodeError) as error:
+            self._unreadable[batch.batch_id] = self._clock() + UNREADABLE_S
+            fields = {"batch": batch.batch_id, "file": batch.input_file_id, "reason": str(error)}
+            log.warning("cannot read the items of a batch: they wait", extra={"fields": fields})
+            return []
+        return [
+            LeasedItem(
+                ref=line.ref,
+                tenant_id=TenantId(batch.tenant_id),
+                key_id=KeyId(batch.key_id),
+                endpoint=batch.endpoint,
+                body=body,
+                is_key_valid=part.is_key_valid,
+            )
+            for line, body in zip(part.lines, bodies, strict=True)
+        ]
 
     async def _store_results(self, body: bytes) -> None:
         request = _RESULTS.decode(body)

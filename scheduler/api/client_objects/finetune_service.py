@@ -1,6 +1,5 @@
 """The routes of adapters on the control listener: for clients of routers, and for nodes."""
 
-import asyncio
 import re
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -10,9 +9,10 @@ from aiohttp import web
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers import batches as wire
 from scheduler.api.client_objects.adapter_intake import AdapterIntake
+from scheduler.api.client_objects.downloads import send_file
 from scheduler.api.client_objects.finetunes import FinetuneEndpoints
 from scheduler.api.client_objects.relayed import PublicHandler, public_route
-from scheduler.state.files.batch_folder import CHUNK_BYTES, BatchFolder
+from scheduler.state.files.batch_folder import BatchFolder
 from scheduler.state.peers.relay_tokens import RelayTokens
 from scheduler.store.client_objects.adapters import AdapterFile, get_adapter
 from scheduler.store.pool import UNAVAILABLE, Pool, using
@@ -68,22 +68,21 @@ class AdapterFiles:
         first = int(given[1]) if given else 0
         if first > file.size_bytes:
             raise web.HTTPRequestRangeNotSatisfiable
-        try:
-            source = await asyncio.to_thread(self._folder.open, file.file_id)
-        except FileNotFoundError:
-            raise _not_found(file.path) from None
         response = web.StreamResponse(status=206 if given else 200)
-        response.content_length = file.size_bytes - first
         if given:
             last = file.size_bytes - 1
             response.headers["content-range"] = f"bytes {first}-{last}/{file.size_bytes}"
-        with source:
-            source.seek(first)
-            await response.prepare(request)
-            while chunk := await asyncio.to_thread(source.read, CHUNK_BYTES):
-                await response.write(chunk)
-        await response.write_eof()
-        return response
+        try:
+            return await send_file(
+                request,
+                self._folder,
+                file.file_id,
+                response,
+                first=first,
+                count=file.size_bytes - first,
+            )
+        except FileNotFoundError:
+            raise _not_found(file.path) from None
 
     async def _file(self, adapter_id: str, path: str) -> AdapterFile:
         try:

@@ -17,6 +17,8 @@ from scheduler.api.client_objects.adapter_intake import (
     NAMES,
     AdapterIntake,
     NewAdapter,
+    TakenFile,
+    UploadedFile,
     refuse_complete,
 )
 from scheduler.store.client_objects.adapters import (
@@ -95,7 +97,8 @@ class FinetuneEndpoints:
         refuse_complete(adapter)
         if not request.content_type.startswith("multipart/"):
             raise _invalid("expected multipart/form-data with 'file_name' and 'file'")
-        name, uploaded = "", None
+        name = ""
+        uploaded: UploadedFile | None = None
         try:
             try:
                 async for part in await request.multipart():
@@ -111,13 +114,17 @@ class FinetuneEndpoints:
                 raise _invalid(str(error)[:200]) from error
             if name not in ADAPTER_FILES or uploaded is None:
                 raise _invalid(f"expected a field 'file' and 'file_name', one of {NAMES}")
-            async with transaction(self._pool) as connection:
-                adapter = await self._find(connection, request, tenant_id, locked=True)
-                taken = await self._intake.take(connection, adapter, name, uploaded)
         except BaseException:
             if uploaded is not None:
                 await self._intake.discard(uploaded)
             raise
+
+        async def take(new: UploadedFile) -> TakenFile:
+            async with transaction(self._pool) as connection:
+                adapter = await self._find(connection, request, tenant_id, locked=True)
+                return await self._intake.take(connection, adapter, name, new)
+
+        taken = await self._intake.add_or_discard(self._pool, uploaded, take(uploaded))
         # The replaced files were never used: the adapter was not complete.
         await self._intake.delete_files(taken.replaced)
         self._on_change()

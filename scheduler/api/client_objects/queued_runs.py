@@ -3,7 +3,6 @@
 The requests of a run become a file and a batch; the poll reads the results from the batch's files.
 """
 
-import asyncio
 import secrets
 from typing import Any, Final
 
@@ -13,6 +12,7 @@ from aiohttp import web
 from isochrone.service.network.http_server import read_body
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.api.client_objects.batches import WINDOW_S, check_unanswered
+from scheduler.api.client_objects.uploads import add_or_discard, write_upload
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.batch_lines import RUN_PREFIX, run_response
 from scheduler.state.files.batch_folder import BatchFolder
@@ -46,33 +46,41 @@ class QueuedRuns:
         """Begin a batch of the lines in the body, for the model in the query."""
         text = await read_body(request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
         file_id = f"file-{secrets.token_hex(12)}"
-        await asyncio.to_thread(self._write, file_id, text)
-        try:
-            async with transaction(self._pool) as connection:
-                await check_unanswered(connection, tenant_id, self._limits)
-                await add_file(
-                    connection,
-                    file_id=file_id,
-                    tenant_id=tenant_id,
-                    purpose=PURPOSE,
-                    filename="queued.jsonl",
-                    size_bytes=len(text),
-                    expires_after_s=INPUT_EXPIRES_S,
-                )
-                batch = await add_batch(
-                    connection,
-                    batch_id=f"batch_{secrets.token_hex(12)}",
-                    tenant_id=tenant_id,
-                    key_id=key_id,
-                    endpoint=f"{RUN_PREFIX}{request.query.get('model', '')}",
-                    input_file_id=file_id,
-                    metadata={},
-                    expires_after_s=WINDOW_S,
-                )
-        except BaseException:
-            await self._folder.discard(file_id)
-            raise
+        parts = iter((text,))
+
+        async def read_chunk(_: int) -> bytes:
+            return next(parts, b"")
+
+        await write_upload(self._folder, file_id, read_chunk, bytes_max=BODY_BYTES_MAX)
+        model = request.query.get("model", "")
+        adding = self._add(file_id, len(text), tenant_id, key_id, model)
+        batch = await add_or_discard(self._pool, self._folder, file_id, adding)
         return web.json_response(_queued(batch))
+
+    async def _add(
+        self, file_id: str, size_bytes: int, tenant_id: str, key_id: str, model: str
+    ) -> StoredBatch:
+        async with transaction(self._pool) as connection:
+            await check_unanswered(connection, tenant_id, self._limits)
+            await add_file(
+                connection,
+                file_id=file_id,
+                tenant_id=tenant_id,
+                purpose=PURPOSE,
+                filename="queued.jsonl",
+                size_bytes=size_bytes,
+                expires_after_s=INPUT_EXPIRES_S,
+            )
+            return await add_batch(
+                connection,
+                batch_id=f"batch_{secrets.token_hex(12)}",
+                tenant_id=tenant_id,
+                key_id=key_id,
+                endpoint=f"{RUN_PREFIX}{model}",
+                input_file_id=file_id,
+                metadata={},
+                expires_after_s=WINDOW_S,
+            )
 
     async def show(self, request: web.Request, tenant_id: str) -> web.Response:
         """Return the state of a batch, with the results once it has ended.
@@ -87,12 +95,8 @@ class QueuedRuns:
             raise ApiError(ErrorCode.NOT_FOUND, f"cannot find the request {batch_id[:64]!r}")
         if batch.status in _STATUS:
             return web.json_response(_queued(batch))
-        body = await asyncio.to_thread(self._results, batch)
+        body = await self._folder.run(self._results, batch)
         return web.Response(body=body, content_type="application/json")
-
-    def _write(self, file_id: str, text: bytes) -> None:
-        with self._folder.writing(file_id) as output:
-            output.write(text)
 
     def _results(self, batch: StoredBatch) -> bytes:
         """Return the results of a batch that has ended, in the order of its requests."""

@@ -27,6 +27,7 @@ from scheduler.decide.response_items import (
     stored_items,
 )
 from scheduler.decide.response_limits import ResponseLimits
+from scheduler.store.accounts.keys import live_keys
 from scheduler.store.client_objects.conversations import (
     add_items,
     all_items,
@@ -116,6 +117,9 @@ class ResponseWork:
             leased = await lease_responses(
                 connection, given.wanted, secrets.token_hex(8), self._limits.lease_s
             )
+            keys = await live_keys(connection, sorted({one.key_id for one in leased}))
+        valid = {key.key_id for key in keys}
+        leased = [msgspec.structs.replace(one, is_key_valid=one.key_id in valid) for one in leased]
         size_bytes = 0
         for count, one in enumerate(leased):
             size_bytes += len(one.run) + len(one.body) + len(one.context_items)

@@ -1,11 +1,14 @@
 """Writes an uploaded file to the batch folder while it arrives: it is never whole in memory."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import BinaryIO, Final, ParamSpec, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, BinaryIO, Final, ParamSpec, TypeVar
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.state.files.batch_folder import CHUNK_BYTES, BatchFolder
+from scheduler.store.client_objects.batch_files import has_file
+from scheduler.store.pool import UNAVAILABLE, Connection, Pool, using
 
 CHUNK_TIMEOUT_S: Final = 60.0
 """The longest pause between two chunks of an upload."""
@@ -36,7 +39,7 @@ async def write_upload(
     size_bytes, checked_at = 0, 0
     await _require_room(folder)
     writing = folder.writing(file_id)
-    output: BinaryIO = await _on_disk(writing.__enter__)
+    output: BinaryIO = await _on_disk(folder, writing.__enter__)
     try:
         while chunk := await _next_chunk(read_chunk):
             size_bytes += len(chunk)
@@ -49,16 +52,58 @@ async def write_upload(
             if size_bytes - checked_at > SPACE_CHECK_BYTES:
                 await _require_room(folder)
                 checked_at = size_bytes
-            await _on_disk(output.write, chunk)
+            await _on_disk(folder, output.write, chunk)
     except BaseException as error:
         writing.__exit__(type(error), error, error.__traceback__)
         raise
-    await _on_disk(writing.__exit__, None, None, None)
+    try:
+        await end_before_cancelling(_on_disk(folder, writing.__exit__, None, None, None))
+    except BaseException:
+        await folder.discard(file_id)
+        raise
     return size_bytes
 
 
+async def end_before_cancelling(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. If this is cancelled, `work` ends first.
+
+    A thread, or a commit, does not end because its caller does. Whoever undoes it must come after.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
+async def add_or_discard(
+    pool: Pool,
+    folder: BatchFolder,
+    file_id: str,
+    adding: Coroutine[Any, Any, T],
+    has_row: Callable[[Connection, str], Awaitable[bool]] = has_file,
+) -> T:
+    """Return the result of `adding`, which stores that a file exists; else delete the file.
+
+    A commit whose answer is lost, or whose client has left, may have succeeded: then `has_row`
+    finds the row, and the file stays.
+    """
+    try:
+        return await end_before_cancelling(adding)
+    except BaseException as error:
+        is_added = False
+        if not isinstance(error, ApiError):
+            with suppress(*UNAVAILABLE):
+                async with using(pool) as connection:
+                    is_added = await has_row(connection, file_id)
+        if not is_added:
+            await folder.discard(file_id)
+        raise
+
+
 async def _require_room(folder: BatchFolder) -> None:
-    if not await _on_disk(folder.has_room):
+    if not await _on_disk(folder, folder.has_room):
         raise ApiError(
             ErrorCode.UNAVAILABLE,
             "cannot store the file now: the disk for files is almost full",
@@ -66,14 +111,16 @@ async def _require_room(folder: BatchFolder) -> None:
         )
 
 
-async def _on_disk(call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+async def _on_disk(
+    folder: BatchFolder, call: Callable[P, T], *arguments: P.args, **named: P.kwargs
+) -> T:
     """Return what `call` returns in a thread. Raises ApiError if the disk fails."""
     try:
-        return await asyncio.to_thread(call, *arguments, **named)
-    except OSError as error:
+        return await folder.run(call, *arguments, **named)
+    except FileNotFoundError as error:
         raise ApiError(
             ErrorCode.UNAVAILABLE,
-            f"cannot store the file now: {error.strerror or error}",
+            f"cannot store the file now: the folder is gone ({error.strerror})",
             retry_after_s=60.0,
         ) from error
 

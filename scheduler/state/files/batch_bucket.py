@@ -10,6 +10,7 @@ that does not answer ranges with status 206 (rclone's), and is never in memory a
 import asyncio
 import io
 import logging
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -146,6 +147,15 @@ class BatchBucket(BatchFolder):
         opened: BinaryIO = reader
         return opened
 
+    @contextmanager
+    def local(self, file_id: str) -> Iterator[BinaryIO]:
+        """Copy a file to the spool folder. Raises FileNotFoundError."""
+        with tempfile.TemporaryFile(dir=self._spool) as copy:
+            with self.open(file_id) as source:
+                shutil.copyfileobj(source, copy, READ_BYTES)
+            copy.seek(0)
+            yield copy
+
     def _read_parts(self, file_id: str, parts: Sequence[tuple[int, int]]) -> list[bytes]:
         if not parts:
             return []
@@ -195,7 +205,7 @@ class BatchBucket(BatchFolder):
         """Delete a file, if it is there. Raises ApiError 503 while the bucket fails."""
         try:
             async with asyncio.timeout(DELETE_TIMEOUT_S):
-                await asyncio.to_thread(self._delete, file_id)
+                await self.run(self._delete, file_id)
         except TimeoutError:
             raise self._unavailable(f"no answer within {DELETE_TIMEOUT_S:g} s") from None
 

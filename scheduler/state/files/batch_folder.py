@@ -2,19 +2,25 @@
 
 Every scheduler of a cluster uses the same folder (a shared file system). A file appears under its
 name only when it is complete and on disk.
+
+A disk or a bucket may hang. So its calls run in threads of their own (`BatchFolder.run`), and leave
+those that the rest of the scheduler needs.
 """
 
 import asyncio
 import logging
 import os
+import secrets
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, ParamSpec, TypeVar
 
-from isochrone.wire.errors import ApiError
+from isochrone.service.files import sync
+from isochrone.wire.errors import ApiError, ErrorCode
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +32,14 @@ be the database's disk. Each tenant has a limit of its own, but there may be any
 UNFINISHED: Final = ".part"
 UNFINISHED_S: Final = 86_400.0
 
+THREADS_MAX: Final = 16
+"""Further calls wait while so many hang."""
+
+RETRY_AFTER_S: Final = 60.0
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class BatchFolder:
     """Reads and writes files by id. Its methods block; those named `async` use a thread."""
@@ -34,6 +48,24 @@ class BatchFolder:
         """`free_bytes_min` of the disk are not for uploads."""
         self._folder = folder
         self._free_bytes_min = free_bytes_min
+        self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="files")
+
+    async def run(self, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Return what `call` returns in a thread for files.
+
+        Raises FileNotFoundError, and ApiError 503 if the disk fails.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._threads, lambda: call(*arguments, **named))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise ApiError(
+                ErrorCode.UNAVAILABLE,
+                f"cannot use the folder of files now: {error.strerror or error}",
+                retry_after_s=RETRY_AFTER_S,
+            ) from error
 
     def prepare(self) -> None:
         """Create the folder, and delete what a process left unfinished long ago.
@@ -53,13 +85,15 @@ class BatchFolder:
     @contextmanager
     def writing(self, file_id: str) -> Iterator[BinaryIO]:
         """Open a new file; at the end it is complete, and after an exception it is gone."""
-        part = self._folder / f"{file_id}{UNFINISHED}"
+        # Two schedulers may write the results of the same batch: one of them no longer acts.
+        part = self._folder / f"{file_id}.{secrets.token_hex(4)}{UNFINISHED}"
         try:
             with part.open("xb") as output:
                 yield output
                 output.flush()
                 os.fsync(output.fileno())
             part.rename(self._path(file_id))
+            sync(self._folder)
         finally:
             part.unlink(missing_ok=True)
 
@@ -67,9 +101,15 @@ class BatchFolder:
         """Open a file for reading. Raises FileNotFoundError."""
         return self._path(file_id).open("rb")
 
+    @contextmanager
+    def local(self, file_id: str) -> Iterator[BinaryIO]:
+        """Open a file that is read whole, more than once. Raises FileNotFoundError."""
+        with self.open(file_id) as source:
+            yield source
+
     async def read_parts(self, file_id: str, parts: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return parts of a file, each given by its offset and its length."""
-        return await asyncio.to_thread(self._read_parts, file_id, parts)
+        return await self.run(self._read_parts, file_id, parts)
 
     def _read_parts(self, file_id: str, parts: Sequence[tuple[int, int]]) -> list[bytes]:
         with self.open(file_id) as source:
@@ -77,7 +117,7 @@ class BatchFolder:
 
     async def delete(self, file_id: str) -> None:
         """Delete a file, if it is there."""
-        await asyncio.to_thread(self._path(file_id).unlink, missing_ok=True)
+        await self.run(self._path(file_id).unlink, missing_ok=True)
 
     async def discard(self, file_id: str) -> None:
         """Delete a file that nothing names, after a failure; log if that fails too."""

@@ -1,6 +1,5 @@
-"""Reads a batch's input file line by line, a part at a time, in a thread."""
+"""Reads a batch's input file line by line, a part at a time."""
 
-import asyncio
 from codecs import BOM_UTF8
 from collections.abc import Set
 from typing import BinaryIO, Final
@@ -36,11 +35,13 @@ class BatchInput:
         self._offset = 0
         self._line_in_file = 0
 
-    async def next_items(self) -> list[NewItem]:
-        """Return the items of the next part; none at the end."""
-        return await asyncio.to_thread(self._next_items)
+    @property
+    def bytes_read(self) -> int:
+        """How much of the file has been read."""
+        return self._offset
 
-    def _next_items(self) -> list[NewItem]:
+    def next_items(self) -> list[NewItem]:
+        """Return the items of the next part; none at the end. Blocks."""
         items: list[NewItem] = []
         begin = self._offset
         while len(items) < LINES_MAX and self._offset - begin < PART_BYTES_MAX:

@@ -142,6 +142,12 @@ async def find_adapter(
     return _adapter(row) if row else None
 
 
+async def has_adapter_file(connection: Connection, file_id: str) -> bool:
+    """Return whether an uploaded file is one of an adapter's."""
+    query = "SELECT EXISTS (SELECT FROM adapter WHERE files @> $1::jsonb)"
+    return bool(await connection.fetchval(query, as_json([{"file_id": file_id}])))
+
+
 async def set_files(
     connection: Connection, adapter: StoredAdapter, files: tuple[AdapterFile, ...], rank: int
 ) -> StoredAdapter:

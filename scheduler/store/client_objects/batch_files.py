@@ -1,7 +1,5 @@
 """The rows of files of the public API. Their contents lie in the batch folder."""
 
-from typing import Any
-
 import msgspec
 
 from scheduler.store.pool import Connection, as_struct
@@ -64,6 +62,12 @@ async def read_file(connection: Connection, tenant_id: str, file_id: str) -> Bat
     return as_struct(row, BatchFile) if row else None
 
 
+async def has_file(connection: Connection, file_id: str) -> bool:
+    """Return whether there is a row of a file."""
+    query = "SELECT EXISTS (SELECT FROM batch_file WHERE file_id = $1)"
+    return bool(await connection.fetchval(query, file_id))
+
+
 async def list_files(
     connection: Connection, tenant_id: str, *, purpose: str, after: str, limit: int, newest: bool
 ) -> list[BatchFile]:
@@ -104,24 +108,34 @@ async def delete_file(connection: Connection, tenant_id: str, file_id: str) -> b
     return bool(deleted)
 
 
-async def delete_expired_files(connection: Connection, limit: int) -> list[str]:
-    """Delete the rows of expired files that no open batch reads; return their ids."""
-    rows: list[Any] = await connection.fetch(
+async def delete_expired_file(connection: Connection, after: str) -> str | None:
+    """Delete the row of the first expired file after the id `after` that no open batch reads.
+
+    Return its id.
+    """
+    file_id: str | None = await connection.fetchval(
         """
         DELETE FROM batch_file WHERE file_id IN (
-            SELECT file_id FROM batch_file f WHERE expires_at < now() AND NOT EXISTS (
+            SELECT file_id FROM batch_file f
+            WHERE expires_at < now() AND file_id > $1 AND NOT EXISTS (
                 SELECT FROM batch b WHERE b.input_file_id = f.file_id
                     AND status IN ('validating', 'in_progress', 'finalizing', 'cancelling'))
-            LIMIT $1)
+            ORDER BY file_id LIMIT 1)
         RETURNING file_id
         """,
-        limit,
+        after,
     )
-    return [row["file_id"] for row in rows]
+    return file_id
 
 
 async def stored_bytes(connection: Connection, tenant_id: str) -> int:
-    """Return the size of all files of a tenant."""
+    """Return the size of all files of a tenant.
+
+    Other transactions that ask for the same tenant wait until this one ends.
+    """
+    await connection.execute(
+        "SELECT pg_advisory_xact_lock(hashtextextended('files ' || $1, 0))", tenant_id
+    )
     size = await connection.fetchval(
         "SELECT coalesce(sum(size_bytes), 0) FROM batch_file WHERE tenant_id = $1", tenant_id
     )

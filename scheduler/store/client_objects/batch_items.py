@@ -1,6 +1,7 @@
 """The rows of batch items: leased by routers, and answered once."""
 
 from collections.abc import AsyncIterator, Sequence
+from itertools import accumulate
 from typing import Final
 
 import msgspec
@@ -201,16 +202,24 @@ async def leased_by_tenant(connection: Connection) -> dict[str, int]:
 
 
 async def lease_items(
-    connection: Connection, batch_id: str, *, count: int, lease_id: str, lease_s: float
+    connection: Connection,
+    batch_id: str,
+    *,
+    count: int,
+    bytes_max: int,
+    lease_id: str,
+    lease_s: float,
 ) -> list[LeasedLine]:
-    """Lease up to `count` items of a batch that no router holds."""
-    rows = await connection.fetch(
+    """Lease up to `count` items of a batch that no router holds, of `bytes_max` bytes in total."""
+    free = await connection.fetch(
         "SELECT line, byte_offset, byte_length FROM batch_item"
         " WHERE batch_id = $1 AND NOT is_done AND available_at <= now()"
         " ORDER BY available_at, line LIMIT $2 FOR UPDATE SKIP LOCKED",
         batch_id,
         count,
     )
+    sizes = accumulate(row["byte_length"] for row in free)
+    rows = [row for row, size in zip(free, sizes, strict=True) if size <= bytes_max]
     await connection.execute(
         f"""
         UPDATE batch_item i SET lease_id = $3, available_at = now() + $4 * interval '1 second'

@@ -143,6 +143,26 @@ async def unanswered_items(connection: Connection, tenant_id: str) -> int:
     return int(count)
 
 
+async def full_tenants(connection: Connection, items_max: int) -> set[str]:
+    """Return the tenants whose batches have `items_max` items or more in the database.
+
+    Items stay there for a while after the end of their batch.
+    """
+    rows = await connection.fetch(
+        """
+        SELECT tenant_id FROM (
+            SELECT tenant_id, total FROM batch WHERE status = ANY($1)
+            UNION ALL
+            SELECT tenant_id, total FROM batch WHERE has_items
+                AND status IN ('completed', 'failed', 'expired', 'cancelled')) with_items
+        GROUP BY tenant_id HAVING sum(total) >= $2
+        """,
+        OPEN,
+        items_max,
+    )
+    return {row["tenant_id"] for row in rows}
+
+
 async def cancel_batch(connection: Connection, batch_id: str) -> None:
     """Let a batch begin no further items."""
     await connection.execute(
@@ -181,14 +201,17 @@ async def fail_batch(
     )
 
 
-async def begin_finalizing(connection: Connection, batch_id: str) -> bool:
-    """Accept no further results of a batch; return False if it is not open."""
-    changed = await connection.execute(
-        "UPDATE batch SET status = 'finalizing', finalizing_at = now()"
-        " WHERE batch_id = $1 AND status IN ('in_progress', 'cancelling')",
+async def begin_finalizing(connection: Connection, batch_id: str) -> StoredBatch | None:
+    """Accept no further results of a batch, and return it; None if it is not open.
+
+    From then on it does not change until it ends.
+    """
+    row = await connection.fetchrow(
+        "UPDATE batch SET status = 'finalizing', finalizing_at = now()"  # noqa: S608 - a constant
+        f" WHERE batch_id = $1 AND status IN ('in_progress', 'cancelling') RETURNING {_COLUMNS}",
         batch_id,
     )
-    return affected_rows(changed) > 0
+    return _batch(row) if row else None
 
 
 async def end_batch(

@@ -103,8 +103,15 @@ async def files_are_written_read_and_deleted(store: BatchFolder) -> None:
             output.write(b"half")
             raise ZeroDivisionError
 
+    def read_twice() -> None:
+        with store.local("file-1") as local:
+            assert local.read(len(line)) == line
+            local.seek(0)
+            assert sum(1 for found in local if found == line) == count
+
     await asyncio.to_thread(write)
     assert await asyncio.to_thread(read) == count
+    await asyncio.to_thread(read_twice)
     assert await store.read_parts("file-1", [(1020, 6), (0, 2)]) == [b"xxx\nxx", b"xx"]
     await store.delete("file-1")
     await store.delete("file-1")

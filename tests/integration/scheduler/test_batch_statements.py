@@ -43,7 +43,9 @@ Act = Callable[[Connection, list[ItemRef]], Awaitable[object]]
 
 
 async def lease(connection: Connection, refs: list[ItemRef]) -> None:
-    leased = await lease_items(connection, "new", count=HELD, lease_id="other", lease_s=60.0)
+    leased = await lease_items(
+        connection, "new", count=HELD, bytes_max=1 << 30, lease_id="other", lease_s=60.0
+    )
     assert len(leased) == HELD
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +12,14 @@ from typing import BinaryIO
 import pytest
 
 from isochrone.wire.admin import LimitsBody
+from isochrone.wire.errors import ApiError
 from isochrone.wire.peers.batches import ItemResult
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.batch_shares import WaitingBatch
 from scheduler.loops.advance_batches import ANALYZED_MIN, AdvanceBatches
 from scheduler.state.files.batch_folder import BatchFolder
 from scheduler.store.accounts import tenant_budgets
+from scheduler.store.client_objects.batch_files import add_file
 from scheduler.store.client_objects.batch_items import (
     NewItem,
     add_items,
@@ -43,6 +46,7 @@ from tests.system.harness import until
 __all__ = ["with_key"]
 
 MODEL = a_deployment().name
+LIMITS = BatchLimits(tenant_items_max=3_000)
 
 
 class SlowFolder(BatchFolder):
@@ -69,30 +73,42 @@ class Turns:
         self.pool = pool
         self.folder = folder
         self.nudges = 0
+        self.skipped_s = 0.0
         self.lease = SimpleNamespace(is_acting=True)
         self.job = AdvanceBatches(
             pool=pool,
             lease=self.lease,  # type: ignore[arg-type]
             folder=folder,
-            limits=BatchLimits(),
+            limits=LIMITS,
             nudge=self._nudge,
+            unix_clock=lambda: time.time() + self.skipped_s,
         )
 
     def _nudge(self) -> None:
         self.nudges += 1
 
-    async def begin(self, name: str, tenant_id: str = "acme", *, writes: bool = True) -> None:
-        """Create a batch, of one item if its file is not written before."""
+    async def begin(self, name: str, tenant_id: str = "acme", *, lines: int = 1) -> None:
+        """Create a batch of some items."""
         body = {"model": MODEL, "messages": []}
-        line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+        items = [json.dumps({**line, "custom_id": str(number)}) for number in range(lines)]
+        text = "\n".join(items).encode()
 
         def write() -> None:
             with self.folder.writing(name) as output:
-                output.write(json.dumps(line).encode())
+                output.write(text)
 
-        if writes:
-            await asyncio.to_thread(write)
+        await asyncio.to_thread(write)
         async with transaction(self.pool) as connection:
+            await add_file(
+                connection,
+                file_id=name,
+                tenant_id=tenant_id,
+                purpose="batch",
+                filename=name,
+                size_bytes=len(text),
+                expires_after_s=None,
+            )
             await add_batch(
                 connection,
                 batch_id=name,
@@ -145,7 +161,6 @@ async def test_batches_begin_while_a_large_one_is_read(turns: Turns) -> None:
     assert turns.nudges, "the end of a step asks for the next turn"
     turns.folder.may_read.set()
     await turns.until_begun("large-1")
-    assert turns.folder.opened.count("large-1") == 2, "to count its lines, and to read them"
 
 
 async def test_a_step_ends_with_the_lease_and_is_repeated(turns: Turns) -> None:
@@ -169,7 +184,7 @@ async def test_a_batch_that_cannot_be_read_delays_no_other(turns: Turns) -> None
     while (await turns.statuses())["small-1"] != "in_progress":
         try:
             await turns.job.run_once()
-        except OSError:
+        except ApiError:
             failures += 1
     assert failures, "its failure is reported"
 
@@ -253,7 +268,7 @@ async def test_an_item_that_fails_waits_longer_each_time(turns: Turns) -> None:
         async with transaction(turns.pool) as connection:
             await connection.execute("UPDATE batch_item SET available_at = now()")
             (leased,) = await lease_items(
-                connection, "batch", count=1, lease_id="lease", lease_s=60.0
+                connection, "batch", count=1, bytes_max=1 << 20, lease_id="lease", lease_s=60.0
             )
             result = ItemResult(ref=leased.ref, retry_after_s=1.0, counts_as_attempt=counts)
             await store_results(connection, [result])
@@ -269,16 +284,7 @@ async def test_an_item_that_fails_waits_longer_each_time(turns: Turns) -> None:
 
 
 async def test_the_database_knows_of_a_large_batch_once_it_is_in_progress(turns: Turns) -> None:
-    body = {"model": MODEL, "messages": []}
-    line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
-    lines = [json.dumps({**line, "custom_id": f"{number}"}) for number in range(ANALYZED_MIN)]
-
-    def write() -> None:
-        with turns.folder.writing("many") as output:
-            output.write("\n".join(lines).encode())
-
-    await asyncio.to_thread(write)
-    await turns.begin("many", writes=False)
+    await turns.begin("many", lines=ANALYZED_MIN)
     await turns.until_begun("many")
     async with using(turns.pool) as connection:
         rows = await connection.fetchval(

@@ -1,14 +1,17 @@
 """Background responses that fail are tried again, later each time."""
 
+import msgspec
+
 from isochrone.wire.ids import TenantId
-from isochrone.wire.peers.responses import BeginResponse, FinishResponse
+from isochrone.wire.peers.responses import BeginResponse, FinishResponse, LeaseResponses
+from scheduler.api.client_objects.responses import ResponseWork
 from scheduler.decide.response_limits import ResponseLimits
 from scheduler.store.client_objects.responses import (
     add_response,
     lease_responses,
     postpone_response,
 )
-from scheduler.store.pool import Pool, transaction
+from scheduler.store.pool import Pool, transaction, using
 from tests.integration.scheduler.test_quotas import KEY, with_key
 
 __all__ = ["with_key"]
@@ -43,3 +46,25 @@ async def test_a_response_that_fails_waits_longer_each_time(with_key: Pool) -> N
     waits = [await fail(), await fail(), await fail(counts=False), await fail(), await fail()]
     assert waits == [(1.0, True), (4.0, True), (1.0, True), (16.0, True), (64.0, True)]
     assert (await fail())[1] is False
+
+
+async def test_a_lease_says_whether_the_key_of_its_response_is_valid(with_key: Pool) -> None:
+    work = ResponseWork(with_key, ResponseLimits())
+
+    async def is_valid(response_id: str) -> bool:
+        begun = BeginResponse(
+            response_id=response_id,
+            tenant_id=TenantId("acme"),
+            key_id=KEY,
+            body=b"{}",
+            input_items=b"[]",
+            run=b"{}",
+        )
+        await work.begin(msgspec.msgpack.encode(begun))
+        (leased,) = (await work.lease(msgspec.msgpack.encode(LeaseResponses(wanted=9)))).responses
+        return leased.is_key_valid
+
+    assert await is_valid("resp_1")
+    async with using(with_key) as connection:
+        await connection.execute("UPDATE api_key SET revoked_at = now()")
+    assert not await is_valid("resp_2")

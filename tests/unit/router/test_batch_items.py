@@ -1,16 +1,31 @@
 """What becomes of an item of a batch that is not answered."""
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import msgspec
 import pytest
 
 from isochrone.wire.client_keys.key_table import KeyTable
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import BootId, KeyId, TenantId
-from isochrone.wire.peers.batches import ItemRef, ItemResult, LeasedItem
+from isochrone.wire.peers.batches import ItemRef, ItemResult, LeasedItem, LeasedItems
+from isochrone.wire.peers.responses import (
+    FinishResponse,
+    LeasedResponse,
+    LeasedResponses,
+    LeaseResponses,
+    ResponseRef,
+)
 from router.apis.batches.answer import ItemAnswerer, later_attempt
 from router.apis.request_ids import RequestIds
+from router.apis.responses.background import BackgroundAnswerer
+from router.apis.responses.stored import BackgroundRun
+from router.batch_client import BatchAccess
 from router.decide.attempt import NoNodeReached
+from router.loops.answer_batches import HOLDS_MAX, AnswerBatches, DeploymentWork
+from router.loops.answer_responses import AnswerResponses
 
 
 def not_read(*given: Any) -> NoReturn:
@@ -46,6 +61,88 @@ async def test_an_item_waits_until_its_router_knows_its_key() -> None:
     assert (waits.retry_after_s, waits.counts_as_attempt) == (5.0, False)
     ends = await answer(is_key_valid=False)
     assert (ends.status_code, ends.retry_after_s) == (401, 0.0)
+
+
+async def end_in_background(*, is_key_valid: bool) -> FinishResponse:
+    """Return how a background response ends whose key the router does not know."""
+    answerer = BackgroundAnswerer(
+        openai=SimpleNamespace(unix_clock=lambda: 0.0),  # type: ignore[arg-type]
+        serve=not_read,
+        keys=lambda: KeyTable.of([]),
+        request_ids=RequestIds(BootId("boot")),
+        clock=lambda: 0.0,
+    )
+    leased = LeasedResponse(
+        ref=ResponseRef("resp", "lease"),
+        tenant_id=TenantId("acme"),
+        key_id=KeyId("k"),
+        body=b"{}",
+        context_items=b"[]",
+        run=msgspec.msgpack.encode(BackgroundRun(b"{}", {})),
+        is_key_valid=is_key_valid,
+    )
+    return await answerer.answer(leased)
+
+
+async def test_a_background_response_waits_until_its_router_knows_its_key() -> None:
+    waits = await end_in_background(is_key_valid=True)
+    assert (waits.status, waits.retry_after_s, waits.counts_as_attempt) == ("", 5.0, False)
+    assert (await end_in_background(is_key_valid=False)).status == "failed"
+
+
+class Renewals:
+    """A client of a scheduler that notes what routers hold and want."""
+
+    def __init__(self) -> None:
+        self.access = BatchAccess("http://scheduler", "token")
+        self.is_connected = True
+        self.messages: list[Any] = []
+
+    async def post(self, _: str, message: Any) -> bytes:
+        self.messages.append(message)
+        return msgspec.msgpack.encode(LeasedItems())
+
+    async def lease(self, message: LeaseResponses) -> LeasedResponses:
+        self.messages.append(message)
+        return LeasedResponses()
+
+
+async def test_all_leases_of_items_are_renewed() -> None:
+    """Beyond the limit of one message, items were leased to other routers and answered again."""
+    client = Renewals()
+    directory = SimpleNamespace(deployments=[], deployment=lambda _: None)
+    job = AnswerBatches(
+        client=client,  # type: ignore[arg-type]
+        fleet=SimpleNamespace(directory=directory, clock=lambda: 0.0),  # type: ignore[arg-type]
+        answer=not_read,
+        is_busy=lambda: True,
+        per_replica_max=None,
+    )
+    refs = {ItemRef("batch", line, "lease") for line in range(2 * HOLDS_MAX + 1)}
+    pending = asyncio.create_task(asyncio.Event().wait())
+    work = job._work.setdefault("tiny", DeploymentWork())
+    work.running.update(dict.fromkeys(refs, pending))  # type: ignore[arg-type]
+    await job.run_once()
+    pending.cancel()
+    held = [ref for message in client.messages for ref in message.holds]
+    assert (len(held), set(held)) == (len(refs), refs)
+    assert max(len(message.holds) for message in client.messages) == HOLDS_MAX
+
+
+async def test_a_router_without_a_table_leases_no_background_responses() -> None:
+    """It knows no model, so each would fail for good."""
+    client, tables = Renewals(), [False, True]
+    job = AnswerResponses(
+        client=client,  # type: ignore[arg-type]
+        answer=not_read,
+        open_refs={ResponseRef("resp", "lease")},
+        running_max=8,
+        has_table=lambda: tables.pop(0),
+        clock=lambda: 0.0,
+    )
+    await job.run_once()
+    await job.run_once()
+    assert [(message.wanted, len(message.holds)) for message in client.messages] == [(0, 1), (8, 1)]
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,8 @@ def a_line(**fields: Any) -> bytes:
         (b'{"custom_id": 3}', "invalid_json_line"),
         (b"\xff\xfe", "invalid_json_line"),
         (b"[" * 100_000, "invalid_json_line"),
+        (a_line(custom_id="a\0"), "invalid_custom_id"),
+        (a_line(custom_id="a" * 513), "invalid_custom_id"),
         (a_line(method="GET"), "invalid_method"),
         (a_line(url="/v1/embeddings"), "invalid_url"),
         (a_line(body={}), "model_not_found"),
@@ -112,7 +114,7 @@ async def test_an_input_is_read_in_parts_with_the_place_of_each_line() -> None:
     whole = b"\r\n\n".join(texts)
     lines = BatchInput(io.BytesIO(whole), CHAT, KNOWN)
     items = []
-    while part := await lines.next_items():
+    while part := lines.next_items():
         items += part
     assert [item.line for item in items] == list(range(1, 12_001))
     assert items[7].error_code == "request_too_large"
@@ -127,7 +129,7 @@ async def test_an_input_is_read_in_parts_with_the_place_of_each_line() -> None:
 
 async def test_a_line_that_cannot_be_read_is_named_by_its_number() -> None:
     text = b"\n".join([a_line(), b"", b"this is not JSON", a_line(custom_id="b", method="GET")])
-    items = await BatchInput(io.BytesIO(text), CHAT, KNOWN).next_items()
+    items = BatchInput(io.BytesIO(text), CHAT, KNOWN).next_items()
     assert [item.line for item in items] == [1, 2, 3]
     assert items[1].error_code == "invalid_json_line"
     assert items[1].message.endswith("(line 3 of the file)")
@@ -136,7 +138,7 @@ async def test_a_line_that_cannot_be_read_is_named_by_its_number() -> None:
 
 async def test_an_input_may_begin_with_a_byte_order_mark() -> None:
     text = BOM_UTF8 + a_line(custom_id="a") + b"\n" + a_line(custom_id="b")
-    items = await BatchInput(io.BytesIO(text), CHAT, KNOWN).next_items()
+    items = BatchInput(io.BytesIO(text), CHAT, KNOWN).next_items()
     assert [(item.custom_id, item.error_code) for item in items] == [("a", ""), ("b", "")]
     first = items[0]
     place = slice(first.byte_offset, first.byte_offset + first.byte_length)

@@ -1,16 +1,25 @@
-"""Uploads to a disk that is almost full, or full."""
+"""Uploads and downloads: disks that are full, fail or hang, and clients that leave."""
 
+import asyncio
+import os
+import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 
+from isochrone.service.network.http_server import error_middleware, json_error
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.api.client_objects import uploads
+from scheduler.api.client_objects.downloads import send_file
 from scheduler.api.client_objects.uploads import write_upload
-from scheduler.state.files.batch_folder import BatchFolder
+from scheduler.state.files.batch_folder import CHUNK_BYTES, BatchFolder
 
 BYTES_MAX = 1 << 20
 
@@ -60,3 +69,99 @@ async def test_uploads_leave_room_on_the_disk(
 
 async def test_a_full_disk_is_named_as_the_reason(tmp_path: Path) -> None:
     assert "No space left on device" in await refusal(FullDisk(tmp_path), Sender(1))
+
+
+async def test_a_folder_that_hangs_takes_no_threads_of_others(tmp_path: Path) -> None:
+    folder, may_end = BatchFolder(tmp_path), threading.Event()
+    hanging = [asyncio.create_task(folder.run(may_end.wait)) for _ in range(40)]
+    await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(20):
+            assert await asyncio.to_thread(lambda: 1) == 1
+    finally:
+        may_end.set()
+        await asyncio.wait(hanging)
+
+
+class LateDisk(BatchFolder):
+    """The end of a file takes until `may_end`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.may_end, self.is_ending = threading.Event(), threading.Event()
+
+    @contextmanager
+    def writing(self, file_id: str) -> Iterator[BinaryIO]:
+        with super().writing(file_id) as output:
+            yield output
+            self.is_ending.set()
+            self.may_end.wait(20)
+
+
+async def test_an_upload_whose_client_leaves_at_its_end_leaves_no_file(tmp_path: Path) -> None:
+    """The thread that ends a file goes on: the file appeared after it had been discarded."""
+    disk = LateDisk(tmp_path)
+    upload = asyncio.create_task(
+        write_upload(disk, "file-1", Sender(3).read_chunk, bytes_max=BYTES_MAX)
+    )
+    assert await asyncio.to_thread(disk.is_ending.wait, 20)
+    upload.cancel()
+    await asyncio.sleep(0)
+    disk.may_end.set()
+    await asyncio.wait([upload])
+    assert upload.cancelled()
+    await disk.run(lambda: None)
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_complete_file_survives_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name must be on disk, not only its contents, before its row is in the database."""
+    synced: list[tuple[bool, bool]] = []
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        synced.append((is_folder, (tmp_path / "file-1").exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    await write_upload(BatchFolder(tmp_path), "file-1", Sender(3).read_chunk, bytes_max=BYTES_MAX)
+    assert synced == [(False, False), (True, True)]
+
+
+@pytest.mark.parametrize("fault", ["it is short", "the disk fails"])
+async def test_a_download_that_cannot_go_on_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """An error in the middle of a body was sent as a part of it, and then the reader waited."""
+    folder, size = BatchFolder(tmp_path), 3 * CHUNK_BYTES
+    (tmp_path / "file-1").write_bytes(bytes(size if fault == "the disk fails" else size - 1))
+    run, reads = folder.run, 0
+
+    async def run_until_it_fails(call: Any, *arguments: Any, **named: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        if fault == "the disk fails" and reads == 4:
+            raise ApiError(ErrorCode.UNAVAILABLE, "cannot use the bucket")
+        return await run(call, *arguments, **named)
+
+    monkeypatch.setattr(folder, "run", run_until_it_fails)
+
+    async def send(request: web.Request) -> web.StreamResponse:
+        return await send_file(request, folder, "file-1", web.StreamResponse(), first=0, count=size)
+
+    app = web.Application(middlewares=[error_middleware(json_error)])
+    app.router.add_get("/", send)
+    received = bytearray()
+    async with (
+        TestClient(TestServer(app)) as client,
+        asyncio.timeout(20),
+        client.get("/") as response,
+    ):
+        assert response.status == 200
+        with pytest.raises((aiohttp.ClientError, ConnectionError)):
+            async for chunk in response.content.iter_any():
+                received += chunk
+    assert not received.strip(b"\0"), "no error is within the contents"

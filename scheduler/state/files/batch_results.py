@@ -1,0 +1,111 @@
+"""Writes the output file and the error file of a batch."""
+
+import hashlib
+import sys
+from contextlib import ExitStack
+from typing import BinaryIO, Final, NamedTuple
+
+from scheduler.decide.batch_lines import error_line, result_line
+from scheduler.state.files.batch_folder import BatchFolder
+from scheduler.store.client_objects.batch_items import AnsweredItem, each_item
+from scheduler.store.client_objects.batches import StoredBatch
+from scheduler.store.pool import Pool, transaction
+
+BUFFER_BYTES: Final = 1024 * 1024
+KINDS: Final = ("output", "error")
+UNANSWERED: Final = {
+    "expired": ("batch_expired", "the batch expired before this request was answered"),
+    "cancelled": ("batch_cancelled", "the batch was cancelled before this request was answered"),
+}
+"""The error of an item without an answer, by the end of its batch."""
+
+
+class ResultFile(NamedTuple):
+    """A file of results that is complete."""
+
+    file_id: str
+    name: str
+    size_bytes: int
+
+
+class _OpenFile:
+    """A file of results that is being written, with a buffer."""
+
+    def __init__(self, folder: BatchFolder, output: BinaryIO) -> None:
+        self.size_bytes = 0
+        self._folder = folder
+        self._output = output
+        self._buffer: list[bytes] = []
+        self._buffered_bytes = 0
+
+    async def write(self, line: bytes) -> None:
+        """Write a line, when enough of them are buffered."""
+        self._buffer.append(line)
+        self._buffered_bytes += len(line)
+        if self._buffered_bytes >= BUFFER_BYTES:
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Write what is buffered."""
+        text, self._buffer = b"".join(self._buffer), []
+        self.size_bytes += len(text)
+        self._buffered_bytes = 0
+        await self._folder.run(self._output.write, text)
+
+
+def end_status(batch: StoredBatch) -> str:
+    """Return how a batch that is finalizing ends."""
+    if batch.cancelling_at:
+        return "cancelled"
+    return "expired" if batch.unanswered else "completed"
+
+
+async def write_results(pool: Pool, folder: BatchFolder, batch: StoredBatch) -> list[ResultFile]:
+    """Write the output file and the error file of a batch that is finalizing.
+
+    Such a batch does not change, so a repeated call writes the same files under the same ids: it
+    replaces what an earlier one has left, and takes nothing from one that has succeeded. The files
+    are complete after the transaction: an upload to a bucket may take longer than a transaction
+    may wait.
+    """
+    file_ids = [_file_id(batch.batch_id, kind) for kind in KINDS]
+    results: list[_OpenFile] = []
+    files = ExitStack()
+    try:
+        async with transaction(pool) as connection:
+            for file_id in file_ids:
+                output = files.enter_context(folder.writing(file_id))
+                results.append(_OpenFile(folder, output))
+            async for item in each_item(connection, batch.batch_id):
+                await results[item.is_error].write(_line_of(batch, item))
+            for result in results:
+                await result.flush()
+    except BaseException:
+        files.__exit__(*sys.exc_info())
+        raise
+    await folder.run(files.close)
+    return [
+        ResultFile(file_id, f"{batch.batch_id}_{kind}.jsonl", result.size_bytes)
+        for file_id, kind, result in zip(file_ids, KINDS, results, strict=True)
+    ]
+
+
+def _file_id(batch_id: str, kind: str) -> str:
+    return f"file-{hashlib.sha256(f'{batch_id} {kind}'.encode()).hexdigest()[:24]}"
+
+
+def _line_of(batch: StoredBatch, item: AnsweredItem) -> bytes:
+    """Return the line of an item in the output or error file."""
+    item_id = f"batch_req_{batch.batch_id.removeprefix('batch_')}_{item.line}"
+    if item.is_done and not item.error_code:
+        return result_line(
+            item_id=item_id,
+            custom_id=item.custom_id,
+            status_code=item.status_code,
+            request_id=item.request_id,
+            body=item.result,
+        )
+    code, message = item.error_code, item.result.decode(errors="replace")
+    if not item.is_done:
+        code, message = UNANSWERED.get(end_status(batch), UNANSWERED["expired"])
+    return error_line(item_id=item_id, custom_id=item.custom_id, code=code, message=message)
