@@ -1,6 +1,6 @@
 """Print the CPU time of the longest step in which a router follows each change of its table.
 
-    python -m ops.follower.table_steps [--replicas N] [--keys N]
+    python -m ops.bench.table_steps [--replicas N] [--keys N]
 
 Requests have their turn between two steps. The table follower, with its real fleet state, runs
 without an event loop: each of its coroutines is resumed step by step, and the CPU time of each step
@@ -29,7 +29,7 @@ from isochrone.wire.peers.routes import (
     apply_delta,
     diff,
 )
-from ops.follower.large_table import CLUSTER, POPS, make_key, make_table
+from ops.bench.large_table import CLUSTER, POPS, make_key, make_table
 from router.build import is_compiled
 from router.decide.admission.limits import KeyLimiter
 from router.fleet_state import FleetState
