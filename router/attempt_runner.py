@@ -86,7 +86,7 @@ class AttemptRunner:
             adapter_ms = routing.adapters.load_ms(request.adapter.size_mib)
             adapter_mask = routing.adapters.mask(adapter_id, routing.replicas.slots)
             if not adapter_mask:
-                # No replica has it: all of its requests choose the same of equal replicas.
+                # No replica has it: among equal replicas, all of its requests choose the same one.
                 subject = adapter_id
         query = RouteQuery(
             subject,
@@ -156,7 +156,7 @@ class AttemptRunner:
         if not request.is_stream:
             timeout_s += context.expected.output * self._config.token_timeout_s
         is_resumption = stream.generated.tokens > 0
-        # A suspect must lose one engine at most, so it is not handed on. A request with an adapter
+        # A suspect must lose one engine at most, so it is not handed off. A request with an adapter
         # stays where that is loaded.
         stays = is_resumption or context.is_suspect or request.adapter is not None
         peers = [] if stays else handoff_peers(routes, target)
@@ -409,7 +409,7 @@ class AttemptRunner:
             self._metrics.ejections.labels(cause).inc()
 
     def forget_prefix(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
-        """Note that the replica did not read the prompt, so that nothing of it is cached there."""
+        """Note that the replica did not read the prompt, so it has not cached any of it."""
         self._feedback.undo_sent(
             attempt.ranked.route, attempt.sent_prompt, context.request.prefix_keys
         )

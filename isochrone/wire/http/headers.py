@@ -60,7 +60,7 @@ ROUTER: Final = "x-isochrone-router"
 routers from its own."""
 
 PREEMPTIONS: Final = "x-isochrone-preemptions"
-"""The request is an item of a batch, which was preempted so many times. A node may preempt it."""
+"""The request is an item of a batch that was preempted this many times. A node may preempt it."""
 
 QUEUE_TOKENS_MAX: Final = "x-isochrone-queue-tokens-max"
 """The longest queue, in pending prefill tokens, that the router accepts at the replica."""

@@ -38,7 +38,7 @@ async def create_adapter(request: AdminRequest) -> AdapterView:
     """Describe an adapter of a tenant for the model of a deployment; its files follow."""
     body: NewAdapterBody = request.body
     if not body.public:
-        # No request could use a private adapter of another.
+        # No request could use a private adapter of such a tenant.
         await require_tenant(request, body.tenant_id, "cannot add an adapter of")
     found = await find_deployment(request.connection, body.model)
     model = found.name if found is not None else body.model

@@ -53,7 +53,7 @@ INTERVAL_OPTION: Final = "interval_ms"
 """The embedded engine's limit of a step that reads prompts while answers are generated."""
 
 SLOTS_MAX: Final = 32
-"""The most sequences of an engine in which each has a part of the KV cache of its own."""
+"""The most sequences of an engine that gives each sequence a part of the KV cache."""
 
 WAITING_PER_SEQUENCE: Final = 4
 """How many requests may wait in an engine that is fair between tenants, per sequence."""

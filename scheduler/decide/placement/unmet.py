@@ -38,7 +38,7 @@ NODES_SHOWN_MAX = 6
 """How many nodes' refusals one message lists."""
 
 NODES_COMPARED_MAX = 256
-"""Among how many nodes the one is found that lacks least memory."""
+"""How many nodes are compared to find the one that lacks the least memory."""
 
 UNSERVED_SHARE = 0.02
 """Less unserved load than this share is not reported."""
