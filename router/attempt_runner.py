@@ -307,10 +307,10 @@ class AttemptRunner:
         answered_by = head.handed_off_to or attempt.target.route.replica_id
         self._move_to(context, attempt, routes, answered_by)
         attempt.end_prefill()
-        ranked, held, adapter = attempt.ranked, attempt.reservation, context.request.adapter
-        assert held is not None
+        ranked, reservation, adapter = attempt.ranked, attempt.reservation, context.request.adapter
+        assert reservation is not None
         route, group = ranked.route, context.request_group
-        self._feedback.record_answer_head(route, head.load, head.refusal, held, group)
+        self._feedback.record_answer_head(route, head.load, head.refusal, reservation, group)
         has_waited = adapter is not None and self._learn_adapter(context, route, adapter, head)
         check_status(route.node_id, head)
         if head.status == 200 and not exchange.is_stream:
@@ -329,7 +329,7 @@ class AttemptRunner:
             times.tokens_before = context.stream.generated.tokens
             # The time to load an adapter says nothing about the replica's speed.
             if attempt.prefill_id is None and not has_waited:
-                self._feedback.record_first_token(ranked, times.attempt_ttft_ms, held)
+                self._feedback.record_first_token(ranked, times.attempt_ttft_ms, reservation)
             if times.first_token_at_s is None:
                 times.first_token_at_s = now_s
 

@@ -127,7 +127,7 @@ class Seats:
         is_protected = self._seats_max and may_begin and self._item_pace.may_preempt()
         if request.yields or not is_protected:
             return None
-        items = [one.item for one in self._yielding if one.item and not one.has_started]
+        items = [other.item for other in self._yielding if other.item and not other.has_started]
         endable = [item for item in items if item.can_be_preempted]
         return max(endable, key=lambda item: item.began_s, default=None)
 
@@ -135,7 +135,9 @@ class Seats:
         """Return the item whose seat a client's waiting request takes, None if it must wait."""
         if request.is_seated or request.yields or not self._may_start(request.tenant, now_s):
             return None
-        items = in_order_of_preemption([one.item for one in self._yielding if one.item is not None])
+        items = in_order_of_preemption(
+            [other.item for other in self._yielding if other.item is not None]
+        )
         return items[0] if items else None
 
     def record_start(self, request: SeatRequest, now_s: float) -> list[SeatRequest]:
@@ -234,7 +236,7 @@ class Seats:
     def _has_seat_for(self, request: SeatRequest) -> bool:
         taken = self._taken.total()
         if request.stays:
-            taken_for_good = taken - sum(not one.stays for one in self._yielding)
+            taken_for_good = taken - sum(not other.stays for other in self._yielding)
             if taken_for_good >= self._staying_max:
                 return False
         has_spare = not (request.yields or self._taken[request.tenant])

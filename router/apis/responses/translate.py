@@ -181,8 +181,12 @@ class ResponsesRequest(RefusedOpenAiFields, frozen=True, kw_only=True, forbid_un
     @property
     def conversation_id(self) -> str:
         """The id of the conversation that is continued; "" without one."""
-        given = self.conversation
-        return given.id if isinstance(given, ConversationReference) else given or ""
+        conversation = self.conversation
+        return (
+            conversation.id
+            if isinstance(conversation, ConversationReference)
+            else conversation or ""
+        )
 
 
 RESPONSES_REQUEST: Final = msgspec.json.Decoder(ResponsesRequest)

@@ -129,7 +129,10 @@ async def _view(request: AdminRequest, adapter: StoredAdapter) -> AdapterView:
 async def _views(request: AdminRequest, adapters: Sequence[StoredAdapter]) -> list[AdapterView]:
     digests = [adapter.digest for adapter in adapters if adapter.digest]
     nodes = await store.nodes_with(request.connection, digests, NODES_SHOWN) if digests else {}
-    return [_with_nodes(one, nodes.get(one.digest or "", AdapterNodes(0, ()))) for one in adapters]
+    return [
+        _with_nodes(listed, nodes.get(listed.digest or "", AdapterNodes(0, ())))
+        for listed in adapters
+    ]
 
 
 def _with_nodes(adapter: StoredAdapter, nodes: AdapterNodes) -> AdapterView:

@@ -234,5 +234,5 @@ def _kv_parts(engine: EngineSettings, model: CatalogModel) -> float:
 
 
 def _given_sequences(engine: EngineSettings, sizes: ReplicaSizes) -> int:
-    given = engine.options.get(capabilities_of(engine.driver).sequences_option, "")
-    return int(given) if given.isascii() and given.isdigit() else sizes.sequences
+    option = engine.options.get(capabilities_of(engine.driver).sequences_option, "")
+    return int(option) if option.isascii() and option.isdigit() else sizes.sequences

@@ -198,15 +198,15 @@ def role_change(
     counts = RoleCounts(
         unified=roles[Role.UNIFIED], prefill=roles[Role.PREFILL], decode=roles[Role.DECODE]
     )
-    wanted = prefill_wanted(policy, mix, counts)
-    if wanted == counts.prefill:
+    prefill = prefill_wanted(policy, mix, counts)
+    if prefill == counts.prefill:
         return None
-    is_more = wanted > counts.prefill
-    to = Role.PREFILL if is_more else Role.DECODE if wanted else Role.UNIFIED
+    is_more = prefill > counts.prefill
+    to = Role.PREFILL if is_more else Role.DECODE if prefill else Role.UNIFIED
     # The newest first: the oldest generating replica has the most sessions.
     for replica in sorted(replicas, key=lambda replica: (replica.age_s, replica.replica_id)):
         if (replica.role is Role.PREFILL) != is_more and may_have(replica.replica_id, to):
-            reason = f"{wanted} of {counts.total} replicas should prefill, {counts.prefill} do"
+            reason = f"{prefill} of {counts.total} replicas should prefill, {counts.prefill} do"
             return RoleChange(replica.replica_id, to, reason)
     return None
 
@@ -219,9 +219,9 @@ def next_role(share: float, counts: RoleCounts) -> Role:
     if share <= 0 or not counts.total:
         return Role.UNIFIED
     total = counts.total + 1
-    wanted = min(max(1, round(share * total)), total - 1)
+    prefill = min(max(1, round(share * total)), total - 1)
     generating = counts.unified + counts.decode
-    return Role.PREFILL if counts.prefill < wanted and generating else Role.DECODE
+    return Role.PREFILL if counts.prefill < prefill and generating else Role.DECODE
 
 
 def _is_known(mix: TokenMix) -> bool:

@@ -212,7 +212,7 @@ class LayoutChoice:
 
     def _free_shares(self) -> Floats:
         """Return the share of each resource that all chosen layouts leave free."""
-        used = [each.used(self._chosen[at]) for at, each in enumerate(self._layouts)]
+        used = [each.used(self._chosen[number]) for number, each in enumerate(self._layouts)]
         return np.asarray(1.0 - np.sum(used, axis=0), np.float64)
 
     def _improve_pairs(self) -> bool:
