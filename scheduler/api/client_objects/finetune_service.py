@@ -37,13 +37,13 @@ def add_finetune_routes(
 ) -> None:
     """Add all routes. `on_change` publishes what routers know of adapters."""
     finetunes = FinetuneEndpoints(pool, intake, on_change)
-    finetune_path = "/ai/finetunes/{finetune}"
+    one = "/ai/finetunes/{finetune}"
     routes: tuple[tuple[str, str, PublicHandler], ...] = (
         ("POST", "/ai/finetunes", finetunes.create),
         ("GET", "/ai/finetunes", finetunes.list),
         ("GET", "/ai/finetunes/public", finetunes.list_public),
-        ("POST", f"{finetune_path}/finetune-assets", finetunes.upload),
-        ("DELETE", finetune_path, finetunes.delete),
+        ("POST", f"{one}/finetune-assets", finetunes.upload),
+        ("DELETE", one, finetunes.delete),
     )
     for method, path, handler in routes:
         relayed = f"{wire.PUBLIC_PREFIX}{path}"
@@ -64,17 +64,17 @@ class AdapterFiles:
         """Stream one file, from the byte at which the `range` header begins."""
         self._tokens.peer_of(request.headers.get(wire.RELAY_TOKEN, ""))
         file = await self._file(request.match_info["adapter_id"], request.match_info["path"])
-        range_match = _RANGE.fullmatch(request.headers.get("range", ""))
-        first = int(range_match[1]) if range_match else 0
+        given = _RANGE.fullmatch(request.headers.get("range", ""))
+        first = int(given[1]) if given else 0
         if first > file.size_bytes:
             raise web.HTTPRequestRangeNotSatisfiable
         try:
             source = await asyncio.to_thread(self._folder.open, file.file_id)
         except FileNotFoundError:
             raise _not_found(file.path) from None
-        response = web.StreamResponse(status=206 if range_match else 200)
+        response = web.StreamResponse(status=206 if given else 200)
         response.content_length = file.size_bytes - first
-        if range_match:
+        if given:
             last = file.size_bytes - 1
             response.headers["content-range"] = f"bytes {first}-{last}/{file.size_bytes}"
         with source:

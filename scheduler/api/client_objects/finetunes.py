@@ -51,13 +51,9 @@ class FinetuneEndpoints:
     async def create(self, request: web.Request, tenant_id: str) -> web.StreamResponse:
         """Describe an adapter for the model of a deployment."""
         body = await read_body(request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
-        described = decode_public(body, _NEW)
+        given = decode_public(body, _NEW)
         new = NewAdapter(
-            tenant_id,
-            described.model,
-            described.name,
-            described.description or "",
-            bool(described.public),
+            tenant_id, given.model, given.name, given.description or "", bool(given.public)
         )
         async with transaction(self._pool) as connection:
             added = await self._intake.add(connection, new)

@@ -63,33 +63,33 @@ class ResponseWork:
 
     async def begin(self, body: bytes) -> BegunResponse:
         """Store a response before it is answered, and return what it builds on."""
-        message = _BEGIN.decode(body)
-        lease_id = "" if message.run else secrets.token_hex(8)
+        given = _BEGIN.decode(body)
+        lease_id = "" if given.run else secrets.token_hex(8)
         async with transaction(self._pool) as connection:
-            context_items = await self._context(connection, message)
-            new_bytes = len(context_items) + len(message.input_items)
+            context_items = await self._context(connection, given)
+            new_bytes = len(context_items) + len(given.input_items)
             if new_bytes > self._limits.context_bytes_max:
                 raise ApiError(
                     ErrorCode.INVALID_REQUEST,
                     f"cannot continue: the items before this request and its own have {new_bytes}"
                     f" bytes, more than {self._limits.context_bytes_max}; start a new one",
-                    param="previous_response_id" if message.previous_response_id else "input",
+                    param="previous_response_id" if given.previous_response_id else "input",
                 )
-            if not message.is_stored:
+            if not given.is_stored:
                 return BegunResponse(context_items=context_items)
-            new_bytes += len(message.body) + len(message.run)
-            await check_storage(connection, message.tenant_id, new_bytes, self._limits)
+            new_bytes += len(given.body) + len(given.run)
+            await check_storage(connection, given.tenant_id, new_bytes, self._limits)
             # A router that repeats the message got no answer: it begins with another id.
-            if not await add_response(connection, message, context_items, lease_id, self._limits):
+            if not await add_response(connection, given, context_items, lease_id, self._limits):
                 raise ApiError(
-                    ErrorCode.CONFLICT, f"cannot store {message.response_id}: it is stored already"
+                    ErrorCode.CONFLICT, f"cannot store {given.response_id}: it is stored already"
                 )
         return BegunResponse(context_items=context_items, lease_id=lease_id)
 
     async def finish(self, body: bytes) -> FinishedResponse:
         """Store how a response ended, unless it had ended before."""
-        end = _FINISH.decode(body)
-        ref = end.ref
+        given = _FINISH.decode(body)
+        ref = given.ref
         async with transaction(self._pool) as connection:
             row = await read_response(connection, ref.response_id, lock=True)
             if row is None or not row.is_open:
@@ -97,39 +97,39 @@ class ResponseWork:
                     row is not None and bool(ref.lease_id) and row.lease_id == ref.lease_id
                 )
                 return FinishedResponse(is_stored=is_repeated)
-            if end.retry_after_s > 0:
-                if not await postpone_response(connection, end, self._limits.attempts_max):
+            if given.retry_after_s > 0:
+                if not await postpone_response(connection, given, self._limits.attempts_max):
                     message = f"cannot answer: {self._limits.attempts_max} attempts failed"
                     failed = ended_body(row.body, "failed", message)
                     await end_response(connection, ref.response_id, "failed", failed)
                 return FinishedResponse(is_stored=True)
-            await end_response(connection, ref.response_id, end.status, end.body, ref.lease_id)
-            if row.conversation_id and end.status in ("completed", "incomplete"):
-                await self._extend_conversation(connection, row, end.body)
+            await end_response(connection, ref.response_id, given.status, given.body, ref.lease_id)
+            if row.conversation_id and given.status in ("completed", "incomplete"):
+                await self._extend_conversation(connection, row, given.body)
         return FinishedResponse(is_stored=True)
 
     async def lease(self, body: bytes) -> LeasedResponses:
         """Renew a router's leases, and lease background responses to it."""
-        message = _LEASE.decode(body)
+        given = _LEASE.decode(body)
         async with transaction(self._pool) as connection:
-            lost = await renew_responses(connection, message.holds, self._limits.lease_s)
+            lost = await renew_responses(connection, given.holds, self._limits.lease_s)
             leased = await lease_responses(
-                connection, message.wanted, secrets.token_hex(8), self._limits.lease_s
+                connection, given.wanted, secrets.token_hex(8), self._limits.lease_s
             )
         size_bytes = 0
-        for count, response in enumerate(leased):
-            size_bytes += len(response.run) + len(response.body) + len(response.context_items)
+        for count, one in enumerate(leased):
+            size_bytes += len(one.run) + len(one.body) + len(one.context_items)
             if count and size_bytes > MESSAGE_BYTES_MAX:
                 # The leases of the others run out, and they are leased again.
                 leased = leased[:count]
                 break
         return LeasedResponses(responses=tuple(leased), lost=tuple(lost))
 
-    async def _context(self, connection: Connection, message: BeginResponse) -> bytes:
+    async def _context(self, connection: Connection, given: BeginResponse) -> bytes:
         """Return the items before a response's own. Raises ApiError."""
-        if message.conversation_id:
-            conversation_id = message.conversation_id
-            if await read_conversation(connection, conversation_id, message.tenant_id) is None:
+        if given.conversation_id:
+            conversation_id = given.conversation_id
+            if await read_conversation(connection, conversation_id, given.tenant_id) is None:
                 raise ApiError(
                     ErrorCode.NOT_FOUND,
                     f"cannot find the conversation {conversation_id[:64]!r}",
@@ -137,10 +137,10 @@ class ResponseWork:
                 )
             items = await all_items(connection, conversation_id)
             return msgspec.json.encode([msgspec.Raw(item) for item in items])
-        previous_id = message.previous_response_id
+        previous_id = given.previous_response_id
         if not previous_id:
             return b"[]"
-        previous = await read_response(connection, previous_id, tenant_id=message.tenant_id)
+        previous = await read_response(connection, previous_id, tenant_id=given.tenant_id)
         if previous is None:
             reason = f"there is no stored response {previous_id[:64]!r}"
         elif previous.status not in ("completed", "incomplete"):
