@@ -132,7 +132,7 @@ class ManagedReplica:
         return f"restarted after: {self.last_failure}" if is_recent or self.failed_starts else ""
 
     def take_stats(self, stats: EngineStats) -> None:
-        """Take over what the engine reports of itself; a negative age is not known."""
+        """Take over the engine's statistics; a negative age is unknown."""
         self.admission.is_closed = stats.memory_full
         age_s = stats.prefix_evicted_age_s
         self.admission.cache_since_s = self._clock() - age_s if age_s >= 0 else None

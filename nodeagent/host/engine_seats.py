@@ -34,7 +34,7 @@ class EngineSeats:
     ) -> AsyncIterator[Callable[[], None]]:
         """Wait for a seat, and give it back at the end, or when the wait is cancelled.
 
-        Yields what the caller calls when the first token is there.
+        Yields a function that the caller calls when the first token has arrived.
 
         `yields` says that the request has the lowest priority. `item` is set for an item of a
         batch, which gives the seat back as soon as it is preempted.

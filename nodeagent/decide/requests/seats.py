@@ -1,7 +1,8 @@
 """Decides which generations a vendor engine runs, and which wait on the node, fairly by tenant.
 
 A vendor engine serves first come, first served, so no more are sent to it than it runs at once.
-Further admitted generations wait here, and take a seat the moment one is free.
+A seat is the place of one generation among those. Further admitted generations wait here, and take
+a seat the moment one is free.
 
 Rule 1: the next seat goes to the tenant with fewest seats, and within a tenant to the request whose
 first token is due first (isochrone/ttft_order.py). Without objectives this is the order of arrival.
@@ -72,7 +73,7 @@ class SeatRequest:
         self.item = item
         self.is_seated = False
         self.has_started = False
-        """True once its first token is there, or should be."""
+        """True once its first token has arrived, or should have."""
 
     @property
     def stays(self) -> bool:
@@ -141,7 +142,8 @@ class Seats:
         return items[0] if items else None
 
     def record_start(self, request: SeatRequest, now_s: float) -> list[SeatRequest]:
-        """Note that a request's first token is there, or should be; return those seated now."""
+        """Note that a request's first token has arrived, or should have; return those seated
+        now."""
         if not request.is_seated or request.has_started:
             return []
         self._end_start(request)
