@@ -9,7 +9,7 @@ Rule 2: a request without an objective counts as due TTFT_DEFAULT_S after its ar
 without objectives requests are served in order of arrival.
 Rule 3: a request that cannot be answered in time any more, even if it began now, makes way for
 those that can: it counts as due LATE_GRACE_S later. The request is not dropped, and it does not
-starve: no request that arrives after that time goes before it.
+starve: no request that arrives after that time is served before it.
 Rule 4: an objective that no replica can meet gains nothing: by Rule 3 the request counts as due at
 about the time at which it would be due without an objective.
 """
@@ -17,7 +17,7 @@ about the time at which it would be due without an objective.
 from typing import Final, NamedTuple
 
 TTFT_MS_MAX: Final = 600_000
-"""The longest objective. It bounds for how long others of the tenant may go before a request."""
+"""The longest objective. It limits how long other requests of the tenant may be served first."""
 
 TTFT_DEFAULT_S: Final = 10.0
 """A request without an objective counts as due this long after its arrival: as long as a router

@@ -132,7 +132,7 @@ class ManagedReplica:
         return f"restarted after: {self.last_failure}" if is_recent or self.failed_starts else ""
 
     def take_stats(self, stats: EngineStats) -> None:
-        """Take over what the engine reports of itself; a negative age is not known."""
+        """Take over the engine's statistics; a negative age is unknown."""
         self.admission.is_closed = stats.memory_full
         age_s = stats.prefix_evicted_age_s
         self.admission.cache_since_s = self._clock() - age_s if age_s >= 0 else None
@@ -194,8 +194,8 @@ class Supervisor:
     def pinned(self) -> Collection[str]:
         """Return the digests of the artifacts that replicas use, loaded adapters included."""
         replicas = self.replicas.values()
-        adapters = (digest for one in replicas for digest in one.adapters.pinned)
-        return {*(one.spec.artifact.digest for one in replicas), *adapters}
+        adapters = (digest for replica in replicas for digest in replica.adapters.pinned)
+        return {*(replica.spec.artifact.digest for replica in replicas), *adapters}
 
     def is_fetching(self) -> bool:
         """Return True if a replica waits for its artifact."""
@@ -339,9 +339,9 @@ class Supervisor:
     async def _memory_problem(self, replica: ManagedReplica) -> str:
         """Return why a replica must end for lack of memory, or ""."""
         running = [
-            RunningReplica(one.spec, one.engine.pid)
-            for one in self.replicas.values()
-            if one.engine is not None
+            RunningReplica(other.spec, other.engine.pid)
+            for other in self.replicas.values()
+            if other.engine is not None
         ]
         return await self._memory_guard.problem(replica.spec, running)
 

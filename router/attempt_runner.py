@@ -86,7 +86,7 @@ class AttemptRunner:
             adapter_ms = routing.adapters.load_ms(request.adapter.size_mib)
             adapter_mask = routing.adapters.mask(adapter_id, routing.replicas.slots)
             if not adapter_mask:
-                # No replica has it: all of its requests choose the same of equal replicas.
+                # No replica has it: among equal replicas, all of its requests choose the same one.
                 subject = adapter_id
         query = RouteQuery(
             subject,
@@ -156,7 +156,7 @@ class AttemptRunner:
         if not request.is_stream:
             timeout_s += context.expected.output * self._config.token_timeout_s
         is_resumption = stream.generated.tokens > 0
-        # A suspect must lose one engine at most, so it is not handed on. A request with an adapter
+        # A suspect must lose one engine at most, so it is not handed off. A request with an adapter
         # stays where that is loaded.
         stays = is_resumption or context.is_suspect or request.adapter is not None
         peers = [] if stays else handoff_peers(routes, target)
@@ -307,10 +307,10 @@ class AttemptRunner:
         answered_by = head.handed_off_to or attempt.target.route.replica_id
         self._move_to(context, attempt, routes, answered_by)
         attempt.end_prefill()
-        ranked, held, adapter = attempt.ranked, attempt.reservation, context.request.adapter
-        assert held is not None
+        ranked, reservation, adapter = attempt.ranked, attempt.reservation, context.request.adapter
+        assert reservation is not None
         route, group = ranked.route, context.request_group
-        self._feedback.record_answer_head(route, head.load, head.refusal, held, group)
+        self._feedback.record_answer_head(route, head.load, head.refusal, reservation, group)
         has_waited = adapter is not None and self._learn_adapter(context, route, adapter, head)
         check_status(route.node_id, head)
         if head.status == 200 and not exchange.is_stream:
@@ -329,7 +329,7 @@ class AttemptRunner:
             times.tokens_before = context.stream.generated.tokens
             # The time to load an adapter says nothing about the replica's speed.
             if attempt.prefill_id is None and not has_waited:
-                self._feedback.record_first_token(ranked, times.attempt_ttft_ms, held)
+                self._feedback.record_first_token(ranked, times.attempt_ttft_ms, reservation)
             if times.first_token_at_s is None:
                 times.first_token_at_s = now_s
 
@@ -409,7 +409,7 @@ class AttemptRunner:
             self._metrics.ejections.labels(cause).inc()
 
     def forget_prefix(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
-        """Note that the replica did not read the prompt, so that nothing of it is cached there."""
+        """Note that the replica did not read the prompt, so it has not cached any of it."""
         self._feedback.undo_sent(
             attempt.ranked.route, attempt.sent_prompt, context.request.prefix_keys
         )

@@ -66,7 +66,7 @@ class AttemptFeedback:
         return deployment.record_sent(slot, ranked, keys, fleet.clock(), fleet.health.unhealthy())
 
     def undo_sent(self, route: Route, sent: SentPrompt | None, keys: PrefixKeys) -> None:
-        """Note that the replica refused the request: nothing of its prompt is cached."""
+        """Note that the replica refused the request: it has not cached any of the prompt."""
         deployment = self._fleet.routing(route.deployment_id)
         if sent is not None and deployment.slot_of(route.replica_id) == sent.slot:
             deployment.undo_sent(sent, keys)

@@ -126,7 +126,7 @@ class FleetState:
         )
 
     def routing(self, deployment_id: DeploymentId) -> DeploymentRouting:
-        """Return what is known of a deployment; nothing of one that the table does not have."""
+        """Return what is known of a deployment; empty for one that the table does not have."""
         if self._routes_to_set and deployment_id in self._routes_to_set:
             self._set_routes(deployment_id)
         return self._deployments.get(deployment_id) or DeploymentRouting()

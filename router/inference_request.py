@@ -26,7 +26,8 @@ class InferenceRequest:
     - `traceparent` is the client's own, in the form of the standard; empty if it sent none.
     - `encode_error_event` encodes an error as an event within a stream.
     - `build_resume_body(text, tokens)` returns a body that asks for the rest of the answer after
-      `text` of so many tokens, or None. The attribute is None if the request cannot be resumed.
+      `text`, which has `tokens` tokens, or None. The attribute is None if the request cannot be
+      resumed.
     - `ttft_ms` is within how many ms the client needs the first token; 0 if it does not say.
     - `adapter` is the LoRA adapter of the deployment's model that the request names, if any.
     - `determinism` is `headers.GREEDY` or `headers.SEEDED` if every replica would generate the same

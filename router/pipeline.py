@@ -169,12 +169,12 @@ class RequestPipeline:
         """Try replicas in the order of their ranking until one answers; return its exchange.
 
         While none has capacity the request waits in the admission queue. Raises ApiError if it
-        waited in vain or the attempts failed.
+        waited too long or the attempts failed.
         """
         now_s = self._clock()
         self._retry_budget.deposit(now_s)
         excluded = context.excluded
-        failures, of_the_node, failed_at_s = 0, 0, 0.0
+        failures, node_failures, failed_at_s = 0, 0, 0.0
         entry = context.new_queue_entry(now_s + self._config.queue_timeout_s)
         while True:
             routes = self._attempts.rank(context)
@@ -218,10 +218,11 @@ class RequestPipeline:
                 if error.cause is FailureCause.ENGINE_LOST:
                     self._poison_guard.record_loss(context, attempt)
                 failures, failed_at_s = failures + 1, self._clock()
-                of_the_node += error.cause in OF_THE_NODE
+                node_failures += error.cause in OF_THE_NODE
+                # `fail_node` has taken the retries of requests that it failed.
                 is_paid = error.cause is FailureCause.GONE
                 if failures >= self._config.attempts_max or not (is_paid or self._may_retry()):
-                    kind = NoNodeReached if of_the_node == failures else ApiError
+                    kind = NoNodeReached if node_failures == failures else ApiError
                     raise kind(
                         ErrorCode.UPSTREAM,
                         f"cannot answer, try again: {failures} attempts failed, the last: {error}",
@@ -349,7 +350,7 @@ class RequestPipeline:
                 f"cannot continue this answer, send the request again: {failure}",
             )
             if not content_type.startswith(EVENT_STREAM):
-                # An event would be heard as noise: the client sees a response that breaks off.
+                # An event would be heard as noise, so the response breaks off instead.
                 raise error_event from failure
             writer.send(request.encode_error_event(error_event))
         except ApiError as error:

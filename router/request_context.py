@@ -231,7 +231,7 @@ class RequestContext:
         self.times = TokenTimes()
         self.engine_usage: UsageCount | None = None
         self.trace: RequestTrace | None = None
-        """What is noted for its spans, if it is traced."""
+        """Notes for its spans, if it is traced."""
 
     @property
     def route(self) -> Route | None:
@@ -245,7 +245,7 @@ class RequestContext:
 
     @property
     def is_refused_if_busy(self) -> bool:
-        """Whether its client does not want it to wait, in an engine's queue either.
+        """Whether its client does not want it to wait, not even in an engine's queue.
 
         The items of batches may: their number there is limited.
         """

@@ -97,12 +97,12 @@ class Composition(NamedTuple):
     reports: NodeReportCache
     batches: BatchStorage | None
     running: AsyncExitStack
-    """What is closed when the scheduler stops."""
+    """Closed when the scheduler stops."""
 
 
 async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
     """Run one scheduler until `stopping`; return its exit code."""
-    # The job `collect_garbage` collects; Python's own times would be the worst ones.
+    # The job `collect_garbage` collects instead: Python would collect in the busiest moments.
     gc.disable()
     token = await asyncio.to_thread(
         read_secret, config.admin_token_file, "the admin token", ADMIN_TOKEN_LENGTH_MIN
@@ -170,7 +170,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
 
 
 class AdminTracing(NamedTuple):
-    """What records spans of admin requests, and the loop that sends them; empty without a
+    """The recorder of spans of admin requests, and the loop that sends them; empty without a
     collector."""
 
     spans: tuple[Middleware, ...] = ()
@@ -209,7 +209,7 @@ async def _run_until_stopped(
 
 def _make_state(config: SchedulerConfig, database: Database, nudges: JobNudges) -> SchedulerState:
     return SchedulerState(
-        # A process and not a name: two of one name, or one restarted, must not share an epoch.
+        # Names this process: two of one name, or one that restarts, must not share an epoch.
         holder=f"{config.name}/{secrets.token_hex(4)}",
         lease_ttl_s=config.lease_ttl_s,
         admissions_per_s=config.admissions_per_s,

@@ -29,10 +29,10 @@ def sequences_max(spec: ReplicaSpec) -> int:
     driver = DRIVERS.get(spec.engine.driver)
     if driver is None:
         return 0
-    given = spec.engine.options.get(driver.sequences_option, "")
+    limit = spec.engine.options.get(driver.sequences_option, "")
     # The driver itself refuses to start with any other value.
-    is_number = given.isascii() and given.isdigit() and len(given) <= 9
-    return int(given) if is_number else driver.sequences_default
+    is_number = limit.isascii() and limit.isdigit() and len(limit) <= 9
+    return int(limit) if is_number else driver.sequences_default
 
 
 def is_queue_fair(spec: ReplicaSpec) -> bool:

@@ -295,7 +295,9 @@ def _may_call_strict(fields: Mapping[str, msgspec.Raw]) -> bool:
     choice = msgspec.json.decode(fields.get("tool_choice", b"null"))
     listed = tools if isinstance(tools, list) else ()
     functions = [tool.get("function") for tool in listed if isinstance(tool, dict)]
-    is_strict = any(isinstance(one, dict) and one.get("strict") is True for one in functions)
+    is_strict = any(
+        isinstance(function, dict) and function.get("strict") is True for function in functions
+    )
     return is_strict and choice != "none"
 
 

@@ -212,7 +212,7 @@ def decode_fields(body: bytes) -> Fields:
 
 
 def has_one_sequence(fields: Mapping[str, Any]) -> bool:
-    """Return whether a request has one prompt and one answer, and asks nothing of the prompt."""
+    """Return whether a request has one prompt and one answer, and needs no output of the prompt."""
     prompt = bytes(fields.get("prompt", b""))
     # A list of texts, or of lists of tokens, is several prompts.
     if prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"["):

@@ -203,22 +203,22 @@ def _kv_layout(launch: EngineLaunch, model: Path) -> KvLayout:
     slots are configured than fit in this way. Raises UnknownOption.
     """
     engine, context = launch.spec.engine, launch.spec.context_tokens
-    given = engine.options.get("parallel", "")
-    if given and not (given.isascii() and given.isdigit() and 0 < int(given) <= 1024):
-        raise UnknownOption(f"cannot use parallel {given!r}: expected a number from 1 to 1024")
+    parallel = engine.options.get("parallel", "")
+    if parallel and not (parallel.isascii() and parallel.isdigit() and 0 < int(parallel) <= 1024):
+        raise UnknownOption(f"cannot use parallel {parallel!r}: expected a number from 1 to 1024")
     is_unified = engine.options.get("kv_unified", "false").lower() in TRUE
     kv_bytes = engine.kv_memory_bytes * len(launch.spec.device_ids)
     if not kv_bytes:
-        slots = int(given) if given else SLOTS_DEFAULT
+        slots = int(parallel) if parallel else SLOTS_DEFAULT
         return KvLayout(slots, slots * context, is_unified)
     tokens = int(kv_bytes / _token_bytes(engine.options, model))
-    slots = int(given) if given else min(SLOTS_MAX, tokens // context)
+    slots = int(parallel) if parallel else min(SLOTS_MAX, tokens // context)
     must_share = slots * context > tokens
     if tokens < context or (must_share and engine.options.get("kv_unified", "") in FALSE):
-        wanted = f"{slots} sequences" if slots > 1 else "one sequence"
+        sequences = f"{slots} sequences" if slots > 1 else "one sequence"
         raise UnknownOption(
             f"cannot start llama_cpp: {kv_bytes} bytes of KV cache hold {tokens} tokens, too few"
-            f" for {wanted} of {context}; raise --kv-bytes or lower --context-tokens"
+            f" for {sequences} of {context}; raise --kv-bytes or lower --context-tokens"
         )
     return KvLayout(slots, min(tokens, slots * context), is_unified or must_share)
 

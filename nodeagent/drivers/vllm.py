@@ -104,9 +104,9 @@ class VllmDriver:
         problem = sleep_problem_on(spec.engine, spec.device_ids[0])
         if spec.overcommit > 1 and problem:
             raise UnknownOption(problem)
-        given = with_parsers("vllm", spec.engine.options, launch.model_path)
+        chosen = with_parsers("vllm", spec.engine.options, launch.model_path)
         defaults = {"scheduling_policy": "priority", **_device_options(spec)}
-        options = {**defaults, **_memory_options(launch), **given}
+        options = {**defaults, **_memory_options(launch), **chosen}
         options = with_spare_seats(options, self.sequences_option)
         connector = options.pop(CONNECTOR_OPTION, "")
         options.pop(STORE_BYTES_OPTION, None)
@@ -367,13 +367,15 @@ def _pipeline_stages(spec: ReplicaSpec) -> int:
     divided by it.
     """
     nodes = spec.group.nodes if spec.group else 1
-    given = spec.engine.options.get(STAGES_OPTION, "")
+    stages = spec.engine.options.get(STAGES_OPTION, "")
     devices = len(spec.device_ids) * nodes
     if spec.device_ids == ("cpu",):
-        if given not in ("", "1"):
-            raise UnknownOption(f"cannot use {STAGES_OPTION} {given} on a CPU: vLLM has none there")
+        if stages not in ("", "1"):
+            raise UnknownOption(
+                f"cannot use {STAGES_OPTION} {stages} on a CPU: vLLM has none there"
+            )
         return 1
-    count = int(given) if given else nodes
+    count = int(stages) if stages else nodes
     if devices % count or count % nodes:
         raise UnknownOption(
             f"cannot use {STAGES_OPTION} {count} with {devices} devices on {nodes} nodes: it must "

@@ -94,7 +94,9 @@ class DeviceReader:
                 index = int(device_id.removeprefix("gpu"))
                 handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
                 running = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-                used = sum(int(one.usedGpuMemory or 0) for one in running if one.pid in members)
+                used = sum(
+                    int(process.usedGpuMemory or 0) for process in running if process.pid in members
+                )
                 most = max(most, used)
         except (ValueError, self._nvml.NVMLError) as error:
             log.warning("cannot read who uses a GPU", extra={"fields": {"reason": str(error)}})

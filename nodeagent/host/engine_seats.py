@@ -34,7 +34,7 @@ class EngineSeats:
     ) -> AsyncIterator[Callable[[], None]]:
         """Wait for a seat, and give it back at the end, or when the wait is cancelled.
 
-        Yields what the caller calls when the first token is there.
+        Yields a function that the caller calls when the first token has arrived.
 
         `yields` says that the request has the lowest priority. `item` is set for an item of a
         batch, which gives the seat back as soon as it is preempted.
@@ -47,8 +47,8 @@ class EngineSeats:
         self._wake([waiting for waiting in self._seated if waiting.is_seated])
         if item is not None:
             item.on_preempt(partial(self._release, request))
-        for which in (self._seats.unread_item, self._seats.item_to_preempt):
-            preempted = which(request, self._clock())
+        for choose in (self._seats.unread_item, self._seats.item_to_preempt):
+            preempted = choose(request, self._clock())
             if preempted is not None:
                 preempted.preempt()
         timer: asyncio.TimerHandle | None = None

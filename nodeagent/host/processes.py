@@ -92,7 +92,7 @@ def spawn(
 
 
 def lower_priority(pid: int) -> None:
-    """Let other processes go before a new one and its future children. Blocks.
+    """Lower the priority of a new process and of its future children. Blocks.
 
     An engine on processors uses all of them, and its threads never wait. Where the kernel schedules
     sessions as groups (sched(7), "The autogroup feature"), niceness counts only within a group, so

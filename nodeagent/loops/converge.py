@@ -77,9 +77,9 @@ class ConvergeJob:
             await asyncio.to_thread(self._missing),
             self._rank_ports,
             [
-                one.spec
-                for one in self._supervisor.replicas.values()
-                if one.state not in WITHOUT_ENGINE
+                replica.spec
+                for replica in self._supervisor.replicas.values()
+                if replica.state not in WITHOUT_ENGINE
             ],
         )
         for tombstone in steps.stops:
@@ -117,4 +117,4 @@ class ConvergeJob:
 def _missing_by_driver(commands: Mapping[str, ConfiguredCommand]) -> dict[str, str]:
     """Return what each driver's engine lacks on this node. Engines may be installed at any time."""
     missing = {name: driver.missing() for name, driver in DRIVERS.items()}
-    return missing | {command_key(name): one.missing() for name, one in commands.items()}
+    return missing | {command_key(name): command.missing() for name, command in commands.items()}

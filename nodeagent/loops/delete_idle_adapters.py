@@ -39,8 +39,8 @@ class DeleteIdleAdapters:
         if not self._idle_s:
             return IdleAdapterCounts(0)
         replicas = self._supervisor.replicas.values()
-        in_use = {one.spec.artifact.digest for one in replicas}
-        for one in replicas:
-            in_use.update(one.adapters.requested)
+        in_use = {replica.spec.artifact.digest for replica in replicas}
+        for replica in replicas:
+            in_use.update(replica.adapters.requested)
         used_before = self._unix_clock() - self._idle_s
         return IdleAdapterCounts(await self._artifacts.delete_idle_adapters(in_use, used_before))

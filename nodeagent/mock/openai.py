@@ -165,7 +165,8 @@ class MockRequestBody(MockRefusedFields, frozen=True, kw_only=True, forbid_unkno
 
     @property
     def alternatives(self) -> int | None:
-        """The tokens whose probability is told beside each token; None without probabilities."""
+        """The tokens whose probability is reported beside each token; None without
+        probabilities."""
         if self.messages is not None:
             return (self.top_logprobs or 0) if self.logprobs else None
         return None if self.logprobs in (None, False) else int(self.logprobs)
@@ -184,9 +185,9 @@ class MockRequestBody(MockRefusedFields, frozen=True, kw_only=True, forbid_unkno
         return functions
 
     def reply(self) -> Sequence[MockPiece]:
-        """Return the calls that the conversation asks for, or a forced one, or the asked form.
+        """Return the calls that the conversation scripts, a forced call, or the requested form.
 
-        Otherwise return (). Raises ApiError if what is asked for cannot follow its schema.
+        Otherwise return (). Raises ApiError if the requested call or form cannot follow its schema.
         """
         called = self._called()
         if any(piece.call for piece in called):
@@ -194,7 +195,7 @@ class MockRequestBody(MockRefusedFields, frozen=True, kw_only=True, forbid_unkno
         return self.formatted() or called
 
     def formatted(self) -> Sequence[MockPiece]:
-        """Return an answer of the form that is asked for, () if any text is. Raises ApiError."""
+        """Return an answer of the requested form, () if any text is one. Raises ApiError."""
         return (self.response_format or MockFormat()).answer()
 
     def _called(self) -> Sequence[MockPiece]:

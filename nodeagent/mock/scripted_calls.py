@@ -51,11 +51,11 @@ def scripted_reply(
 
     `names` are those of the tools that may be called.
     """
-    for at in reversed(range(len(turns))):
-        if turns[at].role != "user":
+    for start in reversed(range(len(turns))):
+        if turns[start].role != "user":
             continue
-        if script := _script(turns[at].text, names):
-            return _next_reply(script, turns[at + 1 :], in_parallel=in_parallel)
+        if script := _script(turns[start].text, names):
+            return _next_reply(script, turns[start + 1 :], in_parallel=in_parallel)
     return ()
 
 
@@ -87,7 +87,7 @@ def call_pieces(number: int, name: str, arguments: str) -> list[MockPiece]:
 def text_pieces(text: str) -> list[MockPiece]:
     """Return the pieces of a text."""
     starts = range(0, len(text), PIECE_CHARACTERS)
-    return [MockPiece(text[at : at + PIECE_CHARACTERS]) for at in starts]
+    return [MockPiece(text[start : start + PIECE_CHARACTERS]) for start in starts]
 
 
 def _script(text: str, names: Collection[str]) -> list[tuple[int, str, str]]:

@@ -58,7 +58,7 @@ class MockSlots:
             self._assign()
 
     def _assign(self) -> None:
-        """Give places to those who wait, first come of the highest priority first."""
+        """Give places to waiting requests, by priority and then by arrival."""
         self._waiting.sort(key=lambda place: place.order)
         while self._waiting:
             if len(self._running) >= self._size:

@@ -18,15 +18,19 @@ class MockStopStrings:
         """
         text = self._held + text
         self._held = ""
-        found = [at for at in (text.find(string) for string in self._strings) if at >= 0]
+        found = [
+            position
+            for position in (text.find(string) for string in self._strings)
+            if position >= 0
+        ]
         if found:
             self.is_reached = True
             return text[: min(found)]
-        held = (
+        unsent = (
             0 if is_last else max((_overlap(text, string) for string in self._strings), default=0)
         )
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        self._held = text[len(text) - unsent :]
+        return text[: len(text) - unsent]
 
 
 def _overlap(text: str, string: str) -> int:

@@ -211,12 +211,12 @@ class NodeExchange:
         relay = self.relay
         assert relay is not None
         self._writer = writer
-        held = b"".join(self._held)
+        received = b"".join(self._held)
         self._held.clear()
         if relay.is_done:
-            self.ending = held
-        elif held:
-            writer.send(held)
+            self.ending = received
+        elif received:
+            writer.send(received)
         if not relay.is_over and self._failure is None:
             self._stream_ended = InlineEvent()
             try:

@@ -59,7 +59,7 @@ class NoReceiver:
 
 NO_PARSER: Final = httptools.HttpRequestParser(object())
 NO_RECEIVER: Final = NoReceiver()
-"""What a reader has whose connection is closed."""
+"""The parser of a reader whose connection is closed."""
 
 
 class RequestReader:
@@ -209,7 +209,7 @@ class RequestReader:
         request, headers, version = self._request, self._request.headers, "1.1"
         is_named = b"connection" in headers or b"proxy-connection" in headers
         if is_named or not self._parser.should_keep_alive():
-            # Any other version keeps a connection only with these. To ask the parser costs more.
+            # Any other version keeps a connection only with these. Asking the parser costs more.
             version = self._parser.get_http_version()
         request.method = self._parser.get_method()
         http1.check_head(request.method, version, headers)

@@ -30,7 +30,7 @@ from router.dataplane.request_reader import Authorize, RequestReader
 
 log = logging.getLogger(__name__)
 
-UPLOAD_STEP_BYTES: Final = 1024 * 1024  # for which an upload has `body_timeout_s`
+UPLOAD_STEP_BYTES: Final = 1024 * 1024  # an upload has `body_timeout_s` for each of them
 PIPELINED_MAX: Final = 4
 """Complete requests of one connection that may wait; from there on reading is paused."""
 
@@ -71,7 +71,9 @@ class PublicServer:
         self.openings = http1.ResponseOpenings(config.cors_origin, unix_clock)
         self.connections: set[ClientConnection] = set()
         self.bodies = BodyAdmission(config, clock)
-        self._census = ConnectionCount(config.connections_max, config.connections_per_address_max)
+        self._connection_count = ConnectionCount(
+            config.connections_max, config.connections_per_address_max
+        )
         self._all_closed = asyncio.Event()
 
     def authorize(self, method: bytes, path: str, fields: HeaderFields) -> KeyEntry | None:
@@ -98,13 +100,13 @@ class PublicServer:
         """Count a new connection; return False if it must be refused."""
         self.connections.add(connection)
         self.deadlines.add(connection)
-        return self._census.add(network) and not self.is_draining
+        return self._connection_count.add(network) and not self.is_draining
 
     def on_closed(self, connection: "ClientConnection", network: str) -> None:
         """Forget a connection that is closed."""
         self.connections.discard(connection)
         self.deadlines.discard(connection)
-        self._census.remove(network)
+        self._connection_count.remove(network)
         if not self.connections:
             self._all_closed.set()
 

@@ -1,10 +1,10 @@
 """Relays server-sent events: frames go to the client as the bytes that the node sent.
 
 Rule 1: a frame ends at a blank line, wherever the network splits it; relayed frames are byte-exact,
-but for rules 2 and 4.
+except for rules 2 and 4.
 Rule 2: only the usage frame is decoded, and it is rewritten or withheld if necessary.
-Rule 3: a stream that ends without `[DONE]` did not end well.
-Rule 4: what another node continues keeps the id and the time of the first.
+Rule 3: a stream that ends without `[DONE]` has failed.
+Rule 4: frames of a node that continues a stream get the id and the time of the first node's.
 """
 
 import re
@@ -132,7 +132,7 @@ class StreamRelay:
     def pumped_frame(self, frame: bytes) -> PumpedFrame | None:
         """Return the shape of the next tokens, if only their text differs from the last `frame`.
 
-        None if a frame of the stream must be read as it comes.
+        None if every frame of the stream must be read here.
         """
         if not self.has_begun or self._is_continued or self._partial or self.is_over:
             return None
@@ -296,7 +296,7 @@ class StreamRelay:
             return
         chunk = decode_chunk(data)
         if chunk is None:
-            # The client got it, but no other replica could continue from it.
+            # It was sent to the client, but no other replica could continue from it.
             self._is_plain = False
             return
         for choice in chunk.choices:

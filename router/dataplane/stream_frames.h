@@ -1,5 +1,5 @@
 /* The frames of a stream that stream_pump.c relays: what they look like, and taking one whole chunk of
- * them. Pure but for the memory of a stream's text.
+ * them. Pure except for the memory of a stream's text.
  */
 #include <stdint.h>
 #include <stdlib.h>

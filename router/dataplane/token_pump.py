@@ -1,10 +1,11 @@
 """Running streams whose tokens are relayed in C, from the node's socket to the client's.
 
-Most tokens of a stream come in frames that are equal but for the text of the token. Relaying such
-a frame needs no decision, so the compiled request path has a thread in C for it (`stream_pump.c`),
-which serves all ready sockets in one wake-up. Every other frame, the end of the stream, an error, a
-client that reads slowly: with any of them the stream comes back to its connection, which goes on as
-if it had relayed those tokens itself. Without the compiled request path no stream is ever there.
+Most tokens of a stream come in frames that are equal except for the text of the token. Relaying
+such a frame needs no decision, so the compiled request path has a thread in C for it
+(`stream_pump.c`), which serves all ready sockets in one wake-up. Every other frame, the end of the
+stream, an error, a client that reads slowly: with any of them the stream comes back to its
+connection, which goes on as if it had relayed those tokens itself. Without the compiled request
+path no stream is ever there.
 """
 
 import asyncio
@@ -182,7 +183,7 @@ _OTHER_TEXT: Final = "another text"
 def pumped_frame(frame: bytes) -> PumpedFrame | None:
     """Return a token's frame without its text; None if a token of this stream is more than that.
 
-    Another text must make no difference but for the text, and the frame must end nothing.
+    Frames of other tokens must differ in their text only, and this frame must not end anything.
     """
     found = _TEXT.search(frame)
     if found is None or not frame.startswith(b"data:") or frame.find(b"\n") != len(frame) - 2:

@@ -22,11 +22,11 @@ TURNS_PER_COUNT: Final = 60
 
 LOOK_INTERVAL_S: Final = 0.1
 LOOKS_PER_TURN: Final = 10
-"""A turn comes at least after so many looks: each second."""
+"""A collection comes at the latest after this many looks: each second."""
 
 GROWN_MAX: Final = 2
-"""A turn comes sooner after so many collections of the middle generation: about 14,000 objects more
-than before, which take two or three milliseconds."""
+"""A collection comes sooner after this many collections of the middle generation: about 14,000 more
+objects than before, which take two or three milliseconds."""
 
 _NEVER: Final = 1_000_000_000
 

@@ -105,7 +105,7 @@ class PopLoadPoller:
         self, groups: Sequence[ProbeGroup], addresses: Mapping[NodeId, str]
     ) -> None:
         """Ask the groups one after another, but those that still have to answer from before."""
-        asked: list[asyncio.Task[None]] = []
+        queries: list[asyncio.Task[None]] = []
         began_s, spread_s = self._fleet.clock(), SPREAD_SHARE * self._interval_s
         for number, group in enumerate(groups):
             due_s = began_s + spread_s * number / len(groups)
@@ -114,9 +114,9 @@ class PopLoadPoller:
             if first_id not in self._asking:
                 task = asyncio.create_task(self._ask(group, addresses))
                 self._asking[first_id] = task
-                asked.append(task)
-        if asked:
-            done, _ = await asyncio.wait(asked, timeout=ANSWER_WAIT_SHARE * self._interval_s)
+                queries.append(task)
+        if queries:
+            done, _ = await asyncio.wait(queries, timeout=ANSWER_WAIT_SHARE * self._interval_s)
             for task in done:
                 task.result()
 

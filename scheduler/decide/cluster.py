@@ -223,7 +223,7 @@ class UnreadableRow(msgspec.Struct, frozen=True, kw_only=True, order=True):
     def words(self) -> str:
         """Return what to tell an operator."""
         instead = "; what was last read of it is used" if self.has_last else ""
-        return f"cannot read {self.table} {self.name}: {self.reason}{instead}; mend its row"
+        return f"cannot read {self.table} {self.name}: {self.reason}{instead}; repair its row"
 
 
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):

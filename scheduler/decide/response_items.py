@@ -83,9 +83,9 @@ def storage_refusal(
     if limits.tenant_bytes_max == 0:
         return "the operator does not store responses; send store: false and the items as 'input'"
     if count >= limits.tenant_count_max:
-        held = f"{limits.tenant_count_max} responses or conversations"
+        stored = f"{limits.tenant_count_max} responses or conversations"
     elif size_bytes + new_bytes > limits.tenant_bytes_max:
-        held = f"{limits.tenant_bytes_max // 2**20} MiB of responses and conversations"
+        stored = f"{limits.tenant_bytes_max // 2**20} MiB of responses and conversations"
     else:
         return None
-    return f"this tenant has {held} stored, which is its limit; delete some, or store no more"
+    return f"this tenant has {stored} stored, which is its limit; delete some, or store no more"

@@ -42,14 +42,18 @@ class PlaceStoreMasters:
         async with transaction(self._pool, isolation="repeatable_read") as connection:
             members = await read_store_members(connection)
         places = store_masters(members)
-        wanted = {member.node_id: places.get(member.pop) for member in members}
-        moved = [node_id for node_id in wanted if self._sent.get(node_id) != wanted[node_id]]
+        master_places = {member.node_id: places.get(member.pop) for member in members}
+        moved = [
+            node_id
+            for node_id in master_places
+            if self._sent.get(node_id) != master_places[node_id]
+        ]
         # A node that has no member any more may still run the master.
-        moved += [node_id for node_id in self._sent if node_id not in wanted]
+        moved += [node_id for node_id in self._sent if node_id not in master_places]
         for node_id in sorted(moved):
-            place = wanted.get(node_id)
+            place = master_places.get(node_id)
             fields = {"node": node_id, "master_at": place.node_id if place else ""}
             log.info("the KV store's master is placed", extra={"fields": fields})
         sent = await self._assignments.send_to(sorted(moved))
-        self._sent = wanted
+        self._sent = master_places
         return StoreMasterCounts(len(places), sent)

@@ -71,13 +71,13 @@ class LeaseState:
 
     def extend(self, lease: Lease, requested_at: float) -> None:
         """Trust the lease for longer if its epoch is the held one; a new epoch needs `take`."""
-        held = self._lease
-        if held is not None and held.epoch == lease.epoch:
+        lease_held = self._lease
+        if lease_held is not None and lease_held.epoch == lease.epoch:
             trusted_until = requested_at + self.ttl_s - MARGIN_S
             self._trusted_until = max(self._trusted_until, trusted_until)
 
     def drop(self) -> Epoch | None:
         """Hold the lease no longer; return the epoch that was held, if any."""
-        held, self._lease = self._lease, None
+        lease_held, self._lease = self._lease, None
         metrics.ACTING.set(0)
-        return None if held is None else held.epoch
+        return None if lease_held is None else lease_held.epoch

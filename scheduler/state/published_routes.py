@@ -93,7 +93,7 @@ class PublishedRoutes:
         """Queue the whole table, in parts if the router can read them, without keys that it has."""
         if self.table is None:
             return
-        held = router.keys_held
+        key_sums = router.keys_held
         if self.table.keys_only:
             # Without a table of its own a router has no use for it. The next table needs the same
             # sums again: the router keeps the keys that they are of until it reports others.
@@ -105,7 +105,7 @@ class PublishedRoutes:
             if TABLE_PARTS not in router.capabilities:
                 router.enqueue(self.frame())
             else:
-                parts = self._parts_for(self.table, held)
+                parts = self._parts_for(self.table, key_sums)
                 router.enqueue(parts)
                 for delta in parts.deltas:
                     router.enqueue(delta)
@@ -115,14 +115,14 @@ class PublishedRoutes:
         self.following.record_sendable(router.name)
         router.generation = self.table.generation
 
-    def _parts_for(self, table: RouteTable, held: bytes) -> TableParts:
+    def _parts_for(self, table: RouteTable, key_sums: bytes) -> TableParts:
         entries = len(table.keys) + len(table.routes)
         if entries > TABLE_ENTRIES_MAX:
             raise codec.FrameTooLarge(
                 f"cannot send the route table: {entries} keys and replicas, the limit is "
                 f"{TABLE_ENTRIES_MAX}; revoke keys that are not used"
             )
-        kept = kept_buckets(held, table.keys.sums) if held and table.keys else None
+        kept = kept_buckets(key_sums, table.keys.sums) if key_sums and table.keys else None
         if kept is None:
             metrics.TABLES_SENT.labels("all").inc()
             if self._whole is None:

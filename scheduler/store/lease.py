@@ -36,7 +36,8 @@ _RETURNING: Final = (
 _SERVER: Final = (
     "extract(epoch FROM pg_postmaster_start_time())::text || ' ' || 'lease'::regclass::oid"
 )
-"""What changes when a server starts, another one is promoted, or a dump makes the table again."""
+"""A value that changes when a server starts, another one is promoted, or a dump restores the
+table."""
 
 
 class EpochLost(Exception):

@@ -35,8 +35,8 @@ INTAKE_TIMEOUT_S: Final = 10.0
 """The longest wait of a fleet's reports for a connection, while all peers connect at once."""
 
 NOT_BY_INDEX: Final = ("enable_seqscan", "enable_bitmapscan", "enable_sort", "jit")
-"""The ways to find or order rows that a transaction `by_index` uses only if there is no other.
-Those seem so expensive then that Postgres would compile each statement."""
+"""Settings that are off in a transaction `by_index`, so that Postgres scans or sorts only where no
+index helps. Such plans then seem so expensive that it would compile each statement, hence `jit`."""
 
 SIZE_MAX: Final = 20
 TEXT_MAX: Final = 500

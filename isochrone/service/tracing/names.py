@@ -22,7 +22,7 @@ FIRST_CHUNK_S: Final = "gen_ai.response.time_to_first_chunk"
 ERROR_TYPE: Final = "error.type"
 STATUS: Final = "http.response.status_code"
 
-# Ours: who and where.
+# Names of this product: whose request it is, and which part of the fleet served it.
 REQUEST_ID: Final = "isochrone.request_id"
 TENANT: Final = "isochrone.tenant"
 DEPLOYMENT: Final = "isochrone.deployment"
@@ -43,7 +43,7 @@ QUEUE_WAIT_S: Final = "isochrone.queue_wait"
 PREDICTED_FIRST_CHUNK_S: Final = "isochrone.predicted_time_to_first_chunk"
 RESUMED_TOKENS: Final = "isochrone.resumed_after_tokens"
 
-# What a node does with a request.
+# A node's work on a request.
 HANDED_OFF_TO: Final = "isochrone.handed_off_to"
 REFUSED: Final = "isochrone.refused"
 LEG: Final = "isochrone.leg"

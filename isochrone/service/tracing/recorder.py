@@ -15,7 +15,7 @@ from isochrone.wire.http.trace_context import TraceContext
 
 
 class SpanRecorder:
-    """What spans need from outside: the time, ids, and where they go when they are finished."""
+    """Makes spans, with the clocks and ids given to it, and hands over the finished ones."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class OpenSpan:
         self._attributes[name] = self._recorder.clock() - self._began_s
 
     def fail(self, error: str) -> None:
-        """Note what went wrong, in a word."""
+        """Set the error's type, in one word."""
         if not self._has_ended:
             self._error = error
 

@@ -95,20 +95,20 @@ class KeptBuckets:
         return self._bits
 
 
-def kept_buckets(held: bytes, sums: KeySums) -> KeptBuckets | None:
-    """Return the buckets of which a router with the sums `held` has just the keys of `sums`.
+def kept_buckets(sums_held: bytes, sums: KeySums) -> KeptBuckets | None:
+    """Return the buckets of which a router with the sums `sums_held` has just the keys of `sums`.
 
-    None if they are too few, or if `held` is not of this version.
+    None if they are too few, or if `sums_held` is not of this version.
     """
     ours = sums.encode()
-    if len(held) != len(ours):
+    if len(sums_held) != len(ours):
         return None
-    if held == ours:
+    if sums_held == ours:
         return KeptBuckets.of(range(KEY_BUCKETS))
     same = [
         bucket
         for bucket in range(KEY_BUCKETS)
-        if held[_SUM_BYTES * bucket : _SUM_BYTES * (bucket + 1)]
+        if sums_held[_SUM_BYTES * bucket : _SUM_BYTES * (bucket + 1)]
         == ours[_SUM_BYTES * bucket : _SUM_BYTES * (bucket + 1)]
     ]
     return KeptBuckets.of(same) if len(same) >= KEPT_SHARE_MIN * KEY_BUCKETS else None

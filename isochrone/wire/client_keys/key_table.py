@@ -317,5 +317,5 @@ def _of_pieces(pieces: Iterable[Piece], but: set[int]) -> Iterator[KeyEntry]:
             yield from piece
 
 
-def _is_same(one: KeyEntry, other: KeyEntry) -> bool:
-    return one is other or one == other
+def _is_same(first: KeyEntry, second: KeyEntry) -> bool:
+    return first is second or first == second

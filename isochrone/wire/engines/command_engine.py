@@ -21,8 +21,8 @@ GENERATING: Final = frozenset({"chat", "completions"})
 
 def surfaces_of(options: Mapping[str, str]) -> tuple[str, ...]:
     """Return the features that a deployment says its server has."""
-    given = options.get(SURFACES_OPTION, "").split(",")
-    return tuple(dict.fromkeys(name.strip() for name in given if name.strip()))
+    names = options.get(SURFACES_OPTION, "").split(",")
+    return tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
 
 
 def lacking_features_of(engine: EngineSettings) -> tuple[str, ...]:

@@ -359,7 +359,11 @@ def weights_problem(driver: str, paths: Collection[str]) -> str:
         if readable != {"safetensors"} or not MODEL_CONFIGS.isdisjoint(paths):
             return ""
         return "it has safetensors files without a config.json: add the model with its whole folder"
-    others = [name for name, one in ENGINE_CAPABILITIES.items() if found[0] in one.weights]
+    others = [
+        name
+        for name, capabilities in ENGINE_CAPABILITIES.items()
+        if found[0] in capabilities.weights
+    ]
     return (
         f"its weights are {found[0]} files and {driver} reads {' and '.join(can_read)}; use"
         f" {' or '.join(others)}, or add the model in that format"
@@ -394,22 +398,24 @@ def sleep_problem_on(engine: EngineSettings, device_class: str) -> str:
 
 def with_transfer(engine: EngineSettings) -> EngineSettings:
     """Return the settings of an engine whose replicas have roles: started so that it sends KV."""
-    one = capabilities_of(engine.driver)
-    if not one.transfer_option or one.transfer_option in engine.options:
+    capabilities = capabilities_of(engine.driver)
+    if not capabilities.transfer_option or capabilities.transfer_option in engine.options:
         return engine
-    options = {**engine.options, one.transfer_option: one.transfer_default}
+    options = {**engine.options, capabilities.transfer_option: capabilities.transfer_default}
     return msgspec.structs.replace(engine, options=options)
 
 
 def transfer_problem(engine: EngineSettings) -> str:
     """Return why an engine cannot be started so that it sends KV; "" if it can, or need not."""
-    one = capabilities_of(engine.driver)
-    name = one.transfer_option
-    given = engine.options.get(name, "") if name else ""
-    if not given:
+    capabilities = capabilities_of(engine.driver)
+    name = capabilities.transfer_option
+    choice = engine.options.get(name, "") if name else ""
+    if not choice:
         return ""
-    if given not in one.transfer_choices:
-        return f"{name} {given!r} is unknown; use one of {', '.join(one.transfer_choices)}"
+    if choice not in capabilities.transfer_choices:
+        return (
+            f"{name} {choice!r} is unknown; use one of {', '.join(capabilities.transfer_choices)}"
+        )
     if "kv_transfer_config" in engine.options:
         return f"{name} makes a kv_transfer_config of its own: leave one of them out"
     if engine.options.get("data_parallel_size", "1") != "1":
@@ -431,6 +437,6 @@ def adapter_rank_max(engine: EngineSettings) -> int:
     if capabilities_of(engine.driver).adapters == "with_option":
         if engine.options.get(LORA_OPTION, "").lower() not in TRUE_VALUES:
             return 0
-        given = engine.options.get("max_lora_rank", "")
-        return int(given) if given.isascii() and given.isdigit() else rank_max
+        rank = engine.options.get("max_lora_rank", "")
+        return int(rank) if rank.isascii() and rank.isdigit() else rank_max
     return rank_max

@@ -60,7 +60,7 @@ ROUTER: Final = "x-isochrone-router"
 routers from its own."""
 
 PREEMPTIONS: Final = "x-isochrone-preemptions"
-"""The request is an item of a batch, which was preempted so many times. A node may preempt it."""
+"""The request is an item of a batch that was preempted this many times. A node may preempt it."""
 
 QUEUE_TOKENS_MAX: Final = "x-isochrone-queue-tokens-max"
 """The longest queue, in pending prefill tokens, that the router accepts at the replica."""
@@ -173,7 +173,7 @@ class ReportedLoad(msgspec.Struct, frozen=True):
     has the others. -1 means that the node does not report the value. A replica that sleeps needs
     `wake_ms` before it can serve. Only answers to pings have `sequences_max`, the number of
     requests that the engine runs at once, `sequence_ms`, after which one of them ends when it runs
-    so many, and `batch_items`, the requests of batches among `running`; 0 if that is unknown.
+    that many, and `batch_items`, the requests of batches among `running`; 0 if that is unknown.
     """
 
     prefill_tokens: int

@@ -28,9 +28,9 @@ def decode_public(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
 
 def invalid_field(reason: str) -> ApiError:
     """Return the error 400 for what a decoder reports, with the name of the field."""
-    at, missing = _INVALID_FIELD.search(reason), _MISSING_FIELD.search(reason)
+    invalid, missing = _INVALID_FIELD.search(reason), _MISSING_FIELD.search(reason)
     unknown = _UNKNOWN_FIELD.search(reason)
-    field = ".".join([match.group(1) for match in (at, missing, unknown) if match])
+    field = ".".join([match.group(1) for match in (invalid, missing, unknown) if match])
     if missing:
         reason = "it is required"
     elif unknown or _NOT_EMPTY.search(reason):

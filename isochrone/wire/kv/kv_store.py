@@ -21,36 +21,36 @@ def uses_kv_store(engine: EngineSettings) -> bool:
     Those of an engine that also shares it over the nodes' API do so if their deployment says how
     much memory each gives to the store.
     """
-    one = capabilities_of(engine.driver)
-    if not engine.share_kv or not one.kv_store:
+    capabilities = capabilities_of(engine.driver)
+    if not engine.share_kv or not capabilities.kv_store:
         return False
-    return not one.kv_store_by_option or STORE_BYTES_OPTION in engine.options
+    return not capabilities.kv_store_by_option or STORE_BYTES_OPTION in engine.options
 
 
 def store_bytes(engine: EngineSettings) -> int:
     """Return the host memory that a replica takes for the store, 0 without one."""
     if not uses_kv_store(engine):
         return 0
-    given = engine.options.get(STORE_BYTES_OPTION, "")
-    return (int(given) if given else STORE_BYTES) + STORE_BUFFER_BYTES
+    option = engine.options.get(STORE_BYTES_OPTION, "")
+    return (int(option) if option else STORE_BYTES) + STORE_BUFFER_BYTES
 
 
 def sharing_problem(engine: EngineSettings) -> str:
     """Return why replicas of this engine cannot share KV; "" if they can, or need not."""
-    one = capabilities_of(engine.driver)
+    capabilities = capabilities_of(engine.driver)
     if not engine.share_kv:
         if STORE_BYTES_OPTION in engine.options:
             return f"{STORE_BYTES_OPTION} is for replicas that share KV: add share_kv"
         return ""
-    if not one.shares_kv:
-        known = ", ".join(name for name, able in ENGINE_CAPABILITIES.items() if able.shares_kv)
+    if not capabilities.shares_kv:
+        known = ", ".join(name for name, each in ENGINE_CAPABILITIES.items() if each.shares_kv)
         return f"share_kv needs an engine that sends KV: {engine.driver} does not, {known} do"
     if uses_kv_store(engine):
-        for name in (one.transfer_option, "kv_transfer_config"):
+        for name in (capabilities.transfer_option, "kv_transfer_config"):
             if name and name in engine.options:
                 return (
-                    f"share_kv makes a kv_transfer_config of its own ({one.kv_store}): leave"
-                    f" {name} out"
+                    f"share_kv makes a kv_transfer_config of its own ({capabilities.kv_store}):"
+                    f" leave {name} out"
                 )
         if engine.nodes > 1:
             return f"{store_use(engine)} needs replicas of one node each"

@@ -70,12 +70,12 @@ async def _renamed(
     chunks: AsyncIterator[bytes], pattern: re.Pattern[bytes], renamed: bytes, *, is_stream: bool
 ) -> AsyncIterator[bytes]:
     """Yield a stream's events as their lines end, and other answers whole."""
-    held = b""
+    unsent = b""
     async for chunk in chunks:
-        held += chunk
-        end = held.rfind(b"\n") + 1 if is_stream else 0
+        unsent += chunk
+        end = unsent.rfind(b"\n") + 1 if is_stream else 0
         if end:
-            yield pattern.sub(renamed, held[:end])
-            held = held[end:]
-    if held:
-        yield pattern.sub(renamed, held)
+            yield pattern.sub(renamed, unsent[:end])
+            unsent = unsent[end:]
+    if unsent:
+        yield pattern.sub(renamed, unsent)

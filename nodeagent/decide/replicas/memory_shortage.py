@@ -42,5 +42,7 @@ def is_short(free_bytes: int, total_bytes: int) -> bool:
 
 def replica_to_end(replicas: Sequence[ReplicaMemory]) -> ReplicaMemory | None:
     """Return the replica that ends on a machine that is short of memory; None for none."""
-    most = max(replicas, key=lambda one: (one.overrun_bytes, one.replica_id), default=None)
+    most = max(
+        replicas, key=lambda replica: (replica.overrun_bytes, replica.replica_id), default=None
+    )
     return most if most is not None and most.overrun_bytes else None

@@ -142,8 +142,8 @@ def _memory_conflict(
 ) -> str:
     """Return why a replica does not fit beside those that the assignment does not name, or ""."""
     for device_id in spec.device_ids:
-        others = [one.replica_id for one in unknown if device_id in one.device_ids]
-        taken = sum(one.planned_bytes for one in taking if device_id in one.device_ids)
+        others = [other.replica_id for other in unknown if device_id in other.device_ids]
+        taken = sum(other.planned_bytes for other in taking if device_id in other.device_ids)
         if others and taken + spec.planned_bytes > devices[device_id]:
             return (
                 f"cannot run {spec.replica_id}: the scheduler does not know of "

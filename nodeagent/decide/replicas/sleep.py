@@ -127,5 +127,7 @@ def _to_yield(
         and replica.requests
         and any(excess.get(device, 0) > 0 for device in replica.device_ids)
     ]
-    oldest = min(busy, key=lambda one: (one.awake_since_s, one.replica_id), default=None)
+    oldest = min(
+        busy, key=lambda candidate: (candidate.awake_since_s, candidate.replica_id), default=None
+    )
     return oldest.replica_id if oldest is not None else None

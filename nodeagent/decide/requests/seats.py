@@ -1,7 +1,8 @@
 """Decides which generations a vendor engine runs, and which wait on the node, fairly by tenant.
 
 A vendor engine serves first come, first served, so no more are sent to it than it runs at once.
-Further admitted generations wait here, and take a seat the moment one is free.
+A seat is the place of one generation among those. Further admitted generations wait here, and take
+a seat the moment one is free.
 
 Rule 1: the next seat goes to the tenant with fewest seats, and within a tenant to the request whose
 first token is due first (isochrone/ttft_order.py). Without objectives this is the order of arrival.
@@ -72,7 +73,7 @@ class SeatRequest:
         self.item = item
         self.is_seated = False
         self.has_started = False
-        """True once its first token is there, or should be."""
+        """True once its first token has arrived, or should have."""
 
     @property
     def stays(self) -> bool:
@@ -127,7 +128,7 @@ class Seats:
         is_protected = self._seats_max and may_begin and self._item_pace.may_preempt()
         if request.yields or not is_protected:
             return None
-        items = [one.item for one in self._yielding if one.item and not one.has_started]
+        items = [other.item for other in self._yielding if other.item and not other.has_started]
         endable = [item for item in items if item.can_be_preempted]
         return max(endable, key=lambda item: item.began_s, default=None)
 
@@ -135,11 +136,14 @@ class Seats:
         """Return the item whose seat a client's waiting request takes, None if it must wait."""
         if request.is_seated or request.yields or not self._may_start(request.tenant, now_s):
             return None
-        items = in_order_of_preemption([one.item for one in self._yielding if one.item is not None])
+        items = in_order_of_preemption(
+            [other.item for other in self._yielding if other.item is not None]
+        )
         return items[0] if items else None
 
     def record_start(self, request: SeatRequest, now_s: float) -> list[SeatRequest]:
-        """Note that a request's first token is there, or should be; return those seated now."""
+        """Note that a request's first token has arrived, or should have; return those seated
+        now."""
         if not request.is_seated or request.has_started:
             return []
         self._end_start(request)
@@ -234,7 +238,7 @@ class Seats:
     def _has_seat_for(self, request: SeatRequest) -> bool:
         taken = self._taken.total()
         if request.stays:
-            taken_for_good = taken - sum(not one.stays for one in self._yielding)
+            taken_for_good = taken - sum(not other.stays for other in self._yielding)
             if taken_for_good >= self._staying_max:
                 return False
         has_spare = not (request.yields or self._taken[request.tenant])

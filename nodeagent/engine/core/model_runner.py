@@ -208,11 +208,11 @@ class ModelRunner:
 
         They are copied to `out`, which has this form, if it is given.
         """
-        if (held := self._on_host) is not None:
+        if (on_host := self._on_host) is not None:
             contents = self._new_contents(len(blocks)) if out is None else out
             rows = _rows(contents, 2)
-            for at, block in enumerate(blocks):
-                rows[at] = held[:, block]
+            for row, block in enumerate(blocks):
+                rows[row] = on_host[:, block]
             return contents
         indices = self._index(blocks)
         stacked = torch.stack([kv.pages[indices] for kv in self._kv], 1)
@@ -221,10 +221,10 @@ class ModelRunner:
     @torch.inference_mode()
     def write_blocks(self, blocks: Sequence[int], contents: Tensor) -> None:
         """Fill `blocks` with what `read_blocks` returned."""
-        if (held := self._on_host) is not None:
+        if (on_host := self._on_host) is not None:
             rows = _rows(contents.contiguous(), 2)
-            for at, block in enumerate(blocks):
-                held[:, block] = rows[at]
+            for row, block in enumerate(blocks):
+                on_host[:, block] = rows[row]
         else:
             indices, contents = self._index(blocks), contents.to(self.device)
             for layer, kv in enumerate(self._kv):

@@ -73,22 +73,22 @@ rerank_decoder: Final = msgspec.json.Decoder(RerankBody)
 
 def embedding_inputs(body: EmbeddingBody) -> list[str] | list[list[int]]:
     """Return the inputs: all as texts, or all as lists of token ids. Raises ApiError."""
-    given: Any = body.input
-    if isinstance(given, str) or all(type(item) is int for item in given):
-        given = [given]
-    if len(given) > INPUTS_MAX:
+    inputs: Any = body.input
+    if isinstance(inputs, str) or all(type(item) is int for item in inputs):
+        inputs = [inputs]
+    if len(inputs) > INPUTS_MAX:
         raise invalid_request(
-            "input", f"cannot use field 'input': {len(given)} inputs, the limit is {INPUTS_MAX}"
+            "input", f"cannot use field 'input': {len(inputs)} inputs, the limit is {INPUTS_MAX}"
         )
-    are_texts = all(isinstance(item, str) for item in given)
-    if not are_texts and not all(isinstance(item, list) for item in given):
+    are_texts = all(isinstance(item, str) for item in inputs)
+    if not are_texts and not all(isinstance(item, list) for item in inputs):
         raise invalid_request(
             "input", "cannot use field 'input': expected only texts, or only lists of token ids"
         )
-    empty = next((index for index, item in enumerate(given) if not item), None)
+    empty = next((index for index, item in enumerate(inputs) if not item), None)
     if empty is not None:
         raise invalid_request("input", f"cannot use field 'input': input {empty} is empty")
-    return list(given)
+    return list(inputs)
 
 
 def document_texts(body: RerankBody) -> list[str]:

@@ -34,7 +34,7 @@ class SlotRing:
         self.used -= count
 
     def release(self, count: int) -> None:
-        """Free the oldest `count` slots. Raises ValueError if so many are not in use."""
+        """Free the oldest `count` slots. Raises ValueError if fewer are in use."""
         if not 0 < count <= self.used:
             raise ValueError(f"cannot release {count} slots: {self.used} are in use")
         self.used -= count

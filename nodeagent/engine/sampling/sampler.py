@@ -287,16 +287,16 @@ def sample_step(
     for run in runs:
         sampled: list[SampledToken | InvalidLogits] = []
         for offset, draft in enumerate((*run.drafts, None)):
-            at = row + offset
+            number = row + offset
             result: SampledToken | InvalidLogits
-            if not is_finite[at]:
+            if not is_finite[number]:
                 result = InvalidLogits("cannot sample: the model gave no finite logits")
             elif run.sampler.is_greedy:
-                result = SampledToken(tokens[at])
-            elif at in drawn:
-                result = SampledToken(drawn[at])
+                result = SampledToken(tokens[number])
+            elif number in drawn:
+                result = SampledToken(drawn[number])
             else:
-                result = _sample(run.sampler, logits[at])
+                result = _sample(run.sampler, logits[number])
             sampled.append(result)
             if isinstance(result, InvalidLogits) or result.token != draft:
                 break
@@ -311,12 +311,12 @@ def _draw_together(
     """Draw for all runs that have no drafts and need only a plain draw; return tokens by row."""
     rows: list[int] = []
     samplers: list[Sampler] = []
-    at = 0
+    row = 0
     for run in runs:
-        if not run.drafts and is_finite[at] and run.sampler.is_plain_draw:
-            rows.append(at)
+        if not run.drafts and is_finite[row] and run.sampler.is_plain_draw:
+            rows.append(row)
             samplers.append(run.sampler)
-        at += len(run.drafts) + 1
+        row += len(run.drafts) + 1
     tokens: list[int] = []
     for start in range(0, len(rows), _DRAW_ROWS_MAX):
         end = start + _DRAW_ROWS_MAX

@@ -137,13 +137,13 @@ class RequestPreparer:
         self, body: CompletionBody, headers: Mapping[str, str]
     ) -> PreparedRequest:
         """Prepare a plain completion. Raises ApiError."""
-        given = completion_prompts(body)
-        self._check_answers(body, len(given))
+        body_prompts = completion_prompts(body)
+        self._check_answers(body, len(body_prompts))
         prompts = [
             await self._tokenise(prompt, "prompt", special=True)
             if isinstance(prompt, str)
             else prompt
-            for prompt in given
+            for prompt in body_prompts
         ]
         return await self._prepare(body, headers, prompts)
 

@@ -104,7 +104,11 @@ def choose_draft_lengths(
     `seconds` estimates the time of a step by its rows, of which there may be `rows_max`.
     """
     ranked = sorted(
-        ((chance, index) for index, one in enumerate(proposals) for chance in one.chances),
+        (
+            (chance, index)
+            for index, proposal in enumerate(proposals)
+            for chance in proposal.chances
+        ),
         key=lambda pair: -pair[0],
     )
     best_rate, taken, tokens = rows / seconds(rows), 0, float(rows)

@@ -262,7 +262,7 @@ class Speculation:
         chances = [self.acceptance.chance(_source(name, index)) for index in positions]
         pass_share = self._pass_s(max(len(proposals), 1)) / self.costs.seconds(rows)
         gain = best_expected_gain(chances, pass_share)
-        weak = [index for index, one in enumerate(proposals) if sum(one.chances) <= gain]
+        weak = [index for index, proposal in enumerate(proposals) if sum(proposal.chances) <= gain]
         length = self._model_draft_length(chances, len(weak), rows)
         reserved: dict[int, int] = {}
         for index in weak:

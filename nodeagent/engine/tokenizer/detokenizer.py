@@ -1,4 +1,4 @@
-"""Streaming text from tokens: only whole characters, and nothing of a stop string.
+"""Streaming text from tokens: only whole characters, and no part of a stop string.
 
 Rule 1: bytes that do not complete a character are held back; an output that ends inside a character
 drops them.

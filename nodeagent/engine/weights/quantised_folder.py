@@ -138,12 +138,12 @@ def _slice_groups(groups: QuantisedGroups, cut: WeightSlice) -> QuantisedGroups 
     per_group = 1 if cut.axis == 0 else GROUP_WEIGHTS
     if cut.start % per_group or cut.end % per_group:
         return None
-    at, length = cut.start // per_group, (cut.end - cut.start) // per_group
+    start, length = cut.start // per_group, (cut.end - cut.start) // per_group
     return replace(
         groups,
         numbers=groups.numbers.narrow(cut.axis, cut.start, cut.end - cut.start).contiguous(),
-        scales=groups.scales.narrow(cut.axis, at, length),
-        offsets=groups.offsets.narrow(cut.axis, at, length),
+        scales=groups.scales.narrow(cut.axis, start, length),
+        offsets=groups.offsets.narrow(cut.axis, start, length),
     )
 
 

@@ -52,8 +52,8 @@ PROMPT_CANARY: Final = Canary(
 
 
 LONG_WORDS: Final = 64
-"""The words of a long canary: so many that reading them takes longer than everything else, and so
-few that a slow processor needs seconds at most."""
+"""The words of a long canary: enough that reading them takes longer than everything else, and few
+enough that a slow processor needs seconds at most."""
 
 
 def long_canary(canary: Canary, word: str) -> Canary:

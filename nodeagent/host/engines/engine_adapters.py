@@ -75,9 +75,8 @@ class AdapterFetcher:
 class EngineAdapters:
     """The adapters of one replica, whose engine may be replaced at any time."""
 
-    def __init__(self, loaded_max: int = LOADED_MAX) -> None:
-        """Let the engine know `loaded_max` at once."""
-        self._table = AdapterTable(loaded_max)
+    def __init__(self) -> None:
+        self._table = AdapterTable(LOADED_MAX)
         self._engine: EngineProcess | None = None
         self._load_lock = asyncio.Lock()
         self._fetched: dict[str, int] = {}

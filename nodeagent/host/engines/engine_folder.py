@@ -26,7 +26,7 @@ STORE_NAME_BYTES: Final = 36
 
 
 def make_folders(folder: Path) -> Path:
-    """Make an engine's folders, which nothing of an earlier engine is left in. Blocks.
+    """Make an engine's folders, without the files of an earlier engine. Blocks.
 
     The folder that all engines use for what torch compiles is made, too: a confined engine cannot.
 
@@ -52,7 +52,7 @@ async def new_folders(folder: Path, on_failure: Callable[[], object]) -> AsyncIt
 
 
 def remove_folders(folder: Path) -> None:
-    """Remove an engine's folders, as far as they are there. Blocks."""
+    """Remove an engine's folders, if they exist. Blocks."""
     for path in (temporary_folder(folder), folder):
         shutil.rmtree(path, ignore_errors=True)
 

@@ -231,7 +231,8 @@ class EngineProcess:
 
         `kind` is what the engine reports, which counts if the assignment does not name it. The
         request waits in the engine's queue like any other. `canary_problem` then says what is wrong
-        with the answer, and `problem`, too, if there was none, or one of status 200 that is none.
+        with the answer. `problem` says the same if there was no answer, or one of status 200 that
+        is not valid.
         """
         canary = CANARIES.get(self.record.spec.kind or kind, CANARIES["chat"])
         status, self.canary_problem = await self._send_canary(canary)

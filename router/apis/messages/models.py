@@ -41,9 +41,9 @@ def models_page(
     The query has `limit`, `after_id`, `before_id` and `lifecycle`, a list that SDKs send with
     brackets. Raises ApiError 400.
     """
-    given = parse_qs(query_string, keep_blank_values=True)
-    query = {name: values[0] for name, values in given.items()}
-    lifecycles = [*given.get("lifecycle", ()), *given.get("lifecycle[]", ())]
+    parameters = parse_qs(query_string, keep_blank_values=True)
+    query = {name: values[0] for name, values in parameters.items()}
+    lifecycles = [*parameters.get("lifecycle", ()), *parameters.get("lifecycle[]", ())]
     for lifecycle in lifecycles:
         if lifecycle not in LIFECYCLES:
             message = f"cannot use 'lifecycle' {lifecycle[:20]!r}: use {', '.join(LIFECYCLES)}"

@@ -94,7 +94,7 @@ class ThinkingBlock(MessagesStruct, frozen=True, tag="thinking"):
 
 
 class DirectCaller(MessagesStruct, frozen=True):
-    """The model, and no program, called the tool."""
+    """The caller of a tool: the model itself, not a program that it wrote."""
 
     type: Literal["direct"]
 

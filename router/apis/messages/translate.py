@@ -236,8 +236,8 @@ def _function_tool(tool: CustomTool) -> dict[str, Any]:
     }
     if tool.strict is not None:
         function["strict"] = tool.strict
-    given = {name: value for name, value in function.items() if value is not None}
-    return {"type": "function", "function": given}
+    fields = {name: value for name, value in function.items() if value is not None}
+    return {"type": "function", "function": fields}
 
 
 def _tool_choice(request: CountTokensRequest) -> dict[str, Any]:

@@ -140,9 +140,9 @@ def without_transfer_fields(body: bytes, request: OpenAiRequest) -> bytes:
     """
     if not (isinstance(request, ChatRequest) or isinstance(request, CompletionRequest)):  # noqa: SIM101 - a union would be made for each request
         return body
-    given = [name for name in _ENGINE_FIELDS if getattr(request, name) is not _ABSENT]
+    sent = [name for name in _ENGINE_FIELDS if getattr(request, name) is not _ABSENT]
     nested = bytes(request.vllm_xargs) if request.vllm_xargs is not _ABSENT else b""
-    if not given and not nested.startswith(b"{"):
+    if not sent and not nested.startswith(b"{"):
         return body
     fields: dict[str, Any] = _FIELDS.decode(body)
     if nested.startswith(b"{"):
@@ -150,7 +150,7 @@ def without_transfer_fields(body: bytes, request: OpenAiRequest) -> bytes:
         fields[NESTED_FIELDS] = {
             name: entries[name] for name in entries if name not in _ENGINE_FIELDS
         }
-    return msgspec.json.encode({name: fields[name] for name in fields if name not in given})
+    return msgspec.json.encode({name: fields[name] for name in fields if name not in sent})
 
 
 def determinism_of(request: OpenAiRequest) -> str:

@@ -124,8 +124,8 @@ def image_size(data: bytes, blocks: BlockCount) -> ImageSize | None:
 
 
 def _image_url(part: MessagePart | TextlessPart) -> str | int | None:
-    given = part.image_url
-    return given.url if isinstance(given, MediaReference) else given
+    image_url = part.image_url
+    return image_url.url if isinstance(image_url, MediaReference) else image_url
 
 
 def _check_image(image: str | memoryview, field: str, pixels_max: int, blocks: BlockCount) -> None:
@@ -179,11 +179,11 @@ def _png_size(data: bytes, blocks: BlockCount) -> ImageSize | None:
     if data[12:16] != b"IHDR" or len(data) < 24:
         return None
     size = ImageSize(int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big"))
-    at = 8
+    position = 8
     while True:
         blocks.add()
-        at += 12 + int.from_bytes(data[at : at + 4], "big")
-        kind = data[at + 4 : at + 8]
+        position += 12 + int.from_bytes(data[position : position + 4], "big")
+        kind = data[position + 4 : position + 8]
         if kind == b"IDAT":
             return size
         if len(kind) < 4 or kind == b"IHDR":
@@ -195,21 +195,22 @@ def _gif_size(data: bytes, blocks: BlockCount) -> ImageSize | None:
 
     Raises IndexError if the data end before the frame.
     """
-    width, height = (int.from_bytes(data[at : at + 2], "little") for at in (6, 8))
-    at = 13 + _gif_colour_bytes(data[10])
-    while data[at] == _GIF_EXTENSION:
-        if not data[at + 2] and data[at + 1] != _GIF_COMMENT:
+    width, height = (int.from_bytes(data[position : position + 2], "little") for position in (6, 8))
+    position = 13 + _gif_colour_bytes(data[10])
+    while data[position] == _GIF_EXTENSION:
+        if not data[position + 2] and data[position + 1] != _GIF_COMMENT:
             return None
-        at += 2
-        while data[at]:
+        position += 2
+        while data[position]:
             blocks.add()
-            at += 1 + data[at]
+            position += 1 + data[position]
         blocks.add()
-        at += 1
-    if data[at] != _GIF_FRAME or len(data) < at + 10:
+        position += 1
+    if data[position] != _GIF_FRAME or len(data) < position + 10:
         return None
     left, top, across, down = (
-        int.from_bytes(data[place : place + 2], "little") for place in range(at + 1, at + 9, 2)
+        int.from_bytes(data[place : place + 2], "little")
+        for place in range(position + 1, position + 9, 2)
     )
     return ImageSize(max(width, left + across), max(height, top + down))
 
@@ -220,25 +221,25 @@ def _gif_colour_bytes(flags: int) -> int:
 
 def _jpeg_size(data: bytes, blocks: BlockCount) -> ImageSize | None:
     """Skip segments up to the scan. Raises IndexError if the data end before it."""
-    at, size = 2, None
+    position, size = 2, None
     while True:
         blocks.add()
-        if data[at] != 0xFF:
+        if data[position] != 0xFF:
             return None
-        marker = data[at + 1]
+        marker = data[position + 1]
         if marker == 0xFF:
             # Fill bytes may come before any marker.
-            at += 1
+            position += 1
             continue
         if marker == _JPEG_SCAN:
             return size
-        length = data[at + 2] << 8 | data[at + 3]
+        length = data[position + 2] << 8 | data[position + 3]
         if marker in _JPEG_SIZES and size is None and length >= _JPEG_FRAME_BYTES:
-            height, width = data[at + 5 : at + 7], data[at + 7 : at + 9]
+            height, width = data[position + 5 : position + 7], data[position + 7 : position + 9]
             size = ImageSize(int.from_bytes(width, "big"), int.from_bytes(height, "big"))
         elif marker not in _JPEG_TABLES or length < 2:
             return None
-        at += 2 + length
+        position += 2 + length
 
 
 def _webp_size(data: bytes, blocks: BlockCount) -> ImageSize | None:

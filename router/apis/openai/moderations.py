@@ -85,13 +85,13 @@ def read_moderation_request(
     openai: OpenAiSurface, request: HttpRequest, writer: ResponseWriter
 ) -> tuple[InferenceRequest, ResponseWriter]:
     """Return the request to classify, and a writer that translates its answer. Raises ApiError."""
-    given, key = decode(request.body, _REQUEST), request.key
+    moderation, key = decode(request.body, _REQUEST), request.key
     assert key is not None
-    if given.model is None:
+    if moderation.model is None:
         deployment = openai.only_deployment("classify", key)
     else:
-        deployment = openai.deployment(given.model, key)
-    body = msgspec.json.encode({"model": deployment.name, "input": _texts(given)})
+        deployment = openai.deployment(moderation.model, key)
+    body = msgspec.json.encode({"model": deployment.name, "input": _texts(moderation)})
     inference = openai.read(request, CLASSIFY_PATH, body, openai_error_event)
     _check_labels(deployment)
     translating = TranslatingWriter(
@@ -144,12 +144,12 @@ def classes_of(body: bytes, labels: Sequence[str]) -> bytes:
     return msgspec.json.encode([{"label": label, "score": score} for label, score in ranked])
 
 
-def _texts(given: ModerationRequest) -> list[str]:
+def _texts(moderation: ModerationRequest) -> list[str]:
     """Return the texts to classify, each of which gets a result. Raises ApiError 400."""
-    if isinstance(given.input, str):
-        return [given.input]
-    parts = [item for item in given.input if isinstance(item, ModerationPart)]
-    texts = [item for item in given.input if isinstance(item, str)]
+    if isinstance(moderation.input, str):
+        return [moderation.input]
+    parts = [item for item in moderation.input if isinstance(item, ModerationPart)]
+    texts = [item for item in moderation.input if isinstance(item, str)]
     if not parts and all(texts):
         return texts
     if texts or any(part.type != "text" or not part.text for part in parts):

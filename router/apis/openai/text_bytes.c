@@ -28,7 +28,7 @@ struct bytes {
 
 struct reader {
     const unsigned char *at, *end;
-    /* The body is copied to `skeleton` up to `copied`, but for what is taken out. */
+    /* The body is copied to `skeleton` up to `copied`, except for what is taken out. */
     const unsigned char *begin, *copied;
     unsigned char *skeleton, *skeleton_at;
     unsigned char *texts, *texts_at;
@@ -73,7 +73,7 @@ static const unsigned char *skip_plain(const unsigned char *at, const unsigned c
     return at;
 }
 
-/* Returns the number of four hexadecimal digits, -1 if that is not what is there. */
+/* Returns the number of four hexadecimal digits, -1 if there are no such digits. */
 static int hex4(const unsigned char *at, const unsigned char *end) {
     if (end - at < 4) return -1;
     int number = 0;

@@ -50,15 +50,15 @@ def read_input_tokens_request(
     openai: OpenAiSurface, request: HttpRequest, writer: ResponseWriter
 ) -> tuple[InferenceRequest, ResponseWriter]:
     """Return the request for the count, and a writer that translates it. Raises ApiError."""
-    given = decode(request.body, INPUT_TOKENS_REQUEST)
+    counted = decode(request.body, INPUT_TOKENS_REQUEST)
     chat = to_chat(
         ResponsesRequest(
-            model=given.model,
-            input=given.input,
-            instructions=given.instructions,
-            tools=given.tools,
-            tool_choice=given.tool_choice,
-            reasoning=given.reasoning,
+            model=counted.model,
+            input=counted.input,
+            instructions=counted.instructions,
+            tools=counted.tools,
+            tool_choice=counted.tool_choice,
+            reasoning=counted.reasoning,
         )
     )
     translating = TranslatingWriter(

@@ -25,10 +25,10 @@ class _GivenInput(msgspec.Struct):
 
 def input_of(body: bytes, id_suffix: str) -> list[dict[str, Any]]:
     """Return the items of a checked request's input, as they are stored."""
-    given = msgspec.json.decode(body, type=_GivenInput).input
-    if isinstance(given, str):
-        given = [{"type": "message", "role": "user", "content": given}]
-    return identified(given, id_suffix, "input")
+    input_items = msgspec.json.decode(body, type=_GivenInput).input
+    if isinstance(input_items, str):
+        input_items = [{"type": "message", "role": "user", "content": input_items}]
+    return identified(input_items, id_suffix, "input")
 
 
 def identified(items: list[dict[str, Any]], id_suffix: str, field: str) -> list[dict[str, Any]]:

@@ -55,24 +55,24 @@ def _open(log: EventLog, response: dict[str, Any]) -> None:
 
 
 def _add_item(log: EventLog, index: int, item: dict[str, Any]) -> None:
-    at = {"item_id": item["id"], "output_index": index}
+    place = {"item_id": item["id"], "output_index": index}
     is_call = item["type"] == "function_call"
     empty: dict[str, Any] = {"arguments": ""} if is_call else {"content": []}
     opened = {**item, **empty, "status": "in_progress"}
     log.add("output_item.added", {"output_index": index, "item": opened})
     if is_call:
         text = item["arguments"]
-        log.add("function_call_arguments.delta", {**at, "delta": text})
-        log.add("function_call_arguments.done", {**at, "name": item["name"], "arguments": text})
+        log.add("function_call_arguments.delta", {**place, "delta": text})
+        log.add("function_call_arguments.done", {**place, "name": item["name"], "arguments": text})
     else:
         for number, part in enumerate(item["content"]):
-            _add_part(log, {**at, "content_index": number}, part)
+            _add_part(log, {**place, "content_index": number}, part)
     log.add("output_item.done", {"output_index": index, "item": item})
 
 
-def _add_part(log: EventLog, at: dict[str, Any], part: dict[str, Any]) -> None:
-    log.add("content_part.added", {**at, "part": {**part, "text": ""}})
+def _add_part(log: EventLog, place: dict[str, Any], part: dict[str, Any]) -> None:
+    log.add("content_part.added", {**place, "part": {**part, "text": ""}})
     logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
-    log.add(f"{part['type']}.delta", {**at, "delta": part["text"], **logprobs})
-    log.add(f"{part['type']}.done", {**at, "text": part["text"], **logprobs})
-    log.add("content_part.done", {**at, "part": part})
+    log.add(f"{part['type']}.delta", {**place, "delta": part["text"], **logprobs})
+    log.add(f"{part['type']}.done", {**place, "text": part["text"], **logprobs})
+    log.add("content_part.done", {**place, "part": part})

@@ -92,7 +92,7 @@ class StoredResponses:
         response = new_response(
             given, response_id, int(self._openai.unix_clock()), is_stored=is_stored
         )
-        # Whatever is wrong with the request is said before anything is stored.
+        # Everything that can be refused is refused before anything is stored.
         encode_error = ResponseEvents(response).failed
         self._openai.read_translated(request, to_chat(given), encode_error, "input")
         items = input_of(request.body, f"{response_id}_in")
@@ -217,7 +217,7 @@ def finish_message(ref: wire.ResponseRef, response: dict[str, Any]) -> wire.Fini
 def read_background(
     openai: OpenAiSurface, request: HttpRequest, leased: wire.LeasedResponse, writer: ResponseWriter
 ) -> tuple[InferenceRequest, ResponseWriter, ResponseEvents]:
-    """Return the inference request of a background response, and what translates its answer."""
+    """Return the inference request of a background response, and the translator of its answer."""
     given = msgspec.structs.replace(decode(request.body, RESPONSES_REQUEST), stream=None)
     earlier = msgspec.json.decode(leased.context_items, type=list[msgspec.Raw])
     items = input_of(request.body, "in")

@@ -46,7 +46,7 @@ Content = str | Annotated[list[ContentPart], Meta(max_length=1024)]
 
 
 class DirectFunctionCaller(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The caller of a function: the model itself, and no program of its."""
+    """The caller of a function: the model itself, not a program that it wrote."""
 
     type: Literal["direct"]
 
@@ -152,7 +152,7 @@ class ResponsesRequest(RefusedOpenAiFields, frozen=True, kw_only=True, forbid_un
     reasoning: ReasoningSettings | None = None
     metadata: dict[str, str] | None = None
     client_metadata: dict[str, str] | None = None
-    """What Codex says about itself; it changes nothing, like `user`."""
+    """Codex describes itself here; it changes nothing, like `user`."""
     user: str | None = None
     options: RouterOptions | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
@@ -181,8 +181,12 @@ class ResponsesRequest(RefusedOpenAiFields, frozen=True, kw_only=True, forbid_un
     @property
     def conversation_id(self) -> str:
         """The id of the conversation that is continued; "" without one."""
-        given = self.conversation
-        return given.id if isinstance(given, ConversationReference) else given or ""
+        conversation = self.conversation
+        return (
+            conversation.id
+            if isinstance(conversation, ConversationReference)
+            else conversation or ""
+        )
 
 
 RESPONSES_REQUEST: Final = msgspec.json.Decoder(ResponsesRequest)

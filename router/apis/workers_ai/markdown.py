@@ -84,8 +84,8 @@ async def convert_all(
     Raises ApiError if one cannot be taken now, and ends the others then.
     """
     begun = [
-        asyncio.create_task(converter.convert(tenant_id, one.name, one.content))
-        for one in documents
+        asyncio.create_task(converter.convert(tenant_id, document.name, document.content))
+        for document in documents
     ]
     try:
         await asyncio.wait(begun, timeout=within_s, return_when=asyncio.FIRST_EXCEPTION)

@@ -187,20 +187,20 @@ FIELDS_OF_QUEUE: Final = frozenset({"requests", "request_id"})
 
 def _check(run: RunRequest, sent: dict[str, msgspec.Raw], model: str) -> None:
     """Raise ApiError 400 if a request has no single task, or uses what is not supported."""
-    given = [name for name in FIELDS_OF_TASK if name in sent]
-    if given == ["text", "target_lang"]:
-        given.remove("text")
-    if len(given) != 1:
-        quoted = " and ".join(f"'{name}'" for name in given)
-        found = f"it has {quoted}" if given else "it has none"
-        if not given and not sent.keys().isdisjoint(FIELDS_OF_QUEUE):
+    deciding = [name for name in FIELDS_OF_TASK if name in sent]
+    if deciding == ["text", "target_lang"]:
+        deciding.remove("text")
+    if len(deciding) != 1:
+        quoted = " and ".join(f"'{name}'" for name in deciding)
+        found = f"it has {quoted}" if deciding else "it has none"
+        if not deciding and not sent.keys().isdisjoint(FIELDS_OF_QUEUE):
             found += "; for queued runs add ?queueRequest=true to the URL"
         reason = f"it needs exactly one of {_DECIDING_FIELDS}; {found}"
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use the request body: {reason}")
-    unsupported = sorted(sent.keys() - FIELDS_OF_TASK[given[0]])
+    unsupported = sorted(sent.keys() - FIELDS_OF_TASK[deciding[0]])
     if unsupported:
         name = unsupported[0][:60]
-        reason = f"/ai/run does not support it together with '{given[0]}'"
+        reason = f"/ai/run does not support it together with '{deciding[0]}'"
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field '{name}': {reason}")
     check_model(run.model, model)
     if run.target_lang is not None and not isinstance(run.text, str):
@@ -246,10 +246,10 @@ def with_model(body: bytes, model: str) -> bytes:
     return msgspec.json.encode({**_FIELDS.decode(body), "model": model})
 
 
-def check_model(given: str | None, model: str) -> None:
+def check_model(named: str | None, model: str) -> None:
     """Raise ApiError 400 if a body names another model than its path."""
-    if given not in (None, model):
-        reason = f"it is {given[:80]!r}, and the path names {model[:80]!r}"
+    if named not in (None, model):
+        reason = f"it is {named[:80]!r}, and the path names {model[:80]!r}"
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field 'model': {reason}")
 
 

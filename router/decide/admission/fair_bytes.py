@@ -21,11 +21,11 @@ class FairBytes:
 
         A body of 0 bytes always fits.
         """
-        held = self._by_tenant.get(tenant_id, 0) + count
-        if count and held > self._bytes_max - self.total:
+        own = self._by_tenant.get(tenant_id, 0) + count
+        if count and own > self._bytes_max - self.total:
             return False
-        if held:
-            self._by_tenant[tenant_id] = held
+        if own:
+            self._by_tenant[tenant_id] = own
         self.total += count
         return True
 
@@ -37,8 +37,8 @@ class FairBytes:
     def give_back(self, tenant_id: TenantId, count: int) -> None:
         """Count bytes that were taken no longer."""
         self.total -= count
-        held = self._by_tenant.get(tenant_id, 0) - count
-        if held:
-            self._by_tenant[tenant_id] = held
+        own = self._by_tenant.get(tenant_id, 0) - count
+        if own:
+            self._by_tenant[tenant_id] = own
         else:
             self._by_tenant.pop(tenant_id, None)

@@ -308,9 +308,9 @@ def slots_of(mask: int) -> Sequence[int]:
         return list(_bits(mask))
     slots: list[int] = []
     # Ten thousand slots have a thousand bytes, and of most masks few of them are not zero.
-    held = mask.to_bytes((mask.bit_length() + 7) // 8, "little")
-    for found in _NOT_ZERO.finditer(held):
-        slots += _slots_of_byte(found.start(), held[found.start()])
+    mask_bytes = mask.to_bytes((mask.bit_length() + 7) // 8, "little")
+    for match in _NOT_ZERO.finditer(mask_bytes):
+        slots += _slots_of_byte(match.start(), mask_bytes[match.start()])
     return slots
 
 

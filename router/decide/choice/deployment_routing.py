@@ -115,7 +115,7 @@ class DeploymentRouting:
         self._prefixes.record_sent(slot, keys, now_s)
 
     def undo_sent(self, sent: SentPrompt, keys: PrefixKeys) -> None:
-        """Note that a prompt was refused: nothing of it will be cached."""
+        """Note that a prompt was refused: none of it will be cached."""
         self._prefixes.undo_sent(sent, keys)
 
     def record_evicted(self, slot: int, used_before_s: float) -> None:

@@ -31,8 +31,8 @@ the same knowledge do not all choose the same replica."""
 
 SESSION_ALIKE_MS: Final = 20.0
 SESSION_ALIKE_RATIO: Final = 0.25
-"""The same for the first request of a session: wider, so that all routers of a region agree on the
-candidates and their hash on one of them."""
+"""The same for the first request of a session. Wider, so that all routers of a region find the same
+candidates, of which the session's hash chooses one."""
 
 STICKY_MS: Final = 20.0
 STICKY_RATIO: Final = 0.5

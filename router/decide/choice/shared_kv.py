@@ -107,8 +107,8 @@ def pool_matches(matches: PrefixMatches, table: ReplicaTable, fetch_value: float
             route = table.routes[slot]
             if route is not None and share > best.get(route.pop, 0.0):
                 best[route.pop] = share
-    for pop, held in best.items():
-        share = fetch_value * held
+    for pop, best_share in best.items():
+        share = fetch_value * best_share
         for slot in table.slots_by_pop.get(pop, ()):
             own = matches.share_at(slot)
             if share > own:
@@ -152,9 +152,9 @@ def shared_kv_peers(
     if subject:
         store = rendezvous_winner(subject, slots, table.hashes, table.weights)
     shares = [(matches.share_at(slot), slot) for slot in slots]
-    held = [(share, slot) for share, slot in shares if share > own_share]
-    held.sort(reverse=True)
-    chosen = [slot for _, slot in held[:HOLDERS_MAX] if slot != store]
+    holders = [(share, slot) for share, slot in shares if share > own_share]
+    holders.sort(reverse=True)
+    chosen = [slot for _, slot in holders[:HOLDERS_MAX] if slot != store]
     if store >= 0:
         chosen = [*chosen[: HOLDERS_MAX - 1], store]
     if not chosen:
@@ -165,7 +165,7 @@ def shared_kv_peers(
         assert route is not None
         peers.append(_peer(route, prompt_tokens, table.estimates[slot].ms_per_token))
     kept = table.routes[store] if store >= 0 else None
-    held_share = held[0][0] if held else 0.0
+    held_share = holders[0][0] if holders else 0.0
     return SharedKvPeers(peers, kept.replica_id if kept is not None else "", own_share, held_share)
 
 

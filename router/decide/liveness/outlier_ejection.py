@@ -198,7 +198,7 @@ def split_ejected(
 
 
 def is_panic(unhealthy: int, replicas: int) -> bool:
-    """Return whether so many of a deployment's replicas are unhealthy that none is excluded."""
+    """Return whether too many of a deployment's replicas are unhealthy to exclude any."""
     return 2 * unhealthy > replicas
 
 

@@ -15,8 +15,8 @@ _SHARED_FROM: Final = 2048
 """Fewer slots are copied in less time than noting their changes takes."""
 
 _SLOTS_PER_CHANGE: Final = 4
-"""One change for so many slots is noted, then the rows are copied. A request changes a dozen, so
-that few requests have to wait for a copy of ten thousand."""
+"""Changes are noted, one for this many slots; after that the rows are copied. A request changes a
+dozen, so few requests have to wait for a copy of ten thousand."""
 
 
 class ValuesInNumpy:

@@ -136,7 +136,7 @@ class ReplicaLoad:
         self.sequences_max = 0
         """How many requests the engine runs at once, as its node said last; 0 if unknown."""
         self.sequence_ms = 0.0
-        """The time from the end of one of them to the next when it runs so many."""
+        """The time from the end of one of them to the next when it runs that many."""
         self.others_requests = 0
         self.others_batch_items = 0
         """Requests of other routers there when its node was pinged last, and the items of them."""

@@ -57,9 +57,11 @@ class AdapterDirectory:
             )
         named = self._by_id.get(name)
         candidates = [named] if named is not None else self._by_name.get(name, [])
-        usable = [one for one in candidates if one.is_public or one.tenant_id == tenant_id]
-        fitting = [one for one in usable if one.model_id == deployment.model_id]
-        own = [one for one in fitting if one.tenant_id == tenant_id]
+        usable = [
+            adapter for adapter in candidates if adapter.is_public or adapter.tenant_id == tenant_id
+        ]
+        fitting = [adapter for adapter in usable if adapter.model_id == deployment.model_id]
+        own = [adapter for adapter in fitting if adapter.tenant_id == tenant_id]
         entry = next(iter((*own, *fitting, *usable)), None)
         if entry is None:
             raise ApiError(
@@ -149,7 +151,7 @@ class AdapterPlaces:
 
     def keep_only(self, replica_ids: Collection[ReplicaId]) -> None:
         """Forget replicas that have left the route table."""
-        for replica_id in [one for one in self._loaded if one not in replica_ids]:
+        for replica_id in [known_id for known_id in self._loaded if known_id not in replica_ids]:
             for adapter_id in self._loaded.pop(replica_id):
                 self._forget(adapter_id, replica_id)
 

@@ -38,7 +38,7 @@ async def create_adapter(request: AdminRequest) -> AdapterView:
     """Describe an adapter of a tenant for the model of a deployment; its files follow."""
     body: NewAdapterBody = request.body
     if not body.public:
-        # No request could use a private adapter of another.
+        # No request could use a private adapter of such a tenant.
         await require_tenant(request, body.tenant_id, "cannot add an adapter of")
     found = await find_deployment(request.connection, body.model)
     model = found.name if found is not None else body.model
@@ -129,7 +129,10 @@ async def _view(request: AdminRequest, adapter: StoredAdapter) -> AdapterView:
 async def _views(request: AdminRequest, adapters: Sequence[StoredAdapter]) -> list[AdapterView]:
     digests = [adapter.digest for adapter in adapters if adapter.digest]
     nodes = await store.nodes_with(request.connection, digests, NODES_SHOWN) if digests else {}
-    return [_with_nodes(one, nodes.get(one.digest or "", AdapterNodes(0, ()))) for one in adapters]
+    return [
+        _with_nodes(listed, nodes.get(listed.digest or "", AdapterNodes(0, ())))
+        for listed in adapters
+    ]
 
 
 def _with_nodes(adapter: StoredAdapter, nodes: AdapterNodes) -> AdapterView:

@@ -27,9 +27,9 @@ def trace_admin_requests(recorder: SpanRecorder, scheduler_name: str) -> Middlew
     """
 
     def parent_of(request: web.Request) -> TraceContext | None:
-        given = parse_traceparent(request.headers.get(headers.TRACEPARENT, ""))
-        if given is not None:
-            return given if given.is_sampled else None
+        context = parse_traceparent(request.headers.get(headers.TRACEPARENT, ""))
+        if context is not None:
+            return context if context.is_sampled else None
         is_reading = request.method in READING
         return None if is_reading else TraceContext(recorder.new_id(TRACE_ID_BYTES), "")
 

@@ -228,7 +228,9 @@ def engine_problem(engine: EngineSettings) -> EngineProblem | None:
         known = ", ".join(sorted(ENGINE_OPTIONS))
         return EngineProblem("driver", f"there is no driver {engine.driver!r}; use one of {known}")
     if engine.nodes > 1 and not capabilities_of(engine.driver).over_nodes:
-        able = (name for name, one in ENGINE_CAPABILITIES.items() if one.over_nodes)
+        able = (
+            name for name, capabilities in ENGINE_CAPABILITIES.items() if capabilities.over_nodes
+        )
         known = ", ".join(sorted(able))
         return EngineProblem(
             "nodes", f"{engine.driver} cannot run over several nodes; only {known} can"
@@ -309,7 +311,7 @@ async def _require_replacement(
 
 def roles_problem(engine: EngineSettings, policy: PlacementPolicy) -> str:
     """Return why replicas of this engine cannot have roles of their own; empty if they can."""
-    one = capabilities_of(engine.driver)
+    capabilities = capabilities_of(engine.driver)
     if policy.prefill_share:
         return (
             "prefill_share is of an earlier release: set it to 0, and roles to auto or to a ratio"
@@ -332,12 +334,12 @@ def roles_problem(engine: EngineSettings, policy: PlacementPolicy) -> str:
             " or set roles to unified"
         )
     known = ", ".join(name for name, able in ENGINE_CAPABILITIES.items() if able.sends_kv)
-    if not one.sends_kv:
+    if not capabilities.sends_kv:
         return (
             f"roles {policy.roles!r} need an engine that sends the KV of prompts to another:"
             f" {engine.driver} does not, {known} do"
         )
-    if one.fixed_roles and policy.roles == AUTO_ROLES:
+    if capabilities.fixed_roles and policy.roles == AUTO_ROLES:
         return (
             f"roles 'auto' need an engine whose running replicas change their roles:"
             f" {engine.driver} does not; give a ratio such as prefill=1,decode=2"

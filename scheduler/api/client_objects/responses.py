@@ -73,7 +73,7 @@ class ResponseWork:
                 raise ApiError(
                     ErrorCode.INVALID_REQUEST,
                     f"cannot continue: the items before this request and its own have {new_bytes}"
-                    f" bytes, more than {self._limits.context_bytes_max}; begin anew",
+                    f" bytes, more than {self._limits.context_bytes_max}; start a new one",
                     param="previous_response_id" if given.previous_response_id else "input",
                 )
             if not given.is_stored:

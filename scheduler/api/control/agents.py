@@ -30,7 +30,7 @@ from scheduler.store.pool import BAD_DATA, INTAKE_TIMEOUT_S, UNAVAILABLE, Pool, 
 log = logging.getLogger(__name__)
 
 REFRESH_S: Final = 300.0
-"""A report without news is stored again after this time all the same."""
+"""An unchanged report is stored again after this time."""
 
 
 REGISTER_AGAIN_S: Final = 1.0

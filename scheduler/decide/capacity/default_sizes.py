@@ -53,7 +53,7 @@ INTERVAL_OPTION: Final = "interval_ms"
 """The embedded engine's limit of a step that reads prompts while answers are generated."""
 
 SLOTS_MAX: Final = 32
-"""The most sequences of an engine in which each has a part of the KV cache of its own."""
+"""The most sequences of an engine that gives each sequence a part of the KV cache."""
 
 WAITING_PER_SEQUENCE: Final = 4
 """How many requests may wait in an engine that is fair between tenants, per sequence."""
@@ -234,5 +234,5 @@ def _kv_parts(engine: EngineSettings, model: CatalogModel) -> float:
 
 
 def _given_sequences(engine: EngineSettings, sizes: ReplicaSizes) -> int:
-    given = engine.options.get(capabilities_of(engine.driver).sequences_option, "")
-    return int(given) if given.isascii() and given.isdigit() else sizes.sequences
+    option = engine.options.get(capabilities_of(engine.driver).sequences_option, "")
+    return int(option) if option.isascii() and option.isdigit() else sizes.sequences

@@ -151,8 +151,8 @@ def kv_bytes_per_token(model: CatalogModel, engine: EngineSettings) -> float:
     """Return the KV bytes of a token of context over all layers, averaged over a whole context."""
     bits = own_bits = model.shape.kv_bits if model.shape else KV_BITS_UNKNOWN
     options = capabilities_of(engine.driver).kv_type_options
-    if given := [engine.options.get(name, "") for name in options]:
-        bits = fmean(KV_TYPE_BITS.get(kind, own_bits) for kind in given)
+    if kinds := [engine.options.get(name, "") for name in options]:
+        bits = fmean(KV_TYPE_BITS.get(kind, own_bits) for kind in kinds)
     if model.shape is None:
         return model.kv_bytes_per_token * bits / own_bits
     shape = msgspec.structs.replace(model.shape, kv_bits=bits)

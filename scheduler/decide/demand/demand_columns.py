@@ -101,15 +101,15 @@ def _read_table(rows: Sequence[DemandRate]) -> "dict[str, np.ndarray[Any, Any]] 
 def _layout_of(sizes: Mapping[str, int]) -> "np.dtype[np.void]":
     """Return the layout of an encoded row whose names have these sizes: a header, and for each
     field its key, a marker and its value."""
-    names, formats, offsets, at = [], [], [], 1
+    names, formats, offsets, offset = [], [], [], 1
     for field in DemandRate.__struct_fields__:
-        at += 1 + len(field)
+        offset += 1 + len(field)
         kind = ">f8" if field in RATES else f"S{sizes[field]}"
         names += [f"{field}_marker", field]
         formats += ["u1", kind]
-        offsets += [at, at + 1]
-        at += 1 + sizes.get(field, 8)
-    layout: Any = {"names": names, "formats": formats, "offsets": offsets, "itemsize": at}
+        offsets += [offset, offset + 1]
+        offset += 1 + sizes.get(field, 8)
+    layout: Any = {"names": names, "formats": formats, "offsets": offsets, "itemsize": offset}
     dtype: np.dtype[np.void] = np.dtype(layout)
     return dtype
 

@@ -84,7 +84,11 @@ class RouteFollowing:
 
     def _overdue_generation(self, now: float) -> Generation:
         """Return the newest generation that every router should serve by now."""
-        overdue = [generation for at, generation in self._published if at <= now - BEHIND_S]
+        overdue = [
+            generation
+            for published_at, generation in self._published
+            if published_at <= now - BEHIND_S
+        ]
         return overdue[-1] if overdue else Generation(0)
 
     @staticmethod

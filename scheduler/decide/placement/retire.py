@@ -203,7 +203,7 @@ def end_surplus(
         return False
     too_many = f"{len(state.replicas)} replicas, the policy allows {needs.replicas_max}"
     too_little = f"demand has moved: it saves {removal.loss / needs.weight:.0f} ms x requests/s"
-    # The loss is negative only for a replica that spoils the ratio of pinned roles.
+    # The loss is negative only for a replica that worsens the ratio of pinned roles.
     if removal.loss < 0:
         too_little = f"the prefill replicas of {removal.replica.pop} have too little to read"
     end_replica(removal.replica, too_many if exceeds_max else too_little)

@@ -25,7 +25,7 @@ from isochrone.wire.peers.assignment import Role
 from scheduler.decide.capacity.step_time import ITL_TARGET_S
 
 HYSTERESIS: Final = 0.1
-"""In `auto`, the present share of prefill replicas stays while the best one is as near as this."""
+"""In `auto`, the share of prefill replicas stays while the best share differs by less than this."""
 
 AUTO_SHARE_MIN: Final = 0.4
 """In `auto`, replicas stay unified while reading prompts takes a smaller share of their time: then
@@ -33,7 +33,7 @@ few steps have a prompt in them, and roles would only delay first tokens (`ops.s
 where the decode-heavy mix has a share of 0.3 and the others of 0.7)."""
 
 SHARE_MARGIN: Final = 0.05
-"""In `auto`, prefill replicas that are there go on until that share is smaller by this."""
+"""In `auto`, existing prefill replicas keep their role until that share is smaller by this."""
 
 AUTO_ROUNDING: Final = 0.1
 """In `auto`, this share of a prefill replica may lack work. A decode replica can read the prompts
@@ -45,11 +45,11 @@ CHANGE_MARGIN: Final = 0.25
 better after the change: a mix at the border of two ratios changes nothing."""
 
 STEP_MARGIN: Final = 0.8
-"""In `auto`, prefill replicas go on once they are there, until steps that read prompts are shorter
-than this share of the target: a measured speed at the border changes nothing."""
+"""In `auto`, existing prefill replicas keep their role until steps that read prompts are shorter
+than this share of the target: a measured speed near the border changes nothing."""
 
 ROUNDING: Final = 1e-9
-"""Two thirds of three are two."""
+"""Allows for rounding errors: two thirds of three replicas are two."""
 
 _FIXED: Final = re.compile(r"prefill=(\d+),decode=(\d+)")
 
@@ -144,7 +144,7 @@ def role_of_next(policy: PlacementPolicy, mix: TokenMix, counts: RoleCounts) -> 
 
 
 def prefill_wanted(policy: PlacementPolicy, mix: TokenMix, counts: RoleCounts) -> int:
-    """Return how many replicas of a PoP should prefill, of as many as there are."""
+    """Return how many replicas of a PoP should prefill, of the number that it has."""
     total = counts.total
     if total < 2:
         return 0
@@ -198,15 +198,15 @@ def role_change(
     counts = RoleCounts(
         unified=roles[Role.UNIFIED], prefill=roles[Role.PREFILL], decode=roles[Role.DECODE]
     )
-    wanted = prefill_wanted(policy, mix, counts)
-    if wanted == counts.prefill:
+    prefill = prefill_wanted(policy, mix, counts)
+    if prefill == counts.prefill:
         return None
-    is_more = wanted > counts.prefill
-    to = Role.PREFILL if is_more else Role.DECODE if wanted else Role.UNIFIED
+    is_more = prefill > counts.prefill
+    to = Role.PREFILL if is_more else Role.DECODE if prefill else Role.UNIFIED
     # The newest first: the oldest generating replica has the most sessions.
     for replica in sorted(replicas, key=lambda replica: (replica.age_s, replica.replica_id)):
         if (replica.role is Role.PREFILL) != is_more and may_have(replica.replica_id, to):
-            reason = f"{wanted} of {counts.total} replicas should prefill, {counts.prefill} do"
+            reason = f"{prefill} of {counts.total} replicas should prefill, {counts.prefill} do"
             return RoleChange(replica.replica_id, to, reason)
     return None
 
@@ -219,9 +219,9 @@ def next_role(share: float, counts: RoleCounts) -> Role:
     if share <= 0 or not counts.total:
         return Role.UNIFIED
     total = counts.total + 1
-    wanted = min(max(1, round(share * total)), total - 1)
+    prefill = min(max(1, round(share * total)), total - 1)
     generating = counts.unified + counts.decode
-    return Role.PREFILL if counts.prefill < wanted and generating else Role.DECODE
+    return Role.PREFILL if counts.prefill < prefill and generating else Role.DECODE
 
 
 def _is_known(mix: TokenMix) -> bool:

@@ -38,7 +38,7 @@ NODES_SHOWN_MAX = 6
 """How many nodes' refusals one message lists."""
 
 NODES_COMPARED_MAX = 256
-"""Among how many nodes the one is found that lacks least memory."""
+"""How many nodes are compared to find the one that lacks the least memory."""
 
 UNSERVED_SHARE = 0.02
 """Less unserved load than this share is not reported."""
@@ -105,8 +105,8 @@ def unmet_requirements(draft: PlacementDraft, state: DeploymentState) -> Iterato
 def no_slot_for_version(draft: PlacementDraft, state: DeploymentState) -> UnmetRequirement:
     """Return why a new version has not started: it starts beside the old one or not at all."""
     version = state.needs.deployment.version
-    wanted = f"version {version}; until it finds a slot the one before it serves"
-    unmet = _cannot_place(draft, state.needs, wanted)
+    purpose = f"version {version}; until it finds a slot the one before it serves"
+    unmet = _cannot_place(draft, state.needs, purpose)
     remedy = _memory_remedy(draft, state)
     if not remedy:
         return unmet
@@ -141,14 +141,14 @@ def slot_refusals(
 
 
 def _cannot_place(
-    draft: PlacementDraft, needs: DeploymentNeeds, wanted: str, only_pop: str = ""
+    draft: PlacementDraft, needs: DeploymentNeeds, purpose: str, only_pop: str = ""
 ) -> UnmetRequirement:
     fleet = draft.fleet
     backoff = fleet.start_history.backoff_of(needs.deployment_id)
     if backoff:
         return UnmetRequirement(
             deployment_id=needs.deployment_id,
-            reason=f"cannot place a replica ({wanted}): {backoff}",
+            reason=f"cannot place a replica ({purpose}): {backoff}",
         )
     nodes = [node for node in fleet.nodes.values() if only_pop in ("", node.pop)]
     # Stop after as many as are shown: else each of thousands of nodes is checked for each
@@ -158,7 +158,7 @@ def _cannot_place(
     more = f"; and more of {len(nodes)} nodes" if len(refused) > NODES_SHOWN_MAX else ""
     no_node = f"there is no node in {only_pop}" if only_pop else "there is no node"
     never = _why_never(fleet, needs)
-    reason = f"cannot place a replica ({wanted}): {listed or no_node}{more}"
+    reason = f"cannot place a replica ({purpose}): {listed or no_node}{more}"
     return UnmetRequirement(
         deployment_id=needs.deployment_id, reason=reason + (f". {never}" if never else "")
     )

@@ -189,8 +189,8 @@ def _entry(
         needs_prefill=capabilities_of(driver).needs_prefill
         and deployment.policy.roles != UNIFIED_ROLES,
         adapter_rank_max=min(
-            adapter_rank_max(one)
-            for one in (deployment.engine, *([rollout.spec.engine] if rollout else ()))
+            adapter_rank_max(engine)
+            for engine in (deployment.engine, *([rollout.spec.engine] if rollout else ()))
         ),
     )
 

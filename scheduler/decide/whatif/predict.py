@@ -243,18 +243,18 @@ def _serve(
     names = list(fleet.distances.index)
     # The busiest city first: its requests find free capacity at the nearest replicas most often.
     for number in np.argsort(-city_load, kind="stable"):
-        wanted = max(float(city_load[number]), LOAD_MIN)
+        requested = max(float(city_load[number]), LOAD_MIN)
         requests = float(demand.requests_per_s[number])
-        city, left = names[int(demand.cities[number])], wanted
+        city, left = names[int(demand.cities[number])], requested
         for site in _nearest(fleet.distances, city, free, speed):
             share = min(left, free[site])
             if share > 0:
                 free[site] -= share
                 taken[site] += share
                 left -= share
-                routed.append((int(number), site, requests * share / wanted))
+                routed.append((int(number), site, requests * share / requested))
         if left > LOAD_MIN / 2:
-            routed.append((int(number), None, requests * left / wanted))
+            routed.append((int(number), None, requests * left / requested))
     parts: dict[PopId, list[_Share]] = defaultdict(list)
     for number, served_by, requests in routed:
         city = names[int(demand.cities[number])]

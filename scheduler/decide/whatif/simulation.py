@@ -340,14 +340,18 @@ def _with_deployment(cluster: ClusterState, change: AddDeployment) -> ClusterSta
     if any(deployment.deployment_id == name for deployment in cluster.deployments):
         raise InvalidChange(f"cannot add {name}: the snapshot has a deployment with that id")
     models = {model.model_id: model for model in cluster.models}
-    wanted = change.deployment.model_id
-    if change.model is not None and change.model.model_id != wanted:
+    model_id = change.deployment.model_id
+    if change.model is not None and change.model.model_id != model_id:
         given_id = change.model.model_id
-        raise InvalidChange(f"cannot add {name}: it serves {wanted}, the model given is {given_id}")
+        raise InvalidChange(
+            f"cannot add {name}: it serves {model_id}, the model given is {given_id}"
+        )
     if change.model is not None:
-        models[wanted] = change.model
-    elif wanted not in models:
-        raise InvalidChange(f"cannot add {name}: the snapshot has no model {wanted}; give `model`")
+        models[model_id] = change.model
+    elif model_id not in models:
+        raise InvalidChange(
+            f"cannot add {name}: the snapshot has no model {model_id}; give `model`"
+        )
     like = change.demand_like
     demand = [
         msgspec.structs.replace(row, deployment_id=name)

@@ -41,8 +41,8 @@ class Heartbeats:
         now = self._lease.clock()
         return NodeContact(
             acting_for_s=self._lease.acting_for_s,
-            silent_s={node_id: now - at for node_id, at in self._heard_at.items()},
-            back_s={node_id: now - at for node_id, at in self._back_at.items()},
+            silent_s={node_id: now - heard_at for node_id, heard_at in self._heard_at.items()},
+            back_s={node_id: now - heard_at for node_id, heard_at in self._back_at.items()},
         )
 
     def clear(self) -> None:

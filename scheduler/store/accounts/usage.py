@@ -103,7 +103,7 @@ async def record_round_trips(
 async def rotate_demand_partitions(connection: Connection, now: datetime) -> int:
     """Create partitions for today and the next days, drop expired ones; return the changes.
 
-    Days to come are reckoned by the database's clock; a day has expired only if the clock of `now`
+    Days to come follow the database's clock; a day has expired only if the clock of `now`
     agrees and history has advanced so far, as in retention.py. A day with rows in the default
     partition stays there: moving a million minutes would block counting for too long.
     """

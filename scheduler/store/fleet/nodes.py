@@ -375,7 +375,7 @@ async def _release_ended(connection: Connection, report: Report) -> int:
 def _present(report: Report) -> list[ReplicaId]:
     """Return the replicas that a node has, whether or not they serve."""
     stopped = ReplicaState.STOPPED
-    return [one.spec.replica_id for one in report.replicas if one.state is not stopped]
+    return [replica.spec.replica_id for replica in report.replicas if replica.state is not stopped]
 
 
 async def _record_profiles(

@@ -192,7 +192,7 @@ async def test_what_cannot_be_stored_is_refused(bench: BatchBench) -> None:
         ({"background": True, "store": False}, "'store'"),
         ({"conversation": "c", "previous_response_id": "r"}, "'conversation'"),
         ({"previous_response_id": "resp_none"}, "there is no stored response"),
-        ({"store": True, "input": "x" * 5000}, "begin anew"),
+        ({"store": True, "input": "x" * 5000}, "start a new one"),
     ):
         with pytest.raises(openai.BadRequestError, match=match):
             await create(**{"model": "tiny", "input": "a", **fields})

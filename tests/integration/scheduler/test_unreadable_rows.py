@@ -95,7 +95,7 @@ async def test_one_deployment_is_left_alone_and_the_others_are_planned(pool: Poo
         assert not plan.endings, name
         assert [placement.replica_id for placement in cluster.placements] == ["r1"], name
         (reason,) = (unmet.reason for unmet in plan.unmet if unmet.deployment_id == "d")
-        assert reason.startswith("cannot read ") and reason.endswith("mend its row"), name
+        assert reason.startswith("cannot read ") and reason.endswith("repair its row"), name
         explained = explain_placement(cluster, DeploymentId("d"))
         assert explained is not None and explained.unmet == (reason,), name
 

@@ -213,7 +213,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         router = self.router
         assert not self.loop.errors
         assert not router.server.connections
-        assert not router.server._census._by_network
+        assert not router.server._connection_count._by_network
         assert not len(router.server.bodies.held)
         assert len(router.upstream) == len(router.deadlines) == 0
         assert router.fleet.in_flight.requests == 0

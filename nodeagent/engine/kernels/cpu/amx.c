@@ -19,7 +19,7 @@ int amx_allowed(void) { return allowed; }
 
 void begin_tiles(int64_t lines, int64_t bytes) {
     struct {
-        uint8_t palette, start, nought[14];
+        uint8_t palette, start, zeros[14];
         uint16_t bytes[16];
         uint8_t lines[16];
     } shape = {.palette = 1};

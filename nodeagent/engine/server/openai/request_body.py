@@ -204,8 +204,12 @@ def read_completion(body: bytes, bytes_max: int) -> CompletionBody:
 
 def completion_prompts(completion: CompletionBody) -> list[str | list[int]]:
     """Return the prompts, each as text or as token ids."""
-    given: Any = completion.prompt
-    prompts = given if isinstance(given, list) and type(given[0]) is not int else [given]
+    body_prompt: Any = completion.prompt
+    prompts = (
+        body_prompt
+        if isinstance(body_prompt, list) and type(body_prompt[0]) is not int
+        else [body_prompt]
+    )
     for prompt in prompts:
         is_ids = isinstance(prompt, list) and all(type(item) is int for item in prompt)
         if not is_ids and not isinstance(prompt, str):

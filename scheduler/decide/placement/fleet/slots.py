@@ -221,7 +221,7 @@ def _why_too_full(node: FleetNode, engine: EngineSettings, needed: int, free: Fr
         name, available = by_class.most_common(1)[0]
         return f"needs {count} devices of one class, it has {available} x {name}"
     most_free = max(0, *(free[node.node_id, device.device_id] for device in healthy))
-    wanted = gib(needed) if count == 1 else f"{gib(needed)} on each of {count} devices"
+    needs = gib(needed) if count == 1 else f"{gib(needed)} on each of {count} devices"
     # Sizes that look the same when they are rounded would contradict the refusal.
     lacking = f": {gib(needed - most_free)} too little" if gib(needed) == gib(most_free) else ""
-    return f"needs {wanted}, the most free on one device is {gib(most_free)}{lacking}"
+    return f"needs {needs}, the most free on one device is {gib(most_free)}{lacking}"

@@ -84,10 +84,10 @@ class DeploymentNeeds:
     """A deployment's demand and policy, and the cost and capacity of a replica of it. Immutable.
 
     `eligible_nodes` are the nodes of each site that could take a replica; `site_capacity` is what
-    one replica carries at each site, 0 where none can be. `nearest_ms` is the round trip from each
-    city of its demand to the nearest site that could take a replica. `cities` and `requests_per_s`
-    are the rows of its `demand`; `latency_ms[row, site]` is the round trip. `rates` are those of
-    one replica by device class.
+    one replica can serve at each site, 0 where none can be. `nearest_ms` is the round trip from
+    each city of its demand to the nearest site that could take a replica. `cities` and
+    `requests_per_s` are the rows of its `demand`; `latency_ms[row, site]` is the round trip.
+    `rates` are those of one replica by device class.
     """
 
     def __init__(
@@ -279,18 +279,18 @@ class DeploymentState:
         )
 
     def need_at(self, site: int) -> Need:
-        """Return what one more replica at a site is worth besides latency: as `need_in`, and the
-        ratio of roles."""
+        """Return what one more replica at a site is worth besides latency: what `need_in` says, and
+        the improvement of the ratio of roles."""
         need = self.need_in(self._fleet.sites[site].pop)
         if self._pins is None:
             return need
         taken = [replica.site for replica in self.replicas]
-        mends = self._pins.worth(taken, site, self.needs.weight)
-        reason = need.reason or ("a prefill replica is missing" if mends > 0 else "")
-        return Need(tier=need.tier, worth=need.worth + mends, reason=reason)
+        improvement = self._pins.worth(taken, site, self.needs.weight)
+        reason = need.reason or ("a prefill replica is missing" if improvement > 0 else "")
+        return Need(tier=need.tier, worth=need.worth + improvement, reason=reason)
 
     def ratio_cost(self, replicas: Sequence[PlannedReplica]) -> float:
-        """Return what is amiss with the ratio of pinned roles among some replicas, as a cost."""
+        """Return the cost of errors in the ratio of pinned roles among some replicas."""
         if self._pins is None:
             return 0.0
         sites = [replica.site for replica in replicas]

@@ -65,10 +65,10 @@ class Exchange:
 
     def _exchange_nodes(self) -> bool:
         by_node = self._new_by_node()
-        for one, other in self._alike_nodes(by_node):
+        for first, second in self._alike_nodes(by_node):
             if not self._effort.spend(NODES_EFFORT):
                 return False
-            if self._trade(by_node.get(one, []), other, by_node.get(other, []), one):
+            if self._trade(by_node.get(first, []), second, by_node.get(second, []), first):
                 return True
         return False
 
@@ -129,14 +129,14 @@ class Exchange:
             for state in self._draft.states
             if (new := state.new_replicas())
         ]
-        for (one, of_one), (other, of_other) in combinations(one_per_site, 2):
-            for replica in of_one.values():
-                for counterpart in of_other.values():
+        for (first, of_first), (second, of_second) in combinations(one_per_site, 2):
+            for replica in of_first.values():
+                for counterpart in of_second.values():
                     if replica.site == counterpart.site:
                         continue
                     if not (
-                        one.needs.site_capacity[counterpart.site] > 0
-                        and other.needs.site_capacity[replica.site] > 0
+                        first.needs.site_capacity[counterpart.site] > 0
+                        and second.needs.site_capacity[replica.site] > 0
                     ):
                         continue
                     if not self._effort.spend(effort):
@@ -145,18 +145,18 @@ class Exchange:
                         return True
         return False
 
-    def _trade_sites(self, one: PlannedReplica, other: PlannedReplica) -> bool:
+    def _trade_sites(self, first: PlannedReplica, second: PlannedReplica) -> bool:
         """Let two replicas trade sites. Return whether that lowers the cost; roll back if not."""
         draft = self._draft
         savepoint = draft.savepoint(draft.states)
-        draft.remove(one)
-        draft.remove(other)
-        if self._place_at(one.state, other.site) and self._place_at(other.state, one.site):
-            return self._improves(savepoint, in_order([one.state, other.state]))
+        draft.remove(first)
+        draft.remove(second)
+        if self._place_at(first.state, second.site) and self._place_at(second.state, first.site):
+            return self._improves(savepoint, in_order([first.state, second.state]))
         savepoint.roll_back()
         return False
 
-    def _trade_clearing(self, one: PlannedReplica, other: PlannedReplica) -> bool:
+    def _trade_clearing(self, first: PlannedReplica, second: PlannedReplica) -> bool:
         """Let two replicas trade sites; all other new replicas leave their nodes, and the draft is
         filled again, the largest first.
 
@@ -167,17 +167,17 @@ class Exchange:
         leaving = list(
             dict.fromkeys(
                 replica
-                for node_id in (*_nodes_of(one), *_nodes_of(other))
+                for node_id in (*_nodes_of(first), *_nodes_of(second))
                 for replica in by_node.get(node_id, ())
             )
         )
         # Without others in between, the trade was tried before.
-        if {one, other}.issuperset(leaving) or not {one, other}.issubset(leaving):
+        if {first, second}.issuperset(leaving) or not {first, second}.issubset(leaving):
             return False
         savepoint = draft.savepoint(draft.states)
         for replica in leaving:
             draft.remove(replica)
-        if self._place_at(one.state, other.site) and self._place_at(other.state, one.site):
+        if self._place_at(first.state, second.site) and self._place_at(second.state, first.site):
             draft.blocked.clear()
             fill(draft, FillOrder.SIZE)
             return self._improves(savepoint, in_order(replica.state for replica in leaving))

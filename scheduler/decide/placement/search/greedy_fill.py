@@ -1,6 +1,7 @@
 """Adds replicas to a draft by lazy greedy search on marginal gain.
 
-Rule 1: every step lowers the sum of score.py, so the search ends. Ties go by number, so it repeats.
+Rule 1: every step lowers the sum of score.py, so the search ends. Ties go by number, so the same
+draft gives the same result.
 Rule 2: a gain without a free slot is noted as blocked, and left to swap.py.
 
 Lazy greedy: the heap holds for each deployment the largest of its gains, or an upper bound of it,
@@ -71,7 +72,7 @@ class Known(Enum):
     SLOT = auto()
 
 
-class _Bids:
+class _SiteGains:
     """The gain of one more replica of a deployment at each site, or an upper bound of it.
 
     A gain is -inf where there is no slot. Valid until the deployment's replicas change.
@@ -82,7 +83,7 @@ class _Bids:
         needs = state.needs
         required = state.needs_by_site()
         costs = needs.hold_cost + START
-        # A replica that saves no more than this pays nowhere.
+        # A replica that saves no more than this does not pay at any site.
         least = max(0.0, costs - float(required.worths.max(initial=0.0)))
         nets = state.gain_upper_bounds(least) + required.worths - costs
         nets[(needs.site_capacity <= 0) | (nets <= 0)] = -inf
@@ -160,12 +161,12 @@ class _GreedyFill:
     def __init__(self, draft: PlacementDraft, order: FillOrder) -> None:
         self._draft = draft
         self._order = order
-        self._bids: dict[int, _Bids] = {}
+        self._bids: dict[int, _SiteGains] = {}
         self._start_costs: dict[int, Floats] = {}
 
     def run(self, states: Sequence[DeploymentState]) -> None:
         draft, order = self._draft, self._order
-        heap = [entry for state in states for entry in self._bid(state)]
+        heap = [entry for state in states for entry in self._offer(state)]
         heapify(heap)
         while heap and draft.has_starts_left:
             *_, number, site = heappop(heap)
@@ -180,11 +181,11 @@ class _GreedyFill:
             else:
                 draft.take(state, gain)
                 # A second replica at the same site may gain almost as much.
-                following = self._bid(state)
+                following = self._offer(state)
             for entry in following:
                 heappush(heap, entry)
 
-    def _bid(self, state: DeploymentState) -> list[Entry]:
+    def _offer(self, state: DeploymentState) -> list[Entry]:
         """Compute the bounds of a deployment; return the entry of the largest, if any may pay."""
         if state.is_full or not state.needs.site_capacity.any():
             return []
@@ -192,7 +193,7 @@ class _GreedyFill:
         if state.requirements_met() and (state.gain_upper_bounds(least) <= least).all():
             self._draft.blocked.forget(state)
             return []
-        bids = self._bids[state.number] = _Bids(self._draft, state)
+        bids = self._bids[state.number] = _SiteGains(self._draft, state)
         if not bids.has_any:
             return []
         if state.number not in self._start_costs:

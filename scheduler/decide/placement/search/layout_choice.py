@@ -30,8 +30,8 @@ SMALL_MAX: Final = 300
 
 PRICED_MAX: Final = 3_000
 EVALUATIONS_MAX: Final = 6_000
-"""With so many layouts evaluated, prices only choose among those that are known, and combinations
-are no longer improved."""
+"""Once this many layouts are evaluated, prices only choose among those that are known, and
+combinations are no longer improved."""
 
 CHOICES_MAX: Final = 150
 """How many partial choices get prices of their own."""
@@ -40,7 +40,7 @@ PRICES_MAX: Final = 20
 """How many prices are tried for each of them."""
 
 STEPS_KEPT_MAX: Final = 3
-"""After so many prices without a better bound, the steps are halved."""
+"""After this many prices without a better bound, the steps are halved."""
 
 
 class Combination(NamedTuple):
@@ -212,7 +212,7 @@ class LayoutChoice:
 
     def _free_shares(self) -> Floats:
         """Return the share of each resource that all chosen layouts leave free."""
-        used = [each.used(self._chosen[at]) for at, each in enumerate(self._layouts)]
+        used = [each.used(self._chosen[number]) for number, each in enumerate(self._layouts)]
         return np.asarray(1.0 - np.sum(used, axis=0), np.float64)
 
     def _improve_pairs(self) -> bool:

@@ -205,11 +205,12 @@ class DeploymentLayouts:
 
     def _assignment(self, layout: Layout) -> LoadAssignment:
         if layout not in self._assignments:
-            self._assignments[layout] = self._assigned_anew(layout)
+            self._assignments[layout] = self._reassigned(layout)
         return self._assignments[layout]
 
-    def _assigned_anew(self, layout: Layout) -> LoadAssignment:
-        """Return the assignment with a layout; from one with a replica less if that is known."""
+    def _reassigned(self, layout: Layout) -> LoadAssignment:
+        """Return the assignment with a layout, from that of a layout with one replica less if
+        known."""
         for site in np.flatnonzero(layout).tolist():
             fewer = (*layout[:site], layout[site] - 1, *layout[site + 1 :])
             if fewer in self._assignments:

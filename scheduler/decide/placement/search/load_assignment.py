@@ -22,7 +22,8 @@ CHAIN_MAX: Final = 24
 """How many sites one change may pass freed capacity on to, one after another."""
 
 EFFORT: Final = 60_000
-"""How many (row, site) pairs one change may examine to find exchanges of rows that save."""
+"""How many (row, site) pairs one change may examine to find exchanges of rows that lower the
+cost."""
 
 PAIRS_MAX: Final = 2_000
 """With more (city, site) pairs than this no exchange is sought: there the greedy assignment is

@@ -74,8 +74,8 @@ class LocalSearch:
     def run(self) -> None:
         """Improve the draft until no change lowers the cost or the effort is spent.
 
-        Recombination comes before the changes that try one thing after another: it leads close to
-        the end at once. It comes again after them, because they find what it does not.
+        Recombination comes before the changes that try one thing after another: it gets
+        close to the best result at once. It runs again after them, because they find other changes.
         """
         for _ in range(PRUNES_MAX):
             if not self._drop_unprofitable():
@@ -162,7 +162,7 @@ class LocalSearch:
             for order in FillOrder:
                 new = [replica for state in some_states for replica in state.new_replicas()]
                 leaving = [replica for replica in new if replica.site in some_sites]
-                # Without any the draft would only be filled again, in vain.
+                # Without new replicas, filling the draft again would change nothing.
                 if not leaving:
                     break
                 if not self._effort.spend(10):

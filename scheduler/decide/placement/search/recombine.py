@@ -119,8 +119,9 @@ class _FreeCapacity:
         draft = self._draft
         placed = [
             (site, packed)
-            for at, (site, packing) in enumerate(zip(self._sites, self.packings, strict=True))
-            for packed in packing.pack(tuple(layout[at] for layout in combination.layouts)) or ()
+            for number, (site, packing) in enumerate(zip(self._sites, self.packings, strict=True))
+            for packed in packing.pack(tuple(layout[number] for layout in combination.layouts))
+            or ()
         ]
         # Models that load fastest go first, so that load queues are shortest.
         placed.sort(key=lambda item: self._states[item[1].deployment].needs.model.weights_bytes)
@@ -150,7 +151,7 @@ class _FreeCapacity:
         for state in self._states:
             found = {node.node_id for node in state.needs.eligible_nodes.get(site, ())}
             eligible.append(
-                frozenset(at for at, node in enumerate(nodes) if node.node.node_id in found)
+                frozenset(number for number, node in enumerate(nodes) if node.node.node_id in found)
             )
         return SitePacking(nodes, self._sizes, eligible)
 
@@ -173,11 +174,11 @@ class _FreeCapacity:
         """Return the share of each site's memory that a replica takes, and of its devices if it
         takes more than half of one."""
         memory, devices = np.zeros(len(self.packings)), np.zeros(len(self.packings))
-        for at, packing in enumerate(self.packings):
-            memory[at] = size.devices * size.memory_bytes / max(1, packing.free_bytes)
+        for number, packing in enumerate(self.packings):
+            memory[number] = size.devices * size.memory_bytes / max(1, packing.free_bytes)
             half = packing.device_bytes // 2
             if size.memory_bytes > half:
-                devices[at] = size.devices / max(1, packing.devices_above(half))
+                devices[number] = size.devices / max(1, packing.devices_above(half))
         return np.stack([memory, devices])
 
 

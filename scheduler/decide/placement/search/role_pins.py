@@ -37,7 +37,7 @@ class PinnedCount(NamedTuple):
     others: int = 0
 
 
-class RatioCost(NamedTuple):
+class RatioErrors(NamedTuple):
     """Errors in the ratio of roles: prefill replicas that are missing, and those without work."""
 
     missing: int
@@ -191,12 +191,12 @@ class RolePins:
         return {pop: PinnedCount(prefill[pop], total[pop] - prefill[pop]) for pop in total}
 
     def ratio_cost(self, sites: Iterable[int], weight: float) -> float:
-        """Return the cost of what is amiss with the roles of replicas on these sites."""
+        """Return the cost of the errors in the ratio of roles of replicas on these sites."""
         missing = idle = 0
         for pop, count in self.counts(sites).items():
-            amiss = self._amiss(pop, count)
-            missing, idle = missing + amiss.missing, idle + amiss.idle
-        return RatioCost(missing, idle).cost(weight, self._requests_per_s)
+            errors = self._errors(pop, count)
+            missing, idle = missing + errors.missing, idle + errors.idle
+        return RatioErrors(missing, idle).cost(weight, self._requests_per_s)
 
     def missing_in(self, sites: Iterable[int]) -> list[PopId]:
         """Return the PoPs that lack prefill replicas, of those with replicas on these sites."""
@@ -204,17 +204,18 @@ class RolePins:
         return [p for p in sorted(counts) if self._bounds(p, counts[p]).least > counts[p].prefill]
 
     def worth(self, sites: Iterable[int], site: int, weight: float) -> float:
-        """Return what one more replica at `site` mends of the ratio, below 0 if it makes it worse.
+        """Return how much one more replica at `site` improves the ratio; negative if it worsens it.
 
-        A replica that would only give work to an idle prefill replica mends nothing: that one ends.
+        A replica that would only give work to an idle prefill replica improves nothing: the idle
+        one ends.
         """
         pop = self._sites[site].pop
         before = self.counts(sites).get(pop, PinnedCount())
         is_prefill = self._only_prefill[site]
         after = PinnedCount(before.prefill + is_prefill, before.others + (not is_prefill))
-        now, then = self._amiss(pop, before), self._amiss(pop, after)
-        mended = RatioCost(now.missing - then.missing, min(0, now.idle - then.idle))
-        return mended.cost(weight, self._requests_per_s)
+        now, then = self._errors(pop, before), self._errors(pop, after)
+        improved = RatioErrors(now.missing - then.missing, min(0, now.idle - then.idle))
+        return improved.cost(weight, self._requests_per_s)
 
     def role_at(self, site: int, wanted: Role, is_first: bool) -> Role:
         """Return the role of a replica at a site: the one that is wanted, if its class may."""
@@ -225,10 +226,10 @@ class RolePins:
             return Role.UNIFIED if is_first else Role.DECODE
         return wanted
 
-    def _amiss(self, pop: PopId, count: PinnedCount) -> RatioCost:
+    def _errors(self, pop: PopId, count: PinnedCount) -> RatioErrors:
         bounds = self._bounds(pop, count)
         missing = max(0, bounds.least - count.prefill) if pop in self._prefill_pops else 0
-        return RatioCost(missing, max(0, count.prefill - bounds.most))
+        return RatioErrors(missing, max(0, count.prefill - bounds.most))
 
     def _bounds(self, pop: PopId, count: PinnedCount) -> PrefillBounds:
         if pop not in self._mixes:
