@@ -178,7 +178,14 @@ class PrefillLeg:
                 )
         finally:
             self._request.set_waiting(False)
-        return await self._describe() if fetched is not None and fetched.blocks else expected
+        if fetched is None or not fetched.has_moved:
+            return expected
+        left = await self._describe()
+        if left is not None:
+            # The engine knows what arrived, also of a fetch that failed.
+            arrived = left.held_blocks - expected.held_blocks
+            self.fetched = fetched._replace(blocks=max(0, arrived))
+        return left
 
     async def _read_elsewhere(self, expected: kv_transfer.ExpectedPrompt) -> str:
         """Have the prompt read on a prefill replica; return what came of it."""
@@ -208,6 +215,9 @@ class PrefillLeg:
                     # The next prompts would wait as long for nothing.
                     now_s = self._clock()
                     self._rate.record(size.uncached_tokens, now_s - began_s, now_s)
+                if await self._describe() is None:
+                    # It has begun: another prefill replica would read the prompt for nothing.
+                    break
                 continue
             self.received_s = self._clock()
             self.received = received
@@ -276,7 +286,8 @@ class PrefillLeg:
                 async with engine.post(self._path, data=blocks, headers=head) as answer:
                     body = await answer.read()
                     if answer.status != 200:
-                        lease.record_failure()
+                        if answer.status not in kv_transfer.RECEIVER_STATUSES:
+                            lease.record_failure()
                         raise LegRefused(f"the engine answered {answer.status}")
                 received = _received(body)
                 span.set(names.REPLICA, candidate.replica_id)
