@@ -9,6 +9,7 @@ Rule 1: the leg is decided once the engine knows the prompt's size and what it h
 Rule 2: prefill replicas are tried one after the other. Blocks that arrived before a transfer broke
 are kept.
 Rule 3: the leg ends with its request: closing its connection ends the work at the prefill replica.
+Rule 4: a leg that is late leaves the time to compute the prompt here before its deadline.
 """
 
 import asyncio
@@ -206,7 +207,8 @@ class PrefillLeg:
                 with child_span("prefill", SpanKind.CLIENT) as span:
                     span.set(names.NODE, candidate.node_id)
                     span.set(names.REPLICA, candidate.replica_id)
-                    async with asyncio.timeout(plan.timeout_s):
+                    left_s = request.deadline_s - began_s
+                    async with asyncio.timeout(plan.timeout_before_s(left_s)):
                         received = await self._transfer(candidate, expected)
                     span.set(names.CACHED_TOKENS, received.cached_tokens)
             except (LegRefused, PeerReplicaLost, aiohttp.ClientError, OSError) as error:

@@ -100,11 +100,26 @@ class ExpectedDecoding:
 
 
 class PrefillPlan(NamedTuple):
-    """The prefill replicas to try, in order, and the time that each may take; none to try."""
+    """The prefill replicas to try, in order, and the time that each may take; none to try.
+
+    The slowest of them takes `expected_s`, and reading the prompt here `here_s`.
+    """
 
     choice: LegChoice
     candidates: Sequence[PeerReplica] = ()
     timeout_s: float = 0.0
+    expected_s: float = 0.0
+    here_s: float = 0.0
+
+    def timeout_before_s(self, left_s: float) -> float:
+        """Return how long a leg may take if the answer must begin within `left_s`.
+
+        A leg that is late leaves the time to read the prompt here, if there is so much.
+        """
+        spare_s = left_s - self.here_s
+        return (
+            self.timeout_s if spare_s <= 0 else min(self.timeout_s, max(self.expected_s, spare_s))
+        )
 
 
 class MeasuredTransfers(NamedTuple):
@@ -232,8 +247,10 @@ def plan_prefill(
     if not chosen:
         return PrefillPlan(LegChoice.BUSY)
     chosen.sort(key=lambda peer: times_ms[peer.replica_id])
-    timeout_s = TIMEOUT_FACTOR * max(times_ms[peer.replica_id] for peer in chosen) / 1000
-    return PrefillPlan(LegChoice.PREFILL, chosen, max(TIMEOUT_MIN_S, timeout_s))
+    expected_s = max(times_ms[peer.replica_id] for peer in chosen) / 1000
+    timeout_s = max(TIMEOUT_MIN_S, TIMEOUT_FACTOR * expected_s)
+    here_s = here_ms / 1000 + local.queued_tokens * here.token_us / 1e6
+    return PrefillPlan(LegChoice.PREFILL, chosen, timeout_s, expected_s, here_s)
 
 
 def _why_here(size: WaitingPromptSize, idle_ms: float, here_ms: float) -> LegChoice:

@@ -96,6 +96,16 @@ def test_a_slow_link_keeps_prompts_here() -> None:
     assert rate.after_ms(4000, 100, AGING_S) == 0
 
 
+def test_a_late_leg_leaves_the_time_to_read_the_prompt_here() -> None:
+    found = plan({"p1": 0}, LONG, DecodeLoad(1000, 1))
+    assert (found.expected_s, found.here_s) == pytest.approx((0.4 + MARGIN_MS / 1000, 0.5))
+    assert found.timeout_before_s(inf) == found.timeout_s == TIMEOUT_MIN_S
+    assert found.timeout_before_s(1.5) == 1.0
+    # A leg has the time that it was expected to take, and all of it if reading here is too late.
+    assert found.timeout_before_s(0.6) == found.expected_s
+    assert found.timeout_before_s(0.4) == found.timeout_s
+
+
 def test_without_a_prefill_replica_there_is_no_leg() -> None:
     found = plan_prefill([HERE], {}, LONG, DecodeLoad(0, 9), TransferRate(), 0.0)
     assert found == PrefillPlan(LegChoice.NO_CANDIDATE)
