@@ -76,6 +76,8 @@ class FetchedPrefix(NamedTuple):
     place: str
     blocks: int
     waited_s: float = 0.0
+    has_moved: bool = False
+    """Whether blocks were requested: a fetch that failed may have brought some."""
 
 
 class FetchRates:
@@ -183,7 +185,7 @@ class PrefixFetcher:
         span.set(names.KV_OUTCOME, outcome)
         span.set(names.KV_PLACE, place)
         span.set(names.KV_BLOCKS, blocks)
-        return FetchedPrefix(place, blocks, self._clock() - began_s)
+        return FetchedPrefix(place, blocks, self._clock() - began_s, has_moved=True)
 
     async def _locate(
         self,
@@ -256,7 +258,7 @@ class PrefixFetcher:
         path = f"{kv_transfer.TRANSFERS_PATH}{transfer}?shared=1"
         began_s = self._clock()
         received = _ArrivingBlocks(plan, began_s, expected.block_bytes, self._clock)
-        blocks = 0
+        blocks, is_senders = 0, True
         try:
             async with asyncio.timeout(plan.timeout_s) as limit:
                 async with self._peers.relay(
@@ -269,6 +271,7 @@ class PrefixFetcher:
                         engine = open_session(self._engine)
                         async with engine.post(path, data=pieces, headers=head) as taken:
                             blocks = _blocks_of(taken.status, await taken.read())
+                            is_senders = taken.status not in kv_transfer.RECEIVER_STATUSES
         except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError):
             # Whole blocks that came are stored, and count, except for the last one: the engine did
             # not say that it has all. Those of a window are not seen here.
@@ -277,14 +280,15 @@ class PrefixFetcher:
             # The request is gone, which says nothing about the node.
             self._quota.take(self._user, received.total, self._clock())
             raise
-        if blocks < plan.blocks:
+        if blocks < plan.blocks and is_senders:
             lease.record_failure()
         now_s, rate = self._clock(), self._rates.of(plan.peer.node_id)
         took_s = now_s - began_s
         first_s = min(took_s, received.first_at_s - began_s)
         learn = rate.record if blocks >= plan.blocks else rate.record_failure
         moved_bytes = blocks * expected.block_bytes if lease.name else received.block_bytes
-        learn(moved_bytes, took_s, first_s, now_s)
+        if is_senders:
+            learn(moved_bytes, took_s, first_s, now_s)
         # What goes through a window takes nothing of the link.
         self._quota.take(self._user, received.total, now_s)
         metrics.KV_FETCH_SECONDS.observe(now_s - began_s)

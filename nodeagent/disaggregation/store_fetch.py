@@ -75,6 +75,8 @@ class StoreFetch:
                 asyncio.timeout(plan.timeout_s),
                 open_session(self._engine).post(path) as taken,
             ):
+                if taken.status in kv_transfer.RECEIVER_STATUSES:
+                    return 0
                 if taken.status == 200:
                     blocks = _RECEIVED.decode(await taken.read()).blocks
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):

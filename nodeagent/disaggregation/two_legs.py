@@ -9,6 +9,7 @@ Rule 1: the leg is decided once the engine knows the prompt's size and what it h
 Rule 2: prefill replicas are tried one after the other. Blocks that arrived before a transfer broke
 are kept.
 Rule 3: the leg ends with its request: closing its connection ends the work at the prefill replica.
+Rule 4: a leg that is late leaves the time to compute the prompt here before its deadline.
 """
 
 import asyncio
@@ -178,7 +179,14 @@ class PrefillLeg:
                 )
         finally:
             self._request.set_waiting(False)
-        return await self._describe() if fetched is not None and fetched.blocks else expected
+        if fetched is None or not fetched.has_moved:
+            return expected
+        left = await self._describe()
+        if left is not None:
+            # The engine knows what arrived, also of a fetch that failed.
+            arrived = left.held_blocks - expected.held_blocks
+            self.fetched = fetched._replace(blocks=max(0, arrived))
+        return left
 
     async def _read_elsewhere(self, expected: kv_transfer.ExpectedPrompt) -> str:
         """Have the prompt read on a prefill replica; return what came of it."""
@@ -199,7 +207,8 @@ class PrefillLeg:
                 with child_span("prefill", SpanKind.CLIENT) as span:
                     span.set(names.NODE, candidate.node_id)
                     span.set(names.REPLICA, candidate.replica_id)
-                    async with asyncio.timeout(plan.timeout_s):
+                    left_s = request.deadline_s - began_s
+                    async with asyncio.timeout(plan.timeout_before_s(left_s)):
                         received = await self._transfer(candidate, expected)
                     span.set(names.CACHED_TOKENS, received.cached_tokens)
             except (LegRefused, PeerReplicaLost, aiohttp.ClientError, OSError) as error:
@@ -208,6 +217,9 @@ class PrefillLeg:
                     # The next prompts would wait as long for nothing.
                     now_s = self._clock()
                     self._rate.record(size.uncached_tokens, now_s - began_s, now_s)
+                if await self._describe() is None:
+                    # It has begun: another prefill replica would read the prompt for nothing.
+                    break
                 continue
             self.received_s = self._clock()
             self.received = received
@@ -276,7 +288,8 @@ class PrefillLeg:
                 async with engine.post(self._path, data=blocks, headers=head) as answer:
                     body = await answer.read()
                     if answer.status != 200:
-                        lease.record_failure()
+                        if answer.status not in kv_transfer.RECEIVER_STATUSES:
+                            lease.record_failure()
                         raise LegRefused(f"the engine answered {answer.status}")
                 received = _received(body)
                 span.set(names.REPLICA, candidate.replica_id)

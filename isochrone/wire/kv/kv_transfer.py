@@ -53,6 +53,10 @@ protocol there have another name, so that they exchange no windows."""
 
 OTHER_FORMAT_STATUS: Final = 409
 
+RECEIVER_STATUSES: Final = (404, 429)
+"""Answers to a POST of blocks that say nothing about their sender: the request has begun or is
+gone, or the receiving engine has no block free."""
+
 CONTENT_TYPE: Final = "application/x-isochrone-kv"
 
 HEAD_BYTES_MAX: Final = 256

@@ -6,7 +6,6 @@ Delay and transfer are predicted from measured rates: there is no fixed threshol
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from math import inf
 from typing import Final, NamedTuple
 
 from isochrone.wire.http.headers import PeerReplica
@@ -39,7 +38,16 @@ ONLY_READER_TIMEOUT_S: Final = 20.0
 AGING_S: Final = 60.0
 """A rate that was not measured for so long refuses no leg."""
 
+FIXED_MS: Final = 5.0
+"""Assumed for a transfer of no tokens: a LAN round trip and two relays."""
+
+FIXED_MS_MAX: Final = 25.0
+"""Of a transfer's time, so much may depend on no tokens: 64 tokens took 22 ms on a busy machine.
+Only the time beyond it tells how slow the link is for longer prompts."""
+
 _SMOOTHING: Final = 0.3
+_SMOOTHING_TRANSFERS: Final = 0.2
+"""The weight of one transfer among those of its length; few of them are late by much."""
 
 
 class LegChoice(StrEnum):
@@ -92,57 +100,98 @@ class ExpectedDecoding:
 
 
 class PrefillPlan(NamedTuple):
-    """The prefill replicas to try, in order, and the time that each may take; none to try."""
+    """The prefill replicas to try, in order, and the time that each may take; none to try.
+
+    The slowest of them takes `expected_s`, and reading the prompt here `here_s`.
+    """
 
     choice: LegChoice
     candidates: Sequence[PeerReplica] = ()
     timeout_s: float = 0.0
+    expected_s: float = 0.0
+    here_s: float = 0.0
+
+    def timeout_before_s(self, left_s: float) -> float:
+        """Return how long a leg may take if the answer must begin within `left_s`.
+
+        A leg that is late leaves the time to read the prompt here, if there is so much.
+        """
+        spare_s = left_s - self.here_s
+        return (
+            self.timeout_s if spare_s <= 0 else min(self.timeout_s, max(self.expected_s, spare_s))
+        )
+
+
+class MeasuredTransfers(NamedTuple):
+    """Recent transfers of about one length: how much longer than their prompts they took."""
+
+    tokens: float
+    after_ms: float
+    measured_at_s: float
+
+    def mixed(self, tokens: int, after_ms: float, now_s: float) -> "MeasuredTransfers":
+        """Return this with one more transfer. The earlier ones weigh less and less."""
+        return MeasuredTransfers(
+            self.tokens + _SMOOTHING_TRANSFERS * (tokens - self.tokens),
+            self.after_ms + _SMOOTHING_TRANSFERS * (after_ms - self.after_ms),
+            now_s,
+        )
 
 
 class TransferRate:
-    """How much longer transfers take than their prompts: a constant and a time for each token.
+    """How much longer transfers take than their prompts, by the length of the transfer.
 
-    Blocks move while later ones are computed. So on a fast link the same time is left after every
-    prompt, for its last blocks and two relays; on one that is slower than the prefill replica, a
-    time that grows with the tokens. Both are a line through the recent transfers, which weigh less
-    and less. It is at least as steep as it would be if the link had taken all of the measured time:
-    this also tells a slow link where all transfers have the same length.
+    Blocks move while later ones are computed. So on a fast link the time grows with the tokens of
+    short prompts, and is the same for all that take more than one step. On a link that is slower
+    than the prefill replica it grows further. No line has this form, so each power of two of
+    tokens has an average of its own, and lengths between two of them lie on the line between them.
+
+    A length beyond those measured is predicted as the fastest link that explains them: a leg that
+    is chosen wrongly is measured and corrected, one that is refused wrongly is not.
     """
 
     def __init__(self) -> None:
-        self._tokens = self._after_ms = 0.0
-        """The weighted means."""
-        self._variance = self._covariance = 0.0
-        """Of the tokens, and of tokens and time."""
-        self._measured_at_s = -inf
+        self._by_size: dict[int, MeasuredTransfers] = {}
+        """By the number of bits of the tokens."""
 
     def record(self, tokens: int, after_prefill_s: float, now_s: float) -> None:
         """Learn from a transfer of `tokens` that took so much longer than the prompt."""
         if tokens <= 0:
             return
-        weight = _SMOOTHING if self._measured_at_s > -inf else 1.0
-        more_tokens = tokens - self._tokens
-        more_ms = 1000 * max(0.0, after_prefill_s) - self._after_ms
-        self._tokens += weight * more_tokens
-        self._after_ms += weight * more_ms
-        self._variance = (1 - weight) * (self._variance + weight * more_tokens**2)
-        self._covariance = (1 - weight) * (self._covariance + weight * more_tokens * more_ms)
-        self._measured_at_s = now_s
+        after_ms, size = 1000 * max(0.0, after_prefill_s), tokens.bit_length()
+        known = self._by_size.get(size)
+        if known is None or now_s - known.measured_at_s >= AGING_S:
+            self._by_size[size] = MeasuredTransfers(tokens, after_ms, now_s)
+        else:
+            self._by_size[size] = known.mixed(tokens, after_ms, now_s)
 
     def after_ms(self, tokens: int, token_us: int, now_s: float) -> float:
         """Return how much longer than its prompt the transfer of `tokens` takes, if it takes
         `token_us` to compute one.
 
-        0 if unknown, or if the last measurement is old: a rate that refuses all legs would never be
+        0 if unknown. Old measurements count no more: a rate that refuses all legs would never be
         measured again.
         """
-        if now_s - self._measured_at_s >= AGING_S:
+        known = sorted(
+            measured
+            for measured in self._by_size.values()
+            if now_s - measured.measured_at_s < AGING_S
+        )
+        if not known:
             return 0.0
-        slope = self._covariance / self._variance if self._variance else 0.0
-        # Neither part is negative.
-        token_ms = self._after_ms / self._tokens
-        slope = min(max(0.0, token_ms - token_us / 1000, slope), token_ms)
-        return self._after_ms + slope * (tokens - self._tokens)
+        below = MeasuredTransfers(0.0, min(FIXED_MS, known[0].after_ms), now_s)
+        for above in known:
+            if tokens < above.tokens:
+                share = (tokens - below.tokens) / (above.tokens - below.tokens)
+                return below.after_ms + share * (above.after_ms - below.after_ms)
+            below = above
+        token_ms = max(0.0, below.after_ms - FIXED_MS_MAX) / below.tokens
+        if below is not known[0]:
+            slope = (below.after_ms - known[0].after_ms) / (below.tokens - known[0].tokens)
+            token_ms = max(0.0, min(token_ms, slope))
+        # The rest moves while it is computed.
+        more_ms = max(0.0, token_ms - token_us / 1000) * (tokens - below.tokens)
+        return below.after_ms + more_ms
 
 
 def is_too_short(here: PeerReplica) -> bool:
@@ -198,8 +247,10 @@ def plan_prefill(
     if not chosen:
         return PrefillPlan(LegChoice.BUSY)
     chosen.sort(key=lambda peer: times_ms[peer.replica_id])
-    timeout_s = TIMEOUT_FACTOR * max(times_ms[peer.replica_id] for peer in chosen) / 1000
-    return PrefillPlan(LegChoice.PREFILL, chosen, max(TIMEOUT_MIN_S, timeout_s))
+    expected_s = max(times_ms[peer.replica_id] for peer in chosen) / 1000
+    timeout_s = max(TIMEOUT_MIN_S, TIMEOUT_FACTOR * expected_s)
+    here_s = here_ms / 1000 + local.queued_tokens * here.token_us / 1e6
+    return PrefillPlan(LegChoice.PREFILL, chosen, timeout_s, expected_s, here_s)
 
 
 def _why_here(size: WaitingPromptSize, idle_ms: float, here_ms: float) -> LegChoice:

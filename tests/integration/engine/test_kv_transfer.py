@@ -266,6 +266,48 @@ async def test_abandoned_transfers_leave_nothing_at_either_engine(pair: Pair) ->
         assert (await response.json())["kv_transfers_waiting"] == 0
 
 
+async def test_a_request_begins_at_once_if_no_block_is_free_for_its_kv(
+    pair: Pair, tmp_path: Path, short_folder: Path
+) -> None:
+    """Another prefill replica would read its prompt for nothing."""
+    alone = await complete(pair.prefill, a_salt())
+    tiny.write_folder(tmp_path, "qwen3")
+    tiny.write_tokenizer(tmp_path)
+    transfers = [secrets.token_hex(16) for _ in range(6)]
+    streams = [await stream_of(pair.prefill, transfer) for transfer in transfers]
+    block_bytes = len(streams[0]) // BLOCKS
+    process = start(short_folder, "n", model_path=str(tmp_path), kv_memory_bytes=33 * block_bytes)
+    try:
+        engine = await asyncio.to_thread(wait_ready, process, short_folder / "n")
+        async with engine.session() as http:
+            refused: list[bool] = []
+            answers = [
+                asyncio.create_task(complete(http, {TRANSFER: transfer, **a_salt()}))
+                for transfer in transfers
+            ]
+            for transfer, stream, answer in zip(transfers, streams, answers, strict=True):
+                await describe(http, transfer)
+                # Those that get half of their blocks hold them while they wait for the rest.
+                is_last = transfer == transfers[-1]
+                part = stream if is_last else stream[: len(stream) // 2]
+                async with http.post(TRANSFERS_PATH + transfer, data=part) as response:
+                    assert response.status == 429 if is_last else response.status in (400, 429)
+                    has_room = response.status == 400
+                if not has_room:
+                    assert (await answer)[0] == alone[0]
+                refused.append(not has_room)
+            assert refused == sorted(refused)
+            assert not refused[0]
+            for transfer, answer in zip(transfers, answers, strict=True):
+                if not answer.done():
+                    async with http.delete(TRANSFERS_PATH + transfer) as response:
+                        assert response.status == 204
+                    assert (await answer)[0] == alone[0]
+            await until("all blocks are free", partial(is_idle, http), 10.0)
+    finally:
+        end(process)
+
+
 async def test_a_leg_without_a_transfer_is_refused(pair: Pair) -> None:
     async with prefill_leg(pair.prefill, "x" * 32) as leg:
         assert leg.status == 400

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from tests.integration.nodeagent.test_two_legs import (
     a_prompt,
     artifact_of,
     is_warm,
+    prefilled,
     refused_formats,
 )
 from tests.system.harness import until
@@ -76,8 +77,12 @@ class SharingNodes(NamedTuple):
         store: str = "",
         tenant: str = "t",
         peers: str = "",
+        readers: Sequence[str] = (),
     ) -> SharedAnswer:
-        """Send a request as a router does, with the replicas that may have its prefix."""
+        """Send a request as a router does, with the replicas that may have its prefix.
+
+        `readers` may read the prompt.
+        """
         sent = {
             headers.REPLICA: name,
             headers.CACHE_SALT: tenant,
@@ -91,6 +96,12 @@ class SharingNodes(NamedTuple):
             sent[kv_sharing.KV_STORE] = store
         if peers:
             sent[headers.PEER_REPLICAS] = peers
+        if readers:
+            fast = [
+                msgspec.structs.replace(self.peer(reader), prefill_ms=20, token_us=100)
+                for reader in readers
+            ]
+            sent[headers.PREFILL_REPLICAS] = headers.format_peer_replicas([self.peer(name), *fast])
         body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         node = self.nodes[name]
         async with node.http.post("/v1/completions", json=body, headers=sent) as response:
@@ -162,6 +173,7 @@ async def test_a_prefix_is_computed_once_in_a_pop_whatever_fails(pop: SharingNod
     await check_fetch_from_holder(pop)
     await check_handoff(pop)
     await check_faults(pop)
+    await check_legs_after_broken_fetches(pop)
     await check_copy_outlives_its_source(pop)
 
 
@@ -211,6 +223,57 @@ async def check_faults(pop: SharingNodes) -> None:
         assert refused_formats("fetch") - refused == 2 * (fault == "says other format")
     for name in ("b", "c"):
         await until("nothing is held", partial(pop.holds_nothing, name), 20.0)
+
+
+async def check_legs_after_broken_fetches(pop: SharingNodes) -> None:
+    """A prefill replica sends what a broken fetch did not bring; after wrong blocks, nothing."""
+    for fault in ("truncated", "silent", "wrong content"):
+        prompt, before = a_prompt(), prefilled()
+        first = await pop.ask("a", prompt, tenant="alone")
+        await pop.ask("a", prompt, tenant=fault)
+        computed = await pop.stat("c", "prompt_tokens_total")
+        received = await pop.stat("b", "kv_transfer_received_blocks_total")
+        async with a_cut_holder(pop, fault) as holder:
+            answer = await pop.ask("b", prompt, holder, tenant=fault, readers=("c",))
+        assert answer.text == first.text, fault
+        received = await pop.stat("b", "kv_transfer_received_blocks_total") - received
+        computed = await pop.stat("c", "prompt_tokens_total") - computed
+        if fault == "wrong content":
+            assert (prefilled() - before, received, computed) == (0, 0, 0)
+        else:
+            assert (prefilled() - before, received) == (1, PROMPT_BLOCKS), fault
+    for name in NAMES:
+        await until("nothing is held", partial(pop.holds_nothing, name), 20.0)
+
+
+@asynccontextmanager
+async def a_cut_holder(pop: SharingNodes, fault: str) -> AsyncIterator[PeerReplica]:
+    """Run a node that sends half of the blocks of `a`, and then what is wrong."""
+    source = pop.nodes["a"].http
+
+    async def relay(request: web.Request) -> web.StreamResponse:
+        sent = {**request.headers, headers.REPLICA: "a"}
+        async with source.post(request.path, data=await request.read(), headers=sent) as answer:
+            whole = await answer.read()
+            head = {"content-type": answer.headers["content-type"]}
+        if request.path == kv_sharing.LOCATE_PATH:
+            return web.Response(body=whole, headers=head)
+        response = web.StreamResponse(headers=head)
+        await response.prepare(request)
+        half = len(whole) // 2
+        await response.write(whole[:half])
+        if fault == "silent":
+            await asyncio.sleep(60)
+        if fault == "wrong content":
+            await response.write(bytes(len(whole) - half))
+        return response
+
+    app = web.Application()
+    app.router.add_post(kv_sharing.LOCATE_PATH, relay)
+    app.router.add_post(kv_sharing.BLOCKS_PATH, relay)
+    async with serve_http(app, "127.0.0.1", 0) as port:
+        address = f"127.0.0.1:{port}"
+        yield PeerReplica(ReplicaId("cut"), NodeId(address), address, 200, 2000, 10_000)
 
 
 @asynccontextmanager

@@ -405,6 +405,8 @@ async def check_bad_peers(fleet: TwoLegs) -> None:
                 answer = await fleet.ask(prompt, "p1", bad=bad)
         assert (answer.heads[-1], answer.text) == ("200", alone.text), fault
         assert "liar" in answer.heads, fault
+        # After wrong bytes the decode engine has begun: no other replica reads the prompt in vain.
+        assert ("p1" in answer.heads) == (fault in ("silent", "other format")), fault
         assert refused_formats("prefill") - refused == (fault == "other format")
     await until("tokens are released", fleet.is_idle, 10.0)
     (replica,) = fleet.nodes[0].supervisor.replicas.values()

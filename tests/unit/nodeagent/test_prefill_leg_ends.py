@@ -147,6 +147,32 @@ class HungPeers:
         yield None
 
 
+async def test_a_leg_that_is_late_ends_before_its_deadline() -> None:
+    """The prompt was refused after the deadline, though reading it takes a tenth of a second."""
+    engine, clock = DescribingEngine(0), asyncio.get_running_loop().time
+    announced: list[ReplicaId] = []
+
+    async def announce(replica_id: ReplicaId) -> None:
+        announced.append(replica_id)
+
+    request = LegRequest(
+        transfer="f" * 32, path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
+        load=lambda: DecodeLoad(0, 8), announce=announce, deadline_s=clock() + 0.4,
+    )  # fmt: skip
+    leg = PrefillLeg(
+        cast(aiohttp.ClientSession, engine),
+        cast(PrefillPeers, HungPeers()),
+        TransferRate(),
+        request,
+        clock,
+        cast(PrefixFetcher, None),
+    )
+    async with asyncio.timeout(1.5):
+        await engine.is_asked.wait()
+    await leg.close()
+    assert (announced, engine.has_begun) == (["p", "d"], True)
+
+
 async def test_a_leg_that_ran_out_of_time_counts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each next prompt waited as long for nothing."""
     monkeypatch.setattr("nodeagent.decide.requests.prefill_leg.TIMEOUT_MIN_S", 0.001)

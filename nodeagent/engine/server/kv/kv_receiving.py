@@ -2,7 +2,7 @@
 
 Rule 1: the request knows its own tokens before anything is accepted, and takes no other blocks.
 Rule 2: the request begins after any failure: blocks that did not arrive are computed here. After
-wrong blocks, all blocks of that transfer are computed here.
+wrong blocks, or if no block is free, all blocks of that transfer are computed here, at once.
 Rule 3: blocks that the PoP shares come first, as a part of the prompt: the request goes on waiting.
 Rule 4: blocks are copied to the device while later ones arrive, on the transfer's own thread. Those
 in memory and not yet there are bounded (kv_reading.py). In a window they are the sender's, and half
@@ -35,8 +35,6 @@ from nodeagent.engine.kvcache.transfer_frames import (
     TransferReader,
     WrongTransfer,
 )
-from nodeagent.engine.scheduler.sequence import Sequence as TokenSequence
-from nodeagent.engine.scheduler.sequence import StopConditions
 from nodeagent.engine.server.http_routes import json_response
 from nodeagent.engine.server.kv.device_room import DeviceRoom
 from nodeagent.engine.server.kv.kv_reading import (
@@ -51,31 +49,12 @@ from nodeagent.engine.server.kv.kv_windows import (
     WindowLost,
     received_window,
 )
+from nodeagent.engine.server.kv.waiting_prompt import WaitingPrompt, waiting_prompt
 from nodeagent.engine.server.openai.request_errors import invalid_request
 from nodeagent.engine.server.prepared_request import PreparedRequest
-from nodeagent.engine.weights.lora_adapter import prefix_cache_salt
 
 EXPECT_TIMEOUT_S: Final = 30.0
 """How long a description waits for the request that it describes."""
-
-
-class WaitingPrompt:
-    """A request whose KV is being transferred.
-
-    `digests` name its blocks in the prefix cache, `wire_digests` in the transfer.
-    """
-
-    def __init__(
-        self, tokens: int, digests: Sequence[bytes], wire_digests: Sequence[bytes]
-    ) -> None:
-        self.tokens = tokens
-        self.digests = digests
-        self.wire_digests = wire_digests
-        self.held = HeldPrefix(0, 0)
-        self.shared: list[bytes] = []
-        """The digests of the blocks that another replica of the PoP had."""
-        self.receiving = asyncio.Lock()
-        self.may_begin = asyncio.Event()
 
 
 class KvReceiver:
@@ -132,7 +111,7 @@ class KvReceiver:
                 f" {self._waiting_max}",
                 retry_after_s=1.0,
             )
-        waiting = _waiting_prompt(transfer, prepared)
+        waiting = waiting_prompt(transfer, prepared)
         try:
             # It is opened before anything is stored: calls keep their order. The description need
             # not wait for that.
@@ -175,6 +154,10 @@ class KvReceiver:
             raise _unknown_transfer() from None
         fingerprint = await self._form.read_fingerprint()
         waiting = self.get(transfer)
+        async with waiting.receiving:
+            # The end of a broken transfer may be noticed after this: what it brought counts.
+            if waiting.may_begin.is_set():
+                raise _unknown_transfer()
         return json_response(
             kv_transfer.ExpectedPrompt(
                 prompt_tokens=waiting.tokens,
@@ -205,7 +188,8 @@ class KvReceiver:
             try:
                 read = self._read_shared if is_shared else self._read
                 async with _window_of(request, self._windows) as window:
-                    received = await read(transfer, waiting, request, window)
+                    with waiting.beginning_without_room():
+                        received = await read(transfer, waiting, request, window)
             except WindowLost as error:
                 raise ApiError(ErrorCode.UPSTREAM, str(error)) from error
             except WrongTransfer as error:
@@ -398,21 +382,6 @@ def _release(window: ReceivedWindow | None, blocks: Sequence[ReceivedBlock]) -> 
     """Release the slots of blocks that are on the device."""
     if window is not None:
         window.release(len(blocks))
-
-
-def _waiting_prompt(transfer: str, prepared: PreparedRequest) -> WaitingPrompt:
-    """Return what is to arrive for a request: of one prompt, all full blocks before its last
-    token; of several, nothing.
-    """
-    tokens = prepared.prompts[0].tokens
-    blocks = (len(tokens) - 1) // BLOCK_TOKENS if len(prepared.prompts) == 1 else 0
-    own, wire = (
-        TokenSequence(
-            0, tokens, StopConditions(1, frozenset()), prefix_cache_salt(salt, prepared.adapter)
-        ).block_digests(blocks)
-        for salt in (prepared.salt, transfer.encode())
-    )
-    return WaitingPrompt(len(tokens), own, wire)
 
 
 def _open(core: EngineCore, transfer: str, digests: Sequence[bytes]) -> None:

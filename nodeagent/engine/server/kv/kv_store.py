@@ -83,7 +83,10 @@ class KvStoreRoutes:
                 if not count:
                     break
                 contents = contents.view(self._form.dtype).view(-1, *self._form.shape)
-                with self._receiver.room(transfer, left[:count]) as room:
+                with (
+                    self._receiver.room(transfer, left[:count]) as room,
+                    waiting.beginning_without_room(),
+                ):
                     await run_to_completion(
                         self._receiver.store_blocks,
                         *(transfer, waiting, left[:count], contents, room),
