@@ -81,42 +81,36 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
 class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     """A process to start: its arguments, environment and files, and the URL of its HTTP server.
 
-    `base_url` is `http://localhost` with a Unix `socket`, else `http://127.0.0.1:port`. The URL is
-    empty for a part of a replica that another node leads, which has no HTTP server. Such a part
-    creates an empty file at `socket`, if one is given, once all parts are connected. Without
-    `keep_alive` each request has a connection of its own.
-    `standby` is the command of a spare process that can become this engine: `arguments` up to
-    their first option, and `--standby`. Engines of other nodes meet it at `kv_address` to transfer
-    KV. It publishes what its prefix cache stores and evicts at the socket `kv_events`, if that is
-    given. Its HTTP server is on loopback, except with an `api_key` that all requests must have.
-    With a `model_link` it works in its own folder, where a link of that name leads to the model.
-
-    `ready_path` and `metrics_path` replace the driver's. With a `model_name` requests call the
-    model so. Unless it `may_force_tools`, requests that require a call of a tool are refused, and
-    unless it `may_be_strict` those with `strict` functions that the model may call or not. With
-    `strict_forced_tools` the tools of such requests are marked `strict`. With `stall_s` a request
-    may go on for that long without a byte of its answer, and meanwhile the server may answer
-    nothing else.
+    The server is on loopback, except with an `api_key`. A part of a replica that another node leads
+    has no HTTP server.
     """
 
     arguments: tuple[str, ...]
     base_url: str
+    """`http://localhost` with a Unix `socket`, else `http://127.0.0.1:port`; "" without one."""
     socket: str = ""
+    """A part without a server creates an empty file here, if one is given, once all parts are
+    connected."""
     environment: dict[str, str] = {}
     files: dict[str, bytes] = {}
-    keep_alive: bool = True
+    keep_alive: bool = True  # else each request has a connection of its own
     standby: tuple[str, ...] = ()
-    kv_address: KvAddress | None = None
-    kv_events: str = ""
-    api_key: str = ""
-    model_link: str = ""
-    ready_path: str = ""
-    metrics_path: str = ""
-    model_name: str = ""
+    """The command of a spare process that can become this engine: `arguments` up to their first
+    option, and `--standby`."""
+    kv_address: KvAddress | None = None  # where engines of other nodes transfer KV with it
+    kv_events: str = ""  # the socket where it publishes what its prefix cache stores and evicts
+    api_key: str = ""  # all requests must have it
+    model_link: str = ""  # it works in its own folder, where a link of this name leads to the model
+    ready_path: str = ""  # replaces the driver's
+    metrics_path: str = ""  # replaces the driver's
+    model_name: str = ""  # the `model` of requests to the engine
     stall_s: float = 0.0
-    may_force_tools: bool = True
+    """A request may go on for this long without a byte of its answer, and the server may answer
+    nothing else meanwhile."""
+    may_force_tools: bool = True  # else requests that require a call of a tool are refused
     may_be_strict: bool = True
-    strict_forced_tools: bool = False
+    """Else requests with `strict` functions that the model need not call are refused."""
+    strict_forced_tools: bool = False  # mark the tools `strict` of requests that require a call
 
     @property
     def port(self) -> int:
