@@ -53,7 +53,7 @@ class StepTimes(NamedTuple):
     began: str
 
 
-class Bench:
+class DrivenFollower:
     """A router's table follower, driven step by step."""
 
     def __init__(self, table: RouteTable) -> None:
@@ -198,7 +198,7 @@ def make_pops(longitude: float) -> tuple[Pop, ...]:
 
 def scenarios(table: RouteTable) -> Iterable[tuple[str, StepTimes]]:
     """Measure each kind of change once."""
-    bench = Bench(table)
+    bench = DrivenFollower(table)
     yield "the first table", bench.start()
     bench.use()
     routes = table.routes
@@ -239,7 +239,9 @@ def scenarios(table: RouteTable) -> Iterable[tuple[str, StepTimes]]:
     yield from withdrawn_scenarios(bench, many)
 
 
-def withdrawn_scenarios(bench: Bench, routes: tuple[Route, ...]) -> Iterable[tuple[str, StepTimes]]:
+def withdrawn_scenarios(
+    bench: DrivenFollower, routes: tuple[Route, ...]
+) -> Iterable[tuple[str, StepTimes]]:
     """Measure what happens to deployments that lose all of their routes."""
     entries = bench.table.deployments[:WITHDRAWN_DEPLOYMENTS]
     unrouted = {entry.deployment_id for entry in entries}
