@@ -53,7 +53,7 @@ class StepTimes(NamedTuple):
     began: str
 
 
-class SteppedFollower:
+class DrivenFollower:
     """A router's table follower, driven step by step."""
 
     def __init__(self, table: RouteTable) -> None:
@@ -198,31 +198,31 @@ def make_pops(longitude: float) -> tuple[Pop, ...]:
 
 def scenarios(table: RouteTable) -> Iterable[tuple[str, StepTimes]]:
     """Measure each kind of change once."""
-    follower = SteppedFollower(table)
-    yield "the first table", follower.start()
-    follower.use()
+    bench = DrivenFollower(table)
+    yield "the first table", bench.start()
+    bench.use()
     routes = table.routes
     one = with_version(routes, range(7, 8), 2)
-    yield "one key changes", follower.change_keys()
-    yield "one replica changes", follower.change(routes=one)
+    yield "one key changes", bench.change_keys()
+    yield "one replica changes", bench.change(routes=one)
     some = with_version(one, range(100, 150), 3)
-    yield "50 replicas of 50 deployments change", follower.change(routes=some)
+    yield "50 replicas of 50 deployments change", bench.change(routes=some)
     many = with_version(some, range(len(routes)), 4)
-    yield "all replicas change", follower.change(routes=many)
-    follower.use()
-    yield "the PoPs move", follower.change(pops=make_pops(5.0))
+    yield "all replicas change", bench.change(routes=many)
+    bench.use()
+    yield "the PoPs move", bench.change(pops=make_pops(5.0))
     entry = msgspec.structs.replace(table.deployments[0], context_tokens=4096)
-    yield "one deployment changes", follower.change(deployments=(entry, *table.deployments[1:]))
+    yield "one deployment changes", bench.change(deployments=(entry, *table.deployments[1:]))
     yield (
         "a table lacks every third replica",
-        follower.replace(routes=tuple(route for number, route in enumerate(many) if number % 3)),
+        bench.replace(routes=tuple(route for number, route in enumerate(many) if number % 3)),
     )
-    yield "the third is back", follower.replace(routes=many)
-    follower.use()
-    yield "a table lacks nearly all, refused", follower.replace(routes=many[:RETURNED_AT_FIRST])
+    yield "the third is back", bench.replace(routes=many)
+    bench.use()
+    yield "a table lacks nearly all, refused", bench.replace(routes=many[:RETURNED_AT_FIRST])
     yield (
         "50 are back, refused again",
-        follower.change(
+        bench.change(
             routes=with_version(
                 many[: RETURNED_AT_FIRST + RETURNED_AT_ONCE],
                 range(RETURNED_AT_FIRST, RETURNED_AT_FIRST + RETURNED_AT_ONCE),
@@ -230,33 +230,33 @@ def scenarios(table: RouteTable) -> Iterable[tuple[str, StepTimes]]:
             )
         ),
     )
-    yield "it is checked again, refused", follower.recheck()
-    follower.now_s += LONG_AGO_S
-    yield "it is checked again, accepted", follower.recheck()
-    yield "what is known of the others is dropped", follower.forget()
-    yield "all are back", follower.replace(routes=many)
-    follower.use()
-    yield from withdrawn_scenarios(follower, many)
+    yield "it is checked again, refused", bench.recheck()
+    bench.now_s += LONG_AGO_S
+    yield "it is checked again, accepted", bench.recheck()
+    yield "what is known of the others is dropped", bench.forget()
+    yield "all are back", bench.replace(routes=many)
+    bench.use()
+    yield from withdrawn_scenarios(bench, many)
 
 
 def withdrawn_scenarios(
-    follower: SteppedFollower, routes: tuple[Route, ...]
+    bench: DrivenFollower, routes: tuple[Route, ...]
 ) -> Iterable[tuple[str, StepTimes]]:
     """Measure what happens to deployments that lose all of their routes."""
-    entries = follower.table.deployments[:WITHDRAWN_DEPLOYMENTS]
+    entries = bench.table.deployments[:WITHDRAWN_DEPLOYMENTS]
     unrouted = {entry.deployment_id for entry in entries}
     left = tuple(route for route in routes if route.deployment_id not in unrouted)
-    yield f"{len(unrouted)} deployments lose their replicas", follower.change(routes=left)
-    asked = follower.follower.dropped()
-    yield f"{len(asked)} withdrawn replicas serve again, each", follower.answer(asked)
-    yield "one key changes, they are served", follower.change_keys()
+    yield f"{len(unrouted)} deployments lose their replicas", bench.change(routes=left)
+    asked = bench.follower.dropped()
+    yield f"{len(asked)} withdrawn replicas serve again, each", bench.answer(asked)
+    yield "one key changes, they are served", bench.change_keys()
     changed = with_version(left, range(7, 8), 9)
-    yield "one replica changes, they are served", follower.change(routes=changed)
+    yield "one replica changes, they are served", bench.change(routes=changed)
     for route in asked[:RETURNED_AT_ONCE]:
-        follower.fleet.nodes.record_refusal(route.replica_id, "unknown_replica")
-    yield f"{RETURNED_AT_ONCE} of them are gone again", follower.recheck()
-    follower.now_s += 1.0
-    yield "all are back, none is withdrawn", follower.replace(routes=routes)
+        bench.fleet.nodes.record_refusal(route.replica_id, "unknown_replica")
+    yield f"{RETURNED_AT_ONCE} of them are gone again", bench.recheck()
+    bench.now_s += 1.0
+    yield "all are back, none is withdrawn", bench.replace(routes=routes)
 
 
 def main() -> None:

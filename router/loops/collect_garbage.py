@@ -10,6 +10,7 @@ as many as after the last walk.
 """
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple
@@ -18,7 +19,7 @@ FROZEN_MIN: Final = 500_000
 """Fewer objects are not worth a walk: they take about 100 MB."""
 
 TURNS_PER_COUNT: Final = 60
-"""The frozen objects are counted once in this many turns: it takes a few milliseconds."""
+"""Once in this many turns it is checked whether there may be enough frozen objects for a walk."""
 
 LOOK_INTERVAL_S: Final = 0.1
 LOOKS_PER_TURN: Final = 10
@@ -45,6 +46,8 @@ class CollectInTurns:
         """Walk all objects once `frozen_min` are frozen, and later at twice the last number."""
         self._walk_at = frozen_min
         self._frozen_min = frozen_min
+        self._frozen = self._blocks = 0
+        """The frozen objects when they were last counted, and the blocks of memory in use then."""
         self._turns = self._looks = 0
 
     @contextmanager
@@ -54,6 +57,7 @@ class CollectInTurns:
         gc.set_threshold(*thresholds[:2], _NEVER)
         gc.collect()
         gc.freeze()
+        self._count()
         try:
             yield
         finally:
@@ -73,10 +77,28 @@ class CollectInTurns:
         collected = gc.collect()
         gc.freeze()
         self._turns += 1
-        if self._turns % TURNS_PER_COUNT or gc.get_freeze_count() < self._walk_at:
+        if self._turns % TURNS_PER_COUNT or not self._is_walk_due():
             return CollectedObjects(collected)
         gc.unfreeze()
         collected += gc.collect()
         gc.freeze()
-        self._walk_at = max(self._frozen_min, 2 * gc.get_freeze_count())
+        self._count()
+        self._walk_at = max(self._frozen_min, 2 * self._frozen)
         return CollectedObjects(collected, walked=True)
+
+    def _is_walk_due(self) -> bool:
+        """Say whether so many objects are frozen that all should be walked.
+
+        To count them Python goes through all of them: 10 ms, and in a busy process 30, for half a
+        million. An object is at least one block of memory, and the number of blocks is known. So
+        they are counted only when enough blocks were added since the last time.
+        """
+        blocks = sys.getallocatedblocks()
+        self._blocks = min(self._blocks, blocks)
+        if self._frozen + blocks - self._blocks < self._walk_at:
+            return False
+        self._count()
+        return self._frozen >= self._walk_at
+
+    def _count(self) -> None:
+        self._frozen, self._blocks = gc.get_freeze_count(), sys.getallocatedblocks()

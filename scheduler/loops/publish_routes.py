@@ -20,13 +20,14 @@ import msgspec
 
 from isochrone.wire import codec
 from isochrone.wire.ids import Generation, KeyId, NodeId
-from isochrone.wire.peers.routes import KeyTable, RouteDelta, RouteTable, apply_delta, diff
+from isochrone.wire.peers.routes import KeyTable, Route, RouteDelta, RouteTable, apply_delta, diff
 from scheduler import metrics
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.membership import LivenessLimits, judge_liveness
 from scheduler.decide.routing import (
     DeparturesByReplica,
     build_route_table,
+    build_routes,
     damp_flaps,
     keep_unchanged_rates,
     multi_node_hosts,
@@ -154,15 +155,15 @@ class PublishRoutes:
                 await self._compare_keys(before.keys)
             nodes_read = -1
         elif changed:
-            part = await self._read_nodes(fleet, changed)
-            table = keep_unchanged_rates(before, replace_node_routes(before, part, changed))
+            routes = await self._read_nodes(fleet, changed)
+            table = replace_node_routes(before, routes, changed)
             nodes_read = len(changed)
         else:
             return PublishCounts(before.generation, len(before.routes))
         now = self._lease.clock()
         table, waiting, departures = damp_flaps(before, table, self._departures, now)
         self._routes.postpone(set(waiting))
-        if before is not None and table == before:
+        if before is not None and (table is before or table == before):
             return PublishCounts(before.generation, len(before.routes), nodes=nodes_read)
         async with transaction(self._pool) as connection:
             published = Generation(0) if latest is None else latest.generation
@@ -243,12 +244,13 @@ class PublishRoutes:
         self._whole_due_at = now + 0.9 * rest_s
         return msgspec.structs.replace(table, keys_revoked=revoked, adapters=adapters)
 
-    async def _read_nodes(self, fleet: ClusterState, node_ids: Set[NodeId]) -> RouteTable:
+    async def _read_nodes(self, fleet: ClusterState, node_ids: Set[NodeId]) -> tuple[Route, ...]:
+        """Read the routes to some nodes; the rest of the table is that of the last whole read."""
         async with transaction(self._pool, isolation="repeatable_read") as connection:
             part = await read_fleet_nodes(
                 connection, fleet, sorted(node_ids), self._heartbeats.observed(), self._reports
             )
-        return self._table_of(part)
+        return build_routes(part, judge_liveness(part.nodes, part.acting_for_s, self._limits))
 
     def _table_of(self, fleet: ClusterState) -> RouteTable:
         view = judge_liveness(fleet.nodes, fleet.acting_for_s, self._limits)

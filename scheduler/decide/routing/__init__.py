@@ -4,6 +4,7 @@ from scheduler.decide.routing.artifact_sources import ArtifactHolder, rank_sourc
 from scheduler.decide.routing.flap_damping import DeparturesByReplica, damp_flaps
 from scheduler.decide.routing.route_table import (
     build_route_table,
+    build_routes,
     keep_unchanged_rates,
     multi_node_hosts,
     replace_node_routes,
@@ -13,6 +14,7 @@ __all__ = (
     "ArtifactHolder",
     "DeparturesByReplica",
     "build_route_table",
+    "build_routes",
     "damp_flaps",
     "keep_unchanged_rates",
     "multi_node_hosts",

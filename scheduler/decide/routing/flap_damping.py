@@ -42,6 +42,8 @@ def damp_flaps(
     """Return the part of `new` to send to routers that hold the table `sent`."""
     if sent is None:
         return DampedRoutes(new, frozenset(), {})
+    if new.routes is sent.routes:
+        return DampedRoutes(new, frozenset(), departures)
     before = {route.replica_id for route in sent.routes}
     recent = {name: left for name, left in departures.items() if now_s - left.at_s < STEADY_S}
     for name in before - {route.replica_id for route in new.routes}:
@@ -57,6 +59,8 @@ def damp_flaps(
         for route in returned
         if _is_too_soon(recent[route.replica_id], now_s, HOLD_MAX_S)
     }
+    if not waiting:
+        return DampedRoutes(new, frozenset(), recent)
     served = {route.deployment_id for route in new.routes if route.replica_id not in waiting}
     waiting -= {
         route.replica_id

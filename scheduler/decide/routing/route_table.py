@@ -48,9 +48,26 @@ def build_route_table(
     scheduler may merely have lost contact with a live one. Routes are withdrawn when a node is lost
     or a replica drains or ends.
     """
+    models = {model.model_id: model for model in cluster.models}
+    rollouts = {rollout.deployment_id: rollout for rollout in cluster.rollouts}
+    return RouteTable(
+        cluster_id=cluster.cluster_id,
+        generation=generation,
+        epoch=epoch,
+        pops=tuple(sorted(cluster.pops, key=lambda pop: pop.pop)),
+        deployments=tuple(
+            _entry(deployment, models, rollouts.get(deployment.deployment_id))
+            for deployment in sorted(cluster.deployments, key=lambda d: d.deployment_id)
+        ),
+        routes=build_routes(cluster, view),
+        keys=keys,
+    )
+
+
+def build_routes(cluster: ClusterState, view: LivenessView) -> tuple[Route, ...]:
+    """Return the routes of the table alone: those to the placements that `cluster` has."""
     nodes = {node.node_id: node for node in cluster.nodes}
     deployments = {entry.deployment_id: entry for entry in cluster.deployments}
-    models = {model.model_id: model for model in cluster.models}
     measured = cluster.measured()
     rollouts = {rollout.deployment_id: rollout for rollout in cluster.rollouts}
     routes = [
@@ -63,26 +80,25 @@ def build_route_table(
         for placement in cluster.placements
         if placement.deployment_id in deployments and _is_routable(placement, nodes, view)
     ]
-    return RouteTable(
-        cluster_id=cluster.cluster_id,
-        generation=generation,
-        epoch=epoch,
-        pops=tuple(sorted(cluster.pops, key=lambda pop: pop.pop)),
-        deployments=tuple(
-            _entry(deployment, models, rollouts.get(deployment.deployment_id))
-            for deployment in sorted(cluster.deployments, key=lambda d: d.deployment_id)
-        ),
-        routes=tuple(sorted(routes, key=lambda route: route.replica_id)),
-        keys=keys,
-    )
+    return tuple(sorted(routes, key=lambda route: route.replica_id))
 
 
-def replace_node_routes(table: RouteTable, part: RouteTable, node_ids: Set[NodeId]) -> RouteTable:
-    """Return a table with its routes to some nodes replaced by those of `part`."""
-    routes = [route for route in table.routes if route.node_id not in node_ids]
-    routes += part.routes
+def replace_node_routes(
+    table: RouteTable, routes: Iterable[Route], node_ids: Set[NodeId]
+) -> RouteTable:
+    """Return a table with its routes to some nodes replaced by `routes`.
+
+    Rates that moved by at most a tenth stay as they are. If nothing else changed either, the result
+    is `table` itself.
+    """
+    sent = {route.replica_id: route for route in table.routes if route.node_id in node_ids}
+    new = {r.replica_id: _with_sent_rates(sent.get(r.replica_id), r) for r in routes}
+    if new == sent:
+        return table
+    kept = [route for route in table.routes if route.node_id not in node_ids]
+    kept += new.values()
     return msgspec.structs.replace(
-        table, routes=tuple(sorted(routes, key=lambda route: route.replica_id))
+        table, routes=tuple(sorted(kept, key=lambda route: route.replica_id))
     )
 
 

@@ -1,6 +1,7 @@
 """Full garbage collections of a router: what they walk, and that nothing is lost for good."""
 
 import gc
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -66,6 +67,40 @@ async def test_new_cycles_are_freed_in_each_turn_and_frozen_ones_with_a_walk(
     assert len(walks) == 1 and walks[0].collected >= 1
     gc.unfreeze()
     assert cycles() == 0
+
+
+async def test_frozen_objects_are_counted_only_when_enough_may_have_been_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A count goes through all of them; requests waited 25 ms for it each minute."""
+    counts = 0
+    blocks = 5_000_000
+
+    def count() -> int:
+        nonlocal counts
+        counts += 1
+        return 300
+
+    monkeypatch.setattr(gc, "get_freeze_count", count)
+    monkeypatch.setattr(sys, "getallocatedblocks", lambda: blocks)
+    garbage = CollectInTurns(frozen_min=1_000)
+
+    async def turns() -> int:
+        nonlocal counts
+        counts = 0
+        for _ in range(3 * TURNS_PER_COUNT):
+            assert not (await garbage.run_once()).walked
+        return counts
+
+    with garbage.in_turns():
+        assert await turns() == 0
+        blocks += 699
+        assert await turns() == 0
+        # What was freed meanwhile may have been anything.
+        blocks -= 2_000
+        assert await turns() == 0
+        blocks += 700
+        assert await turns() == 1, "counted once, and again only after as many more blocks"
 
 
 async def test_a_turn_comes_each_second_and_sooner_when_many_objects_are_made(

@@ -7,10 +7,15 @@ from hypothesis import strategies as st
 from isochrone.wire.client_keys.key_table import KeyTable
 from isochrone.wire.ids import Epoch, Generation, NodeId
 from isochrone.wire.peers.report import ReplicaState
-from isochrone.wire.peers.routes import RouteTable
+from isochrone.wire.peers.routes import Route, RouteTable
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.membership import judge_liveness
-from scheduler.decide.routing import build_route_table, multi_node_hosts, replace_node_routes
+from scheduler.decide.routing import (
+    build_route_table,
+    build_routes,
+    multi_node_hosts,
+    replace_node_routes,
+)
 from tests.builders import a_cluster, a_node, a_placement
 
 NAMES = tuple(f"ams-{number}" for number in range(1, 6))
@@ -53,7 +58,24 @@ def test_a_partially_replaced_table_equals_a_new_one(
     told, fleet = a_table(a_fleet(before)), a_fleet(after)
     pairs = zip(NAMES, before, after, strict=True)
     changed = {NodeId(name) for name, old, new in pairs if old is not new}
-    assert replace_node_routes(told, a_table(part_of(fleet, changed)), changed) == a_table(fleet)
+    part = part_of(fleet, changed)
+    routes = build_routes(part, judge_liveness(part.nodes, part.acting_for_s))
+    replaced = replace_node_routes(told, routes, changed)
+    assert replaced == a_table(fleet)
+    if replaced == told:
+        assert replaced is told, "ten thousand routes would be compared"
+
+
+def test_a_replaced_route_keeps_rates_that_hardly_moved() -> None:
+    told = a_table(a_fleet([ReplicaState.WARM] * len(NAMES)))
+    told = msgspec.structs.replace(told, routes=tuple(with_rate(r, 1000.0) for r in told.routes))
+    first, second = (with_rate(told.routes[0], rate) for rate in (1090.0, 1200.0))
+    assert replace_node_routes(told, (first,), {first.node_id}) is told
+    assert second in replace_node_routes(told, (second,), {second.node_id}).routes
+
+
+def with_rate(route: Route, prefill_tokens_per_s: float) -> Route:
+    return msgspec.structs.replace(route, prefill_tokens_per_s=prefill_tokens_per_s)
 
 
 def test_hosts_of_multi_node_replicas_are_found() -> None:
