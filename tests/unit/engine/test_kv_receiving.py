@@ -28,7 +28,8 @@ from nodeagent.engine.kvcache.transfer_frames import (
 )
 from nodeagent.engine.server.kv import kv_reading
 from nodeagent.engine.server.kv.kv_reading import read_blocks
-from nodeagent.engine.server.kv.kv_receiving import KvReceiver, WaitingPrompt
+from nodeagent.engine.server.kv.kv_receiving import KvReceiver
+from nodeagent.engine.server.kv.waiting_prompt import WaitingPrompt
 
 BYTES = 64
 FORM = b"f" * 16
