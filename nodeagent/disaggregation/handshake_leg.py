@@ -169,7 +169,8 @@ class HandshakeLeg:
             await self._request.announce(candidate.replica_id)
             async with AsyncExitStack() as attempt:
                 try:
-                    answer = await self._attempt(candidate, plan.timeout_s, fields, post, attempt)
+                    timeout_s = plan.timeout_before_s(self._request.deadline_s - self._clock())
+                    answer = await self._attempt(candidate, timeout_s, fields, post, attempt)
                 except DecodeEngineFailed as failed:
                     raise failed.error from None
                 except _FAILURES:

@@ -6,6 +6,7 @@ Delay and transfer are predicted from measured rates: there is no fixed threshol
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from math import inf
 from typing import Final, NamedTuple
 
 from isochrone.wire.http.headers import PeerReplica
@@ -102,7 +103,8 @@ class ExpectedDecoding:
 class PrefillPlan(NamedTuple):
     """The prefill replicas to try, in order, and the time that each may take; none to try.
 
-    The slowest of them takes `expected_s`, and reading the prompt here `here_s`.
+    The slowest of them takes `expected_s`, and reading the prompt here `here_s`: inf if it cannot
+    be read here.
     """
 
     choice: LegChoice
@@ -116,10 +118,9 @@ class PrefillPlan(NamedTuple):
 
         A leg that is late leaves the time to read the prompt here, if there is so much.
         """
-        spare_s = left_s - self.here_s
-        return (
-            self.timeout_s if spare_s <= 0 else min(self.timeout_s, max(self.expected_s, spare_s))
-        )
+        if self.here_s >= left_s:
+            return self.timeout_s
+        return min(self.timeout_s, max(self.expected_s, left_s - self.here_s))
 
 
 class MeasuredTransfers(NamedTuple):
@@ -280,7 +281,8 @@ def order_all(
         key=lambda peer: (peer.replica_id not in queued_tokens, times_ms[peer.replica_id]),
     )
     timeout_s = TIMEOUT_FACTOR * max(times_ms.values()) / 1000
-    return PrefillPlan(LegChoice.PREFILL, chosen, max(ONLY_READER_TIMEOUT_S, timeout_s))
+    timeout_s = max(ONLY_READER_TIMEOUT_S, timeout_s)
+    return PrefillPlan(LegChoice.PREFILL, chosen, timeout_s, here_s=inf)
 
 
 def _read_ms(peer: PeerReplica, size: WaitingPromptSize) -> float:

@@ -1,6 +1,7 @@
 """The fields of both legs of a request, for each vendor's protocol."""
 
 import json
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -260,5 +261,7 @@ def test_all_prefill_replicas_are_candidates_of_a_decode_replica_that_cannot_rea
     plan = order_all([here, slow, silent, quick], queues, WaitingPromptSize(0, 100))
     assert plan.candidates == [quick, slow, silent]
     assert plan.timeout_s == ONLY_READER_TIMEOUT_S
+    # The prompt cannot be read here, whatever the deadline.
+    assert {plan.timeout_before_s(left_s) for left_s in (-1, 1, inf)} == {plan.timeout_s}
     none = order_all([here], {}, WaitingPromptSize(0, 100))
     assert (none.choice, none.candidates) == (LegChoice.NO_CANDIDATE, ())

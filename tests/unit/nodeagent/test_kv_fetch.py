@@ -1,16 +1,19 @@
 """Fetch or compute a prefix: decided from measured rates, within the link's budget."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from itertools import accumulate
 from math import inf
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from isochrone.wire.http.headers import PeerReplica
-from isochrone.wire.ids import NodeId, ReplicaId
+from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
+from isochrone.wire.kv import kv_sharing, kv_transfer
 from nodeagent.decide.requests.kv_fetch import (
     AGING_S,
     BACKOFF_MAX_S,
@@ -28,7 +31,14 @@ from nodeagent.decide.requests.kv_fetch import (
     PrefixHolder,
     plan_fetch,
 )
-from nodeagent.disaggregation.kv_fetch import _ArrivingBlocks
+from nodeagent.decide.requests.kv_quota import NO_KV_LIMITS, KvQuota, KvUser
+from nodeagent.disaggregation.kv_fetch import (
+    FetchedPrefix,
+    FetchRates,
+    KvHolders,
+    PrefixFetcher,
+    _ArrivingBlocks,
+)
 
 MEBIBYTE = 1024 * 1024
 
@@ -323,3 +333,72 @@ async def test_a_head_says_nothing_of_when_blocks_come() -> None:
     # With each whole block, and not with each piece.
     assert moved == [0, 0, 1, 2]
     assert received.first_at_s == 10.04
+
+
+class FakeKvAnswer:
+    """An answer of an engine or a node."""
+
+    content_type = kv_transfer.CONTENT_TYPE
+    content_length = None
+    headers: Mapping[str, str] = {}
+
+    def __init__(self, status: int, body: bytes = b"") -> None:
+        self.status = status
+        self._body = body
+
+    async def read(self, size: int = -1) -> bytes:
+        return self._body
+
+    @property
+    def content(self) -> "FakeKvAnswer":
+        return self
+
+
+class FullHolder:
+    """A node whose replica has every block."""
+
+    @asynccontextmanager
+    async def relay(
+        self, peer: PeerReplica, path: str, body: bytes, sent: Mapping[str, str]
+    ) -> AsyncIterator[Any]:
+        yield FakeKvAnswer(
+            200, msgspec.json.encode(kv_sharing.LocatedBlocks(blocks=12, block_bytes=1000))
+        )
+
+
+class RefusingEngine:
+    """An engine that takes no blocks."""
+
+    closed = False
+
+    def __init__(self, status: int) -> None:
+        self._status = status
+
+    @asynccontextmanager
+    async def post(self, path: str, **sent: object) -> AsyncIterator[FakeKvAnswer]:
+        yield FakeKvAnswer(self._status)
+
+
+@pytest.mark.parametrize(("status", "may_ask"), [(404, True), (429, True), (400, False)])
+async def test_a_holder_is_not_blamed_for_the_memory_of_the_receiver(
+    status: int, may_ask: bool
+) -> None:
+    """One engine without free blocks stopped all fetches of its node for up to a minute."""
+    peers = [PeerReplica(ReplicaId(name), NodeId(name), "", 200, 4000, 20_000) for name in "ab"]
+    expected = kv_transfer.ExpectedPrompt(
+        prompt_tokens=200,
+        blocks=12,
+        cached_blocks=0,
+        held_blocks=0,
+        block_tokens=16,
+        block_bytes=1000,
+        digests=tuple(bytes([number]) * 32 for number in range(12)),
+    )
+    rates, engine, user = FetchRates(), RefusingEngine(status), KvUser(DeploymentId("d"), "t")
+    any_engine: Any = engine
+    fetcher = PrefixFetcher(
+        any_engine, FullHolder(), rates, KvQuota(NO_KV_LIMITS), user, lambda: 100.0
+    )
+    found = await fetcher.fetch("0" * 32, expected, KvHolders(peers[0], peers[1:], ""))
+    assert found == FetchedPrefix("peer", 0, 0.0, has_moved=True)
+    assert rates.of(NodeId("b")).may_ask(100.0) == may_ask
