@@ -344,6 +344,7 @@ def _upkeep_loops(made: Composition) -> tuple[Loop, ...]:
     partitions = RotatePartitions(pool=pool, lease=lease, clock=clock)
     history = AdvanceHistory(pool=pool, lease=lease, unix_clock=time)
     garbage = CollectGarbage(made.state.peers)
+    responses = EndResponses(pool=pool, lease=lease, limits=config.responses)
     batches: tuple[Loop, ...] = ()
     if made.batches is not None:
         folder, limits, _ = made.batches
@@ -360,7 +361,7 @@ def _upkeep_loops(made: Composition) -> tuple[Loop, ...]:
         )
     return (
         *batches,
-        Loop("end_responses", EndResponses(pool=pool, lease=lease).run_once, END_RESPONSES_S),
+        Loop("end_responses", responses.run_once, END_RESPONSES_S),
         Loop("delete_expired_rows", delete.run_once, 600.0),
         Loop("sum_quotas", quotas.run_once, config.publish_interval_s),
         Loop("rotate_partitions", partitions.run_once, 30.0),

@@ -1,8 +1,11 @@
 """Ends stored responses whose router is gone: their client's connection went with it."""
 
+import time
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from scheduler.decide.response_items import ended_body
+from scheduler.decide.response_limits import ResponseLimits
 from scheduler.state.lease_state import LeaseState
 from scheduler.store.client_objects.responses import abandoned_responses, end_response
 from scheduler.store.pool import Pool, transaction
@@ -17,20 +20,41 @@ class EndedResponseCounts(NamedTuple):
 
 
 class EndResponses:
-    """Background responses are not ended but leased again, by another router."""
+    """Background responses are not ended but leased again, by another router.
 
-    def __init__(self, *, pool: Pool, lease: LeaseState) -> None:
+    While the database or the scheduler does not answer, no router can renew its leases. So a
+    response ends only if its lease could have been renewed for a whole lease before.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        lease: LeaseState,
+        limits: ResponseLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock` gives monotonic seconds."""
         self._pool = pool
         self._lease = lease
+        self._limits = limits
+        self._clock = clock
+        self._renewable_since_s: float | None = None
 
     async def run_once(self) -> EndedResponseCounts:
         """Let the responses fail whose lease has run out, up to BATCH_ROWS of them."""
+        since_s, self._renewable_since_s = self._renewable_since_s, None
         if not self._lease.is_acting:
             return EndedResponseCounts(0)
+        now_s = self._clock()
+        since_s = now_s if since_s is None else since_s
         async with transaction(self._pool) as connection:
             rows = await abandoned_responses(connection, BATCH_ROWS)
+            if now_s - since_s < self._limits.lease_s:
+                rows = []
             for row in rows:
                 message = "cannot answer: the router that answered has stopped"
                 body = ended_body(row.body, "failed", message)
                 await end_response(connection, row.response_id, "failed", body)
+        self._renewable_since_s = since_s
         return EndedResponseCounts(len(rows))

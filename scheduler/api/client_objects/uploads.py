@@ -73,7 +73,8 @@ async def end_before_cancelling(work: Coroutine[Any, Any, T]) -> T:
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait([task])
+        # Its own error has no reader any more.
+        await asyncio.gather(task, return_exceptions=True)
         raise
 
 

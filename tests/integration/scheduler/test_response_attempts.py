@@ -1,11 +1,15 @@
 """Background responses that fail are tried again, later each time."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 
 from isochrone.wire.ids import TenantId
 from isochrone.wire.peers.responses import BeginResponse, FinishResponse, LeaseResponses
 from scheduler.api.client_objects.responses import ResponseWork
 from scheduler.decide.response_limits import ResponseLimits
+from scheduler.loops.end_responses import EndResponses
 from scheduler.store.client_objects.responses import (
     add_response,
     lease_responses,
@@ -68,3 +72,29 @@ async def test_a_lease_says_whether_the_key_of_its_response_is_valid(with_key: P
     async with using(with_key) as connection:
         await connection.execute("UPDATE api_key SET revoked_at = now()")
     assert not await is_valid("resp_2")
+
+
+async def test_a_response_survives_a_time_in_which_its_lease_could_not_be_renewed(
+    with_key: Pool,
+) -> None:
+    """After 30 s without the database, the scheduler ended what routers were about to finish."""
+    lease: Any = SimpleNamespace(is_acting=True)
+    now_s = [1000.0]
+    limits = ResponseLimits(lease_s=60.0)
+    job = EndResponses(pool=with_key, lease=lease, limits=limits, clock=lambda: now_s[0])
+    begun = BeginResponse(
+        response_id="resp_1", tenant_id=TenantId("acme"), key_id=KEY, body=b"{}", input_items=b"[]"
+    )
+    async with transaction(with_key) as connection:
+        assert await add_response(connection, begun, b"", "lease", limits)
+        await connection.execute("UPDATE stored_response SET available_at = now()")
+
+    async def turn(after_s: float) -> int:
+        now_s[0] += after_s
+        return (await job.run_once()).failed
+
+    assert [await turn(0.0), await turn(59.0)] == [0, 0], "it has just begun to act"
+    lease.is_acting = False
+    assert await turn(9.0) == 0
+    lease.is_acting = True
+    assert [await turn(1.0), await turn(59.0), await turn(1.0)] == [0, 0, 1]
