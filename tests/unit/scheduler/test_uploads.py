@@ -74,7 +74,7 @@ async def test_a_full_disk_is_named_as_the_reason(tmp_path: Path) -> None:
 async def test_a_folder_that_hangs_takes_no_threads_of_others(tmp_path: Path) -> None:
     folder, may_end = BatchFolder(tmp_path), threading.Event()
     hanging = [asyncio.create_task(folder.run(may_end.wait)) for _ in range(40)]
-    await asyncio.sleep(0)
+    await asyncio.wait(hanging, timeout=0)
     try:
         async with asyncio.timeout(20):
             assert await asyncio.to_thread(lambda: 1) == 1
@@ -106,7 +106,7 @@ async def test_an_upload_whose_client_leaves_at_its_end_leaves_no_file(tmp_path:
     )
     assert await asyncio.to_thread(disk.is_ending.wait, 20)
     upload.cancel()
-    await asyncio.sleep(0)
+    await asyncio.wait([upload], timeout=0)
     disk.may_end.set()
     await asyncio.wait([upload])
     assert upload.cancelled()
