@@ -217,14 +217,12 @@ class AdvanceBatches:
         async with using(self._pool) as connection:
             file = await read_file(connection, batch.tenant_id, batch.input_file_id)
             known = await deployment_names(connection)
-        opening = self._folder.local(batch.input_file_id)
-        try:
-            source = await self._folder.run(opening.__enter__)
-        except FileNotFoundError:
-            file = None
         if file is None:
             await self._fail(batch, "file_not_found", "the input file was deleted")
             return False
+        # A file that has a row but no contents is one of a folder that is not mounted: repeated.
+        opening = self._folder.local(batch.input_file_id)
+        source = await self._folder.run(opening.__enter__)
         try:
             # Counted before anything is stored: the database never sees what is refused.
             if await self._folder.run(has_more_lines, source, self._limits.items_max):

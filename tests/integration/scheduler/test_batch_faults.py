@@ -85,12 +85,16 @@ async def test_an_input_that_cannot_be_read_in_time_ends_its_batch(turns: Turns)
     assert [error["code"] for error in batch.errors] == ["batch_expired"]
 
 
-async def test_no_batch_begins_with_a_part_of_its_lines(turns: Turns) -> None:
+@pytest.mark.parametrize("is_there", [True, False], ids=["cut", "missing"])
+async def test_no_batch_begins_without_all_of_its_lines(turns: Turns, is_there: bool) -> None:
     """A disk or a bucket that ends a file early, without an error, must not drop lines."""
     await turns.begin("batch", lines=3)
     path = Path(turns.folder._folder / "batch")
     text = path.read_bytes()
-    path.write_bytes(text[: text.rindex(b"\n")])
+    if is_there:
+        path.write_bytes(text[: text.rindex(b"\n")])
+    else:
+        path.unlink()
     for _ in range(3):
         await turn(turns)
         await asyncio.gather(
