@@ -149,6 +149,15 @@ class Fleet:
     async def ask(self, method: str, path: str, body: Any = None, *, of: str = "a") -> Any:
         return await asyncio.to_thread(self.api(of).ask, method, path, body)
 
+    async def tell(self, method: str, path: str, body: Any) -> Any:
+        """Return the answer to what every fleet begins with: no stall of its database ends it."""
+
+        async def answer() -> tuple[Any]:
+            return (await self.ask(method, path, body),)
+
+        (answered,) = await until(f"{method} {path}", answer)
+        return answered
+
     def endpoint(self, pop: str) -> str:
         return self.url(f"router-{pop}")
 
@@ -225,7 +234,7 @@ class Fleet:
         state = self.folder / name
         token_file = self.folder / f"{name}.token"
         if not (state / "identity.json").exists():
-            made = await self.ask("POST", "/v1/join-tokens", {"pop": pop, "role": "agent"})
+            made = await self.tell("POST", "/v1/join-tokens", {"pop": pop, "role": "agent"})
             write_atomic(token_file, made["token"].encode())
         text = (
             f'name = "{pop}-{number}"\nschedulers = {self.schedulers()}\nstate = "{state}"\n'
@@ -247,7 +256,7 @@ class Fleet:
         state = self.folder / name
         env = self.env(name)
         if not (state / "identity.json").exists():
-            made = await self.ask("POST", "/v1/join-tokens", {"pop": pop, "role": "router"})
+            made = await self.tell("POST", "/v1/join-tokens", {"pop": pop, "role": "router"})
             write_atomic(self.folder / f"{name}.token", made["token"].encode())
         text = (
             f'name = "{name}"\nschedulers = {self.schedulers()}\nstate_folder = "{state}"\n'
@@ -285,14 +294,14 @@ class Fleet:
             body = {
                 "city": pop, "country": country, "latitude": latitude, "longitude": longitude,
             }  # fmt: skip
-            await self.ask("PUT", f"/v1/pops/{pop}", body)
+            await self.tell("PUT", f"/v1/pops/{pop}", body)
         async with asyncio.TaskGroup() as tasks:
             for pop in CITIES:
                 tasks.create_task(self.start_node(pop))
                 tasks.create_task(self.start_router(pop))
         await until("scheduler a has all reports", self.has_heard_all)
         self.key, self.other_key = [
-            (await self.ask("POST", "/v1/keys", {"tenant_id": tenant}))["key"]
+            (await self.tell("POST", "/v1/keys", {"tenant_id": tenant}))["key"]
             for tenant in ("test", "other")
         ]
 
@@ -323,7 +332,7 @@ class Fleet:
             "context_tokens": 100_000,
             "weights_bytes": 1000,
         }
-        await self.ask("PUT", "/v1/models/mock", model)
+        await self.tell("PUT", "/v1/models/mock", model)
         engine = {
             "driver": "mock",
             "kv_memory_bytes": 1_000_000,
@@ -335,7 +344,7 @@ class Fleet:
         cities = list(CITIES) if replicas >= len(CITIES) else []
         counts = {"replicas_min": replicas, "replicas_max": replicas}
         policy = {**counts, "keep_warm": cities, **policy}
-        await self.ask(
+        await self.tell(
             "POST",
             "/v1/deployments",
             {"deployment_id": "mock", "model_id": "mock", "engine": engine, "policy": policy},
@@ -369,7 +378,7 @@ class Fleet:
 
     async def routers_know(self) -> None:
         """Wait until every router has the route table that is published now."""
-        published = (await self.ask("GET", "/v1/status"))["route_generation"]
+        published = (await self.tell("GET", "/v1/status", None))["route_generation"]
 
         async def were_told() -> bool:
             rows = (await self.ask("GET", "/v1/routers"))["data"]

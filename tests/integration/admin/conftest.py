@@ -97,10 +97,10 @@ async def admin(
 
         async def acts() -> bool:
             with suppress(aiohttp.ClientError):
-                return bool((await asks.ask("GET", "/v1/status")).body["acting"])
+                return bool((await asks.ask("GET", "/v1/status")).body.get("acting"))
             return False
 
-        await until("the scheduler acts", acts, 10.0)
+        await until("the scheduler acts", acts)
         yield asks
     stopping.set()
     assert await running == 0
