@@ -123,7 +123,7 @@ static-checks: $(STAMP)
 	$(BIN)/python -m ops.secret_scan
 	$(BIN)/mypy $(if $(CI),--cache-dir /dev/null)
 
-compiled: $(STAMP) ## Compile the router's request path (a minute), or fail
+compiled: $(STAMP) ## Compile the router's request path (one or two minutes), or fail
 	@$(COMPILE) --required
 
 test-compiled: compiled ## Run the router's tests compiled, and a minute of fuzzing

@@ -2,7 +2,7 @@
 
     python -m ops.packaging.compile_request_path [--required | --check]
 
-Takes about a minute of CPU time. The extension modules go to `build/request_path/DIGEST` (see
+Takes one or two minutes of CPU time. The extension modules go to `build/request_path/DIGEST` (see
 isochrone/compiled.py), so they are used only as long as the sources stay as they are. The C
 compiler is the system's, or that of the package `ziglang`; Python's headers must be installed.
 Without them one line says what is slower; with `--required` that is an error. `--check` compiles
@@ -86,7 +86,7 @@ def compile_checkout(root: Path) -> Path:
 def _compile_into(root: Path, built: Path) -> Path:
     """Compile a checkout; return the folder of its extension modules, `built` without an edit."""
     builds = built.parent
-    sys.stderr.write("compiling the router's request path (about a minute, once)\n")
+    sys.stderr.write("compiling the router's request path (one or two minutes, once)\n")
     with tempfile.TemporaryDirectory(prefix="new-", dir=builds) as name:
         copy, out = Path(name, "copy"), Path(name, "out")
         copy_sources(root, copy)
