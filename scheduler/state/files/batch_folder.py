@@ -33,7 +33,7 @@ UNFINISHED: Final = ".part"
 UNFINISHED_S: Final = 86_400.0
 
 THREADS_MAX: Final = 16
-"""Further calls wait while so many hang."""
+"""Further calls wait while this many hang."""
 
 RETRY_AFTER_S: Final = 60.0
 

@@ -3,13 +3,12 @@
 Their needs collide with the project's, so each runs in an environment of its own.
 """
 
-import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.integration.router.client_script import run_script
 from tests.integration.router.fleet_of import KEY, a_bench, a_route, a_table
 from tests.integration.router.mock_node import MockNode
 from tests.integration.router.test_tool_loops import END, EXPECTED, SCRIPT
@@ -17,7 +16,6 @@ from tests.integration.router.test_tool_loops import END, EXPECTED, SCRIPT
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".agents" / "bin" / "python"
 SCRIPTS = ROOT / "tests" / "agents"
-TIMEOUT_S = 120.0
 MODEL = "@cf/meta/tiny:8b"
 APIS = {"chat", "responses", "messages"}
 FORMED = {"name": "", "is_large": False}
@@ -36,18 +34,12 @@ async def run(tmp_path: Path, script: str) -> dict[str, Any]:
     node = MockNode()
     async with a_bench(tmp_path, [node]) as bench:
         bench.app.fleet.adopt(a_table([a_route(node)], generation=2, names=(MODEL,)))
-        process = await asyncio.create_subprocess_exec(
-            *(PYTHON, SCRIPTS / script, bench.url, KEY, MODEL, SCRIPT),
+        return await run_script(
+            (PYTHON, SCRIPTS / script, bench.url, KEY, MODEL, SCRIPT),
             cwd=tmp_path,
             env={"HOME": str(tmp_path), "OPENAI_AGENTS_DISABLE_TRACING": "1"},
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+            stdin=None,
         )
-        async with asyncio.timeout(TIMEOUT_S):
-            printed, complaint = await process.communicate()
-    assert process.returncode == 0, complaint.decode()
-    result: dict[str, Any] = json.loads(printed)
-    return result
 
 
 @pytest.mark.parametrize(

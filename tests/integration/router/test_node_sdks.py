@@ -1,7 +1,5 @@
 """The official clients for Node.js, unmodified, with the router: `make test-node` installs them."""
 
-import asyncio
-import json
 import os
 import shutil
 from pathlib import Path
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.router.client_script import run_script
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, Bench, a_bench, a_route, a_table
 from tests.integration.router.mock_node import MockNode
@@ -17,7 +16,6 @@ from tests.integration.router.test_tool_loops import END, EXPECTED, SCRIPT
 ROOT = Path(__file__).parents[3]
 MODULES = ROOT / ".node" / "node_modules"
 SCRIPTS = ROOT / "tests" / "node"
-TIMEOUT_S = 120.0
 MODEL = "@cf/meta/tiny:8b"
 
 pytestmark = pytest.mark.skipif(
@@ -34,19 +32,12 @@ async def run(script: str, bench: Bench, *arguments: str) -> dict[str, Any]:
     path = SCRIPTS / script
     source = ("--input-type=module", "-") if path.suffix == ".mjs" else (str(path),)
     with path.open("rb") as text:
-        process = await asyncio.create_subprocess_exec(
-            *("node", *source, bench.url, KEY, *arguments),
+        return await run_script(
+            ("node", *source, bench.url, KEY, *arguments),
             cwd=MODULES.parent,
             env={"PATH": os.environ["PATH"], "NODE_PATH": str(MODULES)},
             stdin=text,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
         )
-    async with asyncio.timeout(TIMEOUT_S):
-        printed, complaint = await process.communicate()
-    assert process.returncode == 0, complaint.decode()
-    result: dict[str, Any] = json.loads(printed)
-    return result
 
 
 def a_node() -> FakeNode:

@@ -188,7 +188,7 @@ class KvReceiver:
             try:
                 read = self._read_shared if is_shared else self._read
                 async with _window_of(request, self._windows) as window:
-                    with waiting.beginning_without_room():
+                    with waiting.beginning_if_full():
                         received = await read(transfer, waiting, request, window)
             except WindowLost as error:
                 raise ApiError(ErrorCode.UPSTREAM, str(error)) from error

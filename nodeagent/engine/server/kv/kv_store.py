@@ -85,7 +85,7 @@ class KvStoreRoutes:
                 contents = contents.view(self._form.dtype).view(-1, *self._form.shape)
                 with (
                     self._receiver.room(transfer, left[:count]) as room,
-                    waiting.beginning_without_room(),
+                    waiting.beginning_if_full(),
                 ):
                     await run_to_completion(
                         self._receiver.store_blocks,

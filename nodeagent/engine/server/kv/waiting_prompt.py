@@ -32,7 +32,7 @@ class WaitingPrompt:
         self.may_begin = asyncio.Event()
 
     @contextmanager
-    def beginning_without_room(self) -> Iterator[None]:
+    def beginning_if_full(self) -> Iterator[None]:
         """Let the request begin if no block is free for one that arrived: none can arrive then."""
         try:
             yield
