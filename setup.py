@@ -5,7 +5,9 @@ them in the wheel and are loaded in their stead. A named tuple is made by interp
 it is defined: what every request makes anew is a plain class.
 
 ISOCHRONE_COMPILED=1 fails where it cannot compile, ISOCHRONE_COMPILED=0 does not compile.
-ISOCHRONE_OPTIMISE=0 tries in half of the time whether it compiles: what it makes is slow. An
+ISOCHRONE_OPTIMISE=0 tries in half of the time whether it compiles: what it makes is slow.
+ISOCHRONE_PROFILE=1 compiles the library of all modules twice, with gcc, and lets the first result
+relay requests: a quarter less CPU time for a request, for two more minutes of compiling. An
 editable installation never has extension modules beside its sources, where they would hide every
 later edit: ops/packaging/compile_request_path.py puts them where they cannot.
 """
@@ -19,12 +21,17 @@ import tomllib
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).parent))
 from isochrone import compiled
 
 SETTING = os.environ.get(compiled.SETTING, "")
+PROFILE = os.environ.get(compiled.PROFILE) == "1"
 OPTIMISE = os.environ.get("ISOCHRONE_OPTIMISE", "3")
+FLAGS = ["-DNDEBUG", "-fwrapv"]
+"""What Python compiles extension modules with; a compiler that CC names is not told so."""
+
 IS_EDITABLE = any(word in sys.argv for word in ("editable_wheel", "develop", "dist_info"))
 
 
@@ -42,6 +49,45 @@ def can_compile() -> bool:
             return False
 
 
+class ProfiledBuild(build_ext):
+    """Compiles the library of all modules with the branches that requests were seen to take.
+
+    The processor fetches the code of a request in fewer lines of its cache: with the same number of
+    instructions a request takes a quarter less time. Code that the requests did not run is compiled
+    as without a profile. Only gcc can do this here: clang's profiles need a tool that `ziglang`
+    lacks.
+    """
+
+    def build_extensions(self) -> None:
+        """Compile the others as usual, then the library twice."""
+        library = next(found for found in self.extensions if found.name.endswith("__mypyc"))
+        self.extensions.remove(library)
+        super().build_extensions()
+        self.compiler.set_executables(compiler_so=["gcc", "-fPIC"], linker_so=["gcc", "-shared"])
+        self.force = True
+        arguments = library.extra_compile_args
+        with tempfile.TemporaryDirectory() as folder:
+            profile = [f"-fprofile-dir={folder}", "-fprofile-update=single"]
+            library.extra_compile_args = [*arguments, "-fprofile-generate", *profile]
+            library.extra_link_args = ["-fprofile-generate"]
+            self.build_extension(library)
+            self.run_requests()
+            # Functions that changed their shape, or were not run, have no profile: no error.
+            profile += ["-fprofile-use", "-fprofile-partial-training", "-Wno-missing-profile"]
+            library.extra_compile_args = [*arguments, *profile, "-Wno-error"]
+            library.extra_link_args = []
+            self.build_extension(library)
+
+    def run_requests(self) -> None:
+        """Relay requests with what is compiled; it writes its profile when it ends."""
+        environment = os.environ | {
+            compiled.SETTING: str(Path(self.build_lib).resolve()),
+            "PYTHONPATH": os.pathsep.join((str(Path.cwd()), os.environ.get("PYTHONPATH", ""))),
+        }
+        for run in compiled.PROFILED_RUNS:
+            subprocess.run([sys.executable, "-m", *run], check=True, env=environment)
+
+
 def compiled_setup() -> None:
     """Set up with extension modules. mypyc reads types: it needs whatever the sources import."""
     # Imported before it: mypyc looks whether setuptools is there.
@@ -56,11 +102,11 @@ def compiled_setup() -> None:
     extensions = mypycify(hot, opt_level=OPTIMISE, debug_level="0", group_name=compiled.GROUP)
     for extension in extensions:
         # One library of its own: its functions call one another without asking the linker's table.
-        extension.extra_compile_args += ["-fno-plt", "-fvisibility=hidden"]
+        extension.extra_compile_args += [*FLAGS, "-fno-plt", "-fvisibility=hidden"]
         extension.extra_compile_args += ["-include", compiled.STRUCT_MEMBERS]
     for source in compiled.C_SOURCES:
         # No fused products and sums: the results are those of the same code in Python.
-        name, exact = source.removesuffix(".c").replace("/", "."), ["-ffp-contract=off"]
+        name, exact = source.removesuffix(".c").replace("/", "."), [*FLAGS, "-ffp-contract=off"]
         extensions.append(
             Extension(
                 name,
@@ -70,7 +116,8 @@ def compiled_setup() -> None:
                 extra_link_args=["-pthread"],
             )
         )
-    setup(ext_modules=extensions)
+    commands = {"build_ext": ProfiledBuild} if PROFILE else {}
+    setup(ext_modules=extensions, cmdclass=commands)
 
 
 if SETTING == "1" or (SETTING != "0" and not IS_EDITABLE and can_compile()):

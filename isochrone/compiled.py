@@ -6,7 +6,8 @@ source that was edited since has another digest, so a stale extension module is 
 sources run instead until `python -m ops.packaging.compile_request_path` has compiled them again.
 
 In a checkout the environment variable ISOCHRONE_COMPILED chooses: `0` runs the sources, `1` refuses
-to start without extension modules, and otherwise they are used if they are there.
+to start without extension modules, the path of a folder uses those in it, whatever they were made
+from, and otherwise those of the sources are used if they are there.
 """
 
 import hashlib
@@ -92,6 +93,19 @@ C_HEADERS: Final = (
 GROUP: Final = "router"
 """The library that holds the code of all modules is named after it."""
 
+PROFILE: Final = "ISOCHRONE_PROFILE"
+PROFILED_RUNS: Final = (
+    ("ops.bench.relay_instructions", "--sizes", "0", "4", "16", "100", "--requests", "100"),
+    ("ops.bench.relay_instructions", "--stream", "--sizes", "0", "--requests", "500"),
+)
+"""The programs that show the C compiler which branches are taken (`setup.py`)."""
+
+_PROFILED: Final = ("__init__", "bench/__init__", "bench/backend", "bench/bench_router")
+PROFILED_SOURCES: Final = tuple(
+    f"ops/{name}.py" for name in (*_PROFILED, "bench/relay", "bench/relay_instructions")
+)
+"""What these programs need beside the sources of the compiled modules."""
+
 SETTING: Final = "ISOCHRONE_COMPILED"
 ROOT: Final = Path(__file__).parents[1]
 BUILDS: Final = Path("build", "request_path")
@@ -141,11 +155,11 @@ def folder(root: Path = ROOT) -> Path:
 class CompiledRequestPath(MetaPathFinder):
     """Finds the extension modules of a checkout before Python finds their sources."""
 
-    def __init__(self, root: Path) -> None:
-        """Look in the checkout `root`."""
+    def __init__(self, root: Path, built: Path | None = None) -> None:
+        """Look in `built`, by default where those of the checkout `root` are."""
         self._root = root
         self._hot: dict[str, str] | None = None
-        self._folder: Path | None = None
+        self._folder = built
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -166,10 +180,9 @@ class CompiledRequestPath(MetaPathFinder):
             stems = [name.removesuffix(".py") for name in hot_modules(self._root)]
             stems += [f"{GROUP}__mypyc", *(name.removesuffix(".c") for name in C_SOURCES)]
             self._hot = {stem.replace("/", "."): stem + suffix for stem in stems}
-            built = folder(self._root)
-            if built.is_dir():
+            if self._folder is None and (built := folder(self._root)).is_dir():
                 self._folder = built
-            elif os.environ.get(SETTING) == "1":
+            if self._folder is None and os.environ.get(SETTING) == "1":
                 raise ImportError(
                     f"cannot load the compiled request path: these sources are not compiled;"
                     f" run `make compiled`, or unset {SETTING}"
@@ -181,5 +194,7 @@ def install() -> None:
     """Use the compiled request path of this checkout, if there may be one and it is wanted."""
     setting = os.environ.get(SETTING, "")
     is_checkout = (ROOT / "setup.py").is_file()
-    if is_checkout and (setting == "1" or (setting != "0" and (ROOT / BUILDS).is_dir())):
+    if is_checkout and "/" in setting:
+        sys.meta_path.insert(0, CompiledRequestPath(ROOT, Path(setting)))
+    elif is_checkout and (setting == "1" or (setting != "0" and (ROOT / BUILDS).is_dir())):
         sys.meta_path.insert(0, CompiledRequestPath(ROOT))

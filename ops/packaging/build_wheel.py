@@ -7,6 +7,9 @@ object is compiled by `ziglang` for x86-64 without extensions and against glibc 
 machine has; the kernels are compiled once for each processor feature set that `build.VARIANTS`
 names, and the engine chooses among them when it starts. The work is done in a copy.
 
+The library of the request path is compiled by gcc with a profile of requests (`setup.py`), unless
+ISOCHRONE_PROFILE is 0. It uses so little of glibc that it fits 2.28, too, which auditwheel checks.
+
 Beside the wheels are their SHA-256 and, with a key, its signature (`release_sums.py`).
 """
 
@@ -19,8 +22,10 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from isochrone import compiled
 from nodeagent.engine.kernels.cpu import build
 from ops.packaging import hashes
+from ops.packaging.compile_request_path import can_profile
 from ops.packaging.release_sums import CannotSign, sign_sums, write_sums
 
 ROOT: Final = Path(__file__).parents[2]
@@ -59,6 +64,7 @@ def build_kernels(checkout: Path, compiler: list[str]) -> None:
 
 def build_wheel(checkout: Path, python: str, out: Path, folder: Path) -> Path:
     """Build one wheel with one interpreter, in an environment of its own."""
+    is_profiled = os.environ.get(compiled.PROFILE) != "0" and can_profile()
     environment = folder / "environment"
     subprocess.run([python, "-m", "venv", "--clear", str(environment)], check=True)
     installed = environment / "bin" / "python"
@@ -83,6 +89,7 @@ def build_wheel(checkout: Path, python: str, out: Path, folder: Path) -> Path:
         env=os.environ
         | {
             "ISOCHRONE_COMPILED": "1",
+            compiled.PROFILE: str(int(is_profiled)),
             "CC": compiler,
             "LDSHARED": f"{compiler} -shared",
             "CFLAGS": f"-O{os.environ.get('ISOCHRONE_OPTIMISE', '3')}",

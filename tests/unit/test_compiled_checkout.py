@@ -1,6 +1,7 @@
 """The compiled request path of a checkout is loaded only if it was made from these very sources."""
 
 from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def test_of_several_processes_one_compiles_and_the_others_wait(
     (checkout / "pyproject.toml").write_text("")
     compiled_copies = []
 
-    def compile_copy(copy: Path, out: Path) -> None:
+    def compile_copy(copy: Path, out: Path, *, is_profiled: bool) -> None:
         compiled_copies.append(copy)
         out.mkdir()
 
@@ -84,3 +85,34 @@ def test_of_several_processes_one_compiles_and_the_others_wait(
         built = set(threads.map(compile_request_path.compile_checkout, [checkout] * 4))
     assert built == {compiled.folder(checkout)}
     assert len(compiled_copies) == 1
+
+
+def test_modules_without_a_profile_are_replaced_once_by_those_with_one(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkout / "pyproject.toml").write_text("")
+    compilations = []
+
+    def compile_copy(copy: Path, out: Path, *, is_profiled: bool) -> None:
+        compilations.append(is_profiled)
+        out.mkdir()
+        (out / str(is_profiled)).touch()
+
+    monkeypatch.setattr(compile_request_path, "compile_copy", compile_copy)
+    (checkout / "router" / "record.py").write_text("# edited\n")
+    for is_profiled in (False, True, True, False):
+        built = compile_request_path.compile_checkout(checkout, is_profiled=is_profiled)
+    assert compilations == [False, True]
+    assert built == compiled.folder(checkout)
+    assert (built / "True").exists()
+    assert not (built / "False").exists()
+
+
+def test_the_setting_may_name_a_folder_of_extension_modules(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkout / "router" / "record.py").write_text("# edited\n")
+    finder = compiled.CompiledRequestPath(checkout, tmp_path)
+    spec = finder.find_spec("router.recording.record", None)
+    assert spec is not None
+    assert spec.origin == str(tmp_path / f"router/recording/record{EXTENSION_SUFFIXES[0]}")
