@@ -142,6 +142,25 @@ def test_a_failed_step_is_reported_and_ends_the_thread() -> None:
     assert worker.stop(5)
 
 
+class PanicException(BaseException):
+    """A panic of a library written in Rust, which reaches Python as such a class."""
+
+
+def test_a_panic_in_a_step_is_reported_like_an_error() -> None:
+    class Panicking:
+        def begin(self, batch: object) -> None:
+            raise PanicException("index out of bounds")
+
+    died = threading.Event()
+    engine = EngineCore(Panicking(), BatchScheduler(StepLimits(8, 2), BlockPool(4)))  # type: ignore[arg-type]
+    worker = GenerationThread(engine, lambda deltas: None, died.set)
+    worker.start()
+    asyncio.run(_submit(worker, Outbox()))
+    assert died.wait(5)
+    assert worker.died
+    assert worker.stop(5)
+
+
 class Files:
     """A mover whose files have a block of every prompt; the test decides when they are read."""
 
