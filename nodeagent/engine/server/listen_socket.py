@@ -24,7 +24,8 @@ def clear_socket(path: Path) -> None:
         with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
             try:
                 probe.connect(str(path))
-            except TimeoutError:
+            # The second if connections that nobody accepts have filled its queue.
+            except (TimeoutError, BlockingIOError):
                 raise ConfigError(
                     f"cannot listen on {path}: another process holds it and does not answer"
                 ) from None
