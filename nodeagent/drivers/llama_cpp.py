@@ -161,7 +161,7 @@ class LlamaCppDriver:
 def _knows_tools(model: Path) -> bool:
     """Say whether a model's chat template has tools.
 
-    Without, llama.cpp ignores a `tool_choice` that requires a call.
+    If it has none, llama.cpp ignores a `tool_choice` that requires a call.
     """
     try:
         metadata = read_metadata(model)

@@ -100,7 +100,7 @@ class GenerationThread(StepThread):
         self._publish = publish
         self._inbox: deque[_Message] = deque()
         self._received: deque[_Message] = deque()
-        """What the thread has taken from the inbox and has yet to handle."""
+        """Messages that the thread has taken from the inbox and has yet to handle."""
         self._has_ended = False
         """Whether the inbox is read no more. Set under `_wake`."""
         self._prefetching: set[int] = set()

@@ -239,7 +239,7 @@ class BlockMover:
         assert self.files is not None
         files = self.files
         unwritten = [index for index, digest in enumerate(digests) if digest not in files]
-        # Only this thread adds to the queue, so what has room now still has it below.
+        # Only this thread adds to the queue, so these still fit below.
         taken = unwritten[: self._writes.maxsize - self._writes.qsize()]
         self.unwritten_total += len(unwritten) - len(taken)
         if len(taken) < len(digests):

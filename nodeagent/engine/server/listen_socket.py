@@ -24,7 +24,7 @@ def clear_socket(path: Path) -> None:
         with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
             try:
                 probe.connect(str(path))
-            # The second if connections that nobody accepts have filled its queue.
+            # BlockingIOError if the process accepts no connections, and its queue of them is full.
             except (TimeoutError, BlockingIOError):
                 raise ConfigError(
                     f"cannot listen on {path}: another process holds it and does not answer"
