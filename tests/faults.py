@@ -17,52 +17,55 @@ class Faults:
     """Records the statements of every connection of this process, and fails chosen ones."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, dsn: str) -> None:
-        self.told: list[str] = []
+        self.statements: list[str] = []
+        """All statements that were sent."""
         self.broken: list[str] = []
+        """The statements that failed."""
         self._dsn = dsn
-        self._doing: dict[asyncpg.Connection, str] = {}
-        self._before: Callable[[], bool] = _never
-        self._lost: Callable[[str], bool] = _is_none
+        self._ran: dict[asyncpg.Connection, str] = {}
+        """The statements of each connection's transaction, joined."""
+        self._breaks_next: Callable[[], bool] = _never
+        self._loses_commit: Callable[[str], bool] = _never_commit
         for name in ("execute", "_execute", "_executemany"):
             monkeypatch.setattr(asyncpg.Connection, name, self._breaking(name))
 
     def break_before(self, number: int) -> None:
         """Terminate the backend before the `number`-th statement from now; the next one is 1."""
-        wanted = len(self.told) + number
-        self._before = lambda: len(self.told) == wanted
+        wanted = len(self.statements) + number
+        self._breaks_next = lambda: len(self.statements) == wanted
 
     def lose_commit(self, doing: str = "") -> None:
         """Break the connection after the next COMMIT of a transaction that ran `doing`."""
-        self._lost = lambda told: doing in told
+        self._loses_commit = lambda statements: doing in statements
 
     def mend(self) -> None:
         """Fail no further statements."""
-        self._before, self._lost = _never, _is_none
+        self._breaks_next, self._loses_commit = _never, _never_commit
 
     def _breaking(self, name: str) -> Any:
         original = getattr(asyncpg.Connection, name)
 
-        async def ask(connection: asyncpg.Connection, query: str, *rest: Any, **given: Any) -> Any:
+        async def run(connection: asyncpg.Connection, query: str, *rest: Any, **named: Any) -> Any:
             if name == "execute" and rest:
                 # This calls `_execute`, which is patched too.
-                return await original(connection, query, *rest, **given)
-            self.told.append(query)
-            if self._before():
+                return await original(connection, query, *rest, **named)
+            self.statements.append(query)
+            if self._breaks_next():
                 self.broken.append(query)
                 self.mend()
                 await self._end(connection.get_server_pid())
-            doing = self._doing.pop(connection, "")
-            answer = await original(connection, query, *rest, **given)
+            ran = self._ran.pop(connection, "")
+            answer = await original(connection, query, *rest, **named)
             if query != COMMIT:
-                self._doing[connection] = doing + query
-            elif self._lost(doing):
+                self._ran[connection] = ran + query
+            elif self._loses_commit(ran):
                 self.broken.append(query)
                 self.mend()
                 connection.terminate()
                 raise asyncpg.ConnectionDoesNotExistError("closed in the middle of operation")
             return answer
 
-        return ask
+        return run
 
     async def _end(self, pid: int) -> None:
         other = await asyncpg.connect(self._dsn)
@@ -74,5 +77,5 @@ def _never() -> bool:
     return False
 
 
-def _is_none(_: str) -> bool:
+def _never_commit(_: str) -> bool:
     return False

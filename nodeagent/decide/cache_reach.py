@@ -27,7 +27,7 @@ class CacheReach:
         return len(self._stored_at_s)
 
     def store(self, blocks: Iterable[Hashable], now_s: float) -> None:
-        """Note that blocks were stored; of those that already are, nothing changes."""
+        """Note that blocks were stored. Those that already are keep their time."""
         stored = self._stored_at_s
         for block in blocks:
             stored.setdefault(block, now_s)
@@ -35,8 +35,8 @@ class CacheReach:
             del stored[next(iter(stored))]
 
     def remove(self, blocks: Iterable[Hashable]) -> None:
-        """Note that blocks were evicted. Of one that was stored before the events began, nothing
-        is known."""
+        """Note that blocks were evicted. Nothing is known about a block that was stored before the
+        events began."""
         for block in blocks:
             stored_at_s = self._stored_at_s.pop(block, None)
             if stored_at_s is not None and (self.since_s is None or stored_at_s > self.since_s):

@@ -19,7 +19,7 @@ from nodeagent.drivers.handshake import Handshake
 
 
 class CommandDriver:
-    """Starts a server on a loopback port. Only its configured command is known of it."""
+    """Starts a server on a loopback port. Nothing is known about it but its configured command."""
 
     health_path = "/health"
     stats_path = metrics_path = ""
@@ -66,11 +66,11 @@ class CommandDriver:
         )
 
     def handshake(self, spec: ReplicaSpec) -> Handshake | None:
-        """Return None: nothing is known of a way to send KV."""
+        """Return None: whether it can send KV is not known."""
         return None
 
     def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
-        """Return no fields: nothing is known of salts and priorities."""
+        """Return no fields: whether it reads salts and priorities is not known."""
         return {}
 
     def read_stats(self, body: bytes) -> EngineStats:

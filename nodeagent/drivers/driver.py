@@ -60,15 +60,15 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     store_ports: StorePorts | None = None
     """The ports of the PoP's store of KV on this node; None if it takes no part in one."""
     start_id: str = ""
-    """Another one at each start of an engine."""
+    """Differs at each start of an engine."""
     commands: Mapping[str, ConfiguredCommand] = {}
-    """The servers of the operator's own, by name."""
+    """The operator's own servers, by name."""
 
     @property
     def has_memory_plan(self) -> bool:
         """True if the deployment says how much memory its replicas or their KV caches take.
 
-        Without, the engine takes its own share of the device.
+        If it does not, the engine takes its own share of the device.
         """
         return bool(self.spec.engine.kv_memory_bytes or self.spec.engine.memory_bytes)
 

@@ -29,7 +29,7 @@ KV_BYTES_UNPLANNED: Final = 512 * 1024 * 1024
 that a scheduler of an older release placed."""
 
 STORE_PACKAGE: Final = "mooncake"
-"""What the engine imports to join a store of KV."""
+"""The package that the engine imports to join a store of KV."""
 
 
 class EmbeddedDriver:

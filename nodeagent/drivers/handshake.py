@@ -73,7 +73,7 @@ class _VllmHandshake:
         return has_one_sequence(fields)
 
     def _one_token(self, fields: Fields, params: Mapping[str, Any]) -> Fields:
-        """Return a request that reads the prompt and generates the one token that must be."""
+        """Return a request that reads the prompt and generates one token, the fewest possible."""
         body = {name: fields[name] for name in fields.keys() - {"stream_options", "min_tokens"}}
         if "max_completion_tokens" in body:
             body["max_completion_tokens"] = 1
@@ -223,7 +223,7 @@ def has_one_sequence(fields: Mapping[str, Any]) -> bool:
 
 
 def cached_tokens(answer: Mapping[str, Any]) -> int:
-    """Return how much of its prompt a prefill engine had cached, of what its answer says."""
+    """Return how many prompt tokens a prefill engine had cached; 0 if its answer does not say."""
     usage = answer.get("usage")
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     count = details.get("cached_tokens") if isinstance(details, dict) else None

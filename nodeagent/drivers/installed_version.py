@@ -52,7 +52,7 @@ class CannotStart(Exception):
 def problem(program: str, versions: VersionRange, package: str = "") -> str:
     """Return why `program`, the command of a Python package, cannot be used, or "". Blocks.
 
-    The package has the name of its command, unless it has another one.
+    `package` is its name, if that is not the name of the command.
     """
     found = shutil.which(program)
     if found is None:

@@ -161,7 +161,7 @@ class LlamaCppDriver:
 def _knows_tools(model: Path) -> bool:
     """Say whether a model's chat template has tools.
 
-    Without, llama.cpp ignores a `tool_choice` that requires a call.
+    If it has none, llama.cpp ignores a `tool_choice` that requires a call.
     """
     try:
         metadata = read_metadata(model)
@@ -206,7 +206,8 @@ def _kv_layout(launch: EngineLaunch, model: Path) -> KvLayout:
     parallel = engine.options.get("parallel", "")
     if parallel and not (parallel.isascii() and parallel.isdigit() and 0 < int(parallel) <= 1024):
         raise UnknownOption(f"cannot use parallel {parallel!r}: expected a number from 1 to 1024")
-    is_unified = engine.options.get("kv_unified", "false").lower() in TRUE
+    unified = engine.options.get("kv_unified", "").lower()
+    is_unified = "kv_unified" in engine.options and unified in TRUE
     kv_bytes = engine.kv_memory_bytes * len(launch.spec.device_ids)
     if not kv_bytes:
         slots = int(parallel) if parallel else SLOTS_DEFAULT
@@ -214,7 +215,7 @@ def _kv_layout(launch: EngineLaunch, model: Path) -> KvLayout:
     tokens = int(kv_bytes / _token_bytes(engine.options, model))
     slots = int(parallel) if parallel else min(SLOTS_MAX, tokens // context)
     must_share = slots * context > tokens
-    if tokens < context or (must_share and engine.options.get("kv_unified", "") in FALSE):
+    if tokens < context or (must_share and unified in FALSE):
         sequences = f"{slots} sequences" if slots > 1 else "one sequence"
         raise UnknownOption(
             f"cannot start llama_cpp: {kv_bytes} bytes of KV cache hold {tokens} tokens, too few"

@@ -34,18 +34,9 @@ STRICT_PARSERS: Final[Mapping[str, frozenset[str]]] = {
     "sglang": frozenset(
         (
             *("apertus2509", "beam", "deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4"),
-            *(
-                "deepseekv41",
-                "glm47",
-                "gpt-oss",
-                "hermes",
-                "inkling",
-                "interns1",
-                "kimi_k2",
-                "kimi_k3",
-            ),
-            *("llama3", "mistral", "nanbeige", "qwen", "qwen25", "qwen3_coder", "step3p5"),
-            "trinity",
+            *("deepseekv41", "glm47", "gpt-oss", "hermes", "inkling", "interns1", "kimi_k2"),
+            *("kimi_k3", "llama3", "mistral", "nanbeige", "qwen", "qwen25", "qwen3_coder"),
+            *("step3p5", "trinity"),
         )
     ),
 }

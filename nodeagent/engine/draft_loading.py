@@ -126,14 +126,15 @@ class Eagle3HeadFiles:
         context = min(config.context_tokens_max, self.source.shape.context_tokens)
         features = HiddenStateFeatures(self.source, self.source, self.layers)
         features.allocate(target_runner.blocks * BLOCK_TOKENS, config.device, target_runner.dtype)
+        embed = self._embedding(config, target_runner, target_model, target)
         head = Eagle3(
-            *(
-                self.source,
-                self.source,
-                features,
-                self._embedding(config, target_runner, target_model, target),
-            ),
-            *(config.device, target_runner.dtype, context),
+            self.source,
+            self.source,
+            features,
+            embed,
+            config.device,
+            target_runner.dtype,
+            context,
         )
         target_model.record_states = features.record
         target_runner.token_states = features

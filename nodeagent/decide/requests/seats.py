@@ -92,7 +92,7 @@ class Seats:
         self._starting: Counter[str] = Counter()
         """The seated requests without a first token, by tenant."""
         self._last_used_s: dict[str, float] = {}
-        """When a client's request of each tenant last gave its seat back."""
+        """When a client's request of each tenant last gave its seat back, the latest last."""
         self._item_pace = ItemPace(seats_max)
         self.next_fill_s: float | None = None
         """When a free seat goes to an item that waits for its turn to begin; None if none does."""
@@ -173,7 +173,9 @@ class Seats:
             if not self._taken[request.tenant]:
                 del self._taken[request.tenant]
             if self._seats_max and not request.yields:
+                self._last_used_s.pop(request.tenant, None)
                 self._last_used_s[request.tenant] = now_s
+                self._forget_inactive(now_s)
             if request.item is not None and not request.item.is_preempted:
                 self._item_pace.record_end(request.item.began_s, now_s)
         elif request in self._waiting.get(request.tenant, ()):
@@ -224,9 +226,7 @@ class Seats:
 
     def _tenants_with_clients(self, now_s: float) -> Set[str]:
         """Return the tenants with requests that do not yield: that wait, run, or ended lately."""
-        for tenant, used_s in list(self._last_used_s.items()):
-            if now_s - used_s >= ACTIVE_S:
-                del self._last_used_s[tenant]
+        self._forget_inactive(now_s)
         running = self._taken - Counter(one.tenant for one in self._yielding)
         waiting = {
             tenant
@@ -234,6 +234,13 @@ class Seats:
             if not all(request.yields for request in requests)
         }
         return running.keys() | waiting | self._last_used_s.keys()
+
+    def _forget_inactive(self, now_s: float) -> None:
+        while self._last_used_s:
+            tenant, used_s = next(iter(self._last_used_s.items()))
+            if now_s - used_s < ACTIVE_S:
+                break
+            del self._last_used_s[tenant]
 
     def _has_seat_for(self, request: SeatRequest) -> bool:
         taken = self._taken.total()

@@ -6,7 +6,7 @@ each layer would wait for all of them.
 Rule 1: no content changes (MADV_POPULATE_WRITE), so it runs beside steps and transfers.
 Rule 2: it takes a page at a time and pauses in between, so that it gets a fifth of one core at
 most. Its thread has no low priority: it holds the lock of the address space for a page's time.
-Rule 3: it ends where memory is short. What it has not touched is touched when it is first used.
+Rule 3: it ends where memory is short. The other pages are then touched when they are first used.
 """
 
 import ctypes

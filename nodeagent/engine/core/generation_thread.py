@@ -5,6 +5,8 @@ inbox and the counts, which are replaced as a whole.
 Rule 2: a cancellation takes effect before the next step begins.
 Rule 3: a generation that does not yield interrupts the step of those that do.
 Rule 4: calls that touch only the KV transfers also run while the model computes (kv_calls.py).
+Rule 5: once the thread has ended, by an error or because it was stopped, calls are refused. The
+threads that wait for them would otherwise keep the process from exiting.
 """
 
 import asyncio
@@ -19,6 +21,7 @@ from typing import Any, Final, TypeVar
 from torch import Tensor
 
 from isochrone.service.threads import wait_to_completion
+from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.core.generation import Generation, GenerationDelta, StepOutput
 from nodeagent.engine.core.kv_calls import KvCalls
 from nodeagent.engine.core.step import EngineCore
@@ -42,6 +45,22 @@ class _Call:
 
     function: Callable[[EngineCore], object]
     result: Future[Any]
+
+    def run(self, engine: EngineCore) -> None:
+        """Call the function, unless its caller no longer waits. Raises its error."""
+        if not self.result.set_running_or_notify_cancel():
+            return
+        try:
+            self.result.set_result(self.function(engine))
+        except BaseException as error:
+            self.result.set_exception(error)
+            raise
+
+    def refuse(self) -> None:
+        """Answer that the function will not be called."""
+        if self.result.set_running_or_notify_cancel():
+            message = "cannot answer: this engine has stopped computing"
+            self.result.set_exception(ApiError(ErrorCode.UNAVAILABLE, message, retry_after_s=1.0))
 
 
 _Message = Generation | _PrefetchedGeneration | _Call | int
@@ -80,6 +99,10 @@ class GenerationThread(StepThread):
         self._engine = engine
         self._publish = publish
         self._inbox: deque[_Message] = deque()
+        self._received: deque[_Message] = deque()
+        """Messages that the thread has taken from the inbox and has yet to handle."""
+        self._has_ended = False
+        """Whether the inbox is read no more. Set under `_wake`."""
         self._prefetching: set[int] = set()
         """Generations whose blocks are being read from files."""
         self._rates = StepRates()
@@ -105,7 +128,8 @@ class GenerationThread(StepThread):
     def call(self, function: Callable[[EngineCore], Result]) -> Future[Result]:
         """Have `function` called between two steps; return the future of its result.
 
-        An error in it is fatal, like one in a step.
+        An error in it is fatal, like one in a step. Once the thread has ended, the future has an
+        ApiError.
         """
         self._expect_progress()
         call = _Call(function, Future())
@@ -121,16 +145,11 @@ class GenerationThread(StepThread):
         step.
         """
         self._expect_progress()
-        result: Future[Result] = Future()
-
-        def run() -> None:
-            if result.set_running_or_notify_cancel():
-                result.set_result(function(self._engine))
-
-        self._kv_calls.put(run)
+        call = _Call(function, Future())
+        self._kv_calls.put(lambda: call.run(self._engine), call.refuse)
         with self._wake:
             self._wake.notify()
-        return result
+        return call.result
 
     def counts(self) -> Mapping[str, float]:
         """Return the counts after the last step; rates are 0 once they are too old."""
@@ -177,10 +196,14 @@ class GenerationThread(StepThread):
         else:
             is_urgent = isinstance(message, Generation) and not message.sequence.yields
         with self._wake:
-            self._inbox.append(message)
-            if is_urgent:
-                self._engine.interrupt.set()
-            self._wake.notify()
+            if not self._has_ended:
+                self._inbox.append(message)
+                if is_urgent:
+                    self._engine.interrupt.set()
+                self._wake.notify()
+                return
+        if isinstance(message, _Call):
+            message.refuse()
 
     def _run(self) -> None:
         beside = threading.Thread(
@@ -191,6 +214,17 @@ class GenerationThread(StepThread):
             self._run_steps()
         finally:
             self._kv_calls.close()
+            self._refuse_calls()
+
+    def _refuse_calls(self) -> None:
+        with self._wake:
+            self._has_ended = True
+            left = (*self._received, *self._inbox)
+            self._received.clear()
+            self._inbox.clear()
+        for message in left:
+            if isinstance(message, _Call):
+                message.refuse()
 
     def _run_steps(self) -> None:
         was_empty = False
@@ -243,7 +277,7 @@ class GenerationThread(StepThread):
                     self._wake.wait()
                 if self._stopping:
                     return False
-                messages = tuple(self._inbox)
+                self._received.extend(self._inbox)
                 self._inbox.clear()
                 self._engine.interrupt.clear()
             # Not under the lock, so that a slow message does not block the event loop.
@@ -251,8 +285,8 @@ class GenerationThread(StepThread):
             try:
                 # Before the messages: a request finds what was stored for it.
                 self._kv_calls.run_waiting()
-                for message in messages:
-                    self._handle(message)
+                while self._received:
+                    self._handle(self._received.popleft())
             finally:
                 self.is_busy = False
             if self._engine.has_work:
@@ -271,9 +305,7 @@ class GenerationThread(StepThread):
         elif isinstance(message, Generation):
             self._engine.submit(message)
         elif isinstance(message, _Call):
-            # False if the caller no longer waits: then it must not be called either.
-            if message.result.set_running_or_notify_cancel():
-                message.result.set_result(message.function(self._engine))
+            message.run(self._engine)
         else:
             self._engine.cancel(message)
 

@@ -8,19 +8,26 @@ computes. Two calls never run at the same time.
 Rule 2: calls keep their order among themselves. They may run before generations and other calls
 that were sent to the step thread earlier, and run before those that are sent to it later.
 Rule 3: an error in a call is fatal, like one in a step.
+Rule 4: a call that will not run any more is refused, so that no caller waits for it.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class _KvCall(NamedTuple):
+    run: Callable[[], None]
+    refuse: Callable[[], None]
 
 
 class KvCalls:
     """The calls that wait. One thread is in `run`, the step thread in all that says so."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: deque[_KvCall] = deque()
         self._changed = threading.Condition()
         self._is_computing = False
         self._is_running = False
@@ -28,27 +35,34 @@ class KvCalls:
         self._is_closed = False
 
     def close(self) -> None:
-        """End `run` after the call that it makes; what waits is not called."""
+        """End `run` after the call that it makes, and refuse what waits. For the step thread."""
         with self._changed:
             self._is_closed = True
+            refused = tuple(self._waiting)
+            self._waiting.clear()
             self._changed.notify_all()
+        for call in refused:
+            call.refuse()
 
     @property
     def are_waiting(self) -> bool:
         """Whether a call has yet to begin. For any thread."""
         return bool(self._waiting)
 
-    def put(self, call: Callable[[], None]) -> None:
-        """Have `call` run. For any thread."""
+    def put(self, run: Callable[[], None], refuse: Callable[[], None] = lambda: None) -> None:
+        """Have `run` called, or `refuse` once this is closed. For any thread."""
         with self._changed:
-            self._waiting.append(call)
-            if self._is_computing:
-                self._changed.notify_all()
+            if not self._is_closed:
+                self._waiting.append(_KvCall(run, refuse))
+                if self._is_computing:
+                    self._changed.notify_all()
+                return
+        refuse()
 
     def run_waiting(self) -> None:
         """Run what waits. For the step thread, between two steps."""
         while self._waiting:
-            self._waiting.popleft()()
+            self._waiting.popleft().run()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -83,4 +97,4 @@ class KvCalls:
             if self._is_closed:
                 return None
             self._is_running = True
-            return self._waiting.popleft()
+            return self._waiting.popleft().run

@@ -7,8 +7,8 @@ Rule 2: a sequence that ends, for whatever reason, has released its blocks befor
 Rule 3: a model with several pipeline stages has a batch in flight in each. Batches finish in the
 order in which they began. Results for a sequence that lost its blocks meanwhile are discarded.
 Rule 4: a client's request interrupts a step that computes sequences of the lowest priority, unless
-the step computes another client's prompt. What such a step had computed is computed again. The step
-after it runs to its end, so that the lowest priority makes progress too.
+the step computes another client's prompt. An interrupted step is computed again. The step after it
+runs to its end, so that the lowest priority makes progress too.
 """
 
 from collections import abc, deque

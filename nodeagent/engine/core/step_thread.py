@@ -70,7 +70,8 @@ class StepThread(ABC):
         """Run the whole of a thread of this engine."""
         try:
             run()
-        # Any error of a step ends the thread here, is logged, and ends the process.
-        except Exception:
+        # Any error of a step ends the thread here, is logged, and ends the process. A panic in a
+        # library written in Rust (tokenizers, llguidance) is no Exception.
+        except BaseException:
             log.exception("the %s thread died", threading.current_thread().name)
             self.fail()

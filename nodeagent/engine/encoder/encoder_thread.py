@@ -64,9 +64,12 @@ class EncoderThread(StepThread):
         return bool(self._requests)
 
     def counts(self) -> Mapping[str, float]:
-        """Return the counts of the queue and the steps, by their names in EngineStats."""
+        """Return the counts of the queue and the steps, by their names in EngineStats.
+
+        Reads single numbers only, because the event loop calls it while a step changes the queue.
+        """
         return {
-            "waiting": len(self._queue),
+            "waiting": self._queue.texts,
             "prefill_tokens_in_flight": self._queue.tokens,
             "prefill_tokens_per_s": (
                 self._rates.prefill.per_s if self._rates.are_known(time.monotonic()) else 0.0

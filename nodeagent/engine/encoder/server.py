@@ -189,7 +189,11 @@ class EncoderServer(ModelServer):
         return TokenizedText([*frame.before, *tokens, *frame.after], [])
 
     async def _encode(self, texts: list[TokenizedText], param: str) -> np.ndarray:
-        """Return the model's output [texts, width]; raise ApiError if it is not finite."""
+        """Return the model's output [texts, width].
+
+        Raises ApiError if the output is not finite. Also raises it if the engine has filled up or
+        begun to drain since the request arrived: the body took time to arrive and to tokenise.
+        """
         self.inflight.acquire()
         try:
             rows = await self.worker.encode(texts)

@@ -32,12 +32,11 @@ class TextQueue:
     tokens_max: int
     tokens: int = 0
     """Tokens in the queue."""
+    texts: int = 0
+    """Texts in the queue. Like `tokens` it may be read by any thread without a lock."""
     _order: deque[int] = field(default_factory=deque)
     """The requests, in the order of their turns."""
     _pending: dict[int, deque[_TextLength]] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return sum(len(texts) for texts in self._pending.values())
 
     def add(self, request: int, lengths: Sequence[int]) -> None:
         """Queue the texts of a request, given by their lengths in tokens."""
@@ -49,6 +48,7 @@ class TextQueue:
         )
         self._order.append(request)
         self.tokens += sum(lengths)
+        self.texts += len(lengths)
 
     def remove(self, request: int) -> None:
         """Drop what is left of a request; no effect if nothing is."""
@@ -56,6 +56,7 @@ class TextQueue:
         if texts is not None:
             self._order.remove(request)
             self.tokens -= sum(text.tokens for text in texts)
+            self.texts -= len(texts)
 
     def next_batch(self) -> list[QueuedText]:
         """Take the texts of the next step; empty if the queue is."""
@@ -75,6 +76,7 @@ class TextQueue:
             batch.append(QueuedText(request, text.text_index))
             longest = max(longest, text.tokens)
             self.tokens -= text.tokens
+            self.texts -= 1
             self._order.popleft()
             if texts:
                 self._order.append(request)

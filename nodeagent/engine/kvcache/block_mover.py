@@ -237,13 +237,16 @@ class BlockMover:
     def _queue_writes(self, digests: Sequence[bytes], contents: Tensor) -> None:
         """Have blocks written to files, unless too many wait already."""
         assert self.files is not None
-        for digest, content in zip(digests, contents, strict=True):
-            if digest in self.files:
-                continue
-            try:
-                self._writes.put_nowait(_PendingWrite(digest, content))
-            except queue.Full:
-                self.unwritten_total += 1
+        files = self.files
+        unwritten = [index for index, digest in enumerate(digests) if digest not in files]
+        # Only this thread adds to the queue, so these still fit below.
+        taken = unwritten[: self._writes.maxsize - self._writes.qsize()]
+        self.unwritten_total += len(unwritten) - len(taken)
+        if len(taken) < len(digests):
+            # A copy: a view of one block would keep the memory of all blocks until it is written.
+            contents = contents[taken]
+        for index, content in zip(taken, contents, strict=True):
+            self._writes.put_nowait(_PendingWrite(digests[index], content))
 
     def _write_files(self) -> None:
         assert self.files is not None

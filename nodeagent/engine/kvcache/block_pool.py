@@ -3,7 +3,8 @@
 Rule 1: a block is either free or used; used means that at least one sequence references it.
 Rule 2: a free block stays in the prefix cache until it is allocated again. The least recently used
 block is allocated first, and blocks that are not in the cache before all others. The prefix of a
-prompt counts as used when the prompt begins to wait, too: those before it would evict it.
+prompt also counts as used when the prompt begins to wait: prompts before it would evict it
+otherwise.
 Rule 3: a cached block is never written, so that sharing it needs no copy: it is full, and a
 sequence writes only after it.
 Rule 4: a block of which another replica has a newer copy is demoted: it is allocated before the

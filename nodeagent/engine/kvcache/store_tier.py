@@ -102,8 +102,9 @@ class StoreTier:
 
     def close(self, timeout_s: float) -> None:
         """Leave the store, which may take long without its master: wait `timeout_s` at most."""
-        self._closing.set()
-        client, self._client = self._client, None
+        with self._counting:
+            self._closing.set()
+            client, self._client = self._client, None
         if client is not None:
             leaving = threading.Thread(target=client.close, name="kv-store-leave", daemon=True)
             leaving.start()
@@ -121,12 +122,12 @@ class StoreTier:
 
     def count_prefix(self, digests: Sequence[bytes]) -> int:
         """Return how many blocks of a chain's prefix the store has."""
-        return sum(1 for _ in takewhile(bool, self._exist(digests)))
+        return sum(1 for _ in takewhile(bool, self._exist(digests) or ()))
 
     def missing(self, digests: Sequence[bytes]) -> list[bytes]:
         """Return the blocks that the store lacks; none while it cannot be used."""
         found = self._exist(digests)
-        if self._client is None or self._clock() < self._paused_until_s:
+        if found is None:
             return []
         return [digest for digest, exists in zip(digests, found, strict=True) if not exists]
 
@@ -172,7 +173,8 @@ class StoreTier:
         self.refused_total += len(stored) - sum(stored)
         return sum(stored)
 
-    def _exist(self, digests: Sequence[bytes]) -> list[bool]:
+    def _exist(self, digests: Sequence[bytes]) -> list[bool] | None:
+        """Return which blocks the store has; None while it cannot be used."""
         fingerprint = self._fingerprint()
         with self._call() as client:
             if client is not None:
@@ -180,7 +182,7 @@ class StoreTier:
                     return client.exist([self._name(fingerprint, digest) for digest in digests])
                 except StoreLost:
                     self._pause()
-        return [False] * len(digests)
+        return None
 
     @contextmanager
     def _call(self) -> Iterator[StoreClient | None]:
@@ -198,21 +200,35 @@ class StoreTier:
         self._paused_until_s = self._clock() + PAUSE_S
 
     def _keep_joining(self) -> None:
-        is_said = False
+        is_logged = False
         while not self._closing.is_set():
             try:
-                client = self._join()
-                client.register(self._buffer)
+                client = self._join_once()
             except StoreLost as error:
-                if not is_said:
+                if not is_logged:
                     fields = {"reason": str(error)}
                     log.warning("cannot join the KV store yet", extra={"fields": fields})
-                is_said = True
+                is_logged = True
                 self._closing.wait(JOIN_AGAIN_S)
                 continue
-            self._client = client
+            with self._counting:
+                is_closing = self._closing.is_set()
+                self._client = None if is_closing else client
+            if is_closing:
+                client.close()
+                return
             log.info("joined the KV store")
             return
+
+    def _join_once(self) -> StoreClient:
+        """Join, and leave again if the buffer cannot be used. Raises StoreLost."""
+        client = self._join()
+        try:
+            client.register(self._buffer)
+        except StoreLost:
+            client.close()
+            raise
+        return client
 
     def _object(self, rows: Tensor, number: int) -> Tensor:
         return rows[number, : _HEAD_BYTES + self._block_bytes]

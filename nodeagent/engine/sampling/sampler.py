@@ -116,7 +116,7 @@ class Sampler:
         return self.params.drawn_before + self._drawn < self.params.min_tokens
 
     def sample(self, logits: Tensor) -> SampledToken:
-        """Sample from `logits` [vocabulary], which change in place; may raise BrokenConstraint."""
+        """Sample from `logits` [vocabulary], which change in place. Raises ConstraintError."""
         params = self.params
         logprobs = logits.log_softmax(-1) if params.logprobs is not None else None
         self._adjust(logits)

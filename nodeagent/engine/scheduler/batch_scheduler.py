@@ -31,7 +31,7 @@ from typing import Final
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.kvcache.swap_or_recompute import SwapOrRecompute
 from nodeagent.engine.scheduler.batch import Batch, BatchChunk, StepLimits
-from nodeagent.engine.scheduler.decode import decodes_of_others, schedule_decodes
+from nodeagent.engine.scheduler.decode import schedule_decodes, without_yielding
 from nodeagent.engine.scheduler.fair_queue import VirtualClock
 from nodeagent.engine.scheduler.pipeline_depth import PipelineDepth
 from nodeagent.engine.scheduler.prefill import (
@@ -145,12 +145,12 @@ class BatchScheduler:
         prefills = first
         has_yielding = any(sequence.yields for sequence in (*self.running, *self.waiting))
         if has_yielding and not first:
-            tokens = self._prompt_tokens(decodes_of_others(decodes), now_s)
+            tokens = self._prompt_tokens(without_yielding(decodes), now_s)
             prefills = self._prompts(
-                tokens, decodes, admitted, may_admit=has_memory, of_others=True
+                tokens, decodes, admitted, may_admit=has_memory, skip_yielding=True
             )
             if prefills:
-                decodes, verifies = decodes_of_others(decodes), decodes_of_others(verifies)
+                decodes, verifies = without_yielding(decodes), without_yielding(verifies)
         if not prefills:
             tokens = self._prompt_tokens(decodes, now_s, is_short=has_yielding)
             prefills = self._prompts(tokens, decodes, admitted, may_admit=has_memory)
@@ -213,15 +213,20 @@ class BatchScheduler:
         admitted: Container[Sequence],
         *,
         may_admit: bool,
-        of_others: bool = False,
+        skip_yielding: bool = False,
     ) -> list[BatchChunk]:
-        """Return the prompt chunks of a step, `tokens` at most; only those that do not yield if
-        they are to be `of_others`. The chunks of preempted sequences are removed from `decodes`."""
-        prefills = continue_prefills(self.queues, tokens, admitted, of_others=of_others)
+        """Return the prompt chunks of a step, `tokens` tokens in all at most.
+
+        With `skip_yielding` they are only of sequences that do not yield. The chunks of sequences
+        that are preempted for them are removed from `decodes`.
+        """
+        prefills = continue_prefills(self.queues, tokens, admitted, skip_yielding=skip_yielding)
         if may_admit:
             tokens -= sum(chunk.tokens for chunk in prefills)
             token_s = self.prefill_budget.prefill_token_s
-            admit_waiting(self.queues, decodes, prefills, tokens, token_s, of_others=of_others)
+            admit_waiting(
+                self.queues, decodes, prefills, tokens, token_s, skip_yielding=skip_yielding
+            )
         return prefills
 
     def _prompts_before_decodes(self, decodes: Sized) -> list[BatchChunk]:

@@ -38,8 +38,8 @@ def schedule_decodes(queues: RunQueues, sequences_max: int, *, may_draft: bool) 
     return Decodes(sorted(plain, key=_context_tokens), with_drafts)
 
 
-def decodes_of_others(decodes: list[BatchChunk]) -> list[BatchChunk]:
-    """Return those decodes that do not yield to prompts."""
+def without_yielding(decodes: list[BatchChunk]) -> list[BatchChunk]:
+    """Return the decodes of sequences that do not yield to prompts."""
     return [chunk for chunk in decodes if not chunk.sequence.yields]
 
 

@@ -19,19 +19,19 @@ def continue_prefills(
     tokens_max: int,
     admitted: Container[Sequence] = (),
     *,
-    of_others: bool = False,
+    skip_yielding: bool = False,
 ) -> list[BatchChunk]:
     """Return the next chunks of the running prompts, `tokens_max` tokens in all at most.
 
-    With `of_others` only of those that do not yield.
+    `admitted` are the sequences that this step has admitted: of these only the last token may be
+    pending. With `skip_yielding`, sequences that yield get no chunk.
 
-    `admitted` are those that this step has admitted. Of these only the last token may be pending.
     Tenants share the tokens equally; the part that one does not need goes to the others. The
     prompts of one tenant are computed in queue order.
     """
     by_tenant: dict[bytes, list[Sequence]] = {}
     for sequence in queues.running:
-        if of_others and sequence.yields:
+        if skip_yielding and sequence.yields:
             continue
         if sequence in admitted or (sequence.pending_tokens and not sequence.is_decoding):
             by_tenant.setdefault(sequence.scheduling.tenant, []).append(sequence)
@@ -109,17 +109,17 @@ def admit_waiting(
     tokens_max: int,
     prefill_token_s: float,
     *,
-    of_others: bool = False,
+    skip_yielding: bool = False,
 ) -> None:
     """Admit waiting sequences in queue order, and append their first chunks to `prefills`.
 
-    With `of_others` only those that do not yield.
+    With `skip_yielding`, sequences that yield are not admitted.
 
     `tokens_max` is the remaining part of the step's prompt tokens. The chunks of a sequence that is
     preempted are removed from `decodes` and `prefills`, and their tokens are available again.
     """
     while tokens_max:
-        sequence = next((s for s in queues.waiting if not (of_others and s.yields)), None)
+        sequence = next((s for s in queues.waiting if not (skip_yielding and s.yields)), None)
         if sequence is None:
             break
         if _admit(queues, sequence, prefill_token_s):

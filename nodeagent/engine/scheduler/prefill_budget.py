@@ -94,7 +94,7 @@ class PrefillBudget:
     def prompt_tokens_alone(self, tokens_max: int, share: float = 1.0) -> int:
         """Return how many prompt tokens, at most `tokens_max`, a step without decodes may have.
 
-        It takes at most this share of the interval.
+        The step takes at most this share of the interval.
         """
         if not self._prefill_token_s:
             return tokens_max

@@ -58,7 +58,7 @@ class Sequence:
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when the sequence was first admitted."""
     restored_tokens: int = 0
-    """How many of them were below the device."""
+    """How many of the cached tokens were in the tiers below the device."""
     file_tokens: int = 0
     """Prompt tokens that were read from files before the sequence was queued."""
     was_admitted: bool = False

@@ -32,7 +32,8 @@ class InflightLimit:
             )
 
     def acquire(self, count: int = 1) -> None:
-        """Count `count` more generations. Call `check` first."""
+        """Count `count` more generations. Raises ApiError as `check` does, and counts none then."""
+        self.check(count)
         self.in_flight += count
         self._is_idle.clear()
 

@@ -24,7 +24,8 @@ def clear_socket(path: Path) -> None:
         with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
             try:
                 probe.connect(str(path))
-            except TimeoutError:
+            # BlockingIOError if the process accepts no connections, and its queue of them is full.
+            except (TimeoutError, BlockingIOError):
                 raise ConfigError(
                     f"cannot listen on {path}: another process holds it and does not answer"
                 ) from None

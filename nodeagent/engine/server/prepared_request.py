@@ -248,6 +248,7 @@ class RequestPreparer:
         biased = [token for token, _ in options.params.logit_bias]
         check_token_ids("prompt", tokens, size)
         check_token_ids("logit_bias", biased, size)
+        check_token_ids("stop_token_ids", sorted(options.stop_ids), size)
         if not tokens:
             raise invalid_request("prompt", "cannot use field 'prompt': it has no tokens")
         limit = self._context_tokens

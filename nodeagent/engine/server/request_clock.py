@@ -24,11 +24,11 @@ class RequestClock:
         """Note the first token; later ones change nothing."""
         if not self._first_s:
             self._first_s = self._clock()
-            # Of a request that was dropped unread there is no such step.
+            # A request that was dropped before its prompt was computed has no such step.
             self._began_s = min(max(delta.began_s, self._queued_s), self._first_s)
 
     def times(self, *, is_whole: bool) -> EngineTimes:
-        """Return how the time was spent up to the first token, or up to now if it `is_whole`."""
+        """Return how the time was spent: to the first token, or to now if the answer `is_whole`."""
         return EngineTimes(
             wait_kv=self._queued_s - self._arrived_s,
             queue=self._began_s - self._queued_s,

@@ -230,8 +230,9 @@ class Speculation:
     def record_step(self, rows: int, seconds: float, *, decodes_only: bool) -> None:
         """Learn the time of a step, without what the draft model took of it."""
         spent_s = self.model.take_spent_s() if self.model is not None else 0.0
-        if rows and decodes_only:
-            self.costs.record(rows, max(seconds - spent_s, 0.0))
+        # A step cannot take no time: its rate would be infinite.
+        if rows and decodes_only and seconds > spent_s:
+            self.costs.record(rows, seconds - spent_s)
 
     def record_results(
         self, drafter: Drafter, results: Ordered[SampledToken | InvalidLogits], verified: int

@@ -66,7 +66,7 @@ class GgufFile(WeightSource):
     """One GGUF file, or all parts of a split one."""
 
     def __init__(self, path: Path, known: KnownHeader | None = None) -> None:
-        """With the header of these files that is `known`, `metadata` lacks the vocabulary."""
+        """Open `path`. With a `known` header of it, `metadata` lacks the vocabulary."""
         self._path = path
         is_known = known is not None and known.path == path and known.is_current()
         header = known.header if known is not None and is_known else read_all_headers(path)

@@ -56,8 +56,8 @@ class DecoderConfig(msgspec.Struct):
 
 def read_json(path: Path, kind: Any) -> Any:
     """Read a JSON file into `kind`, or raise CheckpointError."""
-    check_regular_file(path)
     try:
+        check_regular_file(path)
         if path.stat().st_size > _JSON_BYTES_MAX:
             raise CheckpointError(f"cannot read {path}: larger than {_JSON_BYTES_MAX} bytes")
         return msgspec.json.decode(path.read_bytes(), type=kind)

@@ -39,6 +39,7 @@ _HELLO: Final = struct.Struct(f"!H?{_NONCE_BYTES}s{sha256().digest_size}s")
 """The rank, whether this is its liveness connection, its nonce, and its proof."""
 
 _HANDSHAKE_S: Final = 2.0
+"""The time for the whole handshake: rank 0 makes them one after the other."""
 _ACCEPT_S: Final = 0.5
 _RETRY_S: Final = 0.25
 """Between attempts while rank 0 does not listen yet."""
@@ -123,11 +124,12 @@ class WorkerRendezvous:
             connection, address = self._listener.accept()
         except TimeoutError:
             return
+        until_s = time.monotonic() + _HANDSHAKE_S
         try:
             connection.settimeout(_HANDSHAKE_S)
             nonce = secrets.token_bytes(_NONCE_BYTES)
             connection.sendall(nonce)
-            hello = _receive(connection, _HELLO.size)
+            hello = _receive(connection, _HELLO.size, until_s)
             rank, is_liveness, worker_nonce, proof = _HELLO.unpack(hello)
             expected = _proof(self._group, b"rank", nonce, hello[: -len(proof)])
             if rank not in ranks or not hmac.compare_digest(proof, expected):
@@ -186,13 +188,14 @@ def open_store(
 
 def _dial(group: ReplicaGroup, rank: int, *, is_liveness: bool) -> socket.socket:
     """Open one connection to rank 0, and prove to each other that both know the secret."""
+    until_s = time.monotonic() + _HANDSHAKE_S
     connection = socket.create_connection(_address(group), _HANDSHAKE_S)
     try:
-        nonce = _receive(connection, _NONCE_BYTES)
+        nonce = _receive(connection, _NONCE_BYTES, until_s)
         own_nonce = secrets.token_bytes(_NONCE_BYTES)
         hello = _HELLO.pack(rank, is_liveness, own_nonce, b"")[: -sha256().digest_size]
         connection.sendall(hello + _proof(group, b"rank", nonce, hello))
-        proof = _receive(connection, sha256().digest_size)
+        proof = _receive(connection, sha256().digest_size, until_s)
         if not hmac.compare_digest(proof, _proof(group, b"front", own_nonce)):
             raise ConnectionError("the listener does not know the group's secret")
     except OSError:
@@ -206,9 +209,14 @@ def _proof(group: ReplicaGroup, *parts: bytes) -> bytes:
     return hmac.digest(group.secret.encode(), b"\0".join(parts), sha256)
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
+def _receive(connection: socket.socket, size: int, until_s: float) -> bytes:
+    """Return `size` bytes. Raises OSError if they have not all come by `until_s` (monotonic)."""
     content = b""
     while len(content) < size:
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"it took longer than {_HANDSHAKE_S:g} s")
+        connection.settimeout(left_s)
         received = connection.recv(size - len(content))
         if not received:
             raise ConnectionError("it closed the connection")

@@ -5,7 +5,8 @@ imported modules, and those of a standby process exist before it knows its model
 Rule 2: each worker has a socket pair with rank 0; closing it ends the worker. A worker also watches
 the process that forked it, so that it ends with that process even if it hangs. Rank 0 learns of a
 worker's end from a pidfd or, on another node, from a connection.
-Rule 3: every wait for a worker has a deadline; after it, or if the worker has ended, WorkerLost.
+Rule 3: every wait for a worker that has loaded its shard has a deadline; after it, or if the worker
+has ended, WorkerLost is raised. How long loading may take is limited by the agent.
 """
 
 import logging

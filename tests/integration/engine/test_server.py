@@ -273,6 +273,14 @@ async def test_logprobs_are_returned(http: aiohttp.ClientSession) -> None:
             "invalid_request",
             "99999 is not between",
         ),
+        (
+            PLAIN,
+            # With `min_tokens` the sampler writes to the logits of these tokens.
+            {"prompt": [1], "min_tokens": 2, "stop_token_ids": [5, 49152]},
+            400,
+            "invalid_request",
+            "49152 is not between",
+        ),
         ("/v1/nothing", {}, 404, "not_found", "no such path"),
     ],
     ids=lambda value: str(value)[:40],

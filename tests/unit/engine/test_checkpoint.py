@@ -19,7 +19,7 @@ from nodeagent.engine.model.families import FAMILIES
 from nodeagent.engine.weights.checkpoint import open_checkpoint
 from nodeagent.engine.weights.gguf_file import GgufFile
 from nodeagent.engine.weights.gguf_header import read_header
-from nodeagent.engine.weights.hf_config import MODEL_TYPES
+from nodeagent.engine.weights.hf_config import MODEL_TYPES, read_json
 from nodeagent.engine.weights.safetensors_folder import SafetensorsFiles, SafetensorsFolder
 from ops.golden import tiny_gguf
 
@@ -267,6 +267,12 @@ def test_a_pipe_is_refused_not_waited_for(tmp_path: Path, name: str) -> None:
     path = tmp_path / name if name == "m.gguf" else tmp_path
     with pytest.raises(CheckpointError, match=f"{name}: it is not a regular file"):
         open_checkpoint(path)
+
+
+def test_a_path_that_the_system_refuses_is_an_error_of_the_checkpoint(tmp_path: Path) -> None:
+    """An adapter's path comes with a request, which must be answered with a reason."""
+    with pytest.raises(CheckpointError, match="File name too long"):
+        read_json(tmp_path / ("a" * 300) / "adapter_config.json", dict)
 
 
 def test_an_index_may_not_point_outside(tmp_path: Path) -> None:

@@ -142,6 +142,25 @@ def test_a_failed_step_is_reported_and_ends_the_thread() -> None:
     assert worker.stop(5)
 
 
+class PanicException(BaseException):
+    """A panic of a library written in Rust, which reaches Python as such a class."""
+
+
+def test_a_panic_in_a_step_is_reported_like_an_error() -> None:
+    class Panicking:
+        def begin(self, batch: object) -> None:
+            raise PanicException("index out of bounds")
+
+    died = threading.Event()
+    engine = EngineCore(Panicking(), BatchScheduler(StepLimits(8, 2), BlockPool(4)))  # type: ignore[arg-type]
+    worker = GenerationThread(engine, lambda deltas: None, died.set)
+    worker.start()
+    asyncio.run(_submit(worker, Outbox()))
+    assert died.wait(5)
+    assert worker.died
+    assert worker.stop(5)
+
+
 class Files:
     """A mover whose files have a block of every prompt; the test decides when they are read."""
 
@@ -374,3 +393,41 @@ def test_a_failed_call_beside_a_step_ends_the_engine() -> None:
     assert worker.died
     model.may_end.set()
     assert worker.stop(5)
+
+
+def test_calls_that_will_not_run_any_more_are_refused() -> None:
+    """Threads wait for calls, and a process does not exit before its threads."""
+    died, begun, may_fail = threading.Event(), threading.Event(), threading.Event()
+    engine = EngineCore(object(), BatchScheduler(StepLimits(8, 2), BlockPool(4)))  # type: ignore[arg-type]
+    worker = GenerationThread(engine, lambda deltas: None, died.set)
+
+    def fail(core: EngineCore) -> None:
+        begun.set()
+        assert may_fail.wait(5)
+        raise ValueError("cannot read block 1: the device is gone")
+
+    failed = worker.call(fail)
+    waiting = [worker.call(lambda core: 1)]
+    worker.start()
+    assert begun.wait(5)
+    waiting += [worker.call(lambda core: 2), worker.call_beside_steps(lambda core: 3)]
+    may_fail.set()
+    with pytest.raises(ValueError, match="the device is gone"):
+        failed.result(5)
+    assert died.wait(5)
+    waiting += [worker.call(lambda core: 4), worker.call_beside_steps(lambda core: 5)]
+    for call in waiting:
+        with pytest.raises(ApiError, match="has stopped computing") as refused:
+            call.result(5)
+        assert refused.value.code is ErrorCode.UNAVAILABLE
+
+
+def test_calls_to_a_stopped_engine_are_refused() -> None:
+    engine = EngineCore(object(), BatchScheduler(StepLimits(8, 2), BlockPool(4)))  # type: ignore[arg-type]
+    worker = GenerationThread(engine, lambda deltas: None, lambda: None)
+    worker.start()
+    assert worker.call(lambda core: core).result(5) is engine
+    assert worker.stop(5)
+    for call in (worker.call, worker.call_beside_steps):
+        with pytest.raises(ApiError, match="has stopped computing"):
+            call(lambda core: core).result(5)

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Sequence as Ordered
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nodeagent.engine.kvcache.block_mover import BlockMover
-from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
+from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool, CachedBlock
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.engine.kvcache.host_tier import HostTier
 from nodeagent.engine.scheduler.batch import StepLimits
@@ -238,3 +239,57 @@ def test_a_tier_that_the_disk_never_took_a_block_of_says_so(
     assert tier.write(b"d" * 32, b"1234")
     assert tier.read(b"d" * 32) == b"1234"
     mover.close([])
+
+
+@pytest.mark.parametrize("on_disk", [0, 7], ids=["none", "all-but-one"])
+def test_blocks_that_wait_to_be_written_keep_no_memory_of_others(
+    tmp_path: Path, on_disk: int
+) -> None:
+    """A slow disk takes a block now and then: each kept the memory of all that a step evicted."""
+    device = Pages(8)
+    block = device.rows[0]
+    files = FileTier(tmp_path, MODEL, block.nbytes, 100 * block.nbytes)
+    may_write = threading.Event()
+    mover = BlockMover(device, HostTier(16, tuple(block.shape), block.dtype), files)
+    for number in range(on_disk):
+        files.write(digest(number), block.numpy().tobytes())
+    write = files.write
+
+    def write_slowly(name: bytes, content: bytes | memoryview) -> bool:
+        assert may_write.wait(5)
+        return write(name, content)
+
+    files.write = write_slowly  # type: ignore[method-assign]
+    mover._queue_writes([digest(99)], device.read_blocks([0]))
+    while mover._writes.qsize():
+        pass  # the thread has taken it, and waits for the disk
+    evicted = [CachedBlock(number, digest(number)) for number in range(8)]
+    mover.move(evicted, (), lambda: None)
+    waiting = list(mover._writes.queue)
+    assert [pending.digest for pending in waiting if pending] == [
+        digest(number) for number in range(on_disk, 8)
+    ]
+    memories = {
+        pending.content.untyped_storage().data_ptr(): pending.content.untyped_storage().nbytes()
+        for pending in waiting
+        if pending
+    }
+    assert sum(memories.values()) == len(waiting) * block.nbytes
+    may_write.set()
+    mover.close([])
+    assert all(digest(number) in files for number in range(8))
+
+
+def test_blocks_that_find_no_place_in_the_queue_are_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nodeagent.engine.kvcache.block_mover._WRITE_QUEUE_BLOCKS_MAX", 2)
+    device = Pages(8)
+    block = device.rows[0]
+    mover = BlockMover(device, HostTier(16, tuple(block.shape), block.dtype), None)
+    mover.files = FileTier(tmp_path, MODEL, block.nbytes, 100 * block.nbytes)
+    mover.move([CachedBlock(number, digest(number)) for number in range(5)], (), lambda: None)
+    waiting = [pending for pending in mover._writes.queue if pending]
+    assert [pending.digest for pending in waiting] == [digest(0), digest(1)]
+    assert waiting[0].content.untyped_storage().nbytes() == 2 * block.nbytes
+    assert mover.unwritten_total == 3

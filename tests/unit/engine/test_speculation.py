@@ -124,6 +124,15 @@ def test_costs_are_interpolated_and_extrapolated() -> None:
     assert costs.seconds(8) < 0.2  # the old measure is forgotten
 
 
+def test_a_step_that_took_no_longer_than_its_drafts_is_not_measured() -> None:
+    speculation = Speculation(4, 16)
+    speculation.record_step(1, 0.0, decodes_only=True)
+    assert not speculation.costs.known
+    speculation.draft([], lambda sequence, drafts: drafts, 16)
+    speculation.record_step(1, 0.1, decodes_only=True)
+    assert speculation.costs.seconds(1) == 0.1
+
+
 def test_acceptance_is_learned_and_used_for_new_sequences() -> None:
     everyone = AcceptanceRates()
     one = AcceptanceRates(everyone)

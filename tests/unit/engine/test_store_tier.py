@@ -178,6 +178,49 @@ def test_a_lost_store_is_empty_and_is_not_asked_for_a_while() -> None:
     assert tier.count_prefix(DIGESTS) == 2
 
 
+def test_a_store_with_too_many_calls_is_not_written_to() -> None:
+    """What it has is not known then. To store all of it again would make the wait longer."""
+    store = Store()
+    tier = a_tier(lambda: store)
+    tier.write(DIGESTS[:2], contents(0, 1))
+    tier._calls = CALLS_MAX
+    assert (tier.missing(DIGESTS[:3]), tier.count_prefix(DIGESTS)) == ([], 0)
+    tier._calls = 0
+    assert tier.missing(DIGESTS[:3]) == DIGESTS[2:3]
+
+
+def test_a_member_that_cannot_use_its_buffer_leaves_before_it_joins_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each member gives memory to the store."""
+    monkeypatch.setattr("nodeagent.engine.kvcache.store_tier.JOIN_AGAIN_S", 0.0)
+    members: list[Store] = []
+
+    class Refusing(Store):
+        def register(self, buffer: Tensor) -> None:
+            if len(members) < 3:
+                raise StoreLost("cannot register memory")
+
+    def join() -> Store:
+        members.append(Refusing())
+        return members[-1]
+
+    a_tier(join)
+    assert [member.left for member in members] == [1, 1, 0]
+
+
+def test_an_engine_that_ends_while_it_joins_leaves_the_store() -> None:
+    store = Store()
+
+    def join() -> Store:
+        tier.close(1.0)
+        return store
+
+    tier = StoreTier(join, lambda: MODEL, BLOCK_BYTES, 2 * 3 * 192, lambda: 0.0)
+    tier._keep_joining()
+    assert (store.left, tier.counts()["kv_store_joined"]) == (1, 0)
+
+
 def test_calls_that_hang_leave_the_store_empty_for_others() -> None:
     store = Store()
     tier = a_tier(lambda: store)

@@ -23,7 +23,7 @@ def test_every_text_is_taken_once_and_no_step_exceeds_its_budget(
         assert len(batch) == 1 or longest * len(batch) <= tokens_max
         read += batch
     assert sorted(read) == [(n, i) for n, one in enumerate(requests) for i in range(len(one))]
-    assert (len(texts), texts.tokens) == (0, 0)
+    assert (texts.texts, texts.tokens) == (0, 0)
 
 
 @settings(deadline=None, max_examples=100)
@@ -45,8 +45,10 @@ def test_a_removed_request_is_forgotten() -> None:
     texts = TextQueue(10)
     texts.add(1, [4, 4, 4])
     texts.add(2, [4])
+    assert (texts.texts, texts.tokens) == (4, 16)
     texts.remove(1)
     texts.remove(1)
+    assert (texts.texts, texts.tokens) == (1, 4)
     assert texts.next_batch() == [(2, 0)]
     assert not texts.next_batch()
     assert texts.tokens == 0

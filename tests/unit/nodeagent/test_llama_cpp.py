@@ -108,6 +108,7 @@ def test_on_a_gpu_it_puts_all_layers_there(tmp_path: Path) -> None:
         (950, {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}, "--parallel 17 --ctx-size 1700"),
         (99, {}, "hold 99 tokens, too few for one sequence"),
         (950, {"parallel": "20", "kv_unified": "false"}, "too few for 20 sequences of 100"),
+        (950, {"parallel": "20", "kv_unified": "False"}, "too few for 20 sequences of 100"),
         (950, {"parallel": "4096"}, "cannot use parallel '4096'"),
         (950, {"cache_type_k": "f8"}, "cannot use cache type 'f8': expected one of f32"),
     ],

@@ -208,6 +208,16 @@ async def test_a_request_that_time_alone_gives_a_seat_does_not_wait_on() -> None
     await asyncio.gather(*tasks)
 
 
+def test_tenants_that_are_gone_take_no_memory() -> None:
+    seats = Seats(16)
+    for number in range(1000):
+        now_s = float(number)
+        request = seats.request(f"tenant {number}", TtftObjective(now_s), now_s)
+        seats.record_start(request, now_s)
+        seats.release(request, now_s)
+    assert list(seats._last_used_s) == [f"tenant {number}" for number in range(990, 1000)]
+
+
 @pytest.mark.parametrize(
     ("driver", "option"), [("vllm", "max-num-seqs"), ("sglang", "max-running-requests")]
 )

@@ -32,7 +32,7 @@ _MATRICES = ("query_key_value", "output", "gate_up", "down")
 _STEP_TENSORS = ("x", "buffer", "cos", "sin", "slots", "tables", "pieces", "wanted")
 _STEP_POINTERS = ("interrupt", *_STEP_TENSORS, "layers_computed")
 _INTERRUPTED = 1
-"""What `run_layers` returns when a step was interrupted."""
+"""The value that `run_layers` returns if the step was interrupted."""
 _STEP_SIZES = ("rows", "hidden", "heads", "kv_heads", "dim", "block_tokens", "table_width")
 _STEP_COUNTS = ("pieces_count", "window", "wanted_count", "threads", "kv_form")
 

@@ -7,7 +7,7 @@ Rule 3: blocks that the PoP shares come first, as a part of the prompt: the requ
 Rule 4: blocks are copied to the device while later ones arrive, on the transfer's own thread. Those
 in memory and not yet there are bounded (kv_reading.py). In a window they are the sender's, and half
 of it at most is copied at once.
-Rule 5: copies run beside steps, to blocks that are held before (device_room.py), and that no
+Rule 5: copies run beside steps, to blocks that are held before (reserved_blocks.py), and that no
 sequence finds before they are complete. Where only the step thread may copy, one copy is made
 between two steps, for all transfers together.
 """
@@ -36,7 +36,6 @@ from nodeagent.engine.kvcache.transfer_frames import (
     WrongTransfer,
 )
 from nodeagent.engine.server.http_routes import json_response
-from nodeagent.engine.server.kv.device_room import DeviceRoom
 from nodeagent.engine.server.kv.kv_reading import (
     SHARED_BYTES_MAX,
     STORE_BYTES_MAX,
@@ -49,6 +48,7 @@ from nodeagent.engine.server.kv.kv_windows import (
     WindowLost,
     received_window,
 )
+from nodeagent.engine.server.kv.reserved_blocks import ReservedBlocks
 from nodeagent.engine.server.kv.waiting_prompt import WaitingPrompt, waiting_prompt
 from nodeagent.engine.server.openai.request_errors import invalid_request
 from nodeagent.engine.server.prepared_request import PreparedRequest
@@ -226,10 +226,10 @@ class KvReceiver:
             window=window.memory if window is not None else None,
         )
 
-        with self.room(transfer, waiting.digests[first:], is_shared=False) as room:
+        with self.reserve_blocks(transfer, waiting.digests[first:], is_shared=False) as reserved:
 
             def store(blocks: Sequence[ReceivedBlock]) -> None:
-                self._store(transfer, waiting, blocks, room)
+                self._store(transfer, waiting, blocks, reserved)
                 _release(window, blocks)
 
             part_blocks = self._part_blocks(self._store_blocks_max, window)
@@ -266,10 +266,10 @@ class KvReceiver:
             window=window.memory if window is not None else None,
         )
 
-        with self.room(transfer, digests[first:]) as room:
+        with self.reserve_blocks(transfer, digests[first:]) as reserved:
 
             def store(blocks: Sequence[ReceivedBlock]) -> None:
-                self._store(transfer, waiting, blocks, room, is_shared=True)
+                self._store(transfer, waiting, blocks, reserved, is_shared=True)
                 _release(window, blocks)
 
             part_blocks = self._part_blocks(self._shared_blocks_max, window)
@@ -285,13 +285,13 @@ class KvReceiver:
         transfer: str,
         waiting: WaitingPrompt,
         blocks: Sequence[ReceivedBlock],
-        room: DeviceRoom | None = None,
+        reserved: ReservedBlocks | None = None,
         *,
         is_shared: bool = False,
     ) -> None:
         contents = contents_of(blocks, self._form)
         digests = [waiting.digests[block.number] for block in blocks]
-        self.store_blocks(transfer, waiting, digests, contents, room, is_shared=is_shared)
+        self.store_blocks(transfer, waiting, digests, contents, reserved, is_shared=is_shared)
 
     def store_blocks(
         self,
@@ -299,17 +299,17 @@ class KvReceiver:
         waiting: WaitingPrompt,
         digests: Sequence[bytes],
         contents: torch.Tensor,
-        room: DeviceRoom | None,
+        reserved: ReservedBlocks | None,
         *,
         is_shared: bool = True,
     ) -> None:
-        """Store the next blocks of a waiting prompt, in its `room` on the device, if it has one.
+        """Store the next blocks of a waiting prompt, in those `reserved` for them, if any are.
         For any thread but the event loop's.
 
         Raises ApiError if the prompt is gone, or no block is free.
         """
-        if room is not None:
-            is_stored = room.write(contents)
+        if reserved is not None:
+            is_stored = reserved.write(contents)
         else:
             with self._storing:
                 is_stored = self._worker.call(
@@ -327,21 +327,21 @@ class KvReceiver:
             waiting.held = HeldPrefix(on_device + stored_on_device, held + len(digests))
 
     @contextmanager
-    def room(
+    def reserve_blocks(
         self, transfer: str, digests: Sequence[bytes], *, is_shared: bool = True
-    ) -> Iterator[DeviceRoom | None]:
-        """Hold room on the device for blocks that this thread may copy there; None where only the
-        step thread may, or where they go to a tier below."""
+    ) -> Iterator[ReservedBlocks | None]:
+        """Reserve blocks of the device that this thread may write; None where only the step thread
+        may, or where contents go to a tier below."""
         goes_to_device = not (is_shared and self._has_host_tier)
         transfers = self._transfers
         if not (goes_to_device and transfers is not None and transfers.can_copy_beside_steps):
             yield None
             return
-        room = DeviceRoom(self._worker, transfers, transfer, digests, self._held_blocks_max)
+        reserved = ReservedBlocks(self._worker, transfers, transfer, digests, self._held_blocks_max)
         try:
-            yield room
+            yield reserved
         finally:
-            room.close()
+            reserved.close()
 
     def _part_blocks(self, blocks_max: int, window: ReceivedWindow | None) -> int:
         """Return how many blocks are copied at once: the sender fills the rest of the window."""

@@ -84,12 +84,12 @@ class KvStoreRoutes:
                     break
                 contents = contents.view(self._form.dtype).view(-1, *self._form.shape)
                 with (
-                    self._receiver.room(transfer, left[:count]) as room,
+                    self._receiver.reserve_blocks(transfer, left[:count]) as reserved,
                     waiting.beginning_if_full(),
                 ):
                     await run_to_completion(
                         self._receiver.store_blocks,
-                        *(transfer, waiting, left[:count], contents, room),
+                        *(transfer, waiting, left[:count], contents, reserved),
                     )
                 blocks, left = blocks + count, left[count:]
         received = kv_transfer.ReceivedBlocks(

@@ -1,4 +1,4 @@
-"""Room for blocks that arrive: the next run is held while one is written, and all is let go of."""
+"""Blocks reserved for a transfer: the next run while one is written, and all are released."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -9,7 +9,7 @@ import torch
 
 from nodeagent.engine.core.kv_transfers import KvTransfers
 from nodeagent.engine.kvcache.block_pool import BlockPool
-from nodeagent.engine.server.kv.device_room import DeviceRoom
+from nodeagent.engine.server.kv.reserved_blocks import ReservedBlocks
 from tests.unit.engine.test_kv_transfers import Memory, digest
 
 DIGESTS = [digest("x", number) for number in range(10)]
@@ -30,34 +30,34 @@ class Worker:
     call_beside_steps = call
 
 
-def a_room(blocks: int) -> tuple[BlockPool, Memory, KvTransfers, DeviceRoom]:
+def reserve(blocks: int) -> tuple[BlockPool, Memory, KvTransfers, ReservedBlocks]:
     pool, memory = BlockPool(blocks), Memory(blocks)
     transfers = KvTransfers(pool, memory, None)
     transfers.open_incoming("t", ())
     worker: Any = Worker(transfers)
-    return pool, memory, transfers, DeviceRoom(worker, transfers, "t", DIGESTS, 4)
+    return pool, memory, transfers, ReservedBlocks(worker, transfers, "t", DIGESTS, 4)
 
 
 def test_the_next_run_is_held_while_one_is_written() -> None:
-    pool, memory, transfers, room = a_room(16)
+    pool, memory, transfers, reserved = reserve(16)
     assert transfers.held_blocks == 4, "before anything has arrived"
-    assert room.write(CONTENTS[:3])
+    assert reserved.write(CONTENTS[:3])
     assert (transfers.held_blocks, len(pool.match_prefix(DIGESTS))) == (8, 0)
-    assert room.write(CONTENTS[3:6])
+    assert reserved.write(CONTENTS[3:6])
     assert (transfers.held_blocks, len(pool.match_prefix(DIGESTS))) == (10, 4)
-    assert room.write(CONTENTS[6:])
-    room.close()
+    assert reserved.write(CONTENTS[6:])
+    reserved.close()
     found = pool.match_prefix(DIGESTS)
     assert memory.rows[found].tolist() == CONTENTS.tolist()
-    assert not room.write(CONTENTS[:1]), "more than was to come"
+    assert not reserved.write(CONTENTS[:1]), "more than was to come"
     transfers.close_incoming("t")
     assert transfers.held_blocks == pool.used_blocks == 0
 
 
 def test_what_a_broken_transfer_has_written_is_found_and_the_rest_let_go_of() -> None:
-    pool, _, transfers, room = a_room(16)
-    assert room.write(CONTENTS[:5])
-    room.close()
+    pool, _, transfers, reserved = reserve(16)
+    assert reserved.write(CONTENTS[:5])
+    reserved.close()
     assert (len(pool.match_prefix(DIGESTS)), transfers.held_blocks) == (5, 5)
     transfers.close_incoming("t")
     assert transfers.held_blocks == pool.used_blocks == 0
@@ -65,17 +65,17 @@ def test_what_a_broken_transfer_has_written_is_found_and_the_rest_let_go_of() ->
 
 def test_without_a_free_block_nothing_stays_held() -> None:
     # The second run still fits beside a free block for the sequence; the third does not.
-    pool, _, transfers, room = a_room(9)
-    assert room.write(CONTENTS[:8])
-    assert not room.write(CONTENTS[8:])
-    room.close()
+    pool, _, transfers, reserved = reserve(9)
+    assert reserved.write(CONTENTS[:8])
+    assert not reserved.write(CONTENTS[8:])
+    reserved.close()
     assert transfers.held_blocks == pool.used_blocks == 0
 
 
-def test_a_request_that_is_gone_gets_no_room() -> None:
-    pool, _, transfers, room = a_room(16)
-    assert room.write(CONTENTS[:2])
+def test_a_request_that_is_gone_gets_no_blocks() -> None:
+    pool, _, transfers, reserved = reserve(16)
+    assert reserved.write(CONTENTS[:2])
     transfers.close_incoming("t")
-    room.close()
+    reserved.close()
     assert transfers.held_blocks == pool.used_blocks == 0
     assert pool.match_prefix(DIGESTS) == []

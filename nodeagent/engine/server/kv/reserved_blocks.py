@@ -1,6 +1,6 @@
-"""Room on the device for the blocks of a transfer, held before they arrive.
+"""Blocks of the device that are reserved for the contents of a transfer before they arrive.
 
-To hold blocks waits for another thread. So those of the next run are held while one is written.
+Reserving blocks waits for another thread. So the next run is reserved while one is written.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from nodeagent.engine.core.kv_transfers import BlocksToWrite, KvTransfers
 from nodeagent.engine.core.step import EngineCore
 
 
-class DeviceRoom:
-    """Room for blocks that any thread may copy to the device, beside steps. For one thread."""
+class ReservedBlocks:
+    """Blocks that a thread other than the step thread fills, beside steps. For one thread."""
 
     def __init__(
         self,
@@ -24,22 +24,22 @@ class DeviceRoom:
         digests: Sequence[bytes],
         run_blocks: int,
     ) -> None:
-        """`digests` are those of all blocks that may come, of which `run_blocks` are held at once,
-        and as many that come next."""
+        """`digests` are those of all contents that may arrive. Blocks are reserved in runs of
+        `run_blocks`: those that are written now, and those that come next."""
         self._worker = worker
         self._transfers = transfers
         self._transfer = transfer
         self._digests = digests
         self._run_blocks = run_blocks
         self._begun = 0
-        """How many digests have been held for, or soon will be."""
+        """For how many digests blocks are reserved, or soon will be."""
         self._run: BlocksToWrite | None = None
         self._written = 0
         """How many blocks of the run are on the device."""
-        self._next = self._hold_next()
+        self._next = self._reserve_next()
 
     def write(self, contents: Tensor) -> bool:
-        """Copy the next contents [blocks, ...]; return False if there is no room for them."""
+        """Copy the next contents [blocks, ...]; return False if no block is free for them."""
         while len(contents):
             run = self._run or self._begin_run()
             if run is None:
@@ -53,21 +53,21 @@ class DeviceRoom:
         return True
 
     def close(self) -> None:
-        """Let sequences find what is written, and let go of all other room."""
+        """Let sequences find what is written, and release all other blocks."""
         if self._run is not None:
             self._end_run()
         self._close_writing(0)
 
     def _begin_run(self) -> BlocksToWrite | None:
         self._run, self._written = self._next.result() if self._next is not None else None, 0
-        self._next = self._hold_next() if self._run is not None else None
+        self._next = self._reserve_next() if self._run is not None else None
         return self._run
 
     def _end_run(self) -> None:
         self._run = None
         self._close_writing(self._written)
 
-    def _hold_next(self) -> "Future[BlocksToWrite | None] | None":
+    def _reserve_next(self) -> "Future[BlocksToWrite | None] | None":
         digests = self._digests[self._begun : self._begun + self._run_blocks]
         self._begun += len(digests)
         transfer = self._transfer
