@@ -3,7 +3,7 @@
 Rule 1: the request begins in any case. A fetch is given up once the rest would be computed sooner,
 and early enough for the request's deadline.
 Rule 2: blocks that a broken fetch brought are kept. The node's rate is learned from that fetch,
-too, and the node is not used for a while.
+too, and the node is not used for a while. If the engine here failed, nothing is learned.
 """
 
 import asyncio
@@ -272,10 +272,11 @@ class PrefixFetcher:
                         async with engine.post(path, data=pieces, headers=head) as taken:
                             blocks = _blocks_of(taken.status, await taken.read())
                             is_senders = taken.status not in kv_transfer.RECEIVER_STATUSES
-        except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError):
+        except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError) as error:
             # Whole blocks that came are stored, and count, except for the last one: the engine did
             # not say that it has all. Those of a window are not seen here.
             blocks = 0 if lease.name else min(plan.blocks - 1, received.blocks)
+            is_senders = isinstance(error, PeerReplicaLost | TimeoutError) or received.is_broken
         except asyncio.CancelledError:
             # The request is gone, which says nothing about the node.
             self._quota.take(self._user, received.total, self._clock())
@@ -312,6 +313,8 @@ class _ArrivingBlocks:
         self.blocks = 0
         """Whole blocks."""
         self.first_at_s = inf
+        self.is_broken = False
+        """Whether the sender's stream broke."""
 
     @property
     def block_bytes(self) -> int:
@@ -327,15 +330,19 @@ class _ArrivingBlocks:
         and end. Other heads come before the sender has a block to read, and say nothing about it.
         """
         head_bytes = 0 if limit is None else kv_transfer.HEAD_BYTES_MAX
-        async for piece in content.iter_any():
-            self.total += len(piece)
-            if self.first_at_s == inf and self.total > head_bytes:
-                self.first_at_s = self._clock()
-            blocks = min(self.total // self._size_bytes, self._plan.blocks)
-            if limit is not None and blocks > self.blocks:
-                self.blocks = blocks
-                self._move(limit)
-            yield piece
+        try:
+            async for piece in content.iter_any():
+                self.total += len(piece)
+                if self.first_at_s == inf and self.total > head_bytes:
+                    self.first_at_s = self._clock()
+                blocks = min(self.total // self._size_bytes, self._plan.blocks)
+                if limit is not None and blocks > self.blocks:
+                    self.blocks = blocks
+                    self._move(limit)
+                yield piece
+        except (aiohttp.ClientError, OSError):
+            self.is_broken = True
+            raise
 
     def _move(self, limit: asyncio.Timeout) -> None:
         """Let the fetch go on as long as the plan allows after this block."""

@@ -56,9 +56,12 @@ class StoreFetch:
             ):
                 if answer.status == 200:
                     blocks = _LOCATED.decode(await answer.read()).blocks
-        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
+        except TimeoutError:
             now_s = self._clock()
             self._rate.record_failure(0, now_s - began_s, now_s - began_s, now_s)
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError):
+            # The engine here failed, which says nothing about the store.
+            blocks = 0
         return PrefixHolder(
             STORE, held_blocks + blocks if blocks > 0 else 0, self._rate, keeps_copy=True
         )
@@ -79,8 +82,11 @@ class StoreFetch:
                     return 0
                 if taken.status == 200:
                     blocks = _RECEIVED.decode(await taken.read()).blocks
-        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
+        except TimeoutError:
             blocks = 0
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError):
+            # The engine here failed, which says nothing about the store.
+            return 0
         now_s = self._clock()
         # The engine does not say when the first bytes came.
         first_s = min(self._rate.latency_s, now_s - began_s)

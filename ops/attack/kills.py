@@ -31,7 +31,9 @@ def run_attack(
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--victim", nargs="*", choices=victims, default=victims)
     arguments = parser.parse_args()
-    # Engines and masters would outlive a program that is terminated: it ends as by Ctrl-C.
+    # Engines and masters would outlive a program that is terminated: it ends as by Ctrl-C, which
+    # shells have their background jobs ignore.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     instants = range(arguments.first, arguments.first + arguments.instants)
     try:

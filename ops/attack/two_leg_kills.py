@@ -10,8 +10,9 @@ it. Only those at the decode node may be cut. Afterwards the part that was kille
 and no node may hold tokens or KV blocks. A node of the prefill side that is gone costs no answer.
 
 An instant is drawn within a phase, in turn: while a prompt is read, while KV arrives at the decode
-engine, and after so many tokens of all streams. It begins when the phase is seen. The table that
-one run printed is in two_leg_kills.md.
+engine, and after so many tokens of all streams. It begins when the phase is seen. Before each
+instant KV has to have arrived from the replica that may be killed. ops.attack.fetch_kills does the
+same to fetches of cached KV. The table that one run printed is in two_leg_kills.md.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from ops.attack.kills import AttackFailed, is_given_beside_others, run_attack
 from ops.attack.two_leg_nodes import (
@@ -43,16 +44,15 @@ BLOCK_TOKENS: Final = 16
 STREAMS_WITHIN_S: Final = 0.2
 """The streams of an instant begin within this time."""
 
-PHASE_S: Final = 0.06
-"""A part is killed at most so long after its phase was seen: a prompt takes about as long."""
-
 KILLS_PER_FLEET: Final = 40
+USED_S: Final = 120.0
 
 
 class KillPhase(StrEnum):
     """The work in progress when a part is killed."""
 
     READING = "prompt being read"
+    ASKING = "holder being asked"
     TRANSFER = "KV arriving"
     STREAMING = "mid-stream"
 
@@ -61,6 +61,7 @@ class StreamProgress:
     """The progress of the streams of one instant, as their client sees it."""
 
     def __init__(self) -> None:
+        self.began = asyncio.Event()
         self.tokens = [0] * STREAMS
         self.has_ended = [False] * STREAMS
         self._changed = asyncio.Event()
@@ -109,10 +110,49 @@ class KillOutcome(NamedTuple):
     none: int
     rounded: int = 0
     """Answers with a text that rounding explains."""
+    peer_tokens: int = 0
+    """Prompt tokens whose KV was fetched."""
+
+
+class PeerUse(Protocol):
+    """What the requests of the attack use other replicas for."""
+
+    phases: Sequence[KillPhase]
+    share_kv: bool
+    phase_s: float
+    """A part is killed at most so long after its phase was seen."""
+
+    def peers(self, pair: Pair, others: Sequence[str]) -> dict[str, str]:
+        """Return the headers of a request that may use these replicas, in this order."""
+
+    async def prepare(
+        self, pair: Pair, others: Sequence[str], requests: Sequence[NumberedRequest], tenant: str
+    ) -> None:
+        """Have these replicas do what comes before the requests."""
+
+
+class TwoLegs:
+    """Other replicas read the prompts."""
+
+    phases: Sequence[KillPhase] = (KillPhase.READING, KillPhase.TRANSFER, KillPhase.STREAMING)
+    share_kv = False
+    phase_s = 0.06  # A prompt takes about as long.
+
+    def peers(self, pair: Pair, others: Sequence[str]) -> dict[str, str]:
+        """Return the header that names the readers."""
+        return pair.may_read(others)
+
+    async def prepare(
+        self, pair: Pair, others: Sequence[str], requests: Sequence[NumberedRequest], tenant: str
+    ) -> None:
+        """Do nothing."""
 
 
 async def wait_for(pair: Pair, phase: KillPhase, reader: str, progress: StreamProgress) -> bool:
     """Wait until a phase is seen; return False if all streams ended before."""
+    if phase is KillPhase.ASKING:
+        await progress.began.wait()
+        return True
     engine = reader if phase is KillPhase.READING else DECODE
     counts = "running" if phase is KillPhase.READING else "kv_transfer_held_blocks"
     while not all(progress.has_ended):
@@ -122,10 +162,33 @@ async def wait_for(pair: Pair, phase: KillPhase, reader: str, progress: StreamPr
     return False
 
 
-async def attack_once(pair: Pair, victim: str, instant: int, seed: int) -> KillOutcome:
+async def wait_used(pair: Pair, use: PeerUse, other: str, chance: random.Random) -> None:
+    """Wait until KV arrives from a replica: through a window, if it is on the same node.
+
+    After a kill, the first attempts may fail.
+    """
+
+    async def counts() -> tuple[int, int]:
+        received = (await pair.engines[DECODE].stats())["kv_transfer_received_blocks_total"]
+        return received, await pair.window_leases()
+
+    async with asyncio.timeout(USED_S):
+        while True:
+            blocks, leases = await counts()
+            request = a_request(chance)
+            await use.prepare(pair, [other], [request], "used")
+            await pair.ask(request, "used", use.peers(pair, [other]))
+            blocks_now, leases_now = await counts()
+            if blocks_now > blocks and (leases_now > leases or not pair.is_on_one_node):
+                return
+
+
+async def attack_once(
+    pair: Pair, use: PeerUse, victim: str, instant: int, seed: int
+) -> KillOutcome:
     """Kill one part while streams are under way; return how these ended."""
     chance = random.Random(f"{seed} {victim} {instant}")
-    phase = list(KillPhase)[instant % len(KillPhase)]
+    phase = use.phases[instant % len(use.phases)]
     requests = [a_request(chance) for _ in range(STREAMS)]
     expected = []
     for request in requests:
@@ -135,15 +198,24 @@ async def attack_once(pair: Pair, victim: str, instant: int, seed: int) -> KillO
         expected.append(alone.text)
     # All prompts are read by the one that may be killed, as long as it lives.
     readers = chance.sample(READERS, len(READERS))
-    target = pair.engines[readers[0] if victim.startswith("prefill") else DECODE]
+    is_decode = victim.startswith(("decode", "fetching"))
+    target = pair.engines[DECODE if is_decode else readers[0]]
     await target.forget_crashes()
+    tenant = f"{victim} {instant}"
+    await wait_used(pair, use, readers[0], random.Random(f"used {seed} {tenant}"))
+    # At every second instant of a phase nobody else has their KV.
+    ready = readers[: 1 + instant // len(use.phases) % 2]
+    await use.prepare(pair, ready, requests, tenant)
     progress = StreamProgress()
 
     async def stream(number: int, delay_s: float) -> StreamedAnswer:
         await asyncio.sleep(delay_s)
-        name = f"{victim} {instant}"
+        progress.began.set()
         answer = await pair.ask(
-            requests[number], name, readers, lambda tokens: progress.receive(number, tokens)
+            requests[number],
+            tenant,
+            use.peers(pair, readers),
+            lambda tokens: progress.receive(number, tokens),
         )
         progress.end(number)
         return answer
@@ -153,7 +225,7 @@ async def attack_once(pair: Pair, victim: str, instant: int, seed: int) -> KillO
             reached = await progress.reach(1 + int(share * (STREAMS * OUTPUT_TOKENS - 1)))
         else:
             reached = await wait_for(pair, phase, readers[0], progress)
-            await asyncio.sleep(share * PHASE_S)
+            await asyncio.sleep(share * use.phase_s)
         (target.kill if victim.endswith("engine") else target.node.kill_agent)()
         return KillOutcome(phase, reached, progress.waiting(), progress.mid_stream(), 0, 0, 0)
 
@@ -170,7 +242,7 @@ async def attack_once(pair: Pair, victim: str, instant: int, seed: int) -> KillO
         raise AttackFailed(f"{name}: {pair.last_left}") from error
     rounded = 0
     for request, text, answer in zip(requests, expected, answers, strict=True):
-        if not (answer.is_whole or target is pair.engines[DECODE]):
+        if not (answer.is_whole or is_decode):
             raise AttackFailed(f"{name}: an answer was lost")
         if answer.text != text if answer.is_whole else not text.startswith(answer.text):
             if not await is_rounding(pair, request, answer.text):
@@ -181,6 +253,7 @@ async def attack_once(pair: Pair, victim: str, instant: int, seed: int) -> KillO
         whole=sum(answer.is_whole for answer in answers),
         cut=sum(bool(answer.text) and not answer.is_whole for answer in answers),
         none=sum(not answer.text and not answer.is_whole for answer in answers),
+        peer_tokens=sum(answer.peer_tokens for answer in answers),
     )
 
 
@@ -189,16 +262,16 @@ async def is_rounding(pair: Pair, request: NumberedRequest, text: str) -> bool:
 
     A prompt that is read in two pieces is rounded otherwise, too.
     """
+    for tokens in range(0, PROMPT_TOKENS, BLOCK_TOKENS):
+        first = NumberedRequest(request.prompt[:tokens], request.seed, 1)
 
-    async def ask(tenant: str) -> str:
-        return (await pair.ask(request, tenant)).text
+        async def ask(tenant: str, first: NumberedRequest = first) -> str:
+            if first.prompt:
+                await pair.ask(first, tenant)
+            return (await pair.ask(request, tenant)).text
 
-    if await is_given_beside_others(text, ask, str(request.seed), range(1, STREAMS + 1)):
-        return True
-    for tokens in range(BLOCK_TOKENS, PROMPT_TOKENS, BLOCK_TOKENS):
-        tenant = f"split {request.seed} {tokens}"
-        await pair.ask(NumberedRequest(request.prompt[:tokens], request.seed, 1), tenant)
-        if (await pair.ask(request, tenant)).text.startswith(text):
+        name = f"{request.seed} {tokens}"
+        if await is_given_beside_others(text, ask, name, range(1, STREAMS + 1)):
             return True
     return False
 
@@ -208,17 +281,19 @@ async def attack(
     seed: int,
     victims: Sequence[str] = VICTIMS,
     *,
+    use: PeerUse | None = None,
     echo: bool = False,
     on_one_node: bool = False,
 ) -> dict[str, list[KillOutcome]]:
     """Run the attack; return the outcomes of each victim. Raises AttackFailed."""
+    use = use or TwoLegs()
     outcomes: dict[str, list[KillOutcome]] = {victim: [] for victim in victims}
     kills = [(victim, instant) for instant in instants for victim in victims]
     for first in range(0, len(kills), KILLS_PER_FLEET):
         with tempfile.TemporaryDirectory(prefix="kill") as folder:
-            async with a_pair(Path(folder), on_one_node=on_one_node) as pair:
+            async with a_pair(Path(folder), on_one_node=on_one_node, share_kv=use.share_kv) as pair:
                 for victim, instant in kills[first : first + KILLS_PER_FLEET]:
-                    outcomes[victim].append(await attack_once(pair, victim, instant, seed))
+                    outcomes[victim].append(await attack_once(pair, use, victim, instant, seed))
                     if echo:
                         print(victim, instant, *outcomes[victim][-1], flush=True, file=sys.stderr)
     return outcomes
@@ -228,8 +303,8 @@ def format_table(outcomes: Mapping[str, Sequence[KillOutcome]]) -> list[str]:
     """Return the lines of a table: a row for each victim and phase."""
     rows = [
         "| killed | phase | instants | in the phase | streams without a token then | in mid-stream"
-        " | whole | cut | no token | rounded otherwise |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        " | whole | cut | no token | rounded otherwise | prompt tokens fetched |",
+        f"|{'---|' * 11}",
     ]
     for victim, of_victim in outcomes.items():
         for phase in KillPhase:

@@ -1,4 +1,5 @@
-"""The replicas of ops.attack.two_leg_kills: one answers, and two read its prompts.
+"""The replicas of ops.attack.two_leg_kills and fetch_kills: one answers, and two others read its
+prompts or have their KV.
 
 Agents and engines are processes, with a tiny model, and can be killed.
 """
@@ -13,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import aiohttp
 import msgspec
@@ -20,11 +22,20 @@ import msgspec
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
+from isochrone.wire.kv.kv_sharing import KV_FOUND, KV_HOLDERS, parse_found
 from ops.attack.kills import AttackFailed
 from ops.bench.engine_node import NodeSetup
 from ops.golden import tiny
 
 DECODE, READERS = "d", ("p1", "p2")
+NO_HEADERS: Final[Mapping[str, str]] = {}
+PAUSE_S: Final = 0.05
+"""Nodes and windows are used again so soon after a failure, to be used at the next instant."""
+
+HEAD_DIM: Final = 256
+"""A prompt has 2.4 MB of KV, so that a transfer takes long enough to be hit."""
+
+KV_MEMORY_BYTES: Final = 64 * 1024**2
 PROMPT_TOKENS: Final = 200
 OUTPUT_TOKENS: Final = 48
 ENGINE_KILLS_MAX: Final = 3
@@ -44,10 +55,12 @@ class NumberedRequest(msgspec.Struct, frozen=True):
 
 
 class StreamedAnswer(msgspec.Struct, frozen=True):
-    """The result of one stream: its text, and whether it was ended in order."""
+    """The result of one stream: its text, whether it was ended in order, and how many tokens of
+    its prompt another replica had."""
 
     text: str
     is_whole: bool
+    peer_tokens: int
 
 
 class AttackedNode:
@@ -159,11 +172,20 @@ class Pair:
 
     def __init__(self, engines: Mapping[str, AttackedEngine]) -> None:
         self.engines = engines
+        self.is_on_one_node = len({engine.node.setup.name for engine in engines.values()}) == 1
         self.last_left = ""
         """The request state that was left at the last check."""
 
-    def peers(self, readers: Sequence[str]) -> str:
-        """Return the header that names the decode replica, slow at reading, and the readers."""
+    def may_read(self, readers: Sequence[str]) -> dict[str, str]:
+        """Return the header that names the replicas that may read a prompt, in this order."""
+        return {headers.PREFILL_REPLICAS: self._peers(readers)}
+
+    def may_have(self, holders: Sequence[str]) -> dict[str, str]:
+        """Return the header that names the replicas that may have the KV of a prompt."""
+        return {KV_HOLDERS: self._peers(holders)}
+
+    def _peers(self, others: Sequence[str]) -> str:
+        """Name the decode replica, slow at reading, and the others."""
         return headers.format_peer_replicas(
             [
                 PeerReplica(
@@ -174,7 +196,7 @@ class Pair:
                     4000 if name == DECODE else 20,
                     20_000 if name == DECODE else 100,
                 )
-                for name in (DECODE, *readers)
+                for name in (DECODE, *others)
             ]
         )
 
@@ -182,12 +204,13 @@ class Pair:
         self,
         request: NumberedRequest,
         tenant: str,
-        readers: Sequence[str] = (),
+        peers: Mapping[str, str] = NO_HEADERS,
         on_tokens: Callable[[int], None] = lambda _: None,
+        replica: str = DECODE,
     ) -> StreamedAnswer:
-        """Stream one answer as a router does; what the network does to it is no error.
+        """Stream one answer of a replica as a router does; what the network does to it is no error.
 
-        `readers` may read the prompt, in this order. `on_tokens` gets the tokens until now.
+        `peers` are headers that name other replicas. `on_tokens` gets the tokens until now.
         """
         body = {
             "prompt": request.prompt,
@@ -198,22 +221,22 @@ class Pair:
             "stream": True,
         }
         sent = {
-            headers.REPLICA: DECODE,
+            headers.REPLICA: replica,
             headers.CACHE_SALT: tenant,
             headers.TOKENS: f"p={PROMPT_TOKENS};o={request.output_tokens}",
             headers.PENDING_PREFILL_TOKENS: str(PROMPT_TOKENS),
             headers.PREFILL_MS: "4000",
+            **peers,
         }
-        if readers:
-            sent[headers.PREFILL_REPLICAS] = self.peers(readers)
-        received = bytearray()
+        received, peer_tokens = bytearray(), 0
         with suppress(aiohttp.ClientError, OSError):
             async with (
                 asyncio.timeout(STREAM_S),
-                aiohttp.ClientSession(f"http://{self.engines[DECODE].node.address}") as http,
+                aiohttp.ClientSession(f"http://{self.engines[replica].node.address}") as http,
                 http.post("/v1/completions", json=body, headers=sent) as response,
             ):
                 if response.status == 200:
+                    peer_tokens = parse_found(response.headers.get(KV_FOUND, "")).peer
                     async for piece in response.content.iter_any():
                         received += piece
                         on_tokens(received.count(b'"text":'))
@@ -221,14 +244,12 @@ class Pair:
         # A line that was cut is no token.
         lines = [line for line in whole.split("\n") if line.endswith("}")]
         text = "".join(re.findall(r'"text":"((?:[^"\\]|\\.)*)"', "\n".join(lines)))
-        return StreamedAnswer(text, "data: [DONE]" in whole)
+        return StreamedAnswer(text, "data: [DONE]" in whole, peer_tokens)
 
-    async def check_windows(self) -> None:
-        """Raise AttackFailed unless KV goes through memory that two engines map."""
-        await self.ask(a_request(random.Random(0)), "windows", READERS)
+    async def window_leases(self) -> int:
+        """Return how often the engines have leased memory that another engine maps."""
         stats = [await engine.stats() for engine in self.engines.values()]
-        if not any(one["kv_window_leases_total"] for one in stats):
-            raise AttackFailed("no KV went through a window")
+        return sum(int(one["kv_window_leases_total"]) for one in stats)
 
     async def wait_clean(self) -> None:
         """Wait until every replica is warm and nothing is left of any request."""
@@ -258,11 +279,14 @@ class Pair:
 
 
 @asynccontextmanager
-async def a_pair(folder: Path, *, on_one_node: bool = False) -> AsyncIterator[Pair]:
+async def a_pair(
+    folder: Path, *, on_one_node: bool = False, share_kv: bool = False
+) -> AsyncIterator[Pair]:
     """Run the three replicas with a tiny model, on a node each or `on_one_node`."""
     model = folder / "model"
     model.mkdir()
-    tiny.write_folder(model, "qwen3")
+    with patch.dict(tiny.CONFIGS["qwen3"], head_dim=HEAD_DIM):
+        tiny.write_folder(model, "qwen3")
     tiny.write_tokenizer(model)
     async with AsyncExitStack() as stack:
         nodes = []
@@ -272,17 +296,16 @@ async def a_pair(folder: Path, *, on_one_node: bool = False) -> AsyncIterator[Pa
                 others=READERS if on_one_node else (),
                 model=str(model),
                 folder=str(folder / name),
-                kv_memory_bytes=4 * 1024**2,
+                kv_memory_bytes=KV_MEMORY_BYTES,
                 context_tokens=512,
+                share_kv=share_kv,
+                pause_s=PAUSE_S,
                 options={"batch_tokens_max": "32"},
             )
             nodes.append(AttackedNode(setup))
             stack.push_async_callback(nodes[-1].stop)
         await asyncio.gather(*[node.start() for node in nodes])
-        pair = Pair({engine.name: engine for node in nodes for engine in node.engines})
-        if on_one_node:
-            await pair.check_windows()
-        yield pair
+        yield Pair({engine.name: engine for node in nodes for engine in node.engines})
 
 
 def a_request(chance: random.Random) -> NumberedRequest:

@@ -28,9 +28,12 @@ from isochrone.wire.ids import DeploymentId, DeviceId, ModelId, ReplicaId
 from isochrone.wire.models.artifact import manifest_digest
 from isochrone.wire.models.model import Artifact, ArtifactFile, EngineSettings
 from isochrone.wire.peers.assignment import ReplicaSpec
+from nodeagent.api import peer_replicas
 from nodeagent.api.data_plane import DataPlaneServer
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.config import NodeConfig
+from nodeagent.decide.requests import kv_fetch
+from nodeagent.disaggregation import kv_windows
 from nodeagent.host.artifacts.artifact_store import ArtifactStore
 from nodeagent.host.artifacts.link import TransferLink
 from nodeagent.host.artifacts.sources import ArtifactSources
@@ -54,6 +57,8 @@ class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
     share_kv: bool = False
     others: tuple[str, ...] = ()
     """Further replicas of the same deployment on this node."""
+    pause_s: float | None = None
+    """How long a node or a window is not used after a failure; None for the product's times."""
     options: dict[str, str] = {}
 
 
@@ -139,8 +144,21 @@ def _artifact_file(path: Path) -> ArtifactFile:
     )
 
 
+def shorten_pauses(pause_s: float) -> None:
+    """Have this process use nodes and windows again so long after a failure."""
+    for module, constant in (
+        (kv_fetch, "BACKOFF_S"),
+        (kv_fetch, "BACKOFF_MAX_S"),
+        (kv_windows, "PAUSE_S"),
+        (peer_replicas, "BACKOFF_S"),
+    ):
+        setattr(module, constant, pause_s)
+
+
 async def serve(setup: NodeSetup) -> None:
     """Run the node until the input of this process ends."""
+    if setup.pause_s is not None:
+        shorten_pauses(setup.pause_s)
     folder = Path(setup.folder)
     engines = EngineProcesses(folder / "engines", 1)
     supervisor = Supervisor(

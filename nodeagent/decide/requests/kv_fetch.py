@@ -5,7 +5,7 @@ the time until the first block, and for each byte after it. Computing is predict
 replica's prefill rate.
 
 Rule 1: a fetch that fails or is given up counts with the time that it took. Then its node is not
-used for a while, twice as long after each further failure.
+used for a while, twice as long after each further failure of a fetch that began later.
 Rule 2: the first block may take no longer than computing the prefix would. After that a fetch goes
 on as long as the rest comes sooner than it would be computed, for the same time again at most. It
 leaves a request with a deadline the time to compute after all.
@@ -149,6 +149,7 @@ class FetchRate:
         self._measured_at_s = -inf
         self._is_measured = False
         self._failures = 0
+        self._failed_at_s = -inf
         self._backoff_until_s = -inf
 
     def record(self, transfer_bytes: int, seconds: float, first_s: float, now_s: float) -> None:
@@ -163,9 +164,13 @@ class FetchRate:
         # Without a byte, all of the time was spent waiting for the first.
         first_s = min(first_s, seconds) if transfer_bytes else seconds
         self._learn(transfer_bytes, max(0.0, seconds - first_s), first_s, now_s)
-        pause_s = min(BACKOFF_MAX_S, BACKOFF_S * 2.0 ** min(self._failures, 16))
-        self._failures += 1
-        self._backoff_until_s = now_s + pause_s
+        # A fetch that ran when the last one failed has the same cause: it is no further failure.
+        if now_s - seconds >= self._failed_at_s or not self._failures:
+            self._failures += 1
+        self._failed_at_s = now_s
+        self._backoff_until_s = now_s + min(
+            BACKOFF_MAX_S, BACKOFF_S * 2.0 ** min(self._failures - 1, 16)
+        )
 
     def may_ask(self, now_s: float) -> bool:
         """Return whether the node did not fail lately."""

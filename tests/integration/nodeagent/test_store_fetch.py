@@ -46,13 +46,21 @@ class Engine:
         self.clock = clock
         self.stored = 20
         self.fails = self.hangs = False
+        self.lost_at = ""
         self.took_s = 0.01
         self.wanted: list[str] = []
         self.kept: list[int] = []
         self.may_keep = asyncio.Event()
         self.may_keep.set()
 
+    def lose(self, request: web.Request) -> None:
+        """Close the connection if the engine is lost at this request."""
+        if self.lost_at and request.path.startswith(self.lost_at):
+            assert request.transport is not None
+            request.transport.close()
+
     async def locate(self, request: web.Request) -> web.Response:
+        self.lose(request)
         if self.hangs:
             await asyncio.Event().wait()
         query = msgspec.msgpack.decode(await request.read(), type=kv_sharing.BlockQuery)
@@ -61,6 +69,7 @@ class Engine:
         return web.Response(body=msgspec.json.encode(located))
 
     async def move(self, request: web.Request) -> web.Response:
+        self.lose(request)
         wanted = request.query["blocks"]
         self.wanted.append(wanted)
         self.clock.now_s += self.took_s
@@ -212,6 +221,22 @@ async def test_a_store_that_hangs_or_fails_is_left_alone_for_a_while(
         clock.now_s += BACKOFF_S
         assert await reader.fetch() is None, "the second failure in a row counts twice"
         clock.now_s += BACKOFF_S
+        fetched = await reader.fetch()
+        assert fetched is not None
+        assert fetched.blocks == 18
+
+
+@pytest.mark.parametrize("lost_at", [kv_sharing.STORE_LOCATE_PATH, kv_sharing.STORE_FETCH_PATH])
+async def test_a_store_is_not_blamed_for_an_engine_that_is_lost(lost_at: str) -> None:
+    clock = Clock()
+    engine = Engine(clock)
+    async with serving(engine) as http:
+        reader = StoreReader(http, clock)
+        engine.lost_at = lost_at
+        fetched = await reader.fetch()
+        assert fetched is not None
+        assert fetched.blocks == 0
+        engine.lost_at = ""
         fetched = await reader.fetch()
         assert fetched is not None
         assert fetched.blocks == 18
