@@ -368,7 +368,7 @@ class AttemptRunner:
             attempt.take(event)
             self._exclude_refusing(context, attempt, error)
         else:
-            self.record_failure(context, attempt)
+            self.record_failure(context, attempt, error.cause)
         attempt.release()
         self.forget_prefix(context, attempt)
         request = context.request
@@ -391,11 +391,12 @@ class AttemptRunner:
             excluded.refused |= {replica_id}
             context.request.preemptions += error.refusal == headers.PREEMPTED
 
-    def record_failure(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
+    def record_failure(
+        self, context: RequestContext, attempt: ReplicaAttempt, cause: FailureCause
+    ) -> None:
         """Count a broken attempt and keep the next ones away from its replica.
 
-        If the request was handed off, both replicas are avoided but neither is marked unhealthy:
-        it is not known which of them broke.
+        If it was handed off, it is not known which replica broke: neither is marked unhealthy.
         """
         attempt.take(AttemptEvent.FAILED)
         self._recorder.attempt_failed(context)
@@ -405,8 +406,8 @@ class AttemptRunner:
         replica_id = (head.handed_off_to if head else "") or attempt.ranked.route.replica_id
         if replica_id != route.replica_id:
             excluded.failed |= {ReplicaId(replica_id)}
-        elif cause := self._feedback.record_failure(route):
-            self._metrics.ejections.labels(cause).inc()
+        elif ejection := self._feedback.record_failure(route, cause):
+            self._metrics.ejections.labels(ejection).inc()
 
     def forget_prefix(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
         """Note that the replica did not read the prompt, so it has not cached any of it."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Set
 from isochrone.wire.http.headers import BUSY, ReportedLoad
 from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
 from isochrone.wire.peers.routes import Route
+from router.decide.attempt import FailureCause
 from router.decide.caches.prefix_index import NO_KEYS, PrefixKeys, SentPrompt
 from router.decide.choice.prefill_replicas import PrefillReading
 from router.decide.replicas.full_replicas import RequestGroup
@@ -171,9 +172,11 @@ class AttemptFeedback:
         if self._fleet.health.record_success(route.replica_id):
             self._fleet.slow_start.begin((route.replica_id,), self._fleet.clock())
 
-    def record_failure(self, route: Route) -> str:
+    def record_failure(self, route: Route, cause: FailureCause = FailureCause.BROKEN) -> str:
         """Note a failed request; return the cause if that ejects the replica, else ""."""
         fleet = self._fleet
+        if cause is FailureCause.SLOW_CLIENT:
+            return ""
         if fleet.directory.route(route.replica_id) is None:
             return ""
         peers = list(fleet.routing(route.deployment_id).replicas.slots)

@@ -403,7 +403,7 @@ class RequestPipeline:
                 )
             except AttemptFailed as failure:
                 writer.set_source(None)
-                self._attempts.record_failure(context, attempt)
+                self._attempts.record_failure(context, attempt, failure.cause)
                 if self._tracer is not None:
                     self._tracer.end_attempt(context, attempt, failure.cause.value)
                 if failure.cause is FailureCause.ENGINE_LOST:

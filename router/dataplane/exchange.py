@@ -33,6 +33,10 @@ HELD_BYTES_MAX: Final = 256 * 1024
 DRAIN_TIMEOUT_S: Final = 0.5
 """The time a node has to finish a body that is no longer needed."""
 
+SLOW_CLIENT_S: Final = 1.0
+"""After waiting this long in all for its client, a stream that breaks is not the node's fault: an
+engine ends one whose tokens are not read."""
+
 
 class AttemptFailed(Exception):
     """The attempt came to nothing. `refusal` is the node's own word for a refusal, else empty."""
@@ -137,8 +141,8 @@ class NodeExchange:
 
     __slots__ = (
         "_address", "_bytes_max", "_connection", "_dialing", "_failure", "_held", "_held_bytes",
-        "_is_resumption", "_node_id", "_pool", "_stream_ended", "_writer", "body", "due_s",
-        "ending", "head",
+        "_is_resumption", "_node_id", "_paused_at_s", "_paused_s", "_pool", "_stream_ended",
+        "_writer", "body", "due_s", "ending", "head",
         "is_answered", "is_draining", "is_over", "is_paused", "is_stream", "on_handoff",
         "on_prefill", "opened", "relay", "request_body", "request_head", "timeout_s", "usage",
     )  # fmt: skip
@@ -169,6 +173,7 @@ class NodeExchange:
         self.usage: UsageCount | None = None
         self.is_stream = self.is_over = self.is_paused = self.is_draining = False
         self.timeout_s = self.due_s = NEVER
+        self._paused_at_s = self._paused_s = 0.0
         self._pool = pool
         self._node_id = node_id
         self._address = address
@@ -265,6 +270,8 @@ class NodeExchange:
 
     def pause(self) -> None:
         """Stop reading, and the deadline with it: the node is not at fault for a slow client."""
+        if not self.is_paused:
+            self._paused_at_s = self._pool.clock()
         self.is_paused = True
         if self._connection is not None:
             self._connection.pause()
@@ -272,6 +279,8 @@ class NodeExchange:
 
     def resume(self) -> None:
         """Continue reading."""
+        if self.is_paused:
+            self._paused_s += self._pool.clock() - self._paused_at_s
         self.is_paused = False
         if self._connection is not None:
             self._connection.due_s = self._pool.clock() + self.timeout_s
@@ -385,7 +394,9 @@ class NodeExchange:
         if was_unused:
             self.dial()
         else:
-            self.fail(AttemptFailed(FailureCause.BROKEN, f"{self._node_id} broke off"))
+            is_slow = self._paused_s >= SLOW_CLIENT_S
+            cause = FailureCause.SLOW_CLIENT if is_slow else FailureCause.BROKEN
+            self.fail(AttemptFailed(cause, f"{self._node_id} broke off"))
 
     def on_timeout(self) -> None:
         """Fail: the node sent nothing for `timeout_s`."""

@@ -62,6 +62,8 @@ class FailureCause(StrEnum):
     ERROR = "error"
     ENGINE_LOST = "engine_lost"
     """The engine failed while it processed this request, which may be the cause."""
+    SLOW_CLIENT = "slow_client"
+    """The node broke off a stream that the client had not read for a while: engines do that."""
 
 
 OF_THE_NODE: Final = frozenset({FailureCause.UNREACHABLE, FailureCause.GONE})

@@ -50,6 +50,8 @@ SILENCE_S: Final = 20.0
 after it."""
 BACKOFF_MIN_S: Final = 0.2
 BACKOFF_MAX_S: Final = 10.0
+BACKOFF_KNOWN_FLEET_S: Final = 1.0
+"""The longest backoff of a peer whose schedulers can register the whole fleet in this time."""
 WAIT_MAX_S: Final = 60.0
 """The longest wait that a scheduler may impose by `retry_after_s`."""
 
@@ -72,6 +74,28 @@ class LinkRefused(Exception):
     def __init__(self, reason: str, wait_s: float = 0.0) -> None:
         super().__init__(reason)
         self.wait_s = wait_s
+
+
+class RedialBackoff:
+    """How long a peer waits before it dials the next of its schedulers."""
+
+    def __init__(self) -> None:
+        self.window_s = BACKOFF_MIN_S
+        """The longest wait now. It doubles after each round in which no scheduler accepted."""
+        self._window_max_s = BACKOFF_MAX_S
+
+    def accepted(self, redial_spread_s: float) -> None:
+        """Begin again after a connection.
+
+        The schedulers can register the whole fleet in `redial_spread_s` seconds. So it may dial
+        that often, and all peers are back soon after a scheduler acts again.
+        """
+        self.window_s = BACKOFF_MIN_S
+        self._window_max_s = min(BACKOFF_MAX_S, max(BACKOFF_KNOWN_FLEET_S, redial_spread_s))
+
+    def round_failed(self) -> None:
+        """Wait longer: every scheduler was dialled and none accepted."""
+        self.window_s = min(self._window_max_s, 2.0 * self.window_s)
 
 
 class ControlLink:
@@ -128,6 +152,8 @@ class ControlLink:
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._next_url = 0
         self._welcome: Welcome | None = None
+        self._logged: dict[str, str] = {}
+        """By scheduler, since the last connection: the reason for no connection that was logged."""
 
     @property
     def _identity(self) -> Identity:
@@ -135,7 +161,7 @@ class ControlLink:
 
     async def run(self) -> NoReturn:
         """Connect again and again, to each URL in turn, with jittered backoff in between."""
-        backoff_s = BACKOFF_MIN_S
+        backoff = RedialBackoff()
         async with (
             aclosing(NameCache()) as names,
             aiohttp.ClientSession(
@@ -161,15 +187,15 @@ class ControlLink:
                     self.connected = False
                     self._socket = None
                 if self._welcome is not None:
-                    backoff_s = BACKOFF_MIN_S
+                    backoff.accepted(self._welcome.redial_spread_s)
                     # The whole fleet may have lost the same scheduler at the same moment.
                     await asyncio.sleep(self._rng.uniform(0.0, self._welcome.redial_spread_s))
                 elif not wait_s:
                     self._next_url += 1
                     if self._next_url % len(self._urls) == 0:
-                        backoff_s = min(BACKOFF_MAX_S, backoff_s * 2)
-                backoff_min_s = 0.0 if wait_s else backoff_s / 2
-                await asyncio.sleep(wait_s + self._rng.uniform(backoff_min_s, backoff_s))
+                        backoff.round_failed()
+                backoff_min_s = 0.0 if wait_s else backoff.window_s / 2
+                await asyncio.sleep(wait_s + self._rng.uniform(backoff_min_s, backoff.window_s))
 
     async def send(self, message: msgspec.Struct) -> bool:
         """Send one message; False if there is no connection, or if it broke.
@@ -217,6 +243,7 @@ class ControlLink:
             self.url = url
             self.connected = True
             self.last_refusal = ""
+            self._logged.clear()
             log.info("registered", extra={"fields": {"scheduler": url, "epoch": welcome.epoch}})
             renewal_task = None
             if self._renewal is not None:
@@ -305,7 +332,8 @@ class ControlLink:
     def _log_refusal(self, url: str, error: Exception) -> None:
         reason = str(error) or type(error).__name__
         # Each reason is logged once: a scheduler that is down for a day must not fill the logs.
-        if reason != self.last_refusal:
+        if reason != self._logged.get(url):
+            self._logged[url] = reason
             log.warning(
                 "no connection to the scheduler",
                 extra={"fields": {"scheduler": url, "reason": reason}},

@@ -9,7 +9,7 @@ from msgspec import Meta
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http import headers
 from isochrone.wire.peers import batches as wire
-from router.apis.batches.relay import in_a_task
+from router.apis.batches.relay import CHUNK_BYTES, in_a_task
 from router.apis.openai.decode import decode
 from router.apis.query_flags import flag
 from router.apis.workers_ai.adapter import REJECT_IF_BUSY, model_of
@@ -29,6 +29,9 @@ class QueuedRequests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ) = None
     request_id: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")] | None = None
 
+
+_ENVELOPE: Final = (b'{"result":', b',"success":true,"errors":[],"messages":[]}')
+"""What stands before and after the scheduler's answer in Workers AI's envelope."""
 
 _QUEUED: Final = msgspec.json.Decoder(QueuedRequests)
 _TEXT: Final = msgspec.json.Decoder(str | None)
@@ -73,13 +76,22 @@ async def _answer(
         method, path = "POST", "/ai/queued"
         lines = [_line(number, run, model) for number, run in enumerate(given.requests)]
         body = b"\n".join(lines)
+    header_lines = f"{headers.REQUEST_ID}: {request.client_request_id}\r\n"
     async with client.request(
         method, f"{wire.PUBLIC_PREFIX}{path}", headers=sent, query=query, body=body
     ) as response:
-        result = msgspec.Raw(await response.read())
-    envelope = {"result": result, "success": True, "errors": [], "messages": []}
-    header_lines = f"{headers.REQUEST_ID}: {request.client_request_id}\r\n"
-    writer.reply(HttpResponse(200, msgspec.json.encode(envelope), header_lines))
+        if response.content_length is not None:
+            whole = _ENVELOPE[0] + await response.read() + _ENVELOPE[1]
+            writer.reply(HttpResponse(200, whole, header_lines))
+            return
+        # Results may be gigabytes: they are read as the client reads them.
+        writer.begin(200, "application/json", header_lines)
+        writer.send(_ENVELOPE[0])
+        async for chunk in response.content.iter_chunked(CHUNK_BYTES):
+            writer.send(chunk)
+            await writer.drained()
+        writer.send(_ENVELOPE[1])
+        writer.end()
 
 
 def _line(number: int, run: dict[str, msgspec.Raw], model: str) -> bytes:

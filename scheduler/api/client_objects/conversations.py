@@ -87,17 +87,17 @@ class ConversationEndpoints:
         limit = parse_limit(request, LIST_LIMIT_DEFAULT, LIST_LIMIT_MAX)
         async with using(self._pool) as connection:
             _found(await read_conversation(connection, _id(request), tenant_id), _id(request))
-            items = await list_items(
+            items, has_more = await list_items(
                 connection,
                 _id(request),
                 after=request.query.get("after", ""),
                 is_ascending=parse_order(request),
-                limit=limit + 1,
+                limit=limit,
+                bytes_max=self._limits.context_bytes_max,
             )
             if not items and (after := request.query.get("after")):
                 require_after(await read_item(connection, _id(request), after), after)
-        raw = [msgspec.Raw(item.item) for item in items[:limit]]
-        return items_response(ItemPage(raw, len(items) > limit))
+        return items_response(ItemPage([msgspec.Raw(item.item) for item in items], has_more))
 
     async def add_items(self, request: web.Request, tenant_id: str) -> web.Response:
         """Append items; return them."""

@@ -37,14 +37,14 @@ async def send_file(
                 left -= len(chunk)
                 chunk = await folder.run(source.read, min(CHUNK_BYTES, left))
         except (ApiError, FileNotFoundError) as error:
-            _give_up(request, file_id, str(error))
+            give_up(request, file_id, str(error))
         if left:
-            _give_up(request, file_id, f"the file ends {left} bytes before its size")
+            give_up(request, file_id, f"the file ends {left} bytes before its size")
     await response.write_eof()
     return response
 
 
-def _give_up(request: web.Request, file_id: str, reason: str) -> NoReturn:
+def give_up(request: web.Request, file_id: str, reason: str) -> NoReturn:
     """Close the connection: an error in the middle of a body would be read as a part of it."""
     log.error("cannot send a file", extra={"fields": {"file": file_id, "reason": reason}})
     if request.transport is not None:

@@ -3,7 +3,11 @@
 The requests of a run become a file and a batch; the poll reads the results from the batch's files.
 """
 
+import heapq
 import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack
+from operator import itemgetter
 from typing import Any, Final
 
 import msgspec
@@ -12,10 +16,11 @@ from aiohttp import web
 from isochrone.service.network.http_server import read_body
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.api.client_objects.batches import WINDOW_S, check_unanswered
+from scheduler.api.client_objects.downloads import give_up
 from scheduler.api.client_objects.uploads import add_or_discard, write_upload
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.batch_lines import RUN_PREFIX, run_response
-from scheduler.state.files.batch_folder import BatchFolder
+from scheduler.state.files.batch_folder import CHUNK_BYTES, BatchFolder
 from scheduler.store.client_objects.batch_files import add_file
 from scheduler.store.client_objects.batches import StoredBatch, add_batch, read_batch
 from scheduler.store.pool import Pool, transaction, using
@@ -82,7 +87,7 @@ class QueuedRuns:
                 expires_after_s=WINDOW_S,
             )
 
-    async def show(self, request: web.Request, tenant_id: str) -> web.Response:
+    async def show(self, request: web.Request, tenant_id: str) -> web.StreamResponse:
         """Return the state of a batch, with the results once it has ended.
 
         Its model must be that of the query, which routers of the release before do not send.
@@ -95,29 +100,52 @@ class QueuedRuns:
             raise ApiError(ErrorCode.NOT_FOUND, f"cannot find the request {batch_id[:64]!r}")
         if batch.status in _STATUS:
             return web.json_response(_queued(batch))
-        body = await self._folder.run(self._results, batch)
-        return web.Response(body=body, content_type="application/json")
+        return await self._send_results(request, batch)
 
-    def _results(self, batch: StoredBatch) -> bytes:
-        """Return the results of a batch that has ended, in the order of its requests."""
-        responses: list[dict[str, Any]] = []
-        usage = dict.fromkeys(_COUNTS, 0)
-        for file_id in (batch.output_file_id, batch.error_file_id):
-            if file_id is None:
-                continue
-            try:
-                with self._folder.open(file_id) as source:
-                    for line in source:
-                        response = run_response(line)
-                        responses.append(response)
-                        counted = (response.get("result") or {}).get("usage") or {}
-                        for name, other in _COUNTS.items():
-                            usage[name] += counted.get(name) or counted.get(other) or 0
-            except FileNotFoundError:
-                message = "cannot return the results: they were deleted"
-                raise ApiError(ErrorCode.NOT_FOUND, message) from None
-        responses.sort(key=lambda response: int(response["id"]))
-        return msgspec.json.encode({"responses": responses, "usage": usage})
+    async def _send_results(self, request: web.Request, batch: StoredBatch) -> web.StreamResponse:
+        """Send the results of a batch that has ended, a part at a time: they may be gigabytes."""
+        parts = result_parts(self._folder, batch)
+        try:
+            part = await self._folder.run(next, parts, b"")
+        except FileNotFoundError:
+            message = "cannot return the results: they were deleted"
+            raise ApiError(ErrorCode.NOT_FOUND, message) from None
+        response = web.StreamResponse(headers={"content-type": "application/json"})
+        await response.prepare(request)
+        try:
+            while part:
+                await response.write(part)
+                part = await self._folder.run(next, parts, b"")
+        except (ApiError, FileNotFoundError) as error:
+            give_up(request, batch.batch_id, str(error))
+        await response.write_eof()
+        return response
+
+
+def result_parts(folder: BatchFolder, batch: StoredBatch) -> Iterator[bytes]:
+    """Yield the JSON of a batch's results, in the order of its requests. Blocks.
+
+    Holds one result and CHUNK_BYTES at a time. Raises FileNotFoundError, and ApiError 503.
+    """
+    usage = dict.fromkeys(_COUNTS, 0)
+    part, separator = bytearray(b'{"responses":['), b""
+    with ExitStack() as files:
+        # Each file has its lines in the order of the requests.
+        ordered = [
+            map(run_response, files.enter_context(folder.open(file_id)))
+            for file_id in (batch.output_file_id, batch.error_file_id)
+            if file_id is not None
+        ]
+        for response in heapq.merge(*ordered, key=itemgetter("id")):
+            counted = (response.get("result") or {}).get("usage") or {}
+            for name, other in _COUNTS.items():
+                usage[name] += counted.get(name) or counted.get(other) or 0
+            part += separator + msgspec.json.encode(response)
+            separator = b","
+            if len(part) >= CHUNK_BYTES:
+                yield bytes(part)
+                part.clear()
+    yield bytes(part) + b'],"usage":' + msgspec.json.encode(usage) + b"}"
 
 
 def _queued(batch: StoredBatch) -> dict[str, Any]:

@@ -69,13 +69,7 @@ class ResponseWork:
         async with transaction(self._pool) as connection:
             context_items = await self._context(connection, given)
             new_bytes = len(context_items) + len(given.input_items)
-            if new_bytes > self._limits.context_bytes_max:
-                raise ApiError(
-                    ErrorCode.INVALID_REQUEST,
-                    f"cannot continue: the items before this request and its own have {new_bytes}"
-                    f" bytes, more than {self._limits.context_bytes_max}; start a new one",
-                    param="previous_response_id" if given.previous_response_id else "input",
-                )
+            self._check_context(given, new_bytes)
             if not given.is_stored:
                 return BegunResponse(context_items=context_items)
             new_bytes += len(given.body) + len(given.run)
@@ -133,12 +127,15 @@ class ResponseWork:
         """Return the items before a response's own. Raises ApiError."""
         if given.conversation_id:
             conversation_id = given.conversation_id
-            if await read_conversation(connection, conversation_id, given.tenant_id) is None:
+            found = await read_conversation(connection, conversation_id, given.tenant_id)
+            if found is None:
                 raise ApiError(
                     ErrorCode.NOT_FOUND,
                     f"cannot find the conversation {conversation_id[:64]!r}",
                     param="conversation",
                 )
+            # Before its items are read: a conversation may be as large as all that a tenant stores.
+            self._check_context(given, found.size_bytes + len(given.input_items))
             items = await all_items(connection, conversation_id)
             return msgspec.json.encode([msgspec.Raw(item) for item in items])
         previous_id = given.previous_response_id
@@ -158,6 +155,16 @@ class ResponseWork:
             f"cannot use field 'previous_response_id': {reason}",
             param="previous_response_id",
         )
+
+    def _check_context(self, given: BeginResponse, context_bytes: int) -> None:
+        """Raise ApiError 400 if a response would build on too many bytes of items."""
+        if context_bytes > self._limits.context_bytes_max:
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                f"cannot continue: the items before this request and its own have {context_bytes}"
+                f" bytes, more than {self._limits.context_bytes_max}; start a new one",
+                param="previous_response_id" if given.previous_response_id else "input",
+            )
 
     async def _extend_conversation(
         self, connection: Connection, row: ResponseRow, body: bytes

@@ -28,6 +28,10 @@ class ResultFile(NamedTuple):
     size_bytes: int
 
 
+class ItemsMissing(Exception):
+    """The database lacks items of a batch. Nothing was written."""
+
+
 class _OpenFile:
     """A file of results that is being written, with a buffer."""
 
@@ -67,9 +71,13 @@ async def write_results(pool: Pool, folder: BatchFolder, batch: StoredBatch) -> 
     replaces what an earlier one has left, and takes nothing from one that has succeeded. The files
     are complete after the transaction: an upload to a bucket may take longer than a transaction
     may wait.
+
+    Raises ItemsMissing if another scheduler has ended the batch and deletes its items: while this
+    process hung, and no longer acts. Its files would replace the whole ones.
     """
     file_ids = [_file_id(batch.batch_id, kind) for kind in KINDS]
     results: list[_OpenFile] = []
+    item_count = 0
     files = ExitStack()
     try:
         async with transaction(pool) as connection:
@@ -78,6 +86,12 @@ async def write_results(pool: Pool, folder: BatchFolder, batch: StoredBatch) -> 
                 results.append(_OpenFile(folder, output))
             async for item in each_item(connection, batch.batch_id):
                 await results[item.is_error].write(_line_of(batch, item))
+                item_count += 1
+            if item_count != batch.total:
+                raise ItemsMissing(
+                    f"cannot write the results of {batch.batch_id}: the database has {item_count}"
+                    f" of {batch.total} items; has another scheduler ended it?"
+                )
             for result in results:
                 await result.flush()
     except BaseException:

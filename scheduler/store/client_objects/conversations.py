@@ -139,19 +139,37 @@ async def all_items(connection: Connection, conversation_id: str) -> list[bytes]
 
 
 async def list_items(
-    connection: Connection, conversation_id: str, *, after: str, is_ascending: bool, limit: int
-) -> list[StoredItem]:
-    """Return a page of items after the item `after`; an unknown one has nothing after it."""
+    connection: Connection,
+    conversation_id: str,
+    *,
+    after: str,
+    is_ascending: bool,
+    limit: int,
+    bytes_max: int,
+) -> tuple[list[StoredItem], bool]:
+    """Return a page of items after the item `after`, and whether more follow.
+
+    An unknown `after` has nothing after it. The page ends with the item that reaches `bytes_max`:
+    items are large, too.
+    """
     comparison, order = (">", "ASC") if is_ascending else ("<", "DESC")
     rows: list[Any] = await connection.fetch(
-        "SELECT item_id, item FROM conversation_item WHERE conversation_id = $1"  # noqa: S608
-        f" AND ($2 = '' OR position {comparison} (SELECT position FROM conversation_item"
-        f" WHERE conversation_id = $1 AND item_id = $2)) ORDER BY position {order} LIMIT $3",
-        conversation_id,
-        after,
-        limit,
+        f"""
+        SELECT item_id, item, found FROM (
+            SELECT *, count(*) OVER () AS found,
+                sum(length(item)) OVER (ORDER BY position {order}) - length(item) AS bytes_before
+            FROM (
+                SELECT position, item_id, item FROM conversation_item
+                WHERE conversation_id = $1
+                    AND ($2 = '' OR position {comparison} (SELECT position FROM conversation_item
+                        WHERE conversation_id = $1 AND item_id = $2))
+                ORDER BY position {order} LIMIT $3 + 1) next_items) sized
+        WHERE bytes_before < $4 ORDER BY position {order} LIMIT $3
+        """,  # noqa: S608 - constants
+        *(conversation_id, after, limit, bytes_max),
     )
-    return [as_struct(row, StoredItem) for row in rows]
+    items = [StoredItem(row["item_id"], row["item"]) for row in rows]
+    return items, bool(rows) and rows[0]["found"] > len(rows)
 
 
 async def read_item(

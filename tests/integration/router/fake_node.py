@@ -20,6 +20,7 @@ class FakeNode:
     """One node. Its attributes define its behaviour and may be changed at any time.
 
     - `cut_at`, `hang_at`, `error_at`: the token at which a stream breaks, stalls or fails.
+    - `cuts_all`: whether it breaks every stream at its next token.
     - `refuse`: the reason in its refusals.
     - `requests_max`: how many requests it serves at once, 0 for any number.
     - `handed_off_to`: the replica that it names as answering.
@@ -46,6 +47,7 @@ class FakeNode:
         self.status = 200
         self.error_body: bytes | None = None
         self.cut_at: int | None = None
+        self.cuts_all = False
         self.hang_at: int | None = None
         self.garbage = False
         self.plain_garbage = False
@@ -271,7 +273,7 @@ class FakeNode:
             generated = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
             begin = int(generated.split()[-1][1:]) + 1
         for n in range(begin, begin + count):
-            if n == self.cut_at:
+            if self.cuts_all or n == self.cut_at:
                 assert request.transport is not None
                 request.transport.abort()
                 return response

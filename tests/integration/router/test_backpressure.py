@@ -6,6 +6,8 @@ import socket
 from pathlib import Path
 
 from isochrone.wire.peers.usage import RequestOutcome
+from router.dataplane.exchange import SLOW_CLIENT_S
+from router.decide.liveness.outlier_ejection import FAILURES_MAX
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, Bench, a_bench
 from tests.integration.router.test_serving import frames, usage, words
@@ -98,3 +100,34 @@ async def test_connections_to_nodes_are_reused(tmp_path: Path) -> None:
             async with bench.chat(stream=bool(number % 2)) as response:
                 await response.read()
         assert len(bench.app.upstream) <= 2
+
+
+async def test_a_client_that_reads_slowly_ejects_no_replica(tmp_path: Path) -> None:
+    """An engine breaks off a stream that is not read. Three such clients ejected a healthy one."""
+    node = a_node()
+    node.filler *= 20
+    async with a_bench(tmp_path, [node], write_timeout_s=30) as bench:
+        clients = [await open_unread_stream(bench) for _ in range(FAILURES_MAX)]
+        await node.until(lambda: node.running == len(clients))
+        await wait_until_paused(node)
+        await asyncio.sleep(SLOW_CLIENT_S)
+        node.cuts_all = True
+        for reader, writer in clients:
+            while await reader.read(1 << 20):
+                pass
+            writer.close()
+        await node.until(lambda: node.running == 0)
+        assert not bench.app.fleet.health.unhealthy()
+        # The same without a slow client.
+        node.cuts_all, node.itl_s, node.sent = False, 0.02, 0
+
+        async def read_all() -> None:
+            async with bench.chat(stream=True, max_tokens=1_000) as response:
+                await response.read()
+
+        reading = [asyncio.create_task(read_all()) for _ in range(FAILURES_MAX)]
+        await node.until(lambda: node.running == len(reading))
+        await asyncio.sleep(0.3)
+        node.cuts_all = True
+        await asyncio.gather(*reading)
+        assert bench.app.fleet.health.unhealthy()

@@ -6,6 +6,7 @@ from typing import Any
 import openai
 import pytest
 
+from scheduler.api.client_objects import responses as response_endpoints
 from scheduler.decide.response_limits import ResponseLimits
 from tests.integration.admin.conftest import admin
 from tests.integration.router.test_batches import WAIT_S, BatchBench, bench
@@ -183,6 +184,27 @@ async def test_a_conversation_grows_with_its_responses(bench: BatchBench) -> Non
         await conversations.retrieve(made.id)
     # Responses stay when their conversation is deleted.
     assert (await bench.client.responses.retrieve(answer.id)).id == answer.id
+
+
+async def test_a_large_conversation_is_never_in_memory_as_a_whole(
+    bench: BatchBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant may store 256 MiB in one; each list of items and each response read all of it."""
+    conversations = bench.client.conversations
+    made = await conversations.create()
+    for _ in range(3):
+        item = {"type": "message", "role": "user", "content": "x" * 2_500}
+        await conversations.items.create(made.id, items=[item])  # type: ignore[list-item]
+    page = await conversations.items.list(made.id, limit=100)
+    assert (len(page.data), page.has_more) == (2, True), "up to context_bytes_max, and an item"
+    assert len([item async for item in conversations.items.list(made.id, order="asc")]) == 3
+
+    async def read_all(*_: object) -> list[bytes]:
+        pytest.fail("its items are read before their size is known")
+
+    monkeypatch.setattr(response_endpoints, "all_items", read_all)
+    with pytest.raises(openai.BadRequestError, match="start a new one"):
+        await bench.client.responses.create(model="tiny", input="one", conversation=made.id)
 
 
 async def test_what_cannot_be_stored_is_refused(bench: BatchBench) -> None:

@@ -19,9 +19,15 @@ from isochrone.wire.peers.batches import ItemResult, LeasedItem, LeasedItems, Le
 from scheduler.api.client_objects.batch_service import BatchService, BatchStorage
 from scheduler.api.client_objects.uploads import add_or_discard
 from scheduler.loops import advance_batches
+from scheduler.state.files.batch_results import ItemsMissing, write_results
 from scheduler.store.client_objects.batch_files import add_file, stored_bytes
 from scheduler.store.client_objects.batch_items import lease_items, store_results
-from scheduler.store.client_objects.batches import StoredBatch, end_batch, read_batch
+from scheduler.store.client_objects.batches import (
+    StoredBatch,
+    begin_finalizing,
+    end_batch,
+    read_batch,
+)
 from scheduler.store.pool import Pool, transaction, using
 from tests.integration.scheduler.test_batch_turns import LIMITS, MODEL, Turns, turns, with_key
 from tests.system.harness import until
@@ -104,6 +110,33 @@ async def test_no_batch_begins_without_all_of_its_lines(turns: Turns, is_there: 
     assert await items_of(turns.pool) == 0
     path.write_bytes(text)
     assert (await until_status(turns, "batch", "in_progress")).total == 3
+
+
+async def test_a_scheduler_that_hung_replaces_no_files_of_a_batch_that_has_ended(
+    turns: Turns,
+) -> None:
+    """It read the batch, hung while another one ended it, and wrote the items that were left."""
+    await turns.begin("batch", lines=3)
+    await until_status(turns, "batch", "in_progress")
+    await answer(turns, "batch")
+    async with transaction(turns.pool) as connection:
+        seen_before = await begin_finalizing(connection, "batch")
+    assert seen_before is not None
+    ended = await until_status(turns, "batch", "completed")
+    assert ended.output_file_id is not None
+    path = turns.folder._folder / ended.output_file_id
+    whole = path.read_bytes()
+    assert whole.count(b"\n") == 3
+
+    async def are_deleted() -> bool:
+        await turn(turns)
+        return await items_of(turns.pool) == 0
+
+    await until("the items are deleted", are_deleted)
+    with pytest.raises(ItemsMissing, match="0 of 3 items"):
+        await write_results(turns.pool, turns.folder, seen_before)
+    assert path.read_bytes() == whole
+    assert not list(turns.folder._folder.glob("*.part"))
 
 
 @pytest.mark.parametrize("is_committed", [True, False])
