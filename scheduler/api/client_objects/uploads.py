@@ -2,13 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
 from typing import Any, BinaryIO, Final, ParamSpec, TypeVar
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.state.files.batch_folder import CHUNK_BYTES, BatchFolder
 from scheduler.store.client_objects.batch_files import has_file
-from scheduler.store.pool import UNAVAILABLE, Connection, Pool, using
+from scheduler.store.pool import IDLE_TIMEOUT_S, UNAVAILABLE, Connection, Pool, using
 
 CHUNK_TIMEOUT_S: Final = 60.0
 """The longest pause between two chunks of an upload."""
@@ -16,8 +15,17 @@ CHUNK_TIMEOUT_S: Final = 60.0
 SPACE_CHECK_BYTES: Final = 16 * 1024 * 1024
 """The space on disk is looked at again after so many bytes."""
 
+DECIDING_PAUSE_S: Final = IDLE_TIMEOUT_S + 1.0
+DECIDING_ATTEMPTS_MAX: Final = 1_000
+"""How often, and with which pause, a database that did not answer is asked for a file's row."""
+
+_DECIDING: Final[set[asyncio.Task[None]]] = set()
+"""The tasks that ask. The event loop itself keeps none alive."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
+
+HasRow = Callable[[Connection, str], Awaitable[bool]]
 
 ReadChunk = Callable[[int], Awaitable[bytes]]
 """Returns at most this many of the next bytes, and b"" at the end."""
@@ -83,24 +91,54 @@ async def add_or_discard(
     folder: BatchFolder,
     file_id: str,
     adding: Coroutine[Any, Any, T],
-    has_row: Callable[[Connection, str], Awaitable[bool]] = has_file,
+    has_row: HasRow = has_file,
 ) -> T:
     """Return the result of `adding`, which stores that a file exists; else delete the file.
 
     A commit whose answer is lost, or whose client has left, may have succeeded: then `has_row`
-    finds the row, and the file stays.
+    finds the row, and the file stays. While the database cannot say, it may still commit: the file
+    stays until it can.
     """
     try:
         return await end_before_cancelling(adding)
     except BaseException as error:
-        is_added = False
-        if not isinstance(error, ApiError):
-            with suppress(*UNAVAILABLE):
-                async with using(pool) as connection:
-                    is_added = await has_row(connection, file_id)
-        if not is_added:
+        is_refused = isinstance(error, ApiError)
+        is_added = False if is_refused else await _is_added(pool, file_id, has_row)
+        if is_added is None:
+            deciding = asyncio.create_task(_discard_unless_added(pool, folder, file_id, has_row))
+            _DECIDING.add(deciding)
+            deciding.add_done_callback(_DECIDING.discard)
+        elif not is_added:
             await folder.discard(file_id)
         raise
+
+
+async def _is_added(pool: Pool, file_id: str, has_row: HasRow) -> bool | None:
+    """Return whether the database has a file's row; None if it does not answer."""
+    try:
+        async with using(pool) as connection:
+            return await has_row(connection, file_id)
+    except UNAVAILABLE:
+        return None
+
+
+async def _discard_unless_added(
+    pool: Pool, folder: BatchFolder, file_id: str, has_row: HasRow
+) -> None:
+    """Delete a file once the database has answered twice and does not have its row.
+
+    A transaction from before the outage has ended at the second time.
+    """
+    answers = 0
+    for _ in range(DECIDING_ATTEMPTS_MAX):
+        await asyncio.sleep(DECIDING_PAUSE_S)
+        is_added = await _is_added(pool, file_id, has_row)
+        if is_added:
+            return
+        answers = 0 if is_added is None else answers + 1
+        if answers == 2:
+            await folder.discard(file_id)
+            return
 
 
 async def _require_room(folder: BatchFolder) -> None:

@@ -16,6 +16,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers import batches as wire
 from isochrone.wire.peers.batches import ItemResult, LeasedItem, LeasedItems, LeaseItems
+from scheduler.api.client_objects import uploads
 from scheduler.api.client_objects.batch_service import BatchService, BatchStorage
 from scheduler.api.client_objects.uploads import add_or_discard
 from scheduler.loops import advance_batches
@@ -28,7 +29,7 @@ from scheduler.store.client_objects.batches import (
     end_batch,
     read_batch,
 )
-from scheduler.store.pool import Pool, transaction, using
+from scheduler.store.pool import Connection, Pool, transaction, using
 from tests.integration.scheduler.test_batch_turns import LIMITS, MODEL, Turns, turns, with_key
 from tests.system.harness import until
 
@@ -290,6 +291,33 @@ async def test_uploads_at_the_same_time_are_counted_one_after_another(turns: Tur
         )
         assert not counting.done()
     assert await counting == 7
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+async def test_a_file_stays_until_the_database_says_whether_it_has_its_row(
+    turns: Turns, monkeypatch: pytest.MonkeyPatch, is_committed: bool
+) -> None:
+    """A stopped Postgres commits once it goes on; its file was deleted meanwhile."""
+    monkeypatch.setattr(uploads, "DECIDING_PAUSE_S", 0.01)
+    path, asked = turns.folder._folder / "file-1", 0
+    path.write_bytes(b"content")
+
+    async def add() -> None:
+        raise LOST
+
+    async def has_row(connection: Connection, file_id: str) -> bool:
+        nonlocal asked
+        asked += 1
+        if asked < 4:
+            raise LOST
+        # The first answer comes before the commit of a backend that was stopped.
+        return is_committed and asked > 4
+
+    with pytest.raises(type(LOST)):
+        await add_or_discard(turns.pool, turns.folder, "file-1", add(), has_row)
+    assert path.exists()
+    await asyncio.gather(*uploads._DECIDING)
+    assert (path.exists(), asked) == (is_committed, 5)
 
 
 @asynccontextmanager
