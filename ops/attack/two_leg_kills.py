@@ -183,6 +183,14 @@ async def wait_used(pair: Pair, use: PeerUse, other: str, chance: random.Random)
                 return
 
 
+async def text_alone(pair: Pair, request: NumberedRequest, tenant: str) -> str:
+    """Return the answer to a request while nothing else runs. Raises AttackFailed."""
+    alone = await pair.ask(request, tenant)
+    if not alone.is_whole:
+        raise AttackFailed(f"{tenant}: no answer before the attack")
+    return alone.text
+
+
 async def attack_once(
     pair: Pair, use: PeerUse, victim: str, instant: int, seed: int
 ) -> KillOutcome:
@@ -190,12 +198,7 @@ async def attack_once(
     chance = random.Random(f"{seed} {victim} {instant}")
     phase = use.phases[instant % len(use.phases)]
     requests = [a_request(chance) for _ in range(STREAMS)]
-    expected = []
-    for request in requests:
-        alone = await pair.ask(request, f"alone {instant}")
-        if not alone.is_whole:
-            raise AttackFailed(f"{victim}, instant {instant}: no answer before the attack")
-        expected.append(alone.text)
+    expected = [await text_alone(pair, request, f"alone {instant}") for request in requests]
     # All prompts are read by the one that may be killed, as long as it lives.
     readers = chance.sample(READERS, len(READERS))
     is_decode = victim.startswith(("decode", "fetching"))
