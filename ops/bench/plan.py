@@ -45,6 +45,7 @@ SIZES: Final = (
 BEGINS_MIN: Final = 8 * 60
 HOUR_MIN: Final = 60
 LATER_MIN: Final = 180
+DAY_S: Final = 86_400.0
 FIRST: Final = PlanLimits(starts_max=10**6, endings_max=10**6, effort=0)
 
 
@@ -114,6 +115,12 @@ def with_weights(cluster: ClusterState) -> ClusterState:
     return msgspec.structs.replace(cluster, nodes=nodes)
 
 
+def settled(cluster: ClusterState) -> ClusterState:
+    """Return the cluster with placements a day old: no deployment is still laid out."""
+    placements = tuple(msgspec.structs.replace(p, age_s=DAY_S) for p in cluster.placements)
+    return msgspec.structs.replace(cluster, placements=placements)
+
+
 def minute_by_minute(
     world: PlanetWorld, cluster: ClusterState, minutes: int
 ) -> Iterator[PlanTiming]:
@@ -132,7 +139,7 @@ def row_of(world: PlanetWorld, cluster: ClusterState, minutes: int) -> str:
     # A warm-up: the first call includes one-time costs of Python and numpy.
     planned(peak, FIRST)
     first, seated = planned(peak, FIRST)
-    seated = with_weights(seated)
+    seated = settled(with_weights(seated))
     turns = list(minute_by_minute(world, seated, minutes))
     began = process_time()
     plan_prefetch(asked_at(world, seated, BEGINS_MIN, BEGINS_MIN + LATER_MIN), 60.0 * LATER_MIN)

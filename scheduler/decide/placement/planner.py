@@ -14,7 +14,8 @@ Steps, and where each of them is:
     (`search/recombine.py`), exchange the contents of two nodes or the sites of two replicas
     (`search/exchange.py`), refill sites in other orders, and force replicas elsewhere to leave
     local minima (`search/perturb.py`). A small fleet that starts several replicas gets more effort,
-    for all that it lacks; what is too much for one plan is left to the next. Where a policy allows
+    for all that it lacks; what is too much for one plan is left to the next. New deployments of a
+    large fleet start also replicas that would follow when demand grows. Where a policy allows
     no more replicas, start one where it is worth more, so that another can end.
  5. End what is no longer needed: preempted, drained, old versions, surplus; separate replicas that
     would all fail together (`retire.py`); and report what could not be met (`unmet.py`).
@@ -117,7 +118,8 @@ def plan_deployments(
     builder.end_invalid()
     draft = builder.new_draft()
     search = LocalSearch(draft, limits.settle_s, limits.effort)
-    is_whole = limits.thorough_effort > 0 and is_small(draft)
+    is_small_fleet = is_small(draft)
+    is_whole = limits.thorough_effort > 0 and is_small_fleet
     if is_whole:
         # Later plans make the starts that are too many for this one: all have to fit together.
         draft.limit_starts(STARTS_ALL)
@@ -127,6 +129,8 @@ def plan_deployments(
         search.run_thoroughly(limits.thorough_effort)
         keep_first(draft, builder.starts_max)
     search.relocate_running()
+    if not is_small_fleet:
+        search.lay_out()
     for preemption in search.preemptions():
         builder.end_replica(preemption.replica, preemption.reason)
     for state in draft.states:

@@ -145,6 +145,35 @@ def test_a_plan_that_starts_nothing_fills_the_draft_once(monkeypatch: pytest.Mon
     assert len(fills) == 1
 
 
+@pytest.mark.parametrize(
+    ("age_s", "devices", "expected"),
+    [(60.0, 150, [("d", "sin-1")]), (10_000.0, 150, []), (60.0, 1, [])],
+    ids=["new in a large fleet", "laid out", "new in a small fleet"],
+)
+def test_a_new_deployment_of_a_large_fleet_starts_also_what_does_not_pay_its_start(
+    age_s: float, devices: int, expected: list[tuple[str, str]]
+) -> None:
+    cpus = tuple(a_device(8.0, f"cpu{number}") for number in range(devices))
+    cluster = a_cluster(
+        nodes=(
+            a_node("ams-1", "ams", devices=cpus),
+            a_node("iad-1", "iad"),
+            a_node("sin-1", "sin"),
+        ),
+        placements=(
+            a_placement("r1", "ams-1", age_s=age_s),
+            a_placement("r2", "iad-1", age_s=age_s),
+        ),
+        demand=(a_demand("sin", 0.1),),
+    )
+    plan = plan_deployments(cluster)
+    assert starts(plan) == expected
+    # What was started stays, as it saves more than it costs to keep.
+    later = plan_deployments(after_plan(cluster, plan))
+    assert not later.starts
+    assert not later.endings
+
+
 def test_a_displaced_replica_displaces_others_at_another_site_than_the_one_it_left() -> None:
     # A replica of four devices displaces one, whose best site is then full of it.
     limits = PlanLimits(starts_max=10**6, endings_max=10**6, effort=1_000)

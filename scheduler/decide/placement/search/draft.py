@@ -103,14 +103,19 @@ class PlacementDraft:
         return self._gain(state, site, False, -inf)
 
     def free_gain_at(
-        self, state: DeploymentState, site: int, count_releasing: bool = False
+        self,
+        state: DeploymentState,
+        site: int,
+        count_releasing: bool = False,
+        start_discount: float = 0.0,
     ) -> Gain | None:
         """Return what one more replica at a site gains, or None if it has no free slot.
 
         A replica that would pay but has no slot is noted in `blocked`. With `count_releasing`,
-        memory of replicas that are ending counts as free, and nothing is noted.
+        memory of replicas that are ending counts as free, and nothing is noted. With a
+        `start_discount` a slot is looked for, too, if the replica would pay with that.
         """
-        gain = self._gain(state, site, count_releasing, START)
+        gain = self._gain(state, site, count_releasing, START - start_discount)
         if gain.candidate is not None:
             return gain
         if gain.net > START and not count_releasing:

@@ -39,12 +39,14 @@ def fill(
     draft: PlacementDraft,
     order: FillOrder = FillOrder.DENSITY,
     only: Sequence[DeploymentState] | None = None,
+    start_discount: float = 0.0,
 ) -> None:
     """Add the best replica again and again, until none lowers the cost or no start is left.
 
-    `only` limits it to some deployments.
+    `only` limits it to some deployments. A start counts `start_discount` less than it costs; START
+    is the most.
     """
-    _GreedyFill(draft, order).run(draft.states if only is None else only)
+    _GreedyFill(draft, order, start_discount).run(draft.states if only is None else only)
 
 
 def keep_first(draft: PlacementDraft, starts_max: int) -> None:
@@ -78,11 +80,13 @@ class _SiteGains:
     A gain is -inf where there is no slot. Valid until the deployment's replicas change.
     """
 
-    def __init__(self, draft: PlacementDraft, state: DeploymentState) -> None:
-        """Compute the bounds as if each start cost START only."""
+    def __init__(
+        self, draft: PlacementDraft, state: DeploymentState, start_discount: float
+    ) -> None:
+        """Compute the bounds as if each start cost START less the discount only."""
         needs = state.needs
         required = state.needs_by_site()
-        costs = needs.hold_cost + START
+        costs = needs.hold_cost + START - start_discount
         # A replica that saves no more than this does not pay at any site.
         least = max(0.0, costs - float(required.worths.max(initial=0.0)))
         nets = state.gain_upper_bounds(least) + required.worths - costs
@@ -92,6 +96,7 @@ class _SiteGains:
         nets[~is_free] = -inf
         self._state, self._nets, self._tiers = state, nets, required.tiers
         self._start_costs = NO_FLOATS
+        self._start_discount = start_discount
         self._known: dict[int, Known] = {}
 
     @property
@@ -113,17 +118,16 @@ class _SiteGains:
 
     def learn_savings(self, site: int, net: float) -> None:
         """Replace the bound of a site by the gain there, `net` if a start cost START only."""
-        net -= float(self._start_costs[site]) - START
+        net -= float(self._start_costs[site]) - START - self._start_discount
         self._nets[site] = net if net > EPSILON else -inf
         self._known[site] = Known.SAVINGS
 
     def learn_slot(self, site: int, gain: Gain | None) -> None:
         """Replace the gain at a site by that with the best free slot; None if there is no slot."""
         self._known[site] = Known.SLOT
-        if gain is None or gain.candidate is None or gain.net <= EPSILON:
-            self._nets[site] = -inf
-        else:
-            self._nets[site] = gain.net
+        net = -inf if gain is None or gain.candidate is None else gain.net + self._start_discount
+        self._nets[site] = net if net > EPSILON else -inf
+        if gain is not None and gain.candidate is not None:
             self._start_costs[site] = gain.candidate.start_cost
 
     def best(self, order: FillOrder) -> list[Entry]:
@@ -158,9 +162,10 @@ def _entry_of(replica: PlannedReplica) -> Entry:
 
 
 class _GreedyFill:
-    def __init__(self, draft: PlacementDraft, order: FillOrder) -> None:
+    def __init__(self, draft: PlacementDraft, order: FillOrder, start_discount: float) -> None:
         self._draft = draft
         self._order = order
+        self._start_discount = start_discount
         self._bids: dict[int, _SiteGains] = {}
         self._start_costs: dict[int, Floats] = {}
 
@@ -175,8 +180,8 @@ class _GreedyFill:
             if known is Known.BOUND:
                 bids.learn_savings(site, draft.net_without_slot(state, site))
                 following = bids.best(order)
-            elif known is Known.SAVINGS or (gain := draft.free_gain_at(state, site)) is None:
-                bids.learn_slot(site, draft.free_gain_at(state, site))
+            elif known is Known.SAVINGS or (gain := self._gain_at(state, site)) is None:
+                bids.learn_slot(site, self._gain_at(state, site))
                 following = bids.best(order)
             else:
                 draft.take(state, gain)
@@ -185,15 +190,18 @@ class _GreedyFill:
             for entry in following:
                 heappush(heap, entry)
 
+    def _gain_at(self, state: DeploymentState, site: int) -> Gain | None:
+        return self._draft.free_gain_at(state, site, start_discount=self._start_discount)
+
     def _offer(self, state: DeploymentState) -> list[Entry]:
         """Compute the bounds of a deployment; return the entry of the largest, if any may pay."""
         if state.is_full or not state.needs.site_capacity.any():
             return []
-        least = state.needs.hold_cost + START
+        least = state.needs.hold_cost + START - self._start_discount
         if state.requirements_met() and (state.gain_upper_bounds(least) <= least).all():
             self._draft.blocked.forget(state)
             return []
-        bids = self._bids[state.number] = _SiteGains(self._draft, state)
+        bids = self._bids[state.number] = _SiteGains(self._draft, state, self._start_discount)
         if not bids.has_any:
             return []
         if state.number not in self._start_costs:

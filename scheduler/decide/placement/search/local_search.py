@@ -25,6 +25,10 @@ from scheduler.decide.placement.search.swap import Preemption, SlotSwap
 SITES_TRIED_MAX: Final = 4
 """How many other sites are tried for one replica, the most promising first."""
 
+LAID_OUT_S: Final = 3600.0
+"""A deployment is new until one of its replicas is this old. A plan starts 8 replicas or 1 % of the
+fleet's, so that many plans lay out an empty large fleet."""
+
 PRUNES_MAX: Final = 4
 """How many times a plan is pruned and filled again before other changes are tried."""
 
@@ -101,6 +105,16 @@ class LocalSearch:
             self._effort.add(effort)
             self.recombine()
             self.run()
+
+    def lay_out(self) -> None:
+        """Start also replicas of new deployments that save their hold cost but not START.
+
+        START keeps replicas from moving back and forth with demand. A new deployment starts its
+        replicas anyway, and demand that grows would start most of these later.
+        """
+        new = [state for state in self._draft.states if _is_new(state)]
+        if new:
+            fill(self._draft, only=new, start_discount=START)
 
     def force_off(self) -> bool:
         """Force replicas off their sites until that lowers the cost; return whether it did."""
@@ -237,6 +251,12 @@ class LocalSearch:
                 best = gain
         if best:
             draft.take(state, best, reason=reason)
+
+
+def _is_new(state: DeploymentState) -> bool:
+    """Say whether a deployment is still being laid out: no replica is LAID_OUT_S old."""
+    ages = (replica.placement.age_s for replica in state.replicas if replica.placement)
+    return max(ages, default=0.0) < LAID_OUT_S
 
 
 def _is_warm_and_current(replica: PlannedReplica) -> bool:
