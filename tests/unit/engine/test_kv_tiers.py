@@ -255,9 +255,9 @@ def test_blocks_that_wait_to_be_written_keep_no_memory_of_others(
         files.write(digest(number), block.numpy().tobytes())
     write = files.write
 
-    def write_slowly(name: bytes, content: bytes | memoryview) -> bool:
+    def write_slowly(digest: bytes, content: bytes | memoryview) -> bool:
         assert may_write.wait(5)
-        return write(name, content)
+        return write(digest, content)
 
     files.write = write_slowly  # type: ignore[method-assign, assignment]
     mover._queue_writes([digest(99)], device.read_blocks([0]))
