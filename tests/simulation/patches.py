@@ -72,7 +72,7 @@ def replace_function(patch: pytest.MonkeyPatch, name: str, function: object) -> 
     """Replace a function of `scheduler/store` in every module that has imported it."""
     holders = [
         module
-        for module_name, module in sorted(sys.modules.items())
+        for module_name, module in sorted(sys.modules.copy().items())
         if module_name.startswith("scheduler.") and isfunction(vars(module).get(name))
     ]
     assert holders, name

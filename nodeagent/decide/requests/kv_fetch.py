@@ -254,7 +254,8 @@ def plan_fetch(
         if wanted <= 0:
             continue
         may_move = min(limits.budget_bytes, limits.quota_bytes)
-        allowed = int(min(float(wanted), may_move // prompt.block_bytes))
+        # Not `//`: without a limit that would be no number.
+        allowed = int(min(float(wanted), may_move / prompt.block_bytes))
         if not allowed:
             is_link = limits.budget_bytes <= limits.quota_bytes
             refused = FetchChoice.BUDGET if is_link else FetchChoice.QUOTA

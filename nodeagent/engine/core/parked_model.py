@@ -3,6 +3,7 @@
 The model stays as it is, with all addresses, so a wake reads the copy and builds nothing.
 """
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from shutil import disk_usage
@@ -14,6 +15,8 @@ from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.memory.memory_watch import available_bytes
 from nodeagent.engine.memory.parked_memory import ParkedMemory, drop_pages, use_small_pages
+
+log = logging.getLogger(__name__)
 
 FREE_COPIES_MIN: Final = 4
 """A copy is written only if the disk has space for this many: it is not worth a full disk."""
@@ -58,9 +61,10 @@ class ParkedModel:
         return True
 
     def restore(self) -> ModelRunner | None:
-        """Return the parked model, able to run again; None where none is parked.
+        """Return the parked model, able to run again; None where it has to be loaded anew.
 
-        Raises CheckpointError if the memory for it is not there, OSError if it cannot be read.
+        That is so if none is parked, or if its copy cannot be read: then none is parked any more.
+        Raises CheckpointError if the memory for it is not there.
         """
         runner, copy = self._runner, self._copy
         if runner is None or copy is None:
@@ -71,6 +75,11 @@ class ParkedModel:
             raise CheckpointError(
                 f"cannot restore the model: {needed} bytes are needed, {available} are available"
             )
-        copy.restore()
         self._runner = None
+        try:
+            copy.restore()
+        except OSError as error:
+            log.warning("cannot read the copy of the weights: %s; the model is loaded anew", error)
+            self._copy, self._weight_regions = None, list
+            return None
         return runner

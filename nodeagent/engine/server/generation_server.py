@@ -80,6 +80,7 @@ class GenerationServer(ModelServer):
             engine.kv_transfers,
             self.open_requests,
             self.kv_windows,
+            self.sleep.ensure_awake,
         )
         waiting_max = config.sequences_max + config.waiting_max
         mover = engine.block_mover

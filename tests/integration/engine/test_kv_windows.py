@@ -1,6 +1,7 @@
 """Blocks go through memory that two processes map, and a slot is never filled too early."""
 
 import asyncio
+import errno
 import hashlib
 import logging
 import mmap
@@ -369,6 +370,35 @@ def test_a_socket_of_a_dead_engine_is_replaced_and_another_file_is_not(tmp_path:
         path.write_text("a file")
         assert not asyncio.run(listens(path))
         assert path.read_text() == "a file"
+
+
+def test_connections_are_accepted_after_one_could_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def is_answered(path: Path) -> bool:
+        loop = asyncio.get_running_loop()
+        failures = [OSError(errno.EMFILE, "Too many open files")]
+        accept = loop.sock_accept
+
+        async def accept_later(listener: socket.socket) -> tuple[socket.socket, Any]:
+            if failures:
+                raise failures.pop()
+            return await accept(listener)
+
+        monkeypatch.setattr(loop, "sock_accept", accept_later)
+        opened = KvWindows(FORM, path, StagingMemory(0))
+        await opened.start()
+        try:
+            reader, writer = await asyncio.open_unix_connection(path)
+            writer.write(a_name().encode())
+            # There is no such lease, so the connection is closed.
+            async with asyncio.timeout(5):
+                is_closed = await reader.read() == b""
+            writer.close()
+            return is_closed
+        finally:
+            await opened.close()
+
+    with tempfile.TemporaryDirectory(prefix="kvw") as folder:
+        assert asyncio.run(is_answered(Path(folder) / "w.sock"))
 
 
 def test_only_memory_that_cannot_shrink_is_mapped() -> None:

@@ -130,3 +130,22 @@ def test_a_model_stays_parked_while_memory_for_it_is_missing(
         with pytest.raises(CheckpointError, match="1000 are available"):
             parked.restore()
     assert parked.restore() is runner
+
+
+def test_a_model_whose_copy_cannot_be_read_has_to_be_loaded_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena, runner = HugePageArena(), a_runner()
+    filled(arena, (1000,))
+    parked = ParkedModel(arena.regions, tmp_path)
+    assert parked.park(runner)
+
+    def unreadable(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", unreadable)
+        assert parked.restore() is None
+    # Its memory is not the model's any more.
+    assert parked.restore() is None
+    assert not parked.park(runner)

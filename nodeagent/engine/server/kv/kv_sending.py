@@ -9,7 +9,7 @@ beside steps where the device allows that (kv_writing.py).
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -162,8 +162,10 @@ class KvSender:
         transfers: KvTransfers | None,
         open_requests: OpenRequests,
         windows: KvWindows,
+        ensure_awake: Callable[[], Awaitable[None]],
     ) -> None:
         self._form = form
+        self._ensure_awake = ensure_awake
         self._windows = windows
         self._worker = worker
         self._transfers = transfers
@@ -211,6 +213,8 @@ class KvSender:
         )
         async with self._windows.lease(request.headers.get(kv_transfer.WINDOW, "")) as lease:
             writer = BlockWriter(request, self._windows, lease, self._stall_s)
+            # It may have gone to sleep while files were read: nothing was in flight.
+            await self._ensure_awake()
             opened = self._open_requests.open(self._worker, reading, lambda: None)
             self.open_count += 1
             try:

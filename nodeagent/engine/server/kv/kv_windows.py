@@ -56,6 +56,7 @@ WINDOW_BYTES_MAX: Final = 1 << 30
 """What a receiver maps at most."""
 
 CONNECTIONS_MAX: Final = 64
+ACCEPT_AGAIN_S: Final = 0.1
 CONNECT_S: Final = 5.0
 """How long a sender waits for its receiver's connection, and a connection for what it needs."""
 
@@ -279,7 +280,13 @@ class KvWindows:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            link, _ = await loop.sock_accept(listener)
+            try:
+                link, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                # No descriptor is free, for example. Receivers wait, or give up and use sockets.
+                _warn(f"accept connections on {self._path}", error)
+                await asyncio.sleep(ACCEPT_AGAIN_S)
+                continue
             if len(self._tasks) > CONNECTIONS_MAX or not is_same_user(link):
                 link.close()
                 continue
