@@ -303,9 +303,8 @@ class Supervisor:
             artifact_path = await self._fetch_artifact(replica)
             await self.awake.admit(replica.spec)
             engine = replica.engine = await self._engines.start(replica.spec, artifact_path)
-        timeout_s = self._config.load_timeout_s
         guard = partial(self._memory_problem, replica)
-        problem = await wait_ready(engine, self._clock, timeout_s, guard)
+        problem = await wait_ready(engine, self._clock, self._config.load_timeout_s, guard)
         if not problem and replica.spec.leads and not is_adopted:
             problem = await warm_up(engine)
         if problem:
@@ -356,7 +355,8 @@ class Supervisor:
                     await engine.exited.wait()
             if engine.exited.is_set():
                 return engine.exit_reason
-            if problem := await self._memory_problem(replica):
+            wake_problem = self.awake.wake_problem(replica.spec.replica_id)
+            if problem := wake_problem or await self._memory_problem(replica):
                 return problem
             is_canary_due = watch.is_suspect or self._clock() >= next_canary_s
             if is_canary_due:

@@ -26,6 +26,8 @@ WAKE_WEIGHT: Final = 0.3
 SLEEP_REFUSED_S: Final = 0.1
 """A replica whose engine refused to sleep is tried again after this time."""
 
+WAKE_FAILED: Final = "the engine did not wake up"
+
 
 class SleepingEngine(Protocol):
     """An engine that can drop its model and load it again."""
@@ -51,6 +53,7 @@ class _Resident:
         self.engine: SleepingEngine | None = None
         self.is_awake = False
         self.is_yielding = False
+        self.wake_failed = False
         self.requests = 0
         self.used_s = 0.0
         self.awake_since_s = 0.0
@@ -129,6 +132,8 @@ class AwakeMemory:
         if not is_test:
             resident.demand.add(self._clock())
         while not resident.is_awake or resident.is_yielding:
+            if resident.wake_failed:
+                raise CannotWake(WAKE_FAILED)
             await self._wait_awake(resident)
         resident.requests += 1
         used_s = resident.used_s
@@ -151,6 +156,15 @@ class AwakeMemory:
         resident = self._residents[replica_id]
         ahead = self._queue.index(resident) if resident in self._queue else len(self._queue)
         return max(1, round(1000 * resident.wake_s * (1 + ahead)))
+
+    def wake_problem(self, replica_id: ReplicaId) -> str:
+        """Return why a replica's engine must be started again, or "".
+
+        What an engine holds after a failed wake is unknown, and another try would keep the wakes of
+        all other replicas waiting.
+        """
+        resident = self._residents.get(replica_id)
+        return WAKE_FAILED if resident is not None and resident.wake_failed else ""
 
     def asleep_count(self) -> int:
         """Return how many replicas sleep."""
@@ -269,8 +283,9 @@ class AwakeMemory:
         started_s = self._clock()
         woke = await resident.engine.wake_up()
         took_s = self._clock() - started_s
+        resident.wake_failed = not woke
         if not woke or self._residents.get(resident.spec.replica_id) is not resident:
-            self._resolve(resident, CannotWake("the engine did not wake up"))
+            self._resolve(resident, CannotWake(WAKE_FAILED))
             return
         resident.wake_s += WAKE_WEIGHT * (took_s - resident.wake_s)
         metrics.SWITCHES.labels("wake").observe(took_s)

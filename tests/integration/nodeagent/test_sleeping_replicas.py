@@ -1,22 +1,30 @@
 """Replicas of a real agent's node that share a device: a request wakes the one it names."""
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Mapping
 
 import msgspec
+import pytest
 
 from isochrone.wire.http import headers
 from isochrone.wire.ids import DeviceId, ReplicaId
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.host.awake_memory import AwakeMemory
 from tests.integration.nodeagent.test_data_plane import Node, a_node
+from tests.system.harness import until
 
 NAMES = ("r1", "r2", "r3")
 
 
 async def budgets() -> Mapping[DeviceId, int]:
     return {DeviceId("cpu"): 8}
+
+
+async def does_not_wake() -> bool:
+    return False
 
 
 async def answered(node: Node, name: str) -> None:
@@ -76,3 +84,32 @@ async def test_a_request_for_a_sleeping_replica_goes_to_a_peer_that_is_awake() -
         await client.close()
         assert found[ReplicaId(asleep)] == memory.wake_ms(ReplicaId(asleep)) > 0
         assert found[ReplicaId(awake)] == 0
+
+
+@pytest.mark.parametrize("fault", ["killed while asleep", "does not wake"])
+async def test_a_sleeping_engine_that_cannot_wake_is_started_again(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_node() as node:
+        memory = node.supervisor.awake = AwakeMemory(budgets, time.monotonic)
+        for name in NAMES:
+            spec = msgspec.structs.replace(node.spec(name), memory_bytes=4, overcommit=2.0)
+            await node.warm(spec)
+        (asleep,) = [name for name in NAMES if not memory.is_awake(ReplicaId(name))]
+        replica = node.supervisor.replicas[ReplicaId(asleep)]
+        engine = replica.engine
+        assert engine is not None
+        if fault == "killed while asleep":
+            os.kill(engine.pid, signal.SIGKILL)
+        else:
+            monkeypatch.setattr(engine, "wake_up", does_not_wake)
+        async with node.ask(asleep) as response:
+            assert response.status == 503
+
+        async def is_started_again() -> bool:
+            return replica.engine not in (None, engine) and replica.is_serving
+
+        await until("started again", is_started_again, 15.0)
+        for name in (asleep, *NAMES):
+            await answered(node, name)
+        assert memory.asleep_count() == 1

@@ -208,6 +208,22 @@ async def test_a_replica_that_ends_frees_its_memory_and_fails_who_waits() -> Non
         await node.use(asleep)
 
 
+async def test_an_engine_that_did_not_wake_is_not_tried_again_and_has_a_problem() -> None:
+    node = Node()
+    a, *_ = [await node.start(name) for name in "abc"]
+    a.wakes = False
+    assert not node.memory.wake_problem(ReplicaId("a"))
+    for _ in range(3):
+        with pytest.raises(CannotWake):
+            await node.use("a")
+    assert a.switches == ["sleep", "wake"]
+    assert node.memory.wake_problem(ReplicaId("a"))
+    node.memory.forget(ReplicaId("a"))
+    await node.start("a")
+    assert not node.memory.wake_problem(ReplicaId("a"))
+    await node.use("a")
+
+
 async def test_without_over_commitment_nothing_waits() -> None:
     node = Node()
     for name in "abcde":
