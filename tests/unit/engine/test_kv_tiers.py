@@ -259,7 +259,7 @@ def test_blocks_that_wait_to_be_written_keep_no_memory_of_others(
         assert may_write.wait(5)
         return write(digest, content)
 
-    files.write = write_slowly  # type: ignore[method-assign, assignment]
+    files.write = write_slowly  # type: ignore[method-assign]
     mover._queue_writes([digest(99)], device.read_blocks([0]))
     while mover._writes.qsize():
         pass  # the thread has taken it, and waits for the disk
