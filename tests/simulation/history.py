@@ -123,11 +123,11 @@ def _end(loop: SimLoop, world: World) -> None:
     """Cancel everything and close the loop."""
     for part in world.parts():
         part.process.crash()
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
     loop.turns = 0
-    if tasks:
+    # Tasks that are cancelled may begin others, such as the end of an engine.
+    while tasks := asyncio.all_tasks(loop):
+        for task in tasks:
+            task.cancel()
         loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
     loop.close()
     asyncio.set_event_loop(None)
