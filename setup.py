@@ -52,10 +52,9 @@ def can_compile() -> bool:
 class ProfiledBuild(build_ext):
     """Compiles the library of all modules with the branches that requests were seen to take.
 
-    The processor fetches the code of a request in fewer lines of its cache: with the same number of
-    instructions a request takes a quarter less time. Code that the requests did not run is compiled
-    as without a profile. Only gcc can do this here: clang's profiles need a tool that `ziglang`
-    lacks.
+    A request then takes a quarter less time, with about the same number of instructions
+    (ops/bench/relay.md). Code that the requests did not run is compiled as without a profile. Only
+    gcc can do this here: clang's profiles need a tool that `ziglang` lacks.
     """
 
     def build_extensions(self) -> None:

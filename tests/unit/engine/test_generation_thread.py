@@ -127,32 +127,22 @@ async def test_several_answers_belong_to_one_client_and_end_together() -> None:
     assert inflight.in_flight == 0
 
 
-def test_a_failed_step_is_reported_and_ends_the_thread() -> None:
-    class Broken:
-        def begin(self, batch: object) -> None:
-            raise RuntimeError("the device is gone")
-
-    died = threading.Event()
-    engine = EngineCore(Broken(), BatchScheduler(StepLimits(8, 2), BlockPool(4)))  # type: ignore[arg-type]
-    worker = GenerationThread(engine, lambda deltas: None, died.set)
-    worker.start()
-    asyncio.run(_submit(worker, Outbox()))
-    assert died.wait(5)
-    assert worker.died
-    assert worker.stop(5)
-
-
 class PanicException(BaseException):
     """A panic of a library written in Rust, which reaches Python as such a class."""
 
 
-def test_a_panic_in_a_step_is_reported_like_an_error() -> None:
-    class Panicking:
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("the device is gone"), PanicException("index out of bounds")],
+    ids=["an error", "a panic"],
+)
+def test_a_failed_step_is_reported_and_ends_the_thread(error: BaseException) -> None:
+    class Broken:
         def begin(self, batch: object) -> None:
-            raise PanicException("index out of bounds")
+            raise error
 
     died = threading.Event()
-    engine = EngineCore(Panicking(), BatchScheduler(StepLimits(8, 2), BlockPool(4)))  # type: ignore[arg-type]
+    engine = EngineCore(Broken(), BatchScheduler(StepLimits(8, 2), BlockPool(4)))  # type: ignore[arg-type]
     worker = GenerationThread(engine, lambda deltas: None, died.set)
     worker.start()
     asyncio.run(_submit(worker, Outbox()))

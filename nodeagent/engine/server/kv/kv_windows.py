@@ -57,6 +57,8 @@ WINDOW_BYTES_MAX: Final = 1 << 30
 
 CONNECTIONS_MAX: Final = 64
 ACCEPT_AGAIN_S: Final = 0.1
+"""The pause after a connection that could not be accepted."""
+
 CONNECT_S: Final = 5.0
 """How long a sender waits for its receiver's connection, and a connection for what it needs."""
 
@@ -279,14 +281,18 @@ class KvWindows:
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
+        is_logged = False
         while True:
             try:
                 link, _ = await loop.sock_accept(listener)
             except OSError as error:
                 # No descriptor is free, for example. Receivers wait, or give up and use sockets.
-                _warn(f"accept connections on {self._path}", error)
+                if not is_logged:
+                    _warn(f"accept connections on {self._path}", error)
+                is_logged = True
                 await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
+            is_logged = False
             if len(self._tasks) > CONNECTIONS_MAX or not is_same_user(link):
                 link.close()
                 continue
