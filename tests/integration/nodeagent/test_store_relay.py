@@ -185,7 +185,11 @@ async def test_the_next_agent_finds_the_master_that_runs(tmp_path: Path, program
         assert not await second.ensure_runs(0.0)
         assert second.port == first.port > 0
         await second.stop()
-        assert not first.port
+
+        async def is_gone() -> bool:
+            return not first.port
+
+        await until("the killed master is gone", is_gone, 20.0)
         assert list((tmp_path / "s").glob("*.json")) == []
     finally:
         await first.stop()
