@@ -148,7 +148,7 @@ class SenderWindow:
             if self._link is None or not self._unsent:
                 return
             try:
-                # The link does not block, but the places of all slots always have room.
+                # The link does not block, but the places of all slots always fit into it.
                 self._link.sendall(self._unsent)
             except OSError as error:
                 raise WindowLost("the receiver has closed the window") from error
