@@ -11,7 +11,7 @@ import pytest
 
 from isochrone.wire.models.model import Artifact
 from isochrone.wire.peers.adapter import RequestAdapter
-from nodeagent.drivers.vllm import LOAD_ADAPTER_PATH
+from nodeagent.drivers.driver import LOAD_ADAPTER_PATH
 from nodeagent.host.engines.engine_adapters import EngineAdapters
 
 
