@@ -20,6 +20,7 @@ from nodeagent.engine.server.openai.structured_fields import requested_grammar
 from nodeagent.engine.structured import grammar
 from nodeagent.engine.structured.compiler import GrammarCompiler
 from nodeagent.engine.structured.grammar import Grammar, GrammarError
+from ops.fuzz import grammars
 from tests.unit.engine.byte_vocabulary import VOCABULARY
 from tests.unit.engine.test_sampling import sample_rows
 
@@ -166,6 +167,14 @@ def test_an_unusable_schema_is_refused_with_a_message(schema: Any, message: str)
         COMPILER.compile_now(grammar.json_schema_grammar(schema, "response_format"))
     assert str(caught.value).startswith("cannot use field 'response_format': ")
     assert "\n" not in str(caught.value)
+
+
+def test_random_schemas_and_patterns_compile_or_are_refused() -> None:
+    """Longer: `python -m ops.fuzz.grammars 600`, where a case may end the process."""
+    came = [
+        grammars.run_case(COMPILER, grammars.case_of(1, number), number) for number in range(200)
+    ]
+    assert min(came.count("written"), came.count("refused")) > 20
 
 
 @pytest.mark.parametrize("number", [grammar.NUMBER_MIN, 2**63 - 1, -(10**18), 1e15])
