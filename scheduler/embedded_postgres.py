@@ -259,7 +259,7 @@ class EmbeddedPostgres:
         pidfd = os.pidfd_open(pid)
         try:
             try:
-                arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+                arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
             except OSError as error:
                 raise ProcessLookupError(pid) from error
             if str(self._data) not in arguments:

@@ -313,9 +313,11 @@ class PrefillLeg:
                     asyncio.timeout(ENGINE_TIMEOUT_S),
                     engine.delete(self._path) as answer,
                 ):
-                    # A request that has ended is not known any more.
-                    if answer.status != UNKNOWN_TRANSFER or self._is_closing:
+                    if answer.status != UNKNOWN_TRANSFER:
                         return
+            if self._is_closing:
+                # A request that has ended waits for nothing, and the engine may have hung.
+                return
             await asyncio.sleep(min(BEGIN_PAUSE_MAX_S, BEGIN_PAUSE_S * 2**attempt))
 
 

@@ -239,5 +239,7 @@ def signal_group(leader: int, started: int, number: signal.Signals) -> None:
 def _stat(pid: int) -> list[str] | None:
     """Return the fields of /proc/PID/stat after the name (proc(5)), or None if it is gone."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # The kernel cuts a name after 15 bytes, also within a character.
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        return stat.rpartition(")")[2].split()
     return None

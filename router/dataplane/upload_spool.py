@@ -8,6 +8,7 @@ An upload may take long to arrive, so one tenant's may not use all of the space.
 
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -66,7 +67,9 @@ class SpooledBody:
         """Drop the body. A second call has no effect."""
         self._spool.give_back(self._tenant_id, self.size_bytes)
         self.size_bytes = 0
-        self._file.close()
+        # It writes what it has not written yet, and the disk may be full; it is closed even then.
+        with suppress(OSError):
+            self._file.close()
 
 
 class UploadSpool:

@@ -25,6 +25,7 @@ from isochrone.service.network.connection_count import (
     client_network,
     tls_protocol_factory,
 )
+from isochrone.service.network.private_socket import private_socket
 from isochrone.wire.errors import ApiError, ErrorCode
 
 log = logging.getLogger(__name__)
@@ -203,14 +204,11 @@ async def serve_http_unix(
     """Serve `app` on a Unix socket that only this process's user may open; see `serve_http`."""
     loop = asyncio.get_running_loop()
     async with _protocol_factory(app, limits or HttpServerLimits(), encode_error, None) as factory:
-        # Created with mode 0600: a chmod after bind would leave it open to others for a moment.
-        mask = os.umask(0o177)
         try:
-            listener = await loop.create_unix_server(factory, str(path), backlog=BACKLOG)
+            bound = private_socket(path)
+            listener = await loop.create_unix_server(factory, sock=bound, backlog=BACKLOG)
         except OSError as error:
             raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
-        finally:
-            os.umask(mask)
         try:
             yield
         finally:

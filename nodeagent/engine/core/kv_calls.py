@@ -1,7 +1,7 @@
 """Calls that touch only the bookkeeping of KV blocks: they need not wait for a step to end.
 
 A step uses that bookkeeping before and after the model computes it, and a step of prompts takes up
-to two seconds. Meanwhile other engines wait for blocks to be held, or for room.
+to two seconds. Meanwhile other engines wait for blocks to be held, or for free ones.
 
 Rule 1: a call runs between two steps on the step thread, or on another thread while the model
 computes. Two calls never run at the same time.

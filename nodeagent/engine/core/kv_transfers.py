@@ -92,20 +92,28 @@ class KvTransfers:
         self._incoming: dict[str, IncomingBlocks] = {}
         self._reading: dict[int, list[int]] = {}
         self._writing: dict[str, list[BlocksToWrite]] = {}
+        self._is_asleep = False
         self.sent_blocks_total = 0
         self.received_blocks_total = 0
 
     def use_device(self, device: DeviceBlocks) -> None:
         """Move blocks of another device from now on: a model that was loaded again."""
         self._device = device
+        self._is_asleep = False
+
+    def fall_asleep(self) -> None:
+        """Take no blocks for the device until `use_device`: there is none, and nothing is held."""
+        self._is_asleep = True
 
     @property
     def held_blocks(self) -> int:
-        """References that transfers hold."""
-        outgoing = sum(len(blocks.held) for blocks in self._outgoing.values())
-        incoming = self._incoming.values()
-        reading = sum(len(blocks) for blocks in self._reading.values())
-        writing = sum(len(one.blocks) for all_of in self._writing.values() for one in all_of)
+        """References that transfers hold. For any thread: copies are counted, because the step
+        thread may open and close transfers meanwhile."""
+        outgoing = sum(len(blocks.held) for blocks in tuple(self._outgoing.values()))
+        incoming = tuple(self._incoming.values())
+        reading = sum(len(blocks) for blocks in tuple(self._reading.values()))
+        runs = tuple(self._writing.values())
+        writing = sum(len(run.blocks) for all_of in runs for run in tuple(all_of))
         arrived = sum(len(blocks.cached) + len(blocks.arrived) for blocks in incoming)
         return outgoing + reading + writing + arrived
 
@@ -115,7 +123,7 @@ class KvTransfers:
         return self._device.can_copy_beside_steps
 
     def counts(self) -> dict[str, float]:
-        """Return the metrics of the transfers, by name."""
+        """Return the metrics of the transfers, by name. For any thread."""
         return {
             "kv_transfer_held_blocks": self.held_blocks,
             "kv_transfer_sent_blocks_total": self.sent_blocks_total,
@@ -216,7 +224,9 @@ class KvTransfers:
     @property
     def keep_blocks_max(self) -> int:
         """How many blocks of another engine can be kept without evicting this engine's own."""
-        return self._pool.empty_blocks if self._mover is None else self._mover.keep_blocks_max
+        if self._mover is not None:
+            return self._mover.keep_blocks_max
+        return 0 if self._is_asleep else self._pool.empty_blocks
 
     def read_prefix(self, digests: Sequence[bytes]) -> Tensor | None:
         """Return the blocks of the prefix of a chain that are on the device, else those in host
@@ -238,7 +248,7 @@ class KvTransfers:
         if self._mover is not None:
             self._mover.keep(digests, contents)
             return
-        if len(digests) > self._pool.empty_blocks:
+        if len(digests) > self.keep_blocks_max:
             return
         self.open_incoming("keep", ())
         self.store_incoming("keep", digests, contents)
@@ -269,10 +279,14 @@ class KvTransfers:
         """Hold blocks for the next contents of a transfer, until `close_writing`. There may be
         several of a transfer: the oldest is closed first.
 
-        If it was closed or too few blocks are free, let go of all its blocks and return None.
+        If it was closed, too few blocks are free or the engine sleeps, let go of all its blocks and
+        return None.
         """
         incoming = self._incoming.get(transfer)
         if incoming is None:
+            return None
+        if self._is_asleep:
+            self.close_incoming(transfer)
             return None
         new = [index for index, d in enumerate(digests) if not self._pool.has_digest(d)]
         cached = [block for digest in digests for block in self._pool.match_prefix((digest,))]

@@ -184,6 +184,8 @@ class EngineCore:
         pool.forget_cached()
         executor = self._executor
         self.wake_up(SleepingExecutor())
+        if self.kv_transfers is not None:
+            self.kv_transfers.fall_asleep()
         return executor
 
     def wake_up(self, executor: "WakenedExecutor") -> None:

@@ -60,7 +60,7 @@ class MooncakeClient:
         return [code == size for code, size in zip(codes, sizes, strict=True)]
 
     def put(self, names: Sequence[str], places: Sequence[Tensor]) -> list[bool]:
-        """Store objects, if there is room; say which are stored."""
+        """Store objects, as far as there is memory; say which are stored."""
         pointers, sizes = _memory(places)
         codes = self._store.batch_put_from(list(names), pointers, sizes, self._copies)
         return [code == 0 for code in codes]

@@ -48,7 +48,7 @@ class StoreClient(Protocol):
         ...
 
     def put(self, names: Sequence[str], places: Sequence[Tensor]) -> list[bool]:
-        """Store objects, if there is room; say which are stored."""
+        """Store objects, as far as there is memory; say which are stored."""
         ...
 
     def delete(self, name: str) -> None:

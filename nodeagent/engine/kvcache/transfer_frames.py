@@ -193,7 +193,7 @@ class TransferReader:
             at += lacking
             if len(self._frame) < wanted:
                 return blocks
-            if wanted == _FRAME_HEAD_BYTES and self._payload_bytes():
+            if wanted == _FRAME_HEAD_BYTES:
                 continue
             kind, payload = self._frame[0], bytes(self._frame[_FRAME_HEAD_BYTES:])
             if kind == _BLOCK_IN_WINDOW:
@@ -229,7 +229,7 @@ class TransferReader:
                 raise WrongTransfer("more blocks than the prompt has")
             if self._window is None or length != DIGEST_BYTES + CHECKSUM_BYTES + _PLACE_BYTES:
                 raise WrongTransfer(f"a block in a window, in {length} bytes")
-        elif kind not in (_HEAD, _END) or length > _SMALL_FRAME_BYTES_MAX:
+        elif kind not in (_HEAD, _END) or not 0 < length <= _SMALL_FRAME_BYTES_MAX:
             raise WrongTransfer(f"a frame of kind {kind} with {length} bytes")
 
     def _take_frame(self, kind: int, payload: bytes) -> None:

@@ -44,6 +44,8 @@ _SHORT_ARRAY_ITEMS: Final = 1024
 """Arrays that say something of each layer, and none of each token, have at most this many items."""
 _ITEMS_MAX: Final = 8 * 1024 * 1024
 """Array items of a file. A vocabulary has a few hundred thousand; each becomes a Python object."""
+_TEXT_BYTES_MAX: Final = 64 * 1024 * 1024
+"""Bytes of all strings of a file. They are copied, and a file may have terabytes of nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,7 @@ class _HeaderCursor:
         self.at = 0
         self.end = len(data)
         self.items_left = _ITEMS_MAX
+        self.text_bytes_left = _TEXT_BYTES_MAX
 
     def skip(self, length: int, what: str) -> int:
         start = self.at
@@ -165,20 +168,30 @@ class _HeaderCursor:
     def number(self, layout: struct.Struct, what: str) -> Any:
         return layout.unpack_from(self.data, self.skip(layout.size, what))[0]
 
-    def string(self, what: str) -> str:
+    def string(self, what: str, bytes_max: int = _TEXT_BYTES_MAX) -> str:
         length = self.number(_U64, what)
         start = self.skip(length, what)
+        if length > bytes_max:
+            raise CheckpointError(f"cannot read {self.path}: {what} takes {length} bytes")
+        self._take_text(length, what)
         try:
             return self.data[start : start + length].decode()
         except UnicodeDecodeError as error:
             raise CheckpointError(f"cannot read {self.path}: {what} is not UTF-8") from error
 
     def name(self, what: str) -> str:
-        at = self.at
-        name = self.string(what)
-        if not name or self.at - at > _NAME_BYTES_MAX:
-            raise CheckpointError(f"cannot read {self.path}: {what} takes {self.at - at} bytes")
+        name = self.string(what, _NAME_BYTES_MAX)
+        if not name:
+            raise CheckpointError(f"cannot read {self.path}: {what} is empty")
         return name
+
+    def _take_text(self, length: int, what: str) -> None:
+        self.text_bytes_left -= length
+        if self.text_bytes_left < 0:
+            raise CheckpointError(
+                f"cannot read {self.path}: {what} ends after more than {_TEXT_BYTES_MAX} bytes of"
+                " text, which is the limit"
+            )
 
     def value(self, kind: int, what: str) -> Any:
         if kind == _STRING:
@@ -223,6 +236,7 @@ class _HeaderCursor:
             ends.append(at)
         else:
             if start + at <= self.end:
+                self._take_text(at, what)
                 self.at = start + at
                 return PackedStrings(self.path, what, data[start : self.at], ends)
         raise CheckpointError(

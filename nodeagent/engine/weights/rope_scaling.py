@@ -61,6 +61,8 @@ def _llama3(path: Path, rope: RopeConfig, original: int) -> Llama3Scaling:
     factor, low = _positive(path, rope.factor), _positive(path, rope.low_freq_factor)
     if rope.high_freq_factor <= low:
         raise CheckpointError(f"cannot load {path}: rope high_freq_factor is not above the low")
+    if not 0 < original < _FACTOR_MAX:
+        raise CheckpointError(f"cannot load {path}: rope scaling of {original!r:.40} tokens")
     return Llama3Scaling(factor, low, rope.high_freq_factor, original)
 
 
@@ -75,13 +77,17 @@ def _positive(path: Path, factor: float | None) -> float:
 def _yarn(
     path: Path, rope: RopeConfig, theta: float, original: int, context_tokens: int
 ) -> YarnScaling:
-    factor = context_tokens / max(original, 1) if rope.factor is None else rope.factor
+    try:
+        factor = context_tokens / max(original, 1) if rope.factor is None else rope.factor
+        attention_factor = _attention_factor(rope, factor)
+    except ArithmeticError as error:
+        raise CheckpointError(f"cannot load {path}: rope scaling: {error}") from error
     scaling = YarnScaling(
         factor=factor,
         original_context=original,
         beta_fast=rope.beta_fast or 32.0,
         beta_slow=rope.beta_slow or 1.0,
-        attention_factor=_attention_factor(rope, factor),
+        attention_factor=attention_factor,
         truncate=rope.truncate,
     )
     numbers = [factor, original, scaling.beta_fast, scaling.beta_slow, scaling.attention_factor]

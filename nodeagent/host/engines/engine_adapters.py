@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 
 from isochrone.service.http_responses import read_response
+from isochrone.service.threads import wait_to_completion
 from isochrone.wire.peers.adapter import LoadedAdapters, RequestAdapter
 from nodeagent import metrics
 from nodeagent.decide.adapter_refusal import REASON_CHARS_MAX, refusal_reason
@@ -115,7 +116,7 @@ class EngineAdapters:
                 del self._fetched[digest]
 
     async def load(self, adapter: RequestAdapter, folder: Path, engine: EngineProcess) -> None:
-        """Load an adapter into the engine unless it is, and begin to use it.
+        """Load an adapter into the engine unless it is, and begin to use it, unless this raises.
 
         Raises AdapterUnavailable and AdapterRefused.
         """
@@ -134,8 +135,12 @@ class EngineAdapters:
                     raise
                 self._table.add(adapter.adapter_id, adapter.artifact.digest)
             self._table.begin_use(adapter.adapter_id)
-            for adapter_id in self._table.take_surplus():
-                await _unload(engine, engine_name(engine, adapter_id))
+            try:
+                # The table has forgotten them: what is not unloaded now never will be.
+                await wait_to_completion(_unload_all(engine, self._table.take_surplus()))
+            except BaseException:
+                self._table.end_use(adapter.adapter_id)
+                raise
 
     def end_use(self, adapter: RequestAdapter, engine: EngineProcess) -> None:
         """Note that a request no longer uses an adapter."""
@@ -232,6 +237,11 @@ async def _load(engine: EngineProcess, adapter: RequestAdapter, folder: Path) ->
         raise AdapterUnavailable(f"the engine answered {status}")
     metrics.ADAPTER_LOADS.labels("refused").inc()
     raise AdapterRefused(reason)
+
+
+async def _unload_all(engine: EngineProcess, adapter_ids: Collection[str]) -> None:
+    for adapter_id in adapter_ids:
+        await _unload(engine, engine_name(engine, adapter_id))
 
 
 async def _unload(engine: EngineProcess, name: str) -> None:

@@ -43,7 +43,8 @@ def other_listener(port: int, group: int) -> str:
     for folder in Path("/proc").glob("[0-9]*"):
         if strangers & _sockets_of([int(folder.name)]):
             with suppress(OSError):
-                return f"process {folder.name} ({(folder / 'comm').read_text().strip()})"
+                name = (folder / "comm").read_text(errors="replace").strip()
+                return f"process {folder.name} ({name})"
     return "a process of another user"
 
 

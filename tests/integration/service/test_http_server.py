@@ -4,8 +4,10 @@ import asyncio
 import gzip
 import io
 import json
+import os
 import resource
 import socket
+import stat
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -243,6 +245,25 @@ async def test_a_fleet_may_connect_while_the_server_is_busy() -> None:
                     peer.connect(("127.0.0.1", port))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def test_a_unix_socket_is_private_and_no_other_file_is_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A umask holds for the whole process: folders of other threads could not be entered."""
+    monkeypatch.setattr(os, "umask", None)
+    path = tmp_path / "server.sock"
+    for _ in range(2):
+        # The second one finds the socket of the first, as after a crash.
+        async with serve_http_unix(an_app(), path):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert path.is_socket()
+    path.unlink()
+    path.write_text("a file of somebody")
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        async with serve_http_unix(an_app(), path):
+            pass
+    assert path.read_text()
 
 
 async def test_hundreds_may_connect_to_a_unix_socket_at_once(tmp_path: Path) -> None:

@@ -110,6 +110,33 @@ class Receiving:
             await self.receiver._receive(http)
 
 
+async def test_a_transfer_is_that_of_one_request() -> None:
+    """Two that came at once shared it, and the blocks of one were never let go of."""
+    receiving = Receiving()
+    receiver, transfer = receiving.receiver, "f" * 32
+    prepared: Any = SimpleNamespace(
+        prompts=[SimpleNamespace(tokens=PROMPT)], salt=b"s", adapter=None
+    )
+
+    async def answer() -> None:
+        async with receiver.hold(transfer, prepared):
+            raise AssertionError("nobody lets it begin")
+
+    async with receiver._changed:
+        # A description looks for its request just now.
+        first, second = (asyncio.create_task(answer()) for _ in range(2))
+        await turns()
+    await turns()
+    assert second.done()
+    with pytest.raises(ApiError, match="cannot use transfer id"):
+        second.result()
+    assert receiver.counts()["kv_transfers_waiting"] == 1
+    first.cancel()
+    await asyncio.wait({first})
+    assert receiver.counts()["kv_transfers_waiting"] == 0
+    assert receiving.transfers.held_blocks == receiving.pool.used_blocks == 0
+
+
 async def test_abandoned_requests_leave_nothing() -> None:
     receiving = Receiving()
 

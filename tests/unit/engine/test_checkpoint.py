@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import struct
@@ -26,6 +27,14 @@ from ops.golden import tiny_gguf
 CONFIG = (
     '{"model_type":"llama","hidden_size":8,"intermediate_size":16,"num_hidden_layers":1,'
     '"num_attention_heads":2,"vocab_size":10,"max_position_embeddings":32'
+)
+
+
+HUGE = 10**400
+LLAMA3 = ',"rope_scaling":{"rope_type":"llama3","original_max_position_embeddings":%d}}'
+ONE_TOKEN = ',"rope_scaling":{"type":"yarn","original_max_position_embeddings":1}}'
+ZERO_DIVISOR = (
+    f',"rope_scaling":{{"type":"yarn","factor":{math.e},"mscale":1,"mscale_all_dim":-10}}}}'
 )
 
 
@@ -113,6 +122,29 @@ def test_a_hostile_header_is_refused(tmp_path: Path, body: bytes, said: str) -> 
     path = tmp_path / "m.gguf"
     path.write_bytes(body)
     with pytest.raises(CheckpointError, match=said):
+        read_header(path)
+
+
+SPARSE_BYTES = 1 << 38
+LONG = struct.pack("<Q", 1 << 37)
+"""The length of a string for which this machine has no memory, and the file has no blocks."""
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        with_metadata(text(b"k") + struct.pack("<I", 8) + LONG),
+        with_metadata(LONG),
+        with_metadata(text(b"k") + struct.pack("<IIQ", 9, 8, 1) + LONG),
+        with_tensors(LONG)[:-256],
+    ],
+    ids=["a value", "a key", "an array", "a tensor's name"],
+)
+def test_a_long_text_is_refused_before_it_is_read(tmp_path: Path, head: bytes) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(head)
+    os.truncate(path, SPARSE_BYTES)
+    with pytest.raises(CheckpointError, match=r"takes 1\d{11} bytes|more than 67108864 bytes"):
         read_header(path)
 
 
@@ -251,6 +283,10 @@ def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
             "model of this shape",
         ),
         (CONFIG + ',"rope_scaling":{"rope_type":"llama3","factor":-1}}', "a factor of -1"),
+        (CONFIG + LLAMA3 % -1, "rope scaling of -1 tokens"),
+        (CONFIG + LLAMA3 % HUGE, "rope scaling of 1000"),
+        (CONFIG + ZERO_DIVISOR, "rope scaling: float division by zero"),
+        (CONFIG.replace(":32", f":{HUGE}") + ONE_TOKEN, "rope scaling: integer division result"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused(tmp_path: Path, config: str, said: str) -> None:

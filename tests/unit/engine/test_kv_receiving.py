@@ -152,15 +152,15 @@ async def test_nothing_is_stored_any_more_after_a_wrong_block() -> None:
 
 
 async def test_a_store_that_fails_ends_the_transfer() -> None:
-    def no_room(blocks: Sequence[ReceivedBlock]) -> None:
-        raise ConnectionError("no room")
+    def no_block_free(blocks: Sequence[ReceivedBlock]) -> None:
+        raise ConnectionError("none is free")
 
     content = a_stream()
     reader = TransferReader(FORM, BYTES, DIGESTS, 0)
     content.feed_data(HEAD + b"".join(block(number) for number in range(4)))
     # The stream has not ended.
     with pytest.raises(ConnectionError):
-        await read_blocks(content, reader, 2, no_room)
+        await read_blocks(content, reader, 2, no_block_free)
     cut, store = a_stream(), Store()
     store.may_store.set()
     cut.feed_data(HEAD + block(0))

@@ -41,7 +41,7 @@ from nodeagent.engine.kvcache.transfer_frames import (
 )
 from nodeagent.engine.server.kv.kv_sharing import KvSharing
 from nodeagent.engine.server.kv.kv_windows import KvWindows
-from nodeagent.engine.server.kv.kv_writing import BlockRoom
+from nodeagent.engine.server.kv.kv_writing import BlockDestination
 from tests.unit.engine.test_kv_transfers import Memory, digest
 from tests.unit.engine.test_kv_writing import Response, a_writer
 
@@ -129,7 +129,7 @@ def test_blocks_are_held_while_they_are_read_and_evicted_first_once_they_have_mo
     store(transfers, moved)
     held = transfers.open_reading(1, moved)
     assert (len(held), transfers.held_blocks) == (5, 5)
-    # Not even all the rest makes room for another one.
+    # Not even all the rest is enough for another one.
     assert pool.allocate((), 4) is None
     assert transfers.read_held(held).tolist() == [[1.0]] * 5
     transfers.close_reading(1)
@@ -297,9 +297,11 @@ async def test_the_next_part_is_held_while_one_is_read(on_device: int) -> None:
     writer = a_writer(response, 60.0, windows)
     held, put = [], writer.put
 
-    def put_and_count(digests: Sequence[bytes], contents: torch.Tensor, room: BlockRoom) -> None:
+    def put_and_count(
+        digests: Sequence[bytes], contents: torch.Tensor, destination: BlockDestination
+    ) -> None:
         held.append(transfers.held_blocks)
-        put(digests, contents, room)
+        put(digests, contents, destination)
 
     writer.put = put_and_count  # type: ignore[method-assign]
     await writer.write_all(partial(sharing._read_all, writer, CHAIN))

@@ -3,6 +3,7 @@
 import hashlib
 import tracemalloc
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from hypothesis import settings
@@ -11,7 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torch import Tensor
 
 from nodeagent.engine.core.kv_transfers import HeldPrefix, KvTransfers, OutgoingBlocks
+from nodeagent.engine.core.step import EngineCore, WakenedExecutor
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
+from nodeagent.engine.scheduler.batch import StepLimits
+from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import Sequence as TokenSequence
 from nodeagent.engine.scheduler.sequence import StopConditions
 
@@ -254,6 +258,47 @@ def test_blocks_to_be_sent_are_read_by_number_and_released_in_order() -> None:
     transfers.close_outgoing(1)
     transfers.release_outgoing(1, 1)
     assert transfers.held_blocks == pool.used_blocks == 0
+
+
+def test_transfers_are_counted_while_the_step_thread_closes_some() -> None:
+    """The event loop counts them for each answer to `/metrics`."""
+    pool = BlockPool(TOTAL)
+    transfers = KvTransfers(pool, Memory(TOTAL), None)
+
+    class ClosingOthers(OutgoingBlocks):
+        """Blocks that are counted just as the step thread closes all transfers."""
+
+        @property
+        def held(self) -> list[int]:
+            transfers._outgoing.clear()
+            transfers._incoming.clear()
+            return super().held
+
+    transfers.open_outgoing(1, ClosingOthers(0, 2, lambda computed, began_s: None))
+    transfers.open_outgoing(2, OutgoingBlocks(0, 2, lambda computed, began_s: None))
+    assert transfers.counts()["kv_transfer_held_blocks"] == 0
+
+
+def test_a_sleeping_engine_takes_no_blocks() -> None:
+    """A copy that another replica sent ended it: there is no device to write to."""
+    pool, memory = BlockPool(TOTAL), Memory(TOTAL)
+    transfers = KvTransfers(pool, memory, None)
+    scheduler, model = BatchScheduler(StepLimits(16, 4), pool), cast(WakenedExecutor, memory)
+    core = EngineCore(model, scheduler, kv_transfers=transfers)
+    digests, contents = [digest("x", n) for n in range(3)], torch.ones(3, 1)
+    assert core.fall_asleep(0.0) is memory
+    assert transfers.keep_blocks_max == 0
+    transfers.keep(digests, contents)
+    # Two requests began to wait before: nothing of them was in the engine.
+    for transfer in ("read", "shared"):
+        transfers.open_incoming(transfer, digests)
+    assert not transfers.store_incoming("read", digests, contents)
+    assert not transfers.store_shared("shared", digests, contents)
+    assert (transfers.count_prefix(digests), transfers.held_blocks) == (0, 0)
+    core.wake_up(model)
+    assert transfers.keep_blocks_max == TOTAL
+    transfers.keep(digests, contents)
+    assert transfers.count_prefix(digests) == 3
 
 
 def test_a_hundred_thousand_abandoned_transfers_leave_nothing() -> None:

@@ -50,9 +50,9 @@ def read(writer: BlockWriter, blocks: int) -> list[int]:
     """Read blocks on a transfer's thread; return how many each part has."""
     parts = list[int]()
     while sum(parts) < blocks:
-        room = writer.room(blocks - sum(parts))
-        writer.put(DIGESTS[sum(parts) :], room.out.fill_(sum(parts)), room)
-        parts.append(room.blocks)
+        destination = writer.next_destination(blocks - sum(parts))
+        writer.put(DIGESTS[sum(parts) :], destination.out.fill_(sum(parts)), destination)
+        parts.append(destination.blocks)
     return parts
 
 
@@ -89,9 +89,9 @@ async def test_a_reader_does_not_run_ahead_and_ends_with_the_transfer() -> None:
 
     def read_on() -> None:
         while True:
-            room = writer.room(4)
-            begun.append(room.blocks)
-            writer.put(DIGESTS, room.out, room)
+            destination = writer.next_destination(4)
+            begun.append(destination.blocks)
+            writer.put(DIGESTS, destination.out, destination)
             if len(begun) == PARTS_AHEAD:
                 is_ahead.set()
 

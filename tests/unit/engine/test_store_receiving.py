@@ -124,6 +124,21 @@ async def test_for_a_request_that_is_gone_nothing_is_fetched() -> None:
     assert waiting.receiving.pool.used_blocks == 0
 
 
+async def test_for_a_request_that_has_begun_nothing_is_fetched() -> None:
+    """It begins while the fetch waits for the end of another transfer."""
+    waiting = Waiting()
+    await waiting.begin()
+    prompt = waiting.receiving.receiver.get(TRANSFER)
+    async with prompt.receiving:
+        fetching = asyncio.create_task(waiting.fetch("3"))
+        await turns()
+        prompt.may_begin.set()
+    with pytest.raises(ApiError, match="cannot find this transfer"):
+        await fetching
+    assert waiting.store.asked == []
+    await waiting.leave()
+
+
 async def test_fetches_that_are_given_up_leave_nothing() -> None:
     waiting = Waiting()
     waiting.store.stored = 10**9

@@ -47,10 +47,10 @@ class Store:
         self.calls += 1
         stored = []
         for name, place in zip(names, places, strict=True):
-            has_room = not self.is_lost and len(self.objects) < self.objects_max
-            if has_room:
+            has_capacity = not self.is_lost and len(self.objects) < self.objects_max
+            if has_capacity:
                 self.objects.setdefault(name, place.numpy().tobytes())
-            stored.append(has_room)
+            stored.append(has_capacity)
         return stored
 
     def delete(self, name: str) -> None:
@@ -74,7 +74,7 @@ class Clock:
 def a_tier(
     join: Callable[[], Store], model: bytes = MODEL, clock: Callable[[], float] = lambda: 0.0
 ) -> StoreTier:
-    """Return a tier with room for three blocks at a time, which has joined."""
+    """Return a tier that takes three blocks at a time, which has joined."""
     tier = StoreTier(join, lambda: model, BLOCK_BYTES, 2 * 3 * 192, clock)
     tier._keep_joining()
     assert tier.part_blocks == 3

@@ -20,6 +20,7 @@ from nodeagent.engine.server.openai.structured_fields import requested_grammar
 from nodeagent.engine.structured import grammar
 from nodeagent.engine.structured.compiler import GrammarCompiler
 from nodeagent.engine.structured.grammar import Grammar, GrammarError
+from ops.fuzz import grammars
 from tests.unit.engine.byte_vocabulary import VOCABULARY
 from tests.unit.engine.test_sampling import sample_rows
 
@@ -150,6 +151,10 @@ HOSTILE: list[tuple[Any, str]] = [
      "too large"),
     ({"items": [{"multipleOf": 999999937}]}, "without their zeros add up to 999999937"),
     ({"items": [{"multipleOf": -0.99991}, {"multipleOf": 10**5000}]}, "add up to 99992"),
+    # These ended the process, with each request that came with one of them.
+    ({"const": -(2**63)}, "a number below"),
+    ({"properties": {"a": {"enum": [1, {"b": 512 - 2**63}]}}}, "a number below"),
+    ({"type": "integer", "minimum": -1e19, "maximum": -(10**20)}, "a number below"),
     (False, "a JSON schema must be an object"),
     ([], "a JSON schema must be an object"),
     (3, "a JSON schema must be an object"),
@@ -162,6 +167,20 @@ def test_an_unusable_schema_is_refused_with_a_message(schema: Any, message: str)
         COMPILER.compile_now(grammar.json_schema_grammar(schema, "response_format"))
     assert str(caught.value).startswith("cannot use field 'response_format': ")
     assert "\n" not in str(caught.value)
+
+
+def test_random_schemas_and_patterns_compile_or_are_refused() -> None:
+    """Longer: `python -m ops.fuzz.grammars 600`, where a case may end the process."""
+    came = [
+        grammars.run_case(COMPILER, grammars.case_of(1, number), number) for number in range(200)
+    ]
+    assert min(came.count("written"), came.count("refused")) > 20
+
+
+@pytest.mark.parametrize("number", [grammar.NUMBER_MIN, 2**63 - 1, -(10**18), 1e15])
+def test_the_largest_numbers_of_a_schema_can_be_written(number: float) -> None:
+    wanted = grammar.json_schema_grammar({"const": number}, "response_format")
+    assert json.loads(write(wanted) or "") == number
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ def reader() -> TransferReader:
     return TransferReader(FORM, BYTES, DIGESTS, 1)
 
 
-WHOLE = head() + b"".join(block(n) for n in range(1, 5)) + encode_end(TransferEnd(cached_tokens=7))
+BLOCKS = head() + b"".join(block(n) for n in range(1, 5))
+WHOLE = BLOCKS + encode_end(TransferEnd(cached_tokens=7))
 
 
 @given(cuts=st.lists(st.integers(0, len(WHOLE)), max_size=12))
@@ -94,6 +95,11 @@ def test_a_changed_byte_is_never_taken_for_a_block(at: int, flip: int) -> None:
         (head() + bytes((9, 1, 0, 0, 0, 0)), "a frame of kind 9"),
         (bytes((1, 255, 255, 255, 255)), "a frame of kind 1 with 4294967295 bytes"),
         (bytes((1, 3, 0, 0, 0)) + b"abc", "a malformed frame"),
+        (bytes((1, 0, 0, 0, 0)), "a frame of kind 1 with 0 bytes"),
+        (head() + bytes((2, 0, 0, 0, 0)), "a block of 0 bytes"),
+        (head() + bytes((4, 0, 0, 0, 0)), "a block in a window, in 0 bytes"),
+        (BLOCKS + bytes((2, 0, 0, 0, 0)), "more blocks than the prompt has"),
+        (WHOLE + bytes((3, 0, 0, 0, 0)), "bytes after the end"),
     ],
 )
 def test_a_wrong_transfer_is_refused_with_a_reason(stream: bytes, reason: str) -> None:

@@ -118,6 +118,37 @@ async def test_a_leg_whose_request_has_ended_waits_for_no_engine() -> None:
     assert engine.unknown >= asked - 1
 
 
+class HungEngine:
+    """An engine that takes requests, and answers none."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.is_asked = asyncio.Event()
+        self.orders = 0
+
+    @asynccontextmanager
+    async def get(self, path: str) -> AsyncIterator[Any]:
+        self.is_asked.set()
+        await asyncio.Event().wait()
+        yield None
+
+    @asynccontextmanager
+    async def delete(self, path: str) -> AsyncIterator[Any]:
+        self.orders += 1
+        raise TimeoutError
+        yield None
+
+
+async def test_a_leg_whose_request_has_ended_orders_a_hung_engine_once() -> None:
+    """The request kept its seat for minutes: each order waits for seconds."""
+    engine = HungEngine()
+    leg = a_leg(engine)
+    await engine.is_asked.wait()
+    await leg.close()
+    assert engine.orders == 1
+
+
 class DescribingEngine(LateEngine):
     """An engine that knows the prompt, and begins when it is ordered to."""
 

@@ -53,3 +53,16 @@ def test_one_tenants_unfinished_uploads_leave_space_for_others(spool: UploadSpoo
     last = opened(spool, "flood")
     last.write(bytes(3 * MIB))
     last.close()
+
+
+def test_an_upload_is_dropped_although_the_disk_is_full(spool: UploadSpool) -> None:
+    """Else the requests behind it on its connection went on, for a client that has left."""
+    upload = opened(spool, "flood")
+    upload._file.close()
+    # A file keeps a few bytes back until it is closed.
+    with Path("/dev/full").open("wb") as full:
+        upload._file = full
+        upload.write(b"x")
+        upload.close()
+        assert full.closed
+    assert spool._by_tenant == {}

@@ -47,15 +47,15 @@ class _Inbox:
         self._pieces: list[bytes] = []
         self._bytes = 0
         self._has_ended = False
-        self._has_room = asyncio.Event()
+        self._has_capacity = asyncio.Event()
 
     async def fill(self, content: aiohttp.StreamReader) -> None:
         """Receive the stream."""
         async for piece in content.iter_any():
             while self._bytes >= INBOX_BYTES:
-                self._has_room.clear()
+                self._has_capacity.clear()
                 if self._bytes >= INBOX_BYTES:
-                    await self._has_room.wait()
+                    await self._has_capacity.wait()
             with self._arrived:
                 self._pieces.append(piece)
                 self._bytes += len(piece)
@@ -74,7 +74,7 @@ class _Inbox:
             pieces, self._pieces = self._pieces, []
             was_full, self._bytes = self._bytes >= INBOX_BYTES, 0
         if was_full:
-            self._loop.call_soon_threadsafe(self._has_room.set)
+            self._loop.call_soon_threadsafe(self._has_capacity.set)
         return pieces
 
 
@@ -156,23 +156,23 @@ def _take(
 ) -> None:
     """Check and store the blocks of a stream until it ends."""
     arrived: list[ReceivedBlock] = []
-    room = blocks_max
+    part_left = blocks_max
     for pieces in arriving:
         for piece in pieces:
             arrived += reader.feed(piece)
             # A part ends where the reader's memory does, so that its blocks lie side by side.
-            while len(arrived) >= room:
-                store(arrived[:room])
-                del arrived[:room]
-                room = blocks_max
+            while len(arrived) >= part_left:
+                store(arrived[:part_left])
+                del arrived[:part_left]
+                part_left = blocks_max
         if 0 < blocks_min <= len(arrived):
             store(arrived)
-            room -= len(arrived)
+            part_left -= len(arrived)
             arrived = []
     while arrived:
-        store(arrived[:room])
-        del arrived[:room]
-        room = blocks_max
+        store(arrived[:part_left])
+        del arrived[:part_left]
+        part_left = blocks_max
 
 
 def contents_of(blocks: Sequence[ReceivedBlock], form: KvBlockForm) -> torch.Tensor:

@@ -117,8 +117,9 @@ class KvReceiver:
             # not wait for that.
             self._worker.call_beside_steps(lambda core: _open(core, transfer, waiting.digests))
             waiting.held = self._held(waiting.digests)
+            # Before anything is awaited: another request may come with the same id.
+            self._waiting[transfer] = waiting
             async with self._changed:
-                self._waiting[transfer] = waiting
                 self._changed.notify_all()
             await waiting.may_begin.wait()
             yield waiting
@@ -153,23 +154,20 @@ class KvReceiver:
         except TimeoutError:
             raise _unknown_transfer() from None
         fingerprint = await self._form.read_fingerprint()
-        waiting = self.get(transfer)
-        async with waiting.receiving:
-            # The end of a broken transfer may be noticed after this: what it brought counts.
-            if waiting.may_begin.is_set():
-                raise _unknown_transfer()
-        return json_response(
-            kv_transfer.ExpectedPrompt(
-                prompt_tokens=waiting.tokens,
-                blocks=len(waiting.digests),
-                cached_blocks=waiting.held.on_device,
-                held_blocks=waiting.held.in_all_tiers,
-                block_tokens=BLOCK_TOKENS,
-                block_bytes=self._form.block_bytes,
-                digests=tuple(waiting.digests) if "digests" in request.query else (),
-                kv_format=fingerprint.hex(),
+        # The end of a broken transfer may be noticed before this returns: what it brought counts.
+        async with self.receiving(transfer) as waiting:
+            return json_response(
+                kv_transfer.ExpectedPrompt(
+                    prompt_tokens=waiting.tokens,
+                    blocks=len(waiting.digests),
+                    cached_blocks=waiting.held.on_device,
+                    held_blocks=waiting.held.in_all_tiers,
+                    block_tokens=BLOCK_TOKENS,
+                    block_bytes=self._form.block_bytes,
+                    digests=tuple(waiting.digests) if "digests" in request.query else (),
+                    kv_format=fingerprint.hex(),
+                )
             )
-        )
 
     async def _give_up(self, request: web.Request) -> web.Response:
         """Let a request begin with what has arrived."""
@@ -179,12 +177,8 @@ class KvReceiver:
     async def _receive(self, request: web.Request) -> web.Response:
         """Store the blocks in the body; the request begins once the transfer is complete."""
         transfer = request.match_info["transfer"]
-        waiting = self.get(transfer)
         is_shared = "shared" in request.query
-        # The end of a broken transfer may be noticed after the next one begins.
-        async with waiting.receiving:
-            if waiting.may_begin.is_set():
-                raise _unknown_transfer()
+        async with self.receiving(transfer) as waiting:
             try:
                 read = self._read_shared if is_shared else self._read
                 async with _window_of(request, self._windows) as window:
@@ -362,6 +356,19 @@ class KvReceiver:
         if waiting is None:
             raise _unknown_transfer()
         return waiting
+
+    @asynccontextmanager
+    async def receiving(self, transfer: str) -> AsyncIterator[WaitingPrompt]:
+        """Yield the prompt that waits for a transfer, while nothing else brings blocks of it.
+
+        Raises ApiError 404 if none waits any more.
+        """
+        waiting = self.get(transfer)
+        # The end of a broken transfer may be noticed after the next one begins.
+        async with waiting.receiving:
+            if waiting.may_begin.is_set():
+                raise _unknown_transfer()
+            yield waiting
 
 
 @asynccontextmanager

@@ -32,7 +32,7 @@ from nodeagent.engine.sampling.sampler import SamplingParams
 from nodeagent.engine.scheduler.sequence import Sequence as TokenSequence
 from nodeagent.engine.scheduler.sequence import StopConditions
 from nodeagent.engine.server.kv.kv_windows import KvWindows
-from nodeagent.engine.server.kv.kv_writing import BlockRoom, BlockWriter
+from nodeagent.engine.server.kv.kv_writing import BlockDestination, BlockWriter
 from nodeagent.engine.server.open_requests import OpenRequest, OpenRequests
 from nodeagent.engine.server.openai.generation_options import GenerationOptions
 from nodeagent.engine.server.openai.request_errors import invalid_request
@@ -135,17 +135,18 @@ class OutgoingReader:
         be computed."""
         sent = self._outgoing.first_block
         while sent < len(digests) and self._computed.more_than(sent):
-            room = writer.room(self._computed.blocks - sent)
-            writer.put(digests[sent:], self._read(sent, room), room)
-            sent += room.blocks
+            destination = writer.next_destination(self._computed.blocks - sent)
+            writer.put(digests[sent:], self._read(sent, destination), destination)
+            sent += destination.blocks
 
-    def _read(self, first: int, room: BlockRoom) -> Tensor:
+    def _read(self, first: int, destination: BlockDestination) -> Tensor:
         number, transfers = self._number, self._transfers
         if transfers is not None and transfers.can_copy_beside_steps:
-            contents = transfers.read_held(self._outgoing.numbers(first, room.blocks), room.out)
-            self._worker.call(lambda core: _release_outgoing(core, number, room.blocks))
+            blocks = self._outgoing.numbers(first, destination.blocks)
+            contents = transfers.read_held(blocks, destination.out)
+            self._worker.call(lambda core: _release_outgoing(core, number, destination.blocks))
             return contents
-        read = self._worker.call(lambda core: _read_outgoing(core, number, room)).result()
+        read = self._worker.call(lambda core: _read_outgoing(core, number, destination)).result()
         if read is None:
             raise ConnectionResetError("the transfer was closed")
         return read
@@ -299,6 +300,8 @@ def _release_outgoing(core: EngineCore, number: int, blocks: int) -> None:
         core.kv_transfers.release_outgoing(number, blocks)
 
 
-def _read_outgoing(core: EngineCore, number: int, room: BlockRoom) -> Tensor | None:
+def _read_outgoing(core: EngineCore, number: int, destination: BlockDestination) -> Tensor | None:
     transfers = core.kv_transfers
-    return transfers.read_outgoing(number, room.blocks, room.out) if transfers is not None else None
+    if transfers is None:
+        return None
+    return transfers.read_outgoing(number, destination.blocks, destination.out)

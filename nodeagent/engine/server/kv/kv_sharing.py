@@ -170,17 +170,18 @@ class KvSharing:
         """Read blocks that are held, while steps run; return how many that were."""
         read = 0
         while self._transfers is not None and read < len(held):
-            room = writer.room(len(held) - read)
-            blocks = held[read : read + room.blocks]
-            writer.put(digests[read:], self._transfers.read_held(blocks, room.out), room)
+            destination = writer.next_destination(len(held) - read)
+            blocks = held[read : read + destination.blocks]
+            contents = self._transfers.read_held(blocks, destination.out)
+            writer.put(digests[read:], contents, destination)
             read += len(blocks)
         return read
 
     def _read_next(self, writer: BlockWriter, digests: Sequence[bytes]) -> int:
         """Read the first of these blocks between two steps; return how many that were."""
-        room = writer.room(len(digests))
-        contents = self._read_between_steps(digests[: room.blocks])
-        writer.put(digests, contents, room)
+        destination = writer.next_destination(len(digests))
+        contents = self._read_between_steps(digests[: destination.blocks])
+        writer.put(digests, contents, destination)
         return len(contents)
 
     def read_part(self, digests: Sequence[bytes]) -> Tensor:

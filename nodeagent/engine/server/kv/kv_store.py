@@ -71,9 +71,8 @@ class KvStoreRoutes:
         transfer, wanted = request.match_info["transfer"], request.query.get("blocks", "")
         if not (wanted.isascii() and wanted.isdigit() and len(wanted) <= 5):
             raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot fetch {wanted[:40]!r} KV blocks")
-        waiting = self._receiver.get(transfer)
         # What another transfer brings meanwhile would be stored twice.
-        async with waiting.receiving:
+        async with self._receiver.receiving(transfer) as waiting:
             first = waiting.held.in_all_tiers
             left = waiting.digests[first : first + int(wanted)]
             blocks = 0

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from isochrone.service.config import ConfigError
+from isochrone.service.network.private_socket import private_socket
 from isochrone.service.shared_window import (
     MappedWindows,
     OwnedWindow,
@@ -147,7 +148,7 @@ class SenderWindow:
             if self._link is None or not self._unsent:
                 return
             try:
-                # The link does not block, but the places of all slots always have room.
+                # The link does not block, but the places of all slots always fit into it.
                 self._link.sendall(self._unsent)
             except OSError as error:
                 raise WindowLost("the receiver has closed the window") from error
@@ -204,17 +205,13 @@ class KvWindows:
 
     async def start(self) -> None:
         """Listen. Without a socket, blocks are sent through the agent."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             clear_socket(self._path)
-            listener.setblocking(False)
-            listener.bind(str(self._path))
-            self._path.chmod(0o600)
-            listener.listen(CONNECTIONS_MAX)
+            listener = private_socket(self._path)
         except (OSError, ConfigError) as error:
-            listener.close()
             _warn(f"listen on {self._path}", error)
             return
+        listener.listen(CONNECTIONS_MAX)
         self._listener = listener
         self._start(self._accept(listener))
 

@@ -1,7 +1,8 @@
 """Writes the stream of a transfer: with its blocks, or with a window beside it that has them.
 
-Rule 1: one thread reads all blocks of a transfer, and waits there for room: for slots of the
-window, or until an earlier part is written. The event loop only writes what that thread has read.
+Rule 1: one thread reads all blocks of a transfer, and waits there for memory to read to: for slots
+of the window, or until an earlier part is written. The event loop only writes what that thread has
+read.
 Rule 2: blocks that are read and not yet written are bounded by PARTS_AHEAD parts of PART_BYTES for
 each transfer, or by its window.
 """
@@ -33,7 +34,7 @@ PARTS_AHEAD: Final = 2
 """One is written while the next one is read."""
 
 
-class BlockRoom(NamedTuple):
+class BlockDestination(NamedTuple):
     """Where the next `blocks` blocks are read to: slots of a window, or other host memory."""
 
     blocks: int
@@ -78,7 +79,7 @@ class BlockWriter:
         """Have `read` run on a thread of its own, and write what it puts.
 
         Raises what `read` raises. It has ended when this returns or raises: `stop` ends its waits
-        other than those for room.
+        other than those for memory.
         """
         reading = start_thread("kv-send", read)
         reading.add_done_callback(lambda _: self._parts.put_nowait(None))
@@ -105,8 +106,8 @@ class BlockWriter:
                 raise ConnectionResetError("the receiver has not taken the window") from error
         await self._write([encode_end(end)], is_last=True)
 
-    def room(self, count_max: int) -> BlockRoom:
-        """Wait for room for some of the next `count_max` blocks. For the thread that reads.
+    def next_destination(self, count_max: int) -> BlockDestination:
+        """Wait for memory for some of the next `count_max` blocks. For the thread that reads.
 
         Raises ConnectionResetError if the transfer has ended, or the receiver takes no blocks.
         """
@@ -116,21 +117,23 @@ class BlockWriter:
                 run = self._lease.take(count, self._stall_s)
             except TimeoutError as error:
                 raise ConnectionResetError("the receiver does not take blocks") from error
-            return BlockRoom(run.slots, run, self._lease.slots(run))
+            return BlockDestination(run.slots, run, self._lease.slots(run))
         with self._written:
             self._written.wait_for(lambda: self._ahead < PARTS_AHEAD or self._is_closed)
             if self._is_closed:
                 raise ConnectionResetError("the transfer has ended")
-        return BlockRoom(count, None, self._windows.staged(count))
+        return BlockDestination(count, None, self._windows.staged(count))
 
-    def put(self, digests: Sequence[bytes], contents: Tensor, room: BlockRoom) -> None:
-        """Have blocks written that were read for `room`. For the thread that reads.
+    def put(
+        self, digests: Sequence[bytes], contents: Tensor, destination: BlockDestination
+    ) -> None:
+        """Have blocks written that were read to `destination`. For the thread that reads.
 
-        `digests` begins with theirs. There may be fewer of them than `room` is for.
+        `digests` begins with theirs. There may be fewer of them than fit there.
         """
         digests = digests[: len(contents)]
-        if self._lease is not None and room.run is not None:
-            self._put_in_window(self._lease, room.run, digests, contents, room.out)
+        if self._lease is not None and destination.run is not None:
+            self._put_in_window(self._lease, destination.run, digests, contents, destination.out)
             return
         frames: list[bytes | memoryview] = []
         for digest, content in zip(digests, contents, strict=True):
@@ -160,7 +163,7 @@ class BlockWriter:
         lease.send(b"".join(references))
 
     def _close(self) -> None:
-        """End the wait for room."""
+        """End the wait for memory."""
         if self._lease is not None:
             self._lease.close()
         with self._written:
