@@ -1,5 +1,7 @@
 """Messages for an operator whose command could not connect, with what to change."""
 
+import os
+
 import aiohttp
 
 
@@ -15,4 +17,11 @@ def describe_connection_error(url: str, error: Exception) -> str:
         return f"{problem}; if it serves without TLS, write the URL with http:"
     if isinstance(error, aiohttp.ServerDisconnectedError) and url.startswith("http:"):
         return f"{problem}; if it serves with TLS, write the URL with https:"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        # aiohttp's own text says `ssl:default`, also of a URL without TLS.
+        cause = error.os_error
+        is_of_the_system = cause.errno is not None and cause.errno > 0
+        return os.strerror(cause.errno) if is_of_the_system else cause.strerror or problem
+    if isinstance(error, TimeoutError):
+        return "it did not answer in time"
     return problem

@@ -408,4 +408,7 @@ def not_found(kind: str, name: str) -> ApiError:
         # The secret would go on to terminals and logs.
         reason = "give its id, the 12 characters after `iso_`, and not the whole key"
         return ApiError(ErrorCode.NOT_FOUND, f"cannot find the key: {reason}")
-    return ApiError(ErrorCode.NOT_FOUND, f"cannot find the {kind} {name[:128]!r}")
+    # Each kind has a list under its plural. A "budget of tenant" is in that of tenants.
+    command = f"isochrone {kind.lower().rpartition(' ')[2]}s list"
+    message = f"cannot find the {kind} {name[:128]!r}: `{command}` shows all"
+    return ApiError(ErrorCode.NOT_FOUND, message)
