@@ -169,6 +169,8 @@ async def test_errors_go_to_standard_error_with_an_exit_code(admin: Admin) -> No
     assert (process.returncode, out_bytes) == (1, b"")
     assert b"cannot authenticate: the admin token is wrong" in err_bytes
     assert b"ISOCHRONE_ADMIN_TOKEN" in err_bytes
+    _, _, err = await run_cli(admin, "--token", "iso_34nln12971bv_x", "status")
+    assert "this is the admin API; a client's key is for routers" in err
     unreachable, reachable = "http://127.0.0.1:1", admin.url
     assert (await run_cli(admin, "--url", f"{unreachable}, {reachable}", "status"))[0] == 0
     code, _, err = await run_cli(admin, "--url", unreachable, "status")
