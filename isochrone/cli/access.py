@@ -177,12 +177,17 @@ add_command(
 )
 @click.option("--to", metavar="DAY", help="Last day (UTC), at most 31 days later (default: today).")
 @click.option(
-    "--by", type=click.Choice(["key", "tenant"]), default="key", help="One row per key or tenant."
+    "--by",
+    type=click.Choice(["key", "tenant"]),
+    default="key",
+    show_default=True,
+    help="One row per key or tenant.",
 )
 @click.option(
     "--per",
     type=click.Choice(["total", "day"]),
     default="total",
+    show_default=True,
     help="Totals, or one row per day.",
 )
 @click.pass_obj
@@ -203,7 +208,13 @@ def usage(obj: CliContext, /, **filters: str | None) -> None:
 
 
 @click.command()
-@click.option("--limit", type=click.IntRange(1, 500), default=50, help="Number of events.")
+@click.option(
+    "--limit",
+    type=click.IntRange(1, 500),
+    default=50,
+    show_default=True,
+    help="Number of events.",
+)
 @click.option("--subject", help="Only events of this node, deployment, key or other object.")
 @click.pass_obj
 def events(obj: CliContext, limit: int, subject: str | None) -> None:
@@ -227,7 +238,9 @@ def events(obj: CliContext, limit: int, subject: str | None) -> None:
     help="Router URL.",
 )
 @click.option("--key", envvar="ISOCHRONE_API_KEY", show_envvar=True, required=True, help="API key.")
-@click.option("--max-tokens", type=int, default=256, help="Maximum length of the answer.")
+@click.option(
+    "--max-tokens", type=int, default=256, show_default=True, help="Maximum length of the answer."
+)
 def chat(model: str, prompt: str, endpoint: str, key: str, max_tokens: int) -> None:
     """Send a prompt to a model through a router.
 

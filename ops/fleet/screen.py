@@ -24,6 +24,8 @@ endpoints
 {endpoints}
 key         {fleet.key}
 
+In another terminal, in this folder:
+
 curl {url}/v1/chat/completions -H 'Authorization: Bearer {fleet.key}' \\
   -H 'Content-Type: application/json' \\
   -d '{{"model": "{model.NAME}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'

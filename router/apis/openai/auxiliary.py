@@ -63,11 +63,16 @@ def auxiliary_app(
         return json_response({"object": "list", "data": [model_body(entry) for entry in allowed]})
 
     async def show_model(request: web.Request) -> web.Response:
-        key = key_of(surface, request)
-        entry = surface.deployment(request.match_info["name"], key)
+        key, name = key_of(surface, request), request.match_info["name"]
+        entry = surface.base_deployment(name, key)
+        if not entry.adapter_rank_max:
+            entry = surface.deployment(name, key)
+        if name != entry.name:
+            adapter = name.removeprefix(f"{entry.name}:")
+            fleet.directory.adapters.find(adapter, key.tenant_id, entry)
         if headers.ANTHROPIC_VERSION in request.headers:
-            return json_response(model_info(entry, surface.unix_clock()))
-        return json_response(model_body(entry))
+            return json_response({**model_info(entry, surface.unix_clock()), "id": name})
+        return json_response({**model_body(entry), "id": name})
 
     async def healthz(request: web.Request) -> web.Response:
         return _health(fleet)

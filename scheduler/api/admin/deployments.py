@@ -118,7 +118,7 @@ async def create_deployment(request: AdminRequest) -> DeploymentView:
         raise ApiError(
             ErrorCode.CONFLICT,
             f"cannot create {body.deployment_id}: the id or the name {deployment.name} is taken;"
-            " give another name",
+            " give another id, or with `--name` a name that is not the model's",
         )
     after = await deployments.get_deployment(request.connection, body.deployment_id)
     await request.record_change("deployment.create", body.deployment_id, after=after)
