@@ -20,8 +20,9 @@ def describe_connection_error(url: str, error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         # aiohttp's own text says `ssl:default`, also of a URL without TLS.
         cause = error.os_error
-        is_of_the_system = cause.errno is not None and cause.errno > 0
-        return os.strerror(cause.errno) if is_of_the_system else cause.strerror or problem
+        number = cause.errno or 0
+        # Those of name lookups are negative.
+        return os.strerror(number) if number > 0 else cause.strerror or problem
     if isinstance(error, TimeoutError):
         return "it did not answer in time"
     return problem
