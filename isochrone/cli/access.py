@@ -241,15 +241,23 @@ def events(obj: CliContext, limit: int, subject: str | None) -> None:
 @click.option(
     "--max-tokens", type=int, default=256, show_default=True, help="Maximum length of the answer."
 )
-def chat(model: str, prompt: str, endpoint: str, key: str, max_tokens: int) -> None:
+@click.pass_obj
+def chat(
+    obj: CliContext, model: str, prompt: str, endpoint: str, key: str, max_tokens: int
+) -> None:
     """Send a prompt to a model through a router.
 
-    The answer streams to standard output. PoP, node and timing go to standard error.
+    The answer streams to standard output. PoP, node and timing go to standard error. With `-o json`
+    all of it is one object.
     """
     messages = [{"role": "user", "content": prompt}]
     body = {"model": model, "messages": messages, "max_tokens": max_tokens}
-    write = partial(click.echo, nl=False)
+    is_json = obj.output == "json"
+    write = (lambda _: None) if is_json else partial(click.echo, nl=False)
     result = asyncio.run(chat_client.chat(endpoint=endpoint, key=key, body=body, on_text=write))
+    if is_json:
+        show_one(result._asdict(), obj.output)
+        return
     click.echo()
     stderr.print(
         f"{result.pop} {result.node} ({result.why}) TTFT {result.ttft_ms:.0f} ms, "
