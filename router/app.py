@@ -105,9 +105,7 @@ class RouterApp:
         self._create_reports()
         self.server = self._create_server()
         self.auxiliary_app = auxiliary_app(self.surface, self.fleet, self.metrics, self.request_ids)
-        routes = EnvelopeRoutes(
-            self.auxiliary_app, self.surface, self.fleet, self.metrics, time.monotonic
-        )
+        routes = EnvelopeRoutes(self.auxiliary_app, self.surface, self.metrics, time.monotonic)
         add_catalog_routes(routes, self.surface, self.fleet)
         add_markdown_routes(routes, self.limiter, self.fleet)
         self.loops = {loop.name: loop for loop in self._create_loops()}

@@ -177,12 +177,17 @@ add_command(
 )
 @click.option("--to", metavar="DAY", help="Last day (UTC), at most 31 days later (default: today).")
 @click.option(
-    "--by", type=click.Choice(["key", "tenant"]), default="key", help="One row per key or tenant."
+    "--by",
+    type=click.Choice(["key", "tenant"]),
+    default="key",
+    show_default=True,
+    help="One row per key or tenant.",
 )
 @click.option(
     "--per",
     type=click.Choice(["total", "day"]),
     default="total",
+    show_default=True,
     help="Totals, or one row per day.",
 )
 @click.pass_obj
@@ -203,7 +208,13 @@ def usage(obj: CliContext, /, **filters: str | None) -> None:
 
 
 @click.command()
-@click.option("--limit", type=click.IntRange(1, 500), default=50, help="Number of events.")
+@click.option(
+    "--limit",
+    type=click.IntRange(1, 500),
+    default=50,
+    show_default=True,
+    help="Number of events.",
+)
 @click.option("--subject", help="Only events of this node, deployment, key or other object.")
 @click.pass_obj
 def events(obj: CliContext, limit: int, subject: str | None) -> None:
@@ -227,16 +238,26 @@ def events(obj: CliContext, limit: int, subject: str | None) -> None:
     help="Router URL.",
 )
 @click.option("--key", envvar="ISOCHRONE_API_KEY", show_envvar=True, required=True, help="API key.")
-@click.option("--max-tokens", type=int, default=256, help="Maximum length of the answer.")
-def chat(model: str, prompt: str, endpoint: str, key: str, max_tokens: int) -> None:
+@click.option(
+    "--max-tokens", type=int, default=256, show_default=True, help="Maximum length of the answer."
+)
+@click.pass_obj
+def chat(
+    obj: CliContext, model: str, prompt: str, endpoint: str, key: str, max_tokens: int
+) -> None:
     """Send a prompt to a model through a router.
 
-    The answer streams to standard output. PoP, node and timing go to standard error.
+    The answer streams to standard output. PoP, node and timing go to standard error. With `-o json`
+    all of it is one object.
     """
     messages = [{"role": "user", "content": prompt}]
     body = {"model": model, "messages": messages, "max_tokens": max_tokens}
-    write = partial(click.echo, nl=False)
+    is_json = obj.output == "json"
+    write = (lambda _: None) if is_json else partial(click.echo, nl=False)
     result = asyncio.run(chat_client.chat(endpoint=endpoint, key=key, body=body, on_text=write))
+    if is_json:
+        show_one(result._asdict(), obj.output)
+        return
     click.echo()
     stderr.print(
         f"{result.pop} {result.node} ({result.why}) TTFT {result.ttft_ms:.0f} ms, "

@@ -46,7 +46,7 @@ def adapters_list(obj: CliContext, tenant: str | None) -> None:
     "--model", required=True, help="The deployment, by id or name, for whose model it was made."
 )
 @click.option("--name", required=True, help="How requests name it: MODEL:NAME, or `lora`.")
-@click.option("--description", default="")
+@click.option("--description", default="", help="A comment that `adapters show` shows.")
 @click.option("--public", is_flag=True, help="Let all tenants use it.")
 @click.pass_obj
 def adapters_upload(

@@ -23,6 +23,9 @@ PAGE_ROWS: Final = 200
 WHERE_TO_SET_IT: Final = (
     "set it with --token, ISOCHRONE_ADMIN_TOKEN or `token` in ~/.config/isochrone/config.toml"
 )
+WHERE_THE_URL_IS_SET: Final = (
+    "its URL is set with --url, ISOCHRONE_ADMIN_URL or `url` in ~/.config/isochrone/config.toml"
+)
 
 
 class AdminError(Exception):
@@ -108,7 +111,9 @@ class AdminClient:
                 if response.status >= 400:
                     raise AdminError(_error_message(answer, response.status))
                 return msgspec.json.decode(answer) if answer else None
-        raise AdminError(f"cannot reach the admin API {'; '.join(problems)}")
+        raise AdminError(
+            f"cannot reach the admin API {'; '.join(problems)}; {WHERE_THE_URL_IS_SET}"
+        )
 
 
 def segment(name: str) -> str:

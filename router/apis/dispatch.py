@@ -108,7 +108,8 @@ class ApiDispatcher:
         reading such a body and more than reading a small one: that is refused once it is read.
         """
         is_inference = _is_inference(path)
-        if not is_inference:
+        # A browser's preflight has no key.
+        if not is_inference and method != b"OPTIONS":
             openai_path = _openai_path(path)
             if is_batch_path(openai_path) or is_stored_path(openai_path) or finetune_path(path):
                 return self._openai.key_of(fields)

@@ -24,6 +24,8 @@ _CODES: Final = {
 }
 """The code of an engine's error that has none, by status. Others are invalid requests."""
 
+_OURS: Final = {code.value: code for code in ErrorCode}
+
 _TOO_LONG: Final = re.compile(
     r"maximum context length|model's context length|max_model_len=|available context size"
     r"|max_seq_len|max_input_len"
@@ -90,14 +92,16 @@ def client_error_body(body: bytes, status: int) -> bytes:
     """Return the body of an engine's 4xx response as an OpenAI error object with a code.
 
     vLLM and llama.cpp have the status as `code`, SGLang and TensorRT-LLM have the fields without
-    `error` around them, FastAPI has `detail`. Raises ApiError if the body names no reason.
+    `error` around them, FastAPI has `detail`, and errors of our nodes have no `type`. Raises
+    ApiError if the body names no reason.
     """
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError):
         decoded = None
     fields = decoded.get("error", decoded) if isinstance(decoded, dict) else None
-    if isinstance(fields, dict) and fields is not decoded and isinstance(fields.get("code"), str):
+    own_code = fields.get("code") if isinstance(fields, dict) and fields is not decoded else None
+    if isinstance(own_code, str) and isinstance(fields, dict) and "type" in fields:
         return body
     message = _reason(fields)
     if not message:
@@ -106,7 +110,9 @@ def client_error_body(body: bytes, status: int) -> bytes:
             f"cannot answer: the replica refused the request with status {status} and no reason",
         )
     code = _CODES.get(status, ErrorCode.INVALID_REQUEST)
-    if status == 400 and _TOO_LONG.search(message):
+    if isinstance(own_code, str):
+        code = _OURS.get(own_code, code)
+    elif status == 400 and _TOO_LONG.search(message):
         code = ErrorCode.CONTEXT_LENGTH_EXCEEDED
     param = fields.get("param") if isinstance(fields, dict) else None
     error = ApiError(code, message, param=param if isinstance(param, str) else None)

@@ -1,5 +1,6 @@
 """The compiled request path of a checkout is loaded only if it was made from these very sources."""
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -116,3 +117,13 @@ def test_the_setting_may_name_a_folder_of_extension_modules(
     spec = finder.find_spec("router.recording.record", None)
     assert spec is not None
     assert spec.origin == str(tmp_path / f"router/recording/record{EXTENSION_SUFFIXES[0]}")
+
+
+def test_make_compiled_says_when_it_is_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    built = compile_request_path.ROOT / "build" / "request_path" / "d"
+    monkeypatch.setattr(compile_request_path, "compile_checkout", lambda _, is_profiled: built)
+    monkeypatch.setattr(sys, "argv", ["compile", "--required"])
+    compile_request_path.main()
+    assert capsys.readouterr().err.endswith("is compiled: build/request_path/d\n")

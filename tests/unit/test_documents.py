@@ -14,6 +14,7 @@ from isochrone.service.config import load_config
 from isochrone.wire.errors import MEANINGS, ErrorCode
 from nodeagent.config import NodeConfig
 from router.config import RouterConfig
+from scheduler.api.admin.endpoint import not_found
 from scheduler.config import SchedulerConfig
 
 ROOT = Path(__file__).parents[2]
@@ -56,14 +57,30 @@ def test_every_command_that_a_message_names_can_be_typed() -> None:
     }
     assert len(named) > 10
     for line in sorted(named):
-        command: click.Command = main
-        words = line.split()
-        while isinstance(command, click.Group) and (words or not command.invoke_without_command):
-            found = command.get_command(click.Context(command), words.pop(0)) if words else None
-            assert found is not None, f"isochrone {line}"
-            command = found
-        for flag in (word.partition("=")[0] for word in words if word.startswith("-")):
-            assert any(flag in option.opts for option in command.params), f"isochrone {line}"
+        can_be_typed(line)
+
+
+def can_be_typed(line: str) -> None:
+    command: click.Command = main
+    words = line.split()
+    while isinstance(command, click.Group) and (words or not command.invoke_without_command):
+        found = command.get_command(click.Context(command), words.pop(0)) if words else None
+        assert found is not None, f"isochrone {line}"
+        command = found
+    for flag in (word.partition("=")[0] for word in words if word.startswith("-")):
+        assert any(flag in option.opts for option in command.params), f"isochrone {line}"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("PoP", "node", "router", "model", "deployment", "key", "rollout", "adapter"),
+        "budget of tenant",
+    ],
+)
+def test_what_is_not_found_has_a_list(kind: str) -> None:
+    (line,) = re.findall(r"`isochrone (.+?)`", not_found(kind, "x").message)
+    can_be_typed(line)
 
 
 def test_the_documents_show_a_configuration_of_every_service() -> None:

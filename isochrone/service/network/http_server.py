@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from ssl import SSLContext
@@ -97,10 +97,9 @@ def error_middleware(encode_error: EncodeError) -> Callable[..., Awaitable[web.S
         except ApiError as error:
             return encode_error(error)
         except web.HTTPException as error:
-            refused = _error_of_status(error.status, error.reason, request)
             if isinstance(error, web.HTTPMethodNotAllowed):
-                refused.headers = {"allow": ", ".join(sorted(error.allowed_methods))}
-            return encode_error(refused)
+                return encode_error(_method_not_allowed(request, error.allowed_methods))
+            return encode_error(_error_of_status(error.status, error.reason, request))
         except ClientConnectionResetError:
             # The client has left; no response reaches it.
             return web.Response(status=499)
@@ -342,9 +341,16 @@ def _error_of_status(status: int, text: str, request: web.Request | None) -> Api
     code = _STATUS_CODES.get(status, ErrorCode.INTERNAL if status >= 500 else None)
     if code is ErrorCode.NOT_FOUND and request is not None:
         text = f"no such path: {request.method} {request.path[:200]}"
-    elif code is ErrorCode.METHOD_NOT_ALLOWED and request is not None:
-        text = f"{request.path[:200]} does not take {request.method}"
     return ApiError(code or ErrorCode.INVALID_REQUEST, f"cannot serve: {text}")
+
+
+def _method_not_allowed(request: web.Request, allowed: Collection[str]) -> ApiError:
+    useful = ", ".join(sorted(set(allowed) - {"HEAD"}))
+    return ApiError(
+        ErrorCode.METHOD_NOT_ALLOWED,
+        f"cannot use the method {request.method} for {request.path[:200]}: use {useful}",
+        headers={"allow": ", ".join(sorted(allowed))},
+    )
 
 
 def _too_large(bytes_max: int) -> ApiError:

@@ -1,4 +1,4 @@
-"""The error 400 for a public body that a decoder refuses, with the name of its field."""
+"""The error 400 for a body that a decoder refuses, with the name of its field."""
 
 import re
 from typing import Final, TypeVar
@@ -16,6 +16,7 @@ _UNKNOWN_FIELD: Final = re.compile(r"object contains unknown field `(.{1,60}?)`"
 _NOT_EMPTY: Final = re.compile(
     r"expected (?:`null`, got `[a-z]+`|`array` of length <= 0)", re.IGNORECASE
 )
+_WRONG_VALUE: Final = re.compile(r"^Invalid (?:enum )?value (.*)", re.DOTALL)
 
 
 def decode_public(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
@@ -35,8 +36,10 @@ def invalid_field(reason: str) -> ApiError:
         reason = "it is required"
     elif unknown or _NOT_EMPTY.search(reason):
         reason = "it is not supported"
+    elif reason == "Input data was truncated":
+        reason = "it is empty, or its JSON ends early"
     else:
-        reason = _INVALID_FIELD.sub("", reason)
+        reason = _WRONG_VALUE.sub(r"\1 is not one of its values", _INVALID_FIELD.sub("", reason))
     subject = f"field '{field}'" if field else "the request body"
     if reason[1:2].islower():
         # "Expected", but not "JSON".

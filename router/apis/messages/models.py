@@ -12,6 +12,8 @@ LIMIT_DEFAULT: Final = 20
 LIMIT_MAX: Final = 1000
 LIFECYCLES: Final = ("active", "deprecated", "retired")
 LIFECYCLES_DEFAULT: Final = ("active", "deprecated")
+PARAMETERS: Final = ("after_id", "before_id", "lifecycle", "lifecycle[]", "limit", "beta")
+"""Anthropic's clients send `beta=true`."""
 
 
 def model_info(entry: DeploymentEntry, now_unix_s: float) -> dict[str, Any]:
@@ -43,6 +45,10 @@ def models_page(
     """
     parameters = parse_qs(query_string, keep_blank_values=True)
     query = {name: values[0] for name, values in parameters.items()}
+    if unknown := query.keys() - PARAMETERS:
+        name = min(unknown)[:80]
+        message = f"cannot use the query parameter {name!r}: this path has {', '.join(PARAMETERS)}"
+        raise ApiError(ErrorCode.INVALID_REQUEST, message, param=name)
     lifecycles = [*parameters.get("lifecycle", ()), *parameters.get("lifecycle[]", ())]
     for lifecycle in lifecycles:
         if lifecycle not in LIFECYCLES:

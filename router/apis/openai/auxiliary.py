@@ -22,7 +22,7 @@ from router.apis.messages.models import model_info, models_page
 from router.apis.openai.moderations import MODERATIONS_PATH
 from router.apis.openai.surface import DECODERS, OpenAiSurface
 from router.apis.request_ids import RequestIds
-from router.decide.admission.authentication import authenticate, may_use
+from router.decide.admission.authentication import may_use
 from router.fleet_state import FleetState
 from router.recording.metrics import Metrics
 
@@ -44,19 +44,18 @@ def public_document() -> bytes:
     return msgspec.json.encode(document(version("isochrone")))
 
 
+def key_of(surface: OpenAiSurface, request: web.Request) -> KeyEntry:
+    """Return the API key of an auxiliary request. Raises ApiError 401."""
+    return surface.key_of({name.lower(): value for name, value in request.raw_headers})
+
+
 def auxiliary_app(
     surface: OpenAiSurface, fleet: FleetState, metrics: Metrics, request_ids: RequestIds
 ) -> web.Application:
     """Return the application of all auxiliary routes."""
 
-    def key_of(request: web.Request) -> KeyEntry:
-        authorization = request.headers.get("authorization")
-        if not authorization and headers.API_KEY in request.headers:
-            authorization = f"Bearer {request.headers[headers.API_KEY]}"
-        return authenticate(fleet.directory.keys, authorization, surface.unix_clock())
-
     async def list_models(request: web.Request) -> web.Response:
-        key = key_of(request)
+        key = key_of(surface, request)
         allowed = [entry for entry in fleet.directory.deployments if may_use(key, entry)]
         if headers.ANTHROPIC_VERSION in request.headers:
             chats = [entry for entry in allowed if entry.kind == "chat"]
@@ -64,11 +63,16 @@ def auxiliary_app(
         return json_response({"object": "list", "data": [model_body(entry) for entry in allowed]})
 
     async def show_model(request: web.Request) -> web.Response:
-        key = key_of(request)
-        entry = surface.deployment(request.match_info["name"], key)
+        key, name = key_of(surface, request), request.match_info["name"]
+        entry = surface.base_deployment(name, key)
+        if not entry.adapter_rank_max:
+            entry = surface.deployment(name, key)
+        if name != entry.name:
+            adapter = name.removeprefix(f"{entry.name}:")
+            fleet.directory.adapters.find(adapter, key.tenant_id, entry)
         if headers.ANTHROPIC_VERSION in request.headers:
-            return json_response(model_info(entry, surface.unix_clock()))
-        return json_response(model_body(entry))
+            return json_response({**model_info(entry, surface.unix_clock()), "id": name})
+        return json_response({**model_body(entry), "id": name})
 
     async def healthz(request: web.Request) -> web.Response:
         return _health(fleet)

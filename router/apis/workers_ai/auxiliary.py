@@ -11,6 +11,7 @@ from aiohttp import web
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http.invalid_field import invalid_field
 from isochrone.wire.peers.routes import DeploymentEntry, KeyEntry
+from router.apis.openai.auxiliary import key_of
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.workers_ai.catalog import (
     ModelQuery,
@@ -23,7 +24,7 @@ from router.apis.workers_ai.catalog import (
     task_page,
 )
 from router.apis.workers_ai.translate import encode_error_envelope
-from router.decide.admission.authentication import authenticate, may_use
+from router.decide.admission.authentication import may_use
 from router.fleet_state import FleetState
 from router.recording.metrics import Metrics
 
@@ -63,7 +64,6 @@ class EnvelopeRoutes:
         self,
         app: web.Application,
         surface: OpenAiSurface,
-        fleet: FleetState,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
@@ -71,7 +71,7 @@ class EnvelopeRoutes:
         self.clock = clock
         self.unix_clock = surface.unix_clock
         self._app = app
-        self._fleet = fleet
+        self._surface = surface
         self._metrics = metrics
 
     def add(self, method: str, path: str, answer: Answer) -> None:
@@ -85,17 +85,13 @@ class EnvelopeRoutes:
                         f"cannot use the method {request.method} for {path}: use {method}",
                         headers={"allow": method},
                     )
-                reply = await answer(request, self._key_of(request))
+                reply = await answer(request, key_of(self._surface, request))
                 body = msgspec.json.encode(reply.body)
                 return web.Response(body=body, content_type="application/json")
             except ApiError as error:
                 return self._refuse(error)
 
         self._app.router.add_route("*", path, handle)
-
-    def _key_of(self, request: web.Request) -> KeyEntry:
-        authorization = request.headers.get("authorization")
-        return authenticate(self._fleet.directory.keys, authorization, self.unix_clock())
 
     def _refuse(self, error: ApiError) -> web.Response:
         self._metrics.errors.labels(error.code.value).inc()

@@ -51,8 +51,10 @@ FIELDS_OF_TASK: Final = {
     "prompt": _GENERATION_FIELDS,
     "messages": _GENERATION_FIELDS - {"raw"},
     "text": frozenset({"text", "model", "options"}),
-    "target_lang": frozenset({"text", "target_lang", "source_lang", "model", "options"}),
-    "input_text": frozenset({"input_text", "max_length", "model", "options"}),
+    "target_lang": frozenset(
+        {"text", "target_lang", "source_lang", "max_tokens", "model", "options"}
+    ),
+    "input_text": frozenset({"input_text", "max_length", "max_tokens", "model", "options"}),
     "query": frozenset({"query", "contexts", "top_k", "model", "options"}),
 }
 """The fields that are honoured, by the field that decides the task."""
@@ -178,6 +180,8 @@ def _to_instructed_chat(run: RunRequest, model: str, options: dict[str, Any]) ->
         {"role": "user", "content": text},
     ]
     chat = {"model": model, "messages": messages, "temperature": 0, **options}
+    if run.max_tokens is not None:
+        chat["max_tokens"] = run.max_tokens
     return OpenAiCall(CHAT_PATH, msgspec.json.encode(chat), text_field=text_field)
 
 

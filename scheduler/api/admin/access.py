@@ -6,6 +6,7 @@ from typing import Final
 
 from aiohttp import web
 
+from isochrone.wire.client_keys.keys import PREFIX as KEY_PREFIX
 from isochrone.wire.errors import ApiError, ErrorCode
 
 OPEN_PATHS: Final = frozenset({"/healthz", "/metrics", "/openapi.json"})
@@ -19,4 +20,6 @@ def check_token(request: web.Request, token_sha256: str) -> None:
         reason = "send `Authorization: Bearer <admin token>`"
         if scheme.lower() == "bearer" and token.strip():
             reason = "the admin token is wrong"
+            if token.strip().startswith(f"{KEY_PREFIX}_"):
+                reason = "this is the admin API; a client's key is for routers"
         raise ApiError(ErrorCode.INVALID_KEY, f"cannot authenticate: {reason}")

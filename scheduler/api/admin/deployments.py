@@ -40,6 +40,8 @@ from scheduler.store.fleet.nodes import read_device_classes
 from scheduler.store.lease import read_acting_for_s
 from scheduler.store.rollouts import conflicts_with_rollout
 
+ADD_MODEL: Final = "`isochrone models list` shows all, `isochrone models add` adds one"
+
 
 async def list_deployments(request: AdminRequest) -> Page:
     """List deployments."""
@@ -116,7 +118,7 @@ async def create_deployment(request: AdminRequest) -> DeploymentView:
         raise ApiError(
             ErrorCode.CONFLICT,
             f"cannot create {body.deployment_id}: the id or the name {deployment.name} is taken;"
-            " give another name",
+            " give another id, or with `--name` a name that is not the model's",
         )
     after = await deployments.get_deployment(request.connection, body.deployment_id)
     await request.record_change("deployment.create", body.deployment_id, after=after)
@@ -255,7 +257,9 @@ async def _validated(
         )
     if await catalogue.get_model(request.connection, body.model_id) is None:
         raise ApiError(
-            ErrorCode.NOT_FOUND, f"cannot deploy: no model {body.model_id}", param="model_id"
+            ErrorCode.NOT_FOUND,
+            f"cannot deploy: no model {body.model_id}; {ADD_MODEL}",
+            param="model_id",
         )
     asleep = sleep_problem(body.engine) if body.policy.overcommit > 1 else ""
     if asleep:

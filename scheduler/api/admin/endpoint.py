@@ -21,7 +21,6 @@ from cryptography.fernet import Fernet, InvalidToken
 from isochrone.service.network.http_server import read_body
 from isochrone.service.trust.identity import Authority
 from isochrone.service.trust.model_signature import NO_SIGNERS, ModelSigners
-from isochrone.wire import codec
 from isochrone.wire.client_keys.keys import PREFIX as KEY_PREFIX
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import KeyId
@@ -226,10 +225,7 @@ def endpoint_handler(
         raw = await read_body(http, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
         body = None
         if decoder is not None:
-            try:
-                body = decode_body(raw, decoder)
-            except codec.MalformedFrame as error:
-                raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error
+            body = decode_body(raw, decoder)
         return await _respond(endpoint, context, http, raw, body)
 
     async def handle(http: web.Request) -> web.Response:
@@ -408,4 +404,7 @@ def not_found(kind: str, name: str) -> ApiError:
         # The secret would go on to terminals and logs.
         reason = "give its id, the 12 characters after `iso_`, and not the whole key"
         return ApiError(ErrorCode.NOT_FOUND, f"cannot find the key: {reason}")
-    return ApiError(ErrorCode.NOT_FOUND, f"cannot find the {kind} {name[:128]!r}")
+    # Each kind has a list under its plural. A "budget of tenant" is in that of tenants.
+    command = f"isochrone {kind.lower().rpartition(' ')[2]}s list"
+    message = f"cannot find the {kind} {name[:128]!r}: `{command}` shows all"
+    return ApiError(ErrorCode.NOT_FOUND, message)

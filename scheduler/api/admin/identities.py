@@ -30,7 +30,10 @@ async def create_join_token(request: AdminRequest) -> JoinTokenView:
     )
     if created is None:
         raise ApiError(
-            ErrorCode.NOT_FOUND, f"cannot create a token: no PoP {body.pop}", param="pop"
+            ErrorCode.NOT_FOUND,
+            f"cannot create a token: no PoP {body.pop}; `isochrone pops list` shows all,"
+            " `isochrone pops add` adds one",
+            param="pop",
         )
     if body.name is not None:
         await _check_name(request, body, body.name)

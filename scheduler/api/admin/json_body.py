@@ -5,7 +5,8 @@ from typing import Any, Final
 
 import msgspec
 
-from isochrone.wire import codec
+from isochrone.wire.errors import ApiError
+from isochrone.wire.http.invalid_field import decode_public, invalid_field
 
 WHOLE_MAX: Final = float(2**53)
 """Above it, floats are not exact whole numbers."""
@@ -16,17 +17,17 @@ _anything: Final = msgspec.json.Decoder(Any)
 def decode_body(raw: bytes, decoder: "msgspec.json.Decoder[Any]") -> Any:
     """Decode a body, in which a whole number may be written `1.0`.
 
-    Raises MalformedFrame, also for an unknown field at any depth.
+    Raises ApiError 400, also for an unknown field at any depth.
     """
     try:
-        body = codec.decode_json(raw, decoder)
-    except codec.MalformedFrame:
+        body = decode_public(raw, decoder)
+    except ApiError:
         with suppress(msgspec.DecodeError, RecursionError, ValueError):
             raw = msgspec.json.encode(_with_whole_numbers(_anything.decode(raw)))
-        body = codec.decode_json(raw, decoder)
+        body = decode_public(raw, decoder)
     # Structs that peers exchange, too, ignore unknown fields, so that releases may differ.
-    if field := _unknown_field(codec.decode_json(raw, _anything), body):
-        raise codec.MalformedFrame(f"cannot read body: there is no field {field[:200]!r}")
+    if field := _unknown_field(decode_public(raw, _anything), body):
+        raise invalid_field(f"there is no field {field[:200]!r}")
     return body
 
 

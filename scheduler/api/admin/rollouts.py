@@ -11,6 +11,7 @@ from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.models.model import UNIFIED_ROLES, PlacementPolicy
 from isochrone.wire.peers.rollout import RolloutBody, RolloutSpec, RolloutView
 from scheduler.api.admin.deployments import (
+    ADD_MODEL,
     device_problem,
     engine_problem,
     pair_problem,
@@ -50,7 +51,7 @@ async def create_rollout(request: AdminRequest) -> RolloutView:
         bounds=body.bounds,
     )
     if await catalogue.get_model(request.connection, spec.model_id) is None:
-        reason = f"cannot roll out: no model {spec.model_id}"
+        reason = f"cannot roll out: no model {spec.model_id}; {ADD_MODEL}"
         raise ApiError(ErrorCode.NOT_FOUND, reason, param="model_id")
     await require_same_kind(request, deployment, spec.model_id)
     await require_served_model(request, spec.model_id, spec.engine)

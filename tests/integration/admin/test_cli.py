@@ -169,11 +169,14 @@ async def test_errors_go_to_standard_error_with_an_exit_code(admin: Admin) -> No
     assert (process.returncode, out_bytes) == (1, b"")
     assert b"cannot authenticate: the admin token is wrong" in err_bytes
     assert b"ISOCHRONE_ADMIN_TOKEN" in err_bytes
+    _, _, err = await run_cli(admin, "--token", "iso_34nln12971bv_x", "status")
+    assert "this is the admin API; a client's key is for routers" in err
     unreachable, reachable = "http://127.0.0.1:1", admin.url
     assert (await run_cli(admin, "--url", f"{unreachable}, {reachable}", "status"))[0] == 0
     code, _, err = await run_cli(admin, "--url", unreachable, "status")
     assert code == 1
-    assert f"cannot reach the admin API at {unreachable}" in err
+    assert f"cannot reach the admin API at {unreachable}: Connection refused" in err
+    assert "ISOCHRONE_ADMIN_URL" in err
     code, _, err = await run_cli(admin, "--url", "10.0.0.5:7000", "status")
     assert (code, "cannot use admin API URL '10.0.0.5:7000'" in err) == (1, True)
     chat = ("chat", "m", "hello", "--endpoint", "10.0.0.5:8080", "--key", "iso_x")

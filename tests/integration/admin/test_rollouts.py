@@ -71,8 +71,8 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"steps": [{"share": 0.5, "pops": ["xyz"]}]}, "no PoP xyz"),
     ({"model_id": "other"}, "no model other"),
     ({"engine": {"driver": "mock"}}, "already deployed"),
-    ({"steps": [{"share": 7}]}, "cannot read body"),
-    ({"bounds": {"error_ratio": 0}}, "cannot read body"),
+    ({"steps": [{"share": 7}]}, "cannot use field 'steps[0].share': expected"),
+    ({"bounds": {"error_ratio": 0}}, "cannot use field 'bounds.error_ratio': expected"),
 ]
 
 

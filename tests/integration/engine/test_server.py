@@ -247,8 +247,8 @@ async def test_logprobs_are_returned(http: aiohttp.ClientSession) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "code", "said"),
     [
-        (CHAT, b"{", 400, "invalid_request", "cannot read body"),
-        (PLAIN, b'{"prompt":"\xff"}', 400, "invalid_request", "cannot read body"),
+        (CHAT, b"{", 400, "invalid_request", "its JSON ends early"),
+        (PLAIN, b'{"prompt":"\xff"}', 400, "invalid_request", "cannot use the request body"),
         (CHAT, b'{"messages":' + b"[" * 100_000, 400, "invalid_request", "cannot use field"),
         (CHAT, chat(model="other"), 404, "model_not_found", "'other'"),
         (CHAT, chat(n=9), 400, "invalid_request", "cannot give 9 answers"),

@@ -132,6 +132,8 @@ async def test_models_are_listed_by_lifecycle(tmp_path: Path) -> None:
         unknown: Any = ["new"]
         with pytest.raises(anthropic.BadRequestError, match="cannot use 'lifecycle' 'new'"):
             await listed(lifecycle=unknown)
+        with pytest.raises(anthropic.BadRequestError, match="query parameter 'colour'"):
+            await listed(extra_query={"colour": "red"})
 
 
 async def test_a_parameter_that_is_sent_as_a_header_is_refused(tmp_path: Path) -> None:

@@ -383,6 +383,15 @@ async def test_a_line_names_an_adapter_of_its_tenant(bench: BatchBench) -> None:
         assert f"cannot find the adapter '{name}'" in error["message"]
 
 
+async def test_a_model_with_an_adapter_of_the_tenant_is_described(bench: BatchBench) -> None:
+    with pytest.raises(openai.NotFoundError, match="cannot find the model 'tiny:mine'"):
+        await bench.client.models.retrieve("tiny:mine")
+    adopt_adapters(bench)
+    assert (await bench.client.models.retrieve("tiny:mine")).id == "tiny:mine"
+    with pytest.raises(openai.NotFoundError, match="cannot find the adapter 'theirs'"):
+        await bench.client.models.retrieve("tiny:theirs")
+
+
 async def test_a_queued_run_names_an_adapter_of_its_tenant(bench: BatchBench) -> None:
     adopt_adapters(bench)
     names = ("mine", "ft-1", "theirs", "gone")

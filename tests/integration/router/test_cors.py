@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import aiohttp
 import msgspec
 import pytest
 
@@ -16,13 +17,20 @@ PREFLIGHT = {
 
 
 @pytest.mark.parametrize("origin", ["", "*", "https://app.example.net"])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/ai/run/tiny"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/chat/completions", "/v1/models", "/ai/run/tiny", "/v1/files/file-1", "/v1/batches"),
+        *("/v1/responses/resp_1", "/v1/conversations", "/ai/finetunes"),
+    ],
+)
 async def test_a_preflight_allows_the_configured_origin(
     tmp_path: Path, origin: str, path: str
 ) -> None:
     async with (
         a_bench(tmp_path, cors_origin=origin) as bench,
-        bench.http.options(f"{bench.url}{path}", headers=PREFLIGHT) as response,
+        aiohttp.ClientSession() as browser,  # without a key
+        browser.options(f"{bench.url}{path}", headers=PREFLIGHT) as response,
     ):
         assert (response.status, await response.read()) == (200, b"")
         assert response.headers.get("access-control-allow-origin", "") == origin

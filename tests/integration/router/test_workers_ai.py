@@ -308,3 +308,13 @@ async def test_an_announced_end_is_shown_and_then_enforced(tmp_path: Path) -> No
         listed = f"{bench.url}/ai/models/search?include_deprecated=true"
         async with bench.http.get(listed) as response:
             assert len((await response.json())["result"]) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/ai/models/search"])
+async def test_a_key_may_be_in_x_api_key_on_routes_without_inference(
+    tmp_path: Path, path: str
+) -> None:
+    async with a_bench(tmp_path) as bench, aiohttp.ClientSession() as http:
+        for sent, status in ((KEY, 200), ("iso_wrong", 401), ("", 401)):
+            async with http.get(f"{bench.url}{path}", headers={"x-api-key": sent}) as response:
+                assert response.status == status

@@ -207,6 +207,8 @@ async def test_errors_have_one_form_and_hide_internal_details(port: int) -> None
                 assert "secret detail" not in text
         async with http.get("/size") as response:
             assert response.headers["allow"] == "POST"
+            message = (await response.json())["error"]["message"]
+            assert message == "cannot use the method GET for /size: use POST"
         async with http.get("/refused") as response:
             assert response.headers["retry-after"] == "7"
 

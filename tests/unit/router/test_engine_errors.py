@@ -29,8 +29,12 @@ LLAMA_CPP = "request (5031 tokens) exceeds the available context size (4096 toke
         (404, {"detail": "Not Found"}, "Not Found", "not_found", None),
         (413, {"error": "too large"}, "too large", "request_too_large", None),
         (429, {"error": {"message": "busy", "code": None}}, "busy", "out_of_capacity", None),
+        (400, {"error": {"code": "adapter_incomplete", "message": "bad", "param": "model"}}, "bad",
+         "adapter_incomplete", "model"),
+        (400, {"error": {"code": "E17", "message": "bad"}}, "bad", "invalid_request", None),
     ],
-    ids=["vllm length", "vllm", "sglang", "llama.cpp", "fastapi", "path", "text", "busy"],
+    ids=["vllm length", "vllm", "sglang", "llama.cpp", "fastapi", "path", "text", "busy", "node",
+         "unknown code"],
 )  # fmt: skip
 def test_an_engines_error_gets_our_shape(
     status: int, engine: dict[str, Any], message: str, code: str, param: str | None
@@ -41,7 +45,7 @@ def test_an_engines_error_gets_our_shape(
     assert error["type"] == kind
 
 
-def test_an_error_with_a_code_is_unchanged() -> None:
+def test_an_error_with_a_code_and_a_type_is_unchanged() -> None:
     body = json.dumps({"error": OURS, "detail": 1}).encode()
     assert client_error_body(body, 400) is body
 

@@ -126,7 +126,8 @@ def test_only_storing_is_refused() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"{", "cannot use the request body: input data was truncated"),
+        (b"", "cannot use the request body: it is empty, or its JSON ends early"),
+        (b"{", "cannot use the request body: it is empty, or its JSON ends early"),
         (b"{x", "cannot use the request body: JSON is malformed: object keys must be strings"),
         (b"[]", "cannot use the request body: expected `object`, got `array`"),
     ],

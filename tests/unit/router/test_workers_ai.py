@@ -32,6 +32,12 @@ def test_a_prompt_and_messages_become_a_chat() -> None:
     }
 
 
+@pytest.mark.parametrize("task", [{"text": "hi", "target_lang": "fr"}, {"input_text": "hi"}])
+def test_a_translation_and_a_summary_have_the_clients_limit(task: dict[str, str]) -> None:
+    assert "max_tokens" not in translate(**task)[1]
+    assert translate(**task, max_tokens=9)[1]["max_tokens"] == 9
+
+
 def test_a_text_becomes_an_embedding_request() -> None:
     assert translate(text=["a", "b"]) == (
         EMBEDDINGS_PATH,

@@ -4,15 +4,14 @@ Wrong types and values are refused with the field and the reason, and so are unk
 misspelt option must not be ignored.
 """
 
-import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
-from isochrone.wire.codec import MalformedFrame, decode_json
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.http.invalid_field import decode_public
 from nodeagent.engine.server.openai.request_errors import invalid_request, unsupported_field
 from nodeagent.engine.server.openai.structured_fields import StructuredOutputFields
 from nodeagent.engine.server.openai.tool_fields import (
@@ -84,11 +83,6 @@ class AcceptedFields(UnsupportedFields, kw_only=True):
     """The router's own options."""
 
 
-_UNKNOWN_FIELD: Final = re.compile(r"contains unknown field `(?P<field>.{1,60})`", re.DOTALL)
-_FIELD_ERROR: Final = re.compile(
-    r"cannot read body: (?P<reason>.*) - at `\$\.(?P<field>.*)`", re.DOTALL
-)
-"""A decoding error with the path of a field, as msgspec words it."""
 _UNSUPPORTED_DEFAULTS: Final = UnsupportedFields()
 
 
@@ -259,18 +253,10 @@ def predicted_text(chat: ChatBody) -> str:
 
 def decode_body(body: bytes, decoder: Any, bytes_max: int) -> Any:
     """Decode a JSON body of at most `bytes_max` bytes, or raise ApiError naming the field."""
-    try:
-        return decode_json(body, decoder, bytes_max=bytes_max)
-    except MalformedFrame as error:
-        unknown = _UNKNOWN_FIELD.search(str(error))
-        if unknown is not None:
-            raise unsupported_field(unknown["field"]) from error
-        found = _FIELD_ERROR.fullmatch(str(error))
-        if found is None:
-            raise ApiError(ErrorCode.INVALID_REQUEST, str(error)) from error
-        field, reason = found["field"], found["reason"]
-        message = f"cannot use field '{field}': {reason[:1].lower()}{reason[1:]}"
-        raise invalid_request(field, message) from error
+    if len(body) > bytes_max:
+        message = f"cannot read body: {len(body)} bytes, the limit is {bytes_max}"
+        raise ApiError(ErrorCode.INVALID_REQUEST, message)
+    return decode_public(body, decoder)
 
 
 def check_token_ids(param: str, ids: Iterable[int], size: int) -> None:
@@ -300,7 +286,8 @@ def _content_text(content: str | list[dict[str, Any]] | None) -> str:
         return content or ""
     texts = [part.get(part["type"]) for part in content if part.get("type") in TEXT_PARTS]
     if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
-        raise unsupported_field("messages", "only content parts of type 'text' are supported")
+        reason = "only content parts of type 'text', with a text, are supported"
+        raise unsupported_field("messages", reason)
     return "".join(str(text) for text in texts)
 
 
