@@ -15,7 +15,7 @@ from isochrone.service.network.connection_count import ConnectionCount, client_n
 from isochrone.service.trust import identity
 from isochrone.service.trust.identity import Certificate, IdentityError
 from isochrone.wire import codec
-from isochrone.wire.ids import ClusterId, Epoch, NodeId
+from isochrone.wire.ids import ClusterId, Epoch, Generation, NodeId
 from isochrone.wire.peers.control import (
     CacheSaltSecret,
     Challenge,
@@ -39,7 +39,7 @@ from scheduler.api.control.peer_frames import (
     send_refusal,
     too_many_unregistered,
 )
-from scheduler.decide.membership import MessageRateLimit
+from scheduler.decide.membership import MessageRateLimit, PeerLimit
 from scheduler.state.leadership import Leadership
 from scheduler.state.lease_state import LeaseState, NotActing
 from scheduler.state.peers.heartbeats import Heartbeats
@@ -56,7 +56,14 @@ from scheduler.store.lease import (
     raise_epoch_and_generation,
     read_cluster_row,
 )
-from scheduler.store.pool import INTAKE_TIMEOUT_S, UNAVAILABLE, Pool, transaction, using
+from scheduler.store.pool import (
+    INTAKE_TIMEOUT_S,
+    UNAVAILABLE,
+    Connection,
+    Pool,
+    transaction,
+    using,
+)
 
 TURN_TIMEOUT_S: Final = 240.0
 """The longest wait for a turn to register; a peer waits somewhat longer (WELCOME_TIMEOUT_S)."""
@@ -76,6 +83,13 @@ LEAP_MAX: Final = 2**40
 """The largest lead of a peer's generation or epoch over the store's. It is more than any history
 that a restored backup can have lost, and far less than would exhaust the 63 bits of these
 counters."""
+
+
+RAISES_MAX: Final = 10
+RAISE_EVERY_S: Final = 360.0
+"""How often one peer may raise the store's counters: some times at once, then ten times an hour.
+Each time a new term begins, in which nothing is placed until nodes have reported; after a restored
+backup a peer does it once."""
 
 
 MessageHandler = Callable[[PeerConnection, Any], Awaitable[None]]
@@ -114,6 +128,7 @@ class PeerServer:
         self._heartbeats = heartbeats
         self._admission = admission
         self._unregistered = unregistered
+        self._raises = PeerLimit(RAISES_MAX, RAISE_EVERY_S)
 
     async def serve(
         self, request: web.Request, role: PeerRole, incoming: Any, handle: MessageHandler
@@ -361,6 +376,7 @@ class PeerServer:
                 )
             is_behind = register.generation > newest or register.epoch > epoch
             if is_behind:
+                await self._note_raise(connection, register, newest)
                 await raise_epoch_and_generation(
                     connection,
                     holder=self._lease.holder,
@@ -382,6 +398,28 @@ class PeerServer:
         if not self._lease.is_acting:
             raise self._redirect()
         return cluster
+
+    async def _note_raise(
+        self, connection: Connection, register: Register, newest: Generation
+    ) -> None:
+        """Record that a peer raises the counters. Raises PeerRefused if it does so too often."""
+        role, name = register.role.value, register.name
+        if not self._raises.take(f"{role} {name}", self._lease.clock()):
+            raise PeerRefused(
+                RefusedCode.MALFORMED,
+                f"cannot believe generation {register.generation} and epoch {register.epoch}: "
+                f"{name} has raised the store's counters too often; if no backup was restored, "
+                "revoke it",
+                RETRY_REFUSED_S,
+            )
+        await record_event(
+            connection,
+            actor=f"{role}:{name}",
+            kind=f"{role}.raised_counters",
+            subject=name,
+            reason=f"to generation {register.generation} and epoch {register.epoch}: the store was "
+            f"at {newest} and {self._lease.epoch}, as after a restored backup",
+        )
 
     async def _take_raised_epoch(self) -> None:
         requested_at = self._lease.clock()

@@ -28,7 +28,7 @@ from isochrone.wire.peers.assignment import ReplicaSpec
 from isochrone.wire.peers.control import FromAgent, PeerRole, RefusedCode, Register
 from isochrone.wire.peers.report import Pulse, Refusal, ReplicaProfile
 from scheduler.api.control.peer_frames import PeerRefused
-from scheduler.api.control.peers import LEAP_MAX, PeerServer
+from scheduler.api.control.peers import LEAP_MAX, RAISE_EVERY_S, RAISES_MAX, PeerServer
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.membership import NodeContact, sealed_fields
 from scheduler.decide.placement.planner import plan_deployments
@@ -124,6 +124,36 @@ async def test_no_peer_can_exhaust_the_counters(pool: Pool, generation: int, epo
     async with using(pool) as connection:
         assert (await read_cluster_row(connection)).generation == LEAP_MAX + 1
     assert scheduler.state.lease.epoch == 41
+
+
+async def test_a_peer_that_raises_the_counters_again_and_again_is_refused(pool: Pool) -> None:
+    """Each time a new term begins, and in none of them anything would be placed."""
+    await begun(pool)
+    await expire_lease(pool)
+    scheduler = await scheduler_parts(pool)
+    await scheduler.hold_lease.run_once()
+    server = a_peer_server(scheduler)
+    async with transaction(pool) as connection:
+        await add_peer(connection, PeerRole.AGENT, "n2", PopId("ams"))
+
+    async def raises(name: str) -> bool:
+        epoch = scheduler.state.lease.epoch
+        register = a_register(PeerRole.AGENT, name, 0, epoch + 1)
+        with suppress(PeerRefused):
+            await server._record(register, a_certificate(name))
+        return scheduler.state.lease.epoch > epoch
+
+    assert [await raises("n1") for _ in range(RAISES_MAX + 2)] == [True] * RAISES_MAX + [False] * 2
+    assert await raises("n2"), "another peer may have to"
+    scheduler.clock.now_s += RAISE_EVERY_S
+    await scheduler.hold_lease.run_once()
+    assert [await raises("n1"), await raises("n1")] == [True, False]
+    async with using(pool) as connection:
+        noted = await connection.fetch(
+            "SELECT subject, count(*) FROM event WHERE kind = 'agent.raised_counters'"
+            " GROUP BY subject ORDER BY subject"
+        )
+    assert [tuple(row) for row in noted] == [("n1", RAISES_MAX + 1), ("n2", 1)]
 
 
 async def test_the_route_generation_is_raised_above_a_routers(pool: Pool) -> None:
