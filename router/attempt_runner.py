@@ -432,8 +432,9 @@ class AttemptRunner:
 
     def learn(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
         """Learn from an answer: bytes per token, the cached share, and where the session ran."""
-        request, route, counted = context.request, attempt.ranked.route, context.engine_usage
-        if counted is not None:
+        request, route = context.request, attempt.ranked.route
+        if context.engine_usage is not None:
+            counted = context.usage()
             tokens, cached, keys = counted.prompt_tokens, counted.cached_tokens, request.prefix_keys
             routing = self._fleet.routing(request.deployment_id)
             routing.learn_prompt_tokens(request.text_bytes, tokens)
