@@ -34,6 +34,7 @@ from scheduler.decide.membership import NodeContact, sealed_fields
 from scheduler.decide.placement.planner import plan_deployments
 from scheduler.state.peers.heartbeats import PULSES_WRITTEN_MAX, PulseBuffer
 from scheduler.store.cluster import read_cluster
+from scheduler.store.fleet import nodes
 from scheduler.store.fleet.identities import (
     add_peer,
     issue_not_before,
@@ -252,6 +253,32 @@ async def test_no_node_can_have_an_undecodable_replica_adopted(
     async with transaction(pool, isolation="repeatable_read") as connection:
         picture = await read_cluster(connection, NodeContact(acting_for_s=99.0))
     plan_deployments(picture)
+
+
+async def test_a_node_that_invents_devices_fills_no_table(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "GONE_DEVICES_MAX", 3)
+    monkeypatch.setattr(nodes, "CLASSES_MAX", 2)
+    epoch = await begun(pool)
+    await reported(pool, epoch)
+    await planned(pool, epoch, a_spec("r1"))
+    for turn in range(5):
+        devices = tuple(a_device(name=f"gpu{turn}-{number}") for number in range(4))
+        await reported(pool, epoch, seq=turn + 2, devices=devices)
+    async with using(pool) as connection:
+        rows = await connection.fetch("SELECT device_id FROM device WHERE NOT healthy ORDER BY 1")
+        assert await connection.fetchval("SELECT count(*) FROM device WHERE healthy") == 4
+    gone = [row["device_id"] for row in rows]
+    assert len(gone) == 4
+    assert gone[0] == "cpu", "a replica is placed there"
+    profile = ReplicaProfile(prefill_tokens_per_s=100.0, decode_tokens_per_s=10.0)
+    warm = msgspec.structs.replace(a_replica_report(a_spec("r1")), profile=profile)
+    for turn in range(4):
+        device = msgspec.structs.replace(a_device(), device_class=f"class{turn}")
+        await reported(pool, epoch, seq=turn + 10, devices=(device,), replicas=(warm,))
+    async with using(pool) as connection:
+        assert await connection.fetchval("SELECT count(*) FROM profile") == 2
 
 
 async def test_only_replicas_that_this_cluster_placed_on_the_node_are_adopted(
