@@ -15,7 +15,7 @@ from isochrone.service.network.connection_count import ConnectionCount, client_n
 from isochrone.service.trust import identity
 from isochrone.service.trust.identity import Certificate, IdentityError
 from isochrone.wire import codec
-from isochrone.wire.ids import ClusterId, Epoch, Generation, NodeId
+from isochrone.wire.ids import ClusterId, Epoch, NodeId
 from isochrone.wire.peers.control import (
     CacheSaltSecret,
     Challenge,
@@ -31,7 +31,9 @@ from isochrone.wire.peers.control import (
 from isochrone.wire.peers.suspicions import SUSPICIONS, FleetSuspicions
 from scheduler.api.control.certificates import CertificateIssuer
 from scheduler.api.control.control_socket import ControlSocket
+from scheduler.api.control.counter_raises import CounterRaises
 from scheduler.api.control.peer_frames import (
+    RETRY_REFUSED_S,
     PeerRefused,
     decode,
     receive,
@@ -39,7 +41,7 @@ from scheduler.api.control.peer_frames import (
     send_refusal,
     too_many_unregistered,
 )
-from scheduler.decide.membership import MessageRateLimit, PeerLimit
+from scheduler.decide.membership import MessageRateLimit
 from scheduler.state.leadership import Leadership
 from scheduler.state.lease_state import LeaseState, NotActing
 from scheduler.state.peers.heartbeats import Heartbeats
@@ -59,7 +61,6 @@ from scheduler.store.lease import (
 from scheduler.store.pool import (
     INTAKE_TIMEOUT_S,
     UNAVAILABLE,
-    Connection,
     Pool,
     transaction,
     using,
@@ -73,24 +74,9 @@ ALIVE_S: Final = 6.0
 """A node heard within this time is alive: another machine of its name is refused."""
 RENEW_FROM_SHARE: Final = 1 / 2
 """The share of a certificate's lifetime that must have passed before it is renewed."""
-RETRY_REFUSED_S: Final = 30.0
-"""The delay before a retry of what only an operator can fix."""
 AGENT_MESSAGES_PER_S: Final = 5.0
 ROUTER_MESSAGES_PER_S: Final = 50.0
 """A router's demand and usage sum up thousands of requests, and may have waited for long."""
-
-LEAP_MAX: Final = 2**40
-"""The largest lead of a peer's generation or epoch over the store's. It is more than any history
-that a restored backup can have lost, and far less than would exhaust the 63 bits of these
-counters."""
-
-
-RAISES_MAX: Final = 10
-RAISE_EVERY_S: Final = 360.0
-"""How often one peer may raise the store's counters: some times at once, then ten times an hour.
-Each time a new term begins, in which nothing is placed until nodes have reported; after a restored
-backup a peer does it once."""
-
 
 MessageHandler = Callable[[PeerConnection, Any], Awaitable[None]]
 """Called with None when the peer has registered, then with each message; may raise PeerRefused."""
@@ -128,7 +114,7 @@ class PeerServer:
         self._heartbeats = heartbeats
         self._admission = admission
         self._unregistered = unregistered
-        self._raises = PeerLimit(RAISES_MAX, RAISE_EVERY_S)
+        self._raises = CounterRaises(lease.clock)
 
     async def serve(
         self, request: web.Request, role: PeerRole, incoming: Any, handle: MessageHandler
@@ -367,16 +353,9 @@ class PeerServer:
             is_agent = register.role is PeerRole.AGENT
             newest = cluster.generation if is_agent else cluster.route_generation
             epoch = self._lease.epoch
-            if register.generation - newest > LEAP_MAX or register.epoch - epoch > LEAP_MAX:
-                raise PeerRefused(
-                    RefusedCode.MALFORMED,
-                    f"cannot believe generation {register.generation} and epoch {register.epoch}: "
-                    f"the store is at {newest} and {epoch}",
-                    RETRY_REFUSED_S,
-                )
             is_behind = register.generation > newest or register.epoch > epoch
             if is_behind:
-                await self._note_raise(connection, register, newest)
+                await self._raises.note(connection, register, newest, epoch)
                 await raise_epoch_and_generation(
                     connection,
                     holder=self._lease.holder,
@@ -398,28 +377,6 @@ class PeerServer:
         if not self._lease.is_acting:
             raise self._redirect()
         return cluster
-
-    async def _note_raise(
-        self, connection: Connection, register: Register, newest: Generation
-    ) -> None:
-        """Record that a peer raises the counters. Raises PeerRefused if it does so too often."""
-        role, name = register.role.value, register.name
-        if not self._raises.take(f"{role} {name}", self._lease.clock()):
-            raise PeerRefused(
-                RefusedCode.MALFORMED,
-                f"cannot believe generation {register.generation} and epoch {register.epoch}: "
-                f"{name} has raised the store's counters too often; if no backup was restored, "
-                "revoke it",
-                RETRY_REFUSED_S,
-            )
-        await record_event(
-            connection,
-            actor=f"{role}:{name}",
-            kind=f"{role}.raised_counters",
-            subject=name,
-            reason=f"to generation {register.generation} and epoch {register.epoch}: the store was "
-            f"at {newest} and {self._lease.epoch}, as after a restored backup",
-        )
 
     async def _take_raised_epoch(self) -> None:
         requested_at = self._lease.clock()

@@ -27,14 +27,14 @@ from isochrone.wire.models.model import EngineSettings
 from isochrone.wire.peers.assignment import ReplicaSpec
 from isochrone.wire.peers.control import FromAgent, PeerRole, RefusedCode, Register
 from isochrone.wire.peers.report import Pulse, Refusal, ReplicaProfile
+from scheduler.api.control.counter_raises import LEAP_MAX
 from scheduler.api.control.peer_frames import PeerRefused
-from scheduler.api.control.peers import LEAP_MAX, RAISE_EVERY_S, RAISES_MAX, PeerServer
+from scheduler.api.control.peers import PeerServer
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.membership import NodeContact, sealed_fields
 from scheduler.decide.placement.planner import plan_deployments
 from scheduler.state.peers.heartbeats import PULSES_WRITTEN_MAX, PulseBuffer
 from scheduler.store.cluster import read_cluster
-from scheduler.store.fleet import nodes
 from scheduler.store.fleet.identities import (
     add_peer,
     issue_not_before,
@@ -125,36 +125,6 @@ async def test_no_peer_can_exhaust_the_counters(pool: Pool, generation: int, epo
     async with using(pool) as connection:
         assert (await read_cluster_row(connection)).generation == LEAP_MAX + 1
     assert scheduler.state.lease.epoch == 41
-
-
-async def test_a_peer_that_raises_the_counters_again_and_again_is_refused(pool: Pool) -> None:
-    """Each time a new term begins, and in none of them anything would be placed."""
-    await begun(pool)
-    await expire_lease(pool)
-    scheduler = await scheduler_parts(pool)
-    await scheduler.hold_lease.run_once()
-    server = a_peer_server(scheduler)
-    async with transaction(pool) as connection:
-        await add_peer(connection, PeerRole.AGENT, "n2", PopId("ams"))
-
-    async def raises(name: str) -> bool:
-        epoch = scheduler.state.lease.epoch
-        register = a_register(PeerRole.AGENT, name, 0, epoch + 1)
-        with suppress(PeerRefused):
-            await server._record(register, a_certificate(name))
-        return scheduler.state.lease.epoch > epoch
-
-    assert [await raises("n1") for _ in range(RAISES_MAX + 2)] == [True] * RAISES_MAX + [False] * 2
-    assert await raises("n2"), "another peer may have to"
-    scheduler.clock.now_s += RAISE_EVERY_S
-    await scheduler.hold_lease.run_once()
-    assert [await raises("n1"), await raises("n1")] == [True, False]
-    async with using(pool) as connection:
-        noted = await connection.fetch(
-            "SELECT subject, count(*) FROM event WHERE kind = 'agent.raised_counters'"
-            " GROUP BY subject ORDER BY subject"
-        )
-    assert [tuple(row) for row in noted] == [("n1", RAISES_MAX + 1), ("n2", 1)]
 
 
 async def test_the_route_generation_is_raised_above_a_routers(pool: Pool) -> None:
@@ -253,32 +223,6 @@ async def test_no_node_can_have_an_undecodable_replica_adopted(
     async with transaction(pool, isolation="repeatable_read") as connection:
         picture = await read_cluster(connection, NodeContact(acting_for_s=99.0))
     plan_deployments(picture)
-
-
-async def test_a_node_that_invents_devices_fills_no_table(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nodes, "GONE_DEVICES_MAX", 3)
-    monkeypatch.setattr(nodes, "CLASSES_MAX", 2)
-    epoch = await begun(pool)
-    await reported(pool, epoch)
-    await planned(pool, epoch, a_spec("r1"))
-    for turn in range(5):
-        devices = tuple(a_device(name=f"gpu{turn}-{number}") for number in range(4))
-        await reported(pool, epoch, seq=turn + 2, devices=devices)
-    async with using(pool) as connection:
-        rows = await connection.fetch("SELECT device_id FROM device WHERE NOT healthy ORDER BY 1")
-        assert await connection.fetchval("SELECT count(*) FROM device WHERE healthy") == 4
-    gone = [row["device_id"] for row in rows]
-    assert len(gone) == 4
-    assert gone[0] == "cpu", "a replica is placed there"
-    profile = ReplicaProfile(prefill_tokens_per_s=100.0, decode_tokens_per_s=10.0)
-    warm = msgspec.structs.replace(a_replica_report(a_spec("r1")), profile=profile)
-    for turn in range(4):
-        device = msgspec.structs.replace(a_device(), device_class=f"class{turn}")
-        await reported(pool, epoch, seq=turn + 10, devices=(device,), replicas=(warm,))
-    async with using(pool) as connection:
-        assert await connection.fetchval("SELECT count(*) FROM profile") == 2
 
 
 async def test_only_replicas_that_this_cluster_placed_on_the_node_are_adopted(
