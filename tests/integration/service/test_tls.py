@@ -5,7 +5,7 @@ import random
 import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +175,29 @@ async def test_a_node_of_another_pop_only_fetches_artifacts(tmp_path: Path) -> N
         *((name, path) for name in ("near", "router") for path in paths),
         *(("far", path) for path in paths[:2]),
     }
+
+
+async def test_a_peer_whose_clock_is_behind_trusts_a_scheduler_that_has_just_started(
+    tmp_path: Path,
+) -> None:
+    authority = Authority.create(tmp_path / "a", "ours", NOW - timedelta(days=1))
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=204)
+
+    app = web.Application()
+    app.router.add_get("/v1/agent", answer)
+    ahead = tls.control_server_context(authority, NOW + timedelta(minutes=10))
+    async with (
+        serve_http(app, "127.0.0.1", 0, ssl_context=ahead) as port,
+        aiohttp.ClientSession() as http,
+        http.get(
+            f"https://127.0.0.1:{port}/v1/agent",
+            ssl=tls.client_context(a_peer(authority, "n1", PeerRole.AGENT)),
+            server_hostname=papers.SCHEDULER_NAME,
+        ) as response,
+    ):
+        assert response.status == 204
 
 
 async def test_a_node_cannot_pass_for_a_scheduler(tmp_path: Path) -> None:
