@@ -29,6 +29,7 @@ from isochrone.service.tracing.exporter import (
 )
 from isochrone.service.tracing.recorder import SpanRecorder
 from isochrone.service.trust.allowed_hosts import HostAllowList, own_names, refuse_unknown_hosts
+from isochrone.service.trust.foreign_nodes import refuse_foreign_nodes
 from isochrone.service.trust.joining import load_or_join
 from isochrone.service.trust.model_signature import ModelSigners, load_signers
 from isochrone.service.trust.revocation import refuse_revoked
@@ -371,6 +372,7 @@ def _data_plane_app(
         names = [urlsplit(config.address).hostname or "", *own_names()]
         app.middlewares.append(refuse_unknown_hosts(HostAllowList(names), "address"))
     app.middlewares.append(refuse_revoked(node.revoked_certificates))
+    app.middlewares.append(refuse_foreign_nodes(node.identity.pop))
     uplink = TransferLink(config.upload_bytes_per_s, monotonic)
     store_relay.attach(app)
     ArtifactUploads(artifacts, uplink, uploads_max=config.uploads_max).attach(app)

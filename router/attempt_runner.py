@@ -432,9 +432,9 @@ class AttemptRunner:
 
     def learn(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
         """Learn from an answer: bytes per token, the cached share, and where the session ran."""
-        request, route, counted = context.request, attempt.ranked.route, context.engine_usage
-        if counted is not None:
-            tokens, cached, keys = counted.prompt_tokens, counted.cached_tokens, request.prefix_keys
+        request, route, usage = context.request, attempt.ranked.route, context.usage()
+        if context.engine_usage is not None:
+            tokens, cached, keys = usage.prompt_tokens, usage.cached_tokens, request.prefix_keys
             routing = self._fleet.routing(request.deployment_id)
             routing.learn_prompt_tokens(request.text_bytes, tokens)
             if attempt.prefill_id is None:
@@ -445,6 +445,5 @@ class AttemptRunner:
                     request.deployment_id, attempt.prefill, tokens, cached, keys
                 )
         if request.session and context.outcome is OUTCOME_COMPLETE:
-            usage, now_s = context.usage(), self._clock()
-            session_tokens = usage.prompt_tokens + usage.output_tokens
+            session_tokens, now_s = usage.prompt_tokens + usage.output_tokens, self._clock()
             self._fleet.sessions.bind(request.session, route.replica_id, session_tokens, now_s)

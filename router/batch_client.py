@@ -6,6 +6,7 @@ The objects are files, batches, stored responses and conversations.
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from ssl import SSLContext
+from types import MappingProxyType
 from typing import Any, Final
 
 import aiohttp
@@ -14,10 +15,21 @@ import msgspec
 from isochrone.service.trust import identity as identities
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers import batches as wire
+from isochrone.wire.peers.routes import KeyEntry
+from router.decide.admission.fair_bytes import FairBytes
 
 CONNECT_TIMEOUT_S: Final = 5.0
+BUSY_RETRY_AFTER_S: Final = 2.0
 READ_TIMEOUT_S: Final = 60.0
 ERROR_BYTES_MAX: Final = 64 * 1024
+
+RELAYED_MAX: Final = 256
+"""Requests of clients that a process relays at a time. A tenant has at most as many as are free, so
+one alone has half: its clients may read files as slowly as they like."""
+
+WORK_CONNECTIONS_MAX: Final = 100
+"""Connections for messages of the router's own, which are short. Clients' requests have others, so
+that no message waits for a client."""
 
 
 class BatchAccess(msgspec.Struct, frozen=True, tag="batch_access"):
@@ -38,12 +50,15 @@ class BatchClient:
         """Use the TLS context `ssl` for an https URL."""
         self.access = BatchAccess()
         self._ssl = ssl
-        self._http: aiohttp.ClientSession | None = None
+        self._sessions: dict[int, aiohttp.ClientSession] = {}
+        """By the most connections that each may have."""
+        self._relayed = FairBytes(RELAYED_MAX)
+        """One for each request of a client, whatever its size."""
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._http is not None:
-            await self._http.close()
+        for session in self._sessions.values():
+            await session.close()
 
     def require_batches(self) -> None:
         """Raise ApiError 503 if the scheduler stores no files and batches."""
@@ -55,6 +70,42 @@ class BatchClient:
             )
 
     @asynccontextmanager
+    async def relay(
+        self,
+        key: KeyEntry,
+        method: str,
+        path: str,
+        *,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        query: str = "",
+        body: Any = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a client's request on behalf of its key. Raises ApiError, as `request` does.
+
+        Raises ApiError 429 while as many requests of its tenant are relayed as it may have.
+        """
+        if not self._relayed.take(key.tenant_id, 1):
+            raise ApiError(
+                ErrorCode.OUT_OF_CAPACITY,
+                "cannot answer now: too many requests of this tenant for what is stored are being"
+                " answered",
+                retry_after_s=BUSY_RETRY_AFTER_S,
+            )
+        try:
+            of_key = {wire.TENANT: key.tenant_id, wire.KEY: key.key_id}
+            async with self.request(
+                method,
+                f"{wire.PUBLIC_PREFIX}{path}",
+                headers={**headers, **of_key},
+                query=query,
+                body=body,
+                connections_max=0,
+            ) as response:
+                yield response
+        finally:
+            self._relayed.give_back(key.tenant_id, 1)
+
+    @asynccontextmanager
     async def request(
         self,
         method: str,
@@ -63,8 +114,12 @@ class BatchClient:
         headers: Mapping[str, str],
         query: str = "",
         body: Any = None,
+        connections_max: int = WORK_CONNECTIONS_MAX,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request; raises ApiError if the service refuses it or cannot be reached."""
+        """Send a request, over one of `connections_max` connections.
+
+        Raises ApiError if the service refuses it or cannot be reached.
+        """
         access = self.access
         if not access.token:
             raise ApiError(
@@ -73,16 +128,9 @@ class BatchClient:
                 " is connected",
                 retry_after_s=5.0,
             )
-        if self._http is None:
-            self._http = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S
-                ),
-                auto_decompress=False,
-            )
         target = f"{access.url}{path}?{query}" if query else f"{access.url}{path}"
         try:
-            async with self._http.request(
+            async with self._session(connections_max).request(
                 method,
                 target,
                 data=body,
@@ -99,6 +147,19 @@ class BatchClient:
                 f"cannot reach the scheduler, which stores it ({type(error).__name__})",
                 retry_after_s=2.0,
             ) from error
+
+    def _session(self, connections_max: int) -> aiohttp.ClientSession:
+        """Return the session with so many connections at most, 0 for any number."""
+        session = self._sessions.get(connections_max)
+        if session is None:
+            session = self._sessions[connections_max] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=connections_max),
+                timeout=aiohttp.ClientTimeout(
+                    total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S
+                ),
+                auto_decompress=False,
+            )
+        return session
 
     async def post(self, path: str, message: msgspec.Struct) -> bytes:
         """Send a message of work; return the answer. Raises ApiError."""

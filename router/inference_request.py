@@ -13,6 +13,12 @@ from router.decide.caches.prefix_index import PrefixKeys
 
 JSON: Final = "application/json"
 
+CONTEXT_UNKNOWN_TOKENS: Final = 1 << 21
+"""Assumed where the table does not say what the engine's context is: longer than any."""
+
+INPUT_BYTES_MIN: Final = 4
+"""The least bytes of a body for each of several inputs: quotes, a letter and a comma."""
+
 
 @mypyc_attr(free_list_len=1)
 class InferenceRequest:
@@ -104,6 +110,21 @@ class InferenceRequest:
         self.ttft_ms = ttft_ms
         self.preemptions = -1
         self._price = deployment.price
+
+    def usage_tokens_max(self) -> int:
+        """Return the most tokens that a prompt, or its answers, can have.
+
+        What a node reports beyond that is wrong: one answer must not use up a tenant's quota.
+        """
+        context = self.deployment.context_tokens
+        if self.deployment.rollout is not None:
+            # That of the new version may be another.
+            context = max(context, CONTEXT_UNKNOWN_TOKENS)
+        if self.is_media:
+            return CONTEXT_UNKNOWN_TOKENS * self.answer_count + len(self.body)
+        if self.deployment.kind == "chat":
+            return context * self.answer_count
+        return context * (self.answer_count + len(self.body) // INPUT_BYTES_MIN)
 
     def cost(self, usage: UsageCount) -> float:
         """Return what `usage` costs at the deployment's price; 0 without a price."""

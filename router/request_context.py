@@ -295,8 +295,9 @@ class RequestContext:
             if self.times.first_token_at_s is None:
                 return NO_USAGE
             return UsageCount(self.prompt_tokens_estimate, self.stream.generated.tokens, 0)
-        prompt = counted.prompt_tokens
-        return UsageCount(prompt, counted.output_tokens, min(prompt, counted.cached_tokens))
+        most = self.request.usage_tokens_max()
+        prompt, output = min(most, counted.prompt_tokens), min(most, counted.output_tokens)
+        return UsageCount(prompt, output, min(prompt, counted.cached_tokens))
 
     def is_exact_resumption(self, head: ResponseHead | None) -> bool:
         """Return whether the rest of the answer is, token for token, what the first replica

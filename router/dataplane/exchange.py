@@ -25,6 +25,7 @@ from router.dataplane.http1 import EVENT_STREAM, HeaderFields
 from router.dataplane.http_messages import ChunkSink, ResponseWriter
 from router.dataplane.inline_task import InlineEvent
 from router.dataplane.usage import UsageCount
+from router.decide.admission.fair_bytes import FairBytes
 from router.decide.attempt import FailureCause
 
 HELD_BYTES_MAX: Final = 256 * 1024
@@ -126,6 +127,7 @@ class Dialer(Protocol):
     """Opens connections to nodes."""
 
     clock: Callable[[], float]
+    answers: FairBytes
 
     async def connect(self, node_id: NodeId, address: str) -> ExchangeConnection:
         """Open a connection; raise AttemptFailed if that is not possible."""
@@ -140,7 +142,8 @@ class NodeExchange:
     """
 
     __slots__ = (
-        "_address", "_bytes_max", "_connection", "_dialing", "_failure", "_held", "_held_bytes",
+        "_address", "_bytes_max", "_connection", "_counted_bytes", "_dialing", "_failure", "_held",
+        "_held_bytes",
         "_is_resumption", "_node_id", "_paused_at_s", "_paused_s", "_pool", "_stream_ended",
         "_writer", "body", "due_s", "ending", "head",
         "is_answered", "is_draining", "is_over", "is_paused", "is_stream", "on_handoff",
@@ -192,7 +195,7 @@ class NodeExchange:
         self._stream_ended: InlineEvent | None = None
         self._writer: ResponseWriter | None = None
         self._held: list[bytes] = []
-        self._held_bytes = 0
+        self._held_bytes = self._counted_bytes = 0
         self._connection: ExchangeConnection | None = None
         self._dialing: asyncio.Task[None] | None = None
 
@@ -254,6 +257,8 @@ class NodeExchange:
 
     def abandon(self) -> None:
         """Release the connection: it is closed, unless the response has ended."""
+        self._pool.answers.give_back(self._node_id, self._counted_bytes)
+        self._counted_bytes = 0
         connection, self._connection = self._connection, None
         if self._dialing is not None:
             self._dialing.cancel()
@@ -319,10 +324,11 @@ class NodeExchange:
         relay = self.relay
         if not self.is_stream or relay is None:
             self._hold(data)
-            if self._held_bytes > self._bytes_max:
-                raise AttemptFailed(
-                    FailureCause.BROKEN, f"{self._node_id} sent more than {self._bytes_max} bytes"
-                )
+            is_small = self._held_bytes <= self._bytes_max
+            if not is_small or not self._pool.answers.take(self._node_id, len(data)):
+                most = f"{self._bytes_max} bytes, or than all its answers may take"
+                raise AttemptFailed(FailureCause.BROKEN, f"{self._node_id} sent more than {most}")
+            self._counted_bytes += len(data)
             return
         try:
             visible = relay.feed(data)

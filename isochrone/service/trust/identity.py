@@ -171,7 +171,9 @@ class Authority:
             .issuer_name(self._certificate.subject)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - CLOCK_SKEW)
+            # As old as the authority: a scheduler that has just started must be trusted by peers
+            # whose clocks are behind by more than CLOCK_SKEW. Its key is new with each start.
+            .not_valid_before(self._certificate.not_valid_before_utc)
             .not_valid_after(now + timedelta(days=AUTHORITY_LIFETIME_DAYS))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(

@@ -19,7 +19,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 def is_revoked(peercert: Mapping[str, Any], revocations: Sequence[RevokedCertificate]) -> bool:
     """Say whether a certificate, as `ssl.SSLSocket.getpeercert` returns it, was revoked."""
-    names = dict(pair for part in peercert.get("subject", ()) for pair in part)
+    names = subject_of(peercert)
     subject = (names.get("organizationalUnitName"), names.get("commonName"))
     serial = f"{int(peercert.get('serialNumber', '0'), 16):x}"
     # notBefore is dated back by CLOCK_SKEW, for clocks that are behind.
@@ -29,6 +29,11 @@ def is_revoked(peercert: Mapping[str, Any], revocations: Sequence[RevokedCertifi
         and (revoked.serial == serial or (not revoked.serial and revoked.at > issued_at))
         for revoked in revocations
     )
+
+
+def subject_of(peercert: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names in a certificate's subject, by OpenSSL's names of their kinds."""
+    return dict(pair for part in peercert.get("subject", ()) for pair in part)
 
 
 def refuse_revoked(revocations: Callable[[], Sequence[RevokedCertificate]]) -> Any:

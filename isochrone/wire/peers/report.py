@@ -1,7 +1,7 @@
 """Node to scheduler: the complete state of one node (`Report`) and its heartbeat (`Pulse`)."""
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
@@ -20,6 +20,14 @@ from isochrone.wire.peers.assignment import ReplicaSpec
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 
+DEVICES_MAX: Final = 256
+REPLICAS_MAX: Final = 4096
+ARTIFACTS_MAX: Final = 65_536
+"""More than a node has. A report with more is refused, because each is a row in the store."""
+
+Label = Annotated[str, msgspec.Meta(max_length=128)]
+Digests = Annotated[tuple[Sha256, ...], msgspec.Meta(max_length=ARTIFACTS_MAX)]
+
 
 class ReplicaState(StrEnum):
     """The state of a replica. Only `warm` replicas get requests."""
@@ -36,8 +44,8 @@ class ReplicaState(StrEnum):
 class NodeDevice(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU, or the CPU of a node without one. `memory_bytes` is the part that replicas may use."""
 
-    device_id: DeviceId
-    device_class: str
+    device_id: Annotated[DeviceId, msgspec.Meta(max_length=128)]
+    device_class: Label
     memory_bytes: int
     healthy: bool = True
     reason: str = ""
@@ -97,15 +105,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     generation: Generation
     epoch: Epoch
     address: Annotated[str, msgspec.Meta(pattern=ADDRESS_PATTERN)]
-    devices: tuple[NodeDevice, ...]
-    replicas: tuple[ReplicaReport, ...] = ()
-    refusals: tuple[Refusal, ...] = ()
-    artifacts: tuple[Sha256, ...] = ()
-    in_host_memory: tuple[Sha256, ...] = ()
+    devices: Annotated[tuple[NodeDevice, ...], msgspec.Meta(max_length=DEVICES_MAX)]
+    replicas: Annotated[tuple[ReplicaReport, ...], msgspec.Meta(max_length=REPLICAS_MAX)] = ()
+    refusals: Annotated[tuple[Refusal, ...], msgspec.Meta(max_length=REPLICAS_MAX)] = ()
+    artifacts: Digests = ()
+    in_host_memory: Digests = ()
     disk_free_bytes: int = 0
     disk_bytes_per_s: Amount = 0.0
     fetch_bytes_per_s: Amount = 0.0
-    failure_domain: str = ""
+    failure_domain: Label = ""
     rank_ports: tuple[Port, Port] | None = None
     version: str = ""
 

@@ -8,7 +8,6 @@ from msgspec import Meta
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http import headers
-from isochrone.wire.peers import batches as wire
 from router.apis.batches.relay import CHUNK_BYTES, in_a_task
 from router.apis.openai.decode import decode
 from router.apis.query_flags import flag
@@ -69,7 +68,6 @@ async def _answer(
 ) -> None:
     key = request.key
     assert key is not None
-    sent = {wire.TENANT: key.tenant_id, wire.KEY: key.key_id}
     query = f"model={quote(model, safe='')}"
     method, path, body = "GET", f"/ai/queued/{given.request_id}", None
     if given.requests is not None:
@@ -77,9 +75,7 @@ async def _answer(
         lines = [_line(number, run, model) for number, run in enumerate(given.requests)]
         body = b"\n".join(lines)
     header_lines = f"{headers.REQUEST_ID}: {request.client_request_id}\r\n"
-    async with client.request(
-        method, f"{wire.PUBLIC_PREFIX}{path}", headers=sent, query=query, body=body
-    ) as response:
+    async with client.relay(key, method, path, query=query, body=body) as response:
         if response.content_length is not None:
             whole = _ENVELOPE[0] + await response.read() + _ENVELOPE[1]
             writer.reply(HttpResponse(200, whole, header_lines))

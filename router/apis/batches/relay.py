@@ -8,7 +8,6 @@ from typing import Any, Final, TypeVar
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http import headers
-from isochrone.wire.peers import batches as wire
 from router.batch_client import BatchClient
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
 from router.dataplane.inline_task import InlineEvent
@@ -89,21 +88,25 @@ def body_of(request: HttpRequest) -> Iterator[Any]:
         yield request.body or None
 
 
+def content_type_of(request: HttpRequest) -> dict[str, str]:
+    """Return the header with the type of a request's body, if it has one."""
+    given = request.headers.get(b"content-type")
+    return {} if given is None else {"content-type": given.decode("latin-1")}
+
+
 async def _relay(client: BatchClient, request: HttpRequest, writer: ResponseWriter) -> None:
     key = request.key
     assert key is not None
     check_route(request.method.decode(), request.path, request.named_path)
     if is_batch_path(request.path):
         client.require_batches()
-    sent = {wire.TENANT: key.tenant_id, wire.KEY: key.key_id}
-    if b"content-type" in request.headers:
-        sent["content-type"] = request.headers[b"content-type"].decode("latin-1")
     header_lines = f"{headers.REQUEST_ID}: {request.client_request_id}\r\n"
     with body_of(request) as body:
-        async with client.request(
+        async with client.relay(
+            key,
             request.method.decode(),
-            f"{wire.PUBLIC_PREFIX}{request.path}",
-            headers=sent,
+            request.path,
+            headers=content_type_of(request),
             query=request.query,
             body=body,
         ) as response:

@@ -8,7 +8,6 @@ import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http import headers
-from isochrone.wire.peers import batches
 from router.apis.batches.relay import in_a_task, relay_to_batch_service
 from router.apis.openai.decode import decode
 from router.apis.query_flags import flag
@@ -117,9 +116,7 @@ class StoredRoutes:
         """Return a stored response. Raises ApiError."""
         key = request.key
         assert key is not None
-        sent = {batches.TENANT: key.tenant_id, batches.KEY: key.key_id}
-        path = f"{batches.PUBLIC_PREFIX}{request.path}"
-        async with self._client.request("GET", path, headers=sent) as response:
+        async with self._client.relay(key, "GET", request.path) as response:
             read: dict[str, Any] = msgspec.json.decode(await response.read())
             return read
 

@@ -7,8 +7,7 @@ import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http import headers
-from isochrone.wire.peers import batches as wire
-from router.apis.batches.relay import body_of, in_a_task
+from router.apis.batches.relay import body_of, content_type_of, in_a_task
 from router.apis.openai.decode import decode
 from router.apis.openai.surface import OpenAiSurface
 from router.batch_client import BatchClient
@@ -78,14 +77,12 @@ async def _relay(
 ) -> None:
     key = request.key
     assert key is not None
-    sent = {wire.TENANT: key.tenant_id, wire.KEY: key.key_id}
-    if b"content-type" in request.headers:
-        sent["content-type"] = request.headers[b"content-type"].decode("latin-1")
     with body_of(request) as body:
-        async with client.request(
+        async with client.relay(
+            key,
             request.method.decode(),
-            f"{wire.PUBLIC_PREFIX}{path}",
-            headers=sent,
+            path,
+            headers=content_type_of(request),
             query=request.query,
             body=body,
         ) as response:

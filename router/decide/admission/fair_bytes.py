@@ -1,10 +1,8 @@
-"""Shares a process's memory for large bodies between tenants.
+"""Shares a process's memory for large bodies between tenants, or that for answers between nodes.
 
 Rule 1: a tenant may hold no more bytes than are still free. So one tenant alone gets half, and a
 later one always gets some bytes, whatever the others hold.
 """
-
-from isochrone.wire.ids import TenantId
 
 
 class FairBytes:
@@ -14,9 +12,9 @@ class FairBytes:
         """Start empty."""
         self.total = 0
         self._bytes_max = bytes_max
-        self._by_tenant: dict[TenantId, int] = {}
+        self._by_tenant: dict[str, int] = {}
 
-    def take(self, tenant_id: TenantId, count: int) -> bool:
+    def take(self, tenant_id: str, count: int) -> bool:
         """Count bytes until `give_back`; return False and count none if the tenant has its share.
 
         A body of 0 bytes always fits.
@@ -29,12 +27,12 @@ class FairBytes:
         self.total += count
         return True
 
-    def is_own_share(self, tenant_id: TenantId, count: int) -> bool:
+    def is_own_share(self, tenant_id: str, count: int) -> bool:
         """Return whether a tenant's own bytes alone are the reason that `count` more do not fit."""
         own = self._by_tenant.get(tenant_id, 0)
         return own + count > self._bytes_max - own
 
-    def give_back(self, tenant_id: TenantId, count: int) -> None:
+    def give_back(self, tenant_id: str, count: int) -> None:
         """Count bytes that were taken no longer."""
         self.total -= count
         own = self._by_tenant.get(tenant_id, 0) - count

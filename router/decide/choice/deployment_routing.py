@@ -21,6 +21,8 @@ from router.decide.routes.adapters import AdapterPlaces
 
 BYTES_PER_TOKEN_DEFAULT: Final = 3.5
 BYTES_PER_TOKEN_MIN: Final = 1.0
+BYTES_PER_TOKEN_MAX: Final = 16.0
+"""A node that reports fewer tokens than the text can have teaches no more than this."""
 
 REFRESH_ALL_S: Final = 1.0
 REFRESHED_MAX: Final = 12
@@ -138,5 +140,5 @@ class DeploymentRouting:
     def learn_prompt_tokens(self, text_bytes: int, tokens: int) -> None:
         """Learn from an answer how many tokens its prompt had."""
         if tokens > 0 and text_bytes > 0:
-            sample = max(BYTES_PER_TOKEN_MIN, text_bytes / tokens)
+            sample = max(BYTES_PER_TOKEN_MIN, min(BYTES_PER_TOKEN_MAX, text_bytes / tokens))
             self._bytes_per_token = moving_average(self._bytes_per_token, sample)

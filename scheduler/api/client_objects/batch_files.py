@@ -8,7 +8,7 @@ from aiohttp import web
 
 from isochrone.service.network.http_server import FORM_ERRORS
 from isochrone.wire.errors import ApiError, ErrorCode
-from scheduler.api.client_objects.downloads import send_file
+from scheduler.api.client_objects.downloads import DownloadLimit, send_file
 from scheduler.api.client_objects.uploads import add_or_discard, write_upload
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.state.files.batch_folder import BatchFolder
@@ -32,7 +32,10 @@ EXPIRES_MAX_S: Final = 30 * 86_400
 class FileEndpoints:
     """The endpoints of files. The tenant is the one that a router has authenticated."""
 
-    def __init__(self, pool: Pool, folder: BatchFolder, limits: BatchLimits) -> None:
+    def __init__(
+        self, pool: Pool, folder: BatchFolder, limits: BatchLimits, downloads: DownloadLimit
+    ) -> None:
+        self._downloads = downloads
         self._pool = pool
         self._folder = folder
         self._limits = limits
@@ -124,9 +127,10 @@ class FileEndpoints:
         file = await self._file(request, tenant_id)
         response = web.StreamResponse(headers={"content-type": "application/octet-stream"})
         try:
-            return await send_file(
-                request, self._folder, file.file_id, response, first=0, count=file.size_bytes
-            )
+            with self._downloads.counted(tenant_id):
+                return await send_file(
+                    request, self._folder, file.file_id, response, first=0, count=file.size_bytes
+                )
         except FileNotFoundError:
             raise _not_found(file.file_id) from None
 

@@ -27,6 +27,7 @@ from isochrone.wire.peers.batches import (
 )
 from scheduler.api.client_objects.batch_files import FileEndpoints
 from scheduler.api.client_objects.batches import BatchEndpoints
+from scheduler.api.client_objects.downloads import DownloadLimit
 from scheduler.api.client_objects.queued_runs import QueuedRuns
 from scheduler.api.client_objects.relayed import PublicHandler, public_route, work_route
 from scheduler.decide.batch_limits import BatchLimits
@@ -93,9 +94,10 @@ class BatchService:
 
     def add_routes(self, app: web.Application) -> None:
         """Add the service to the control listener."""
-        files = FileEndpoints(self._pool, self._folder, self._limits)
+        downloads = DownloadLimit()
+        files = FileEndpoints(self._pool, self._folder, self._limits, downloads)
         batches = BatchEndpoints(self._pool, self._limits)
-        runs = QueuedRuns(self._pool, self._folder, self._limits)
+        runs = QueuedRuns(self._pool, self._folder, self._limits, downloads)
 
         async def create_batch(request: web.Request, tenant_id: str) -> web.StreamResponse:
             key_id = request.headers.get(wire.KEY, "")

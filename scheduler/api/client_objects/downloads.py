@@ -1,14 +1,45 @@
 """Sends a stored file as the body of a response: a part at a time, never whole in memory."""
 
 import logging
-from typing import NoReturn
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, NoReturn
 
 from aiohttp import web
 
-from isochrone.wire.errors import ApiError
+from isochrone.service.network.connection_count import ConnectionCount
+from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.state.files.batch_folder import CHUNK_BYTES, BatchFolder
 
 log = logging.getLogger(__name__)
+
+DOWNLOADS_MAX: Final = 128
+DOWNLOADS_PER_TENANT_MAX: Final = 32
+"""Downloads at a time, through all routers. Each may have 8 MiB of a bucket's object in memory, and
+a client may read as slowly as it likes."""
+
+BUSY_RETRY_AFTER_S: Final = 5.0
+
+
+class DownloadLimit:
+    """Counts the downloads of clients."""
+
+    def __init__(self) -> None:
+        self._count = ConnectionCount(DOWNLOADS_MAX, DOWNLOADS_PER_TENANT_MAX)
+
+    @contextmanager
+    def counted(self, tenant_id: str) -> Iterator[None]:
+        """Count a tenant's download while it lasts. Raises ApiError 429 if there are too many."""
+        try:
+            if not self._count.add(tenant_id):
+                raise ApiError(
+                    ErrorCode.OUT_OF_CAPACITY,
+                    "cannot send the file now: too many files are being sent",
+                    retry_after_s=BUSY_RETRY_AFTER_S,
+                )
+            yield
+        finally:
+            self._count.remove(tenant_id)
 
 
 async def send_file(

@@ -16,7 +16,7 @@ from aiohttp import web
 from isochrone.service.network.http_server import read_body
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.api.client_objects.batches import WINDOW_S, check_unanswered
-from scheduler.api.client_objects.downloads import give_up
+from scheduler.api.client_objects.downloads import DownloadLimit, give_up
 from scheduler.api.client_objects.uploads import add_or_discard, write_upload
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.batch_lines import RUN_PREFIX, run_response
@@ -42,7 +42,10 @@ _STATUS: Final = {"validating": "queued", "in_progress": "running", "finalizing"
 class QueuedRuns:
     """The endpoints of queued requests, for a tenant and key that a router has authenticated."""
 
-    def __init__(self, pool: Pool, folder: BatchFolder, limits: BatchLimits) -> None:
+    def __init__(
+        self, pool: Pool, folder: BatchFolder, limits: BatchLimits, downloads: DownloadLimit
+    ) -> None:
+        self._downloads = downloads
         self._pool = pool
         self._folder = folder
         self._limits = limits
@@ -100,7 +103,8 @@ class QueuedRuns:
             raise ApiError(ErrorCode.NOT_FOUND, f"cannot find the request {batch_id[:64]!r}")
         if batch.status in _STATUS:
             return web.json_response(_queued(batch))
-        return await self._send_results(request, batch)
+        with self._downloads.counted(tenant_id):
+            return await self._send_results(request, batch)
 
     async def _send_results(self, request: web.Request, batch: StoredBatch) -> web.StreamResponse:
         """Send the results of a batch that has ended, a part at a time: they may be gigabytes."""

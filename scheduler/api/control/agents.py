@@ -13,9 +13,9 @@ from isochrone.wire.peers.assignment import ReplicaSpec
 from isochrone.wire.peers.control import FromAgent, PeerRole, RefusedCode
 from isochrone.wire.peers.report import Pulse, Report
 from scheduler import metrics
-from scheduler.api.control.peer_frames import PeerRefused
-from scheduler.api.control.peers import RETRY_REFUSED_S, PeerServer
-from scheduler.decide.membership import has_changed, sealed_fields
+from scheduler.api.control.peer_frames import RETRY_REFUSED_S, PeerRefused
+from scheduler.api.control.peers import PeerServer
+from scheduler.decide.membership import PeerLimit, has_changed, sealed_fields
 from scheduler.state.lease_state import LeaseState, NotActing
 from scheduler.state.peers.assignment_outbox import AssignmentOutbox
 from scheduler.state.peers.heartbeats import Heartbeats, PulseBuffer
@@ -25,7 +25,14 @@ from scheduler.state.published_routes import PublishedRoutes
 from scheduler.store.events import record_event
 from scheduler.store.fleet.nodes import record_report
 from scheduler.store.lease import EpochLost
-from scheduler.store.pool import BAD_DATA, INTAKE_TIMEOUT_S, UNAVAILABLE, Pool, transaction
+from scheduler.store.pool import (
+    BAD_DATA,
+    INTAKE_TIMEOUT_S,
+    UNAVAILABLE,
+    Pool,
+    storable_text,
+    transaction,
+)
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +41,9 @@ REFRESH_S: Final = 300.0
 
 
 REGISTER_AGAIN_S: Final = 1.0
+IMPOSTOR_EVENTS_MAX: Final = 10
+IMPOSTOR_EVENT_EVERY_S: Final = 360.0
+"""A node that reports for others is refused each time, but it must not fill the event log."""
 
 
 class AgentEndpoint:
@@ -56,6 +66,7 @@ class AgentEndpoint:
     ) -> None:
         self._untaken = RepeatedWarning(log, "report not taken")
         self._unwritten = RepeatedWarning(log, "report not written")
+        self._impostors = PeerLimit(IMPOSTOR_EVENTS_MAX, IMPOSTOR_EVENT_EVERY_S)
         self._server = server
         self._pool = pool
         self._intake = intake
@@ -137,15 +148,16 @@ class AgentEndpoint:
     async def _refuse_impostor(self, peer: PeerConnection, claimed: str) -> NoReturn:
         """Record and refuse a node that reports under another node's name."""
         metrics.REPORTS.labels("impostor").inc()
-        reason = f"{peer.name} cannot report for {claimed}"
-        async with transaction(self._pool) as connection:
-            await record_event(
-                connection,
-                actor=f"node:{peer.name}",
-                kind="node.impostor",
-                subject=claimed[:63],
-                reason=reason[:300],
-            )
+        reason = f"{peer.name} cannot report for {storable_text(claimed)[:63]}"
+        if self._impostors.take(peer.name, self._lease.clock()):
+            async with transaction(self._pool) as connection:
+                await record_event(
+                    connection,
+                    actor=f"node:{peer.name}",
+                    kind="node.impostor",
+                    subject=storable_text(claimed)[:63],
+                    reason=reason,
+                )
         raise PeerRefused(RefusedCode.IDENTITY, reason, RETRY_REFUSED_S)
 
 

@@ -14,6 +14,8 @@ from scheduler import metrics
 from scheduler.api.control.control_socket import REGISTER_BYTES_MAX
 
 REGISTER_TIMEOUT_S: Final = 5.0
+RETRY_REFUSED_S: Final = 30.0
+"""The delay before a retry of what only an operator can fix."""
 
 
 class PeerRefused(Exception):

@@ -31,7 +31,9 @@ from isochrone.wire.peers.control import (
 from isochrone.wire.peers.suspicions import SUSPICIONS, FleetSuspicions
 from scheduler.api.control.certificates import CertificateIssuer
 from scheduler.api.control.control_socket import ControlSocket
+from scheduler.api.control.counter_raises import CounterRaises
 from scheduler.api.control.peer_frames import (
+    RETRY_REFUSED_S,
     PeerRefused,
     decode,
     receive,
@@ -56,7 +58,13 @@ from scheduler.store.lease import (
     raise_epoch_and_generation,
     read_cluster_row,
 )
-from scheduler.store.pool import INTAKE_TIMEOUT_S, UNAVAILABLE, Pool, transaction, using
+from scheduler.store.pool import (
+    INTAKE_TIMEOUT_S,
+    UNAVAILABLE,
+    Pool,
+    transaction,
+    using,
+)
 
 TURN_TIMEOUT_S: Final = 240.0
 """The longest wait for a turn to register; a peer waits somewhat longer (WELCOME_TIMEOUT_S)."""
@@ -66,17 +74,9 @@ ALIVE_S: Final = 6.0
 """A node heard within this time is alive: another machine of its name is refused."""
 RENEW_FROM_SHARE: Final = 1 / 2
 """The share of a certificate's lifetime that must have passed before it is renewed."""
-RETRY_REFUSED_S: Final = 30.0
-"""The delay before a retry of what only an operator can fix."""
 AGENT_MESSAGES_PER_S: Final = 5.0
 ROUTER_MESSAGES_PER_S: Final = 50.0
 """A router's demand and usage sum up thousands of requests, and may have waited for long."""
-
-LEAP_MAX: Final = 2**40
-"""The largest lead of a peer's generation or epoch over the store's. It is more than any history
-that a restored backup can have lost, and far less than would exhaust the 63 bits of these
-counters."""
-
 
 MessageHandler = Callable[[PeerConnection, Any], Awaitable[None]]
 """Called with None when the peer has registered, then with each message; may raise PeerRefused."""
@@ -114,6 +114,7 @@ class PeerServer:
         self._heartbeats = heartbeats
         self._admission = admission
         self._unregistered = unregistered
+        self._raises = CounterRaises(lease.clock)
 
     async def serve(
         self, request: web.Request, role: PeerRole, incoming: Any, handle: MessageHandler
@@ -352,15 +353,9 @@ class PeerServer:
             is_agent = register.role is PeerRole.AGENT
             newest = cluster.generation if is_agent else cluster.route_generation
             epoch = self._lease.epoch
-            if register.generation - newest > LEAP_MAX or register.epoch - epoch > LEAP_MAX:
-                raise PeerRefused(
-                    RefusedCode.MALFORMED,
-                    f"cannot believe generation {register.generation} and epoch {register.epoch}: "
-                    f"the store is at {newest} and {epoch}",
-                    RETRY_REFUSED_S,
-                )
             is_behind = register.generation > newest or register.epoch > epoch
             if is_behind:
+                await self._raises.note(connection, register, newest, epoch)
                 await raise_epoch_and_generation(
                     connection,
                     holder=self._lease.holder,

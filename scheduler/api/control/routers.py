@@ -14,8 +14,8 @@ from isochrone.wire.peers.routes import SnapshotWanted
 from isochrone.wire.peers.suspicions import FleetSuspicions
 from isochrone.wire.peers.usage import Demand, RoundTrips, Usage, UsageAck
 from scheduler import metrics
-from scheduler.api.control.peer_frames import PeerRefused
-from scheduler.api.control.peers import RETRY_REFUSED_S, PeerServer
+from scheduler.api.control.peer_frames import RETRY_REFUSED_S, PeerRefused
+from scheduler.api.control.peers import PeerServer
 from scheduler.decide.demand import accept_demand, accept_round_trips, accept_trials, accept_usage
 from scheduler.state.key_use_exchange import KeyUseExchange
 from scheduler.state.peers.peer_connection import PeerConnection

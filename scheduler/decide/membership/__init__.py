@@ -1,9 +1,9 @@
 """Nodes and their connections: admission, message rates, liveness, and report changes.
 
-`connection_admission` and `message_rate_limit` limit the cost of peers, `liveness` decides which
-nodes are lost, `following` which routers and nodes have old tables and assignments, `report_diff`
-which reports must be written, `placement_seal` what proves that a replica was placed on a node, and
-`store_master` which node of a PoP runs the master of its store of KV.
+`connection_admission`, `message_rate_limit` and `peer_limit` limit the cost of peers, `liveness`
+decides which nodes are lost, `following` which routers and nodes have old tables and assignments,
+`report_diff` which reports must be written, `placement_seal` what proves that a replica was placed
+on a node, and `store_master` which node of a PoP runs the master of its store of KV.
 """
 
 from scheduler.decide.membership.connection_admission import ConnectionAdmission, Places
@@ -15,6 +15,7 @@ from scheduler.decide.membership.liveness import (
     judge_liveness,
 )
 from scheduler.decide.membership.message_rate_limit import MessageRateLimit
+from scheduler.decide.membership.peer_limit import PeerLimit
 from scheduler.decide.membership.placement_seal import sealed_fields
 from scheduler.decide.membership.report_diff import has_changed
 from scheduler.decide.membership.store_master import StoreMember, store_masters
@@ -26,6 +27,7 @@ __all__ = (
     "LivenessView",
     "MessageRateLimit",
     "NodeContact",
+    "PeerLimit",
     "Places",
     "RouteFollowing",
     "StoreMember",

@@ -39,6 +39,7 @@ from isochrone.wire.models.model import CatalogModel, Deployment
 from isochrone.wire.peers.assignment import ReplicaSpec, Role
 from scheduler.decide.capacity.default_sizes import replica_sizes, with_sizes
 from scheduler.decide.capacity.measured_memory import measured_excess, with_excess
+from scheduler.decide.capacity.measured_rates import measured_rates
 from scheduler.decide.capacity.replica_capacity import Profiles, context_tokens_of
 from scheduler.decide.cluster import (
     ClusterState,
@@ -163,7 +164,7 @@ class PlanBuilder:
         self.starts_max = max(limits.starts_max, share)
         self._endings_max = max(limits.endings_max, share)
         self._models = {model.model_id: model for model in cluster.models}
-        self._profiles: Profiles = cluster.measured()
+        self._profiles: Profiles = measured_rates(cluster)
         self._running: dict[DeploymentId, list[Placement]] = defaultdict(list)
         for placement in cluster.placements:
             if not placement.is_ending and not placement.leader_id:

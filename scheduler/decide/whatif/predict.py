@@ -22,6 +22,7 @@ from isochrone.wire.models.model import Deployment
 from isochrone.wire.peers.assignment import Role
 from isochrone.wire.peers.report import ReplicaProfile, ReplicaState
 from scheduler.decide.capacity.distances import Distances
+from scheduler.decide.capacity.measured_rates import measured_rates
 from scheduler.decide.capacity.replica_capacity import is_measured, replica_rates
 from scheduler.decide.cluster import ClusterState, Placement
 from scheduler.decide.demand.demand_rates import (
@@ -142,7 +143,7 @@ class _WarmFleet:
         self.distances = Distances(cluster.pops, cluster.distances)
         self.pop_of = {node.node_id: node.pop for node in cluster.nodes}
         self._models = {model.model_id: model for model in cluster.models}
-        self._profiles = cluster.measured()
+        self._profiles = measured_rates(cluster)
         self._classes = {
             (node.node_id, device.device_id): device.device_class
             for node in cluster.nodes

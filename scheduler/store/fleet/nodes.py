@@ -30,6 +30,14 @@ from scheduler.store.pool import Connection, affected_rows, columns, fetch_one, 
 from scheduler.store.readable_rows import RowReader
 
 BIGINT_MAX: Final = 2**63 - 1
+
+GONE_DEVICES_MAX: Final = 64
+"""How many devices are kept of a node that no longer reports them, so that operators see them. A
+node that invents a device for each report must not fill the table."""
+
+CLASSES_MAX: Final = 64
+"""How many classes of devices have measured rates of one model."""
+
 MAY_FETCH: Final = ("wanted", "fetching", "failed")
 """The states in which a replica's node may still have to fetch its weights."""
 
@@ -289,6 +297,22 @@ async def _record_devices(
         node_id,
         [device.device_id for device in devices],
     )
+    if affected_rows(gone):
+        # No placement can be added to such a device meanwhile: the node's row is locked.
+        await connection.execute(
+            """
+            DELETE FROM device USING (
+                SELECT device_id FROM device d
+                WHERE node_id = $1 AND device_id <> ALL($2::text[]) AND NOT EXISTS (
+                    SELECT FROM placement_device p
+                    WHERE p.node_id = d.node_id AND p.device_id = d.device_id)
+                ORDER BY device_id OFFSET $3) AS surplus
+            WHERE node_id = $1 AND device.device_id = surplus.device_id
+            """,
+            node_id,
+            [device.device_id for device in devices],
+            GONE_DEVICES_MAX,
+        )
     return affected_rows(changed) + affected_rows(gone)
 
 
@@ -395,7 +419,9 @@ async def _record_profiles(
             """
             INSERT INTO profile AS p (model_id, device_class, load_s, memory_bytes,
                                       prefill_tokens_per_s, decode_tokens_per_s)
-            SELECT model_id, $2, $3, $4, $5, $6 FROM model WHERE model_id = $1
+            SELECT model_id, $2, $3, $4, $5, $6 FROM model m WHERE model_id = $1
+                AND (SELECT count(*) FROM profile o
+                     WHERE o.model_id = m.model_id AND o.device_class <> $2) < $7
             ON CONFLICT (model_id, device_class) DO UPDATE SET
                 load_s = $3, memory_bytes = $4, decode_tokens_per_s = $6,
                 -- 0 if no prompt was long enough to measure.
@@ -411,4 +437,5 @@ async def _record_profiles(
             measured.memory_bytes,
             measured.prefill_tokens_per_s,
             measured.decode_tokens_per_s,
+            CLASSES_MAX,
         )

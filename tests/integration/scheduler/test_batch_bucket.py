@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from aiohttp import web
 
+from isochrone.service.network.http_server import serve_http
 from isochrone.wire.errors import ApiError, ErrorCode
+from scheduler.state.files import batch_bucket
 from scheduler.state.files.batch_bucket import PART_BYTES, BatchBucket
 from scheduler.state.files.batch_folder import BatchFolder
 from tests.integration.scheduler.s3_server import Server, server
@@ -188,6 +191,46 @@ async def test_a_bucket_that_stops_answering_gives_503(server: Server) -> None:
     with pytest.raises(ApiError, match="cannot use the bucket"):
         await a_bucket_with_a_file(server)
     await store.discard("file-3")  # logs, and does not hide an earlier error
+
+
+async def test_a_bucket_that_sends_or_takes_a_byte_a_second_gives_503(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore", reason="pip install 'isochrone[s3]'")
+    monkeypatch.setattr(batch_bucket, "REQUEST_TIMEOUT_S", 1)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    described = {"etag": '"a"', "last-modified": "Sun, 29 Nov 2026 10:00:00 GMT"}
+
+    async def drip(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={**described, "content-length": "100000"})
+        if request.method == "HEAD":
+            return response
+        if request.method == "PUT":
+            await asyncio.Event().wait()
+        await response.prepare(request)
+        while True:
+            await response.write(b"x")
+            await asyncio.sleep(1.0)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", drip)
+    async with serve_http(app, "127.0.0.1", 0) as port, asyncio.timeout(60):
+        place = f"http://127.0.0.1:{port}"
+        store = BatchBucket("s3://bucket", tmp_path, endpoint=place, region="")
+
+        def read() -> None:
+            with store.open("f") as source:
+                source.read()
+
+        def write() -> None:
+            with store.writing("g") as output:
+                output.write(b"x")
+
+        for call in (read, write, lambda: list(store.stream("f"))):
+            with pytest.raises(ApiError) as raised:
+                await store.run(call)
+            assert raised.value.code is ErrorCode.UNAVAILABLE
 
 
 def test_a_url_of_no_bucket_is_refused(tmp_path: Path) -> None:

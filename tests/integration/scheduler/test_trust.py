@@ -27,8 +27,9 @@ from isochrone.wire.models.model import EngineSettings
 from isochrone.wire.peers.assignment import ReplicaSpec
 from isochrone.wire.peers.control import FromAgent, PeerRole, RefusedCode, Register
 from isochrone.wire.peers.report import Pulse, Refusal, ReplicaProfile
+from scheduler.api.control.counter_raises import LEAP_MAX
 from scheduler.api.control.peer_frames import PeerRefused
-from scheduler.api.control.peers import LEAP_MAX, PeerServer
+from scheduler.api.control.peers import PeerServer
 from scheduler.decide.cluster import ClusterState
 from scheduler.decide.membership import NodeContact, sealed_fields
 from scheduler.decide.placement.planner import plan_deployments

@@ -5,7 +5,7 @@ import random
 import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from isochrone.service.network.control_link import ControlLink, Progress
 from isochrone.service.network.http_server import serve_http
 from isochrone.service.trust import identity as papers
 from isochrone.service.trust import tls
+from isochrone.service.trust.foreign_nodes import refuse_foreign_nodes
 from isochrone.service.trust.identity import Authority, Identity, IdentityError
 from isochrone.service.trust.joining import join
 from isochrone.service.trust.revocation import refuse_revoked
@@ -34,15 +35,15 @@ from tests.system.harness import until
 NOW = datetime.now(UTC)
 
 
-def a_peer(authority: Authority, name: str, role: PeerRole) -> Identity:
+def a_peer(authority: Authority, name: str, role: PeerRole, pop: str = "ams") -> Identity:
     key = papers.new_key_pem()
     certificate = authority.issue(
-        papers.make_csr(key, name), role=role, name=name, pop=PopId("ams"), now=NOW
+        papers.make_csr(key, name), role=role, name=name, pop=PopId(pop), now=NOW
     )
     return Identity(
         name=name,
         role=role,
-        pop=PopId("ams"),
+        pop=PopId(pop),
         cluster_id=ClusterId("c"),
         key_pem=key,
         certificate_pem=certificate,
@@ -138,6 +139,65 @@ async def test_a_node_refuses_a_revoked_certificate_on_an_open_connection_too(
             assert await asks(http, other) == (204, "")
             revoked[:] = [RevokedCertificate(role="agent", name="r1", at=NOW.timestamp() + 1)]
             assert await asks(http, again) == (204, "")
+
+
+async def test_a_node_of_another_pop_only_fetches_artifacts(tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "a", "ours", NOW)
+    node = a_peer(authority, "n1", PeerRole.AGENT)
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=204)
+
+    app = web.Application(middlewares=[refuse_foreign_nodes(PopId("ams"))])
+    app.router.add_route("*", "/{path:.*}", answer)
+    callers = {
+        "near": a_peer(authority, "n2", PeerRole.AGENT),
+        "far": a_peer(authority, "n3", PeerRole.AGENT, "iad"),
+        "router": a_peer(authority, "r1", PeerRole.ROUTER, "iad"),
+    }
+    served: set[tuple[str, str]] = set()
+    paths = ("/v1/artifacts/a/b", "/ping", "/v1/chat/completions", "/loads", "/kv/blocks")
+    async with (
+        serve_http(app, "127.0.0.1", 0, ssl_context=tls.node_server_context(node)) as port,
+        aiohttp.ClientSession() as http,
+    ):
+        for name, caller in callers.items():
+            context = tls.client_context(caller)
+            for path in paths:
+                url = f"https://127.0.0.1:{port}{path}"
+                async with http.post(url, ssl=context, server_hostname="n1") as response:
+                    if response.status == 204:
+                        served.add((name, path))
+                    else:
+                        assert response.status == 403
+                        assert response.headers[headers.REFUSED] == "foreign_node"
+    assert served == {
+        *((name, path) for name in ("near", "router") for path in paths),
+        *(("far", path) for path in paths[:2]),
+    }
+
+
+async def test_a_peer_whose_clock_is_behind_trusts_a_scheduler_that_has_just_started(
+    tmp_path: Path,
+) -> None:
+    authority = Authority.create(tmp_path / "a", "ours", NOW - timedelta(days=1))
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=204)
+
+    app = web.Application()
+    app.router.add_get("/v1/agent", answer)
+    ahead = tls.control_server_context(authority, NOW + timedelta(minutes=10))
+    async with (
+        serve_http(app, "127.0.0.1", 0, ssl_context=ahead) as port,
+        aiohttp.ClientSession() as http,
+        http.get(
+            f"https://127.0.0.1:{port}/v1/agent",
+            ssl=tls.client_context(a_peer(authority, "n1", PeerRole.AGENT)),
+            server_hostname=papers.SCHEDULER_NAME,
+        ) as response,
+    ):
+        assert response.status == 204
 
 
 async def test_a_node_cannot_pass_for_a_scheduler(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""A tenant whose clients read slowly keeps no other tenant from what schedulers store."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from isochrone.service.network.http_server import serve_http
+from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.ids import TenantId
+from isochrone.wire.peers import batches as wire
+from isochrone.wire.peers.batches import LeaseItems
+from router.batch_client import RELAYED_MAX, BatchAccess, BatchClient
+from tests.integration.router.fleet_of import a_key
+
+SLOW, OTHER = (msgspec.structs.replace(a_key(), tenant_id=TenantId(name)) for name in "ab")
+
+
+@asynccontextmanager
+async def a_client() -> AsyncIterator[BatchClient]:
+    """Return a client of a scheduler that sends the first byte of a file, and nothing more."""
+
+    async def send_file(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"x")
+        await asyncio.Event().wait()
+        return response
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text=request.headers.get(wire.TENANT, ""))
+
+    app = web.Application()
+    app.router.add_get(f"{wire.PUBLIC_PREFIX}/v1/files/f/content", send_file)
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with serve_http(app, "127.0.0.1", 0) as port:
+        client = BatchClient(None)
+        client.access = BatchAccess(f"http://127.0.0.1:{port}", "token")
+        try:
+            yield client
+        finally:
+            await client.close()
+
+
+async def test_slow_downloads_of_a_tenant_leave_others_their_share() -> None:
+    async with a_client() as client, AsyncExitStack() as downloads, asyncio.timeout(30):
+
+        async def begin() -> None:
+            download = client.relay(SLOW, "GET", "/v1/files/f/content")
+            response = await downloads.enter_async_context(download)
+            assert await response.content.readexactly(1) == b"x"
+
+        for _ in range(RELAYED_MAX // 2):
+            await begin()
+        with pytest.raises(ApiError, match="too many requests of this tenant") as refused:
+            await begin()
+        assert refused.value.code is ErrorCode.OUT_OF_CAPACITY
+        async with client.relay(OTHER, "GET", "/v1/files") as response:
+            assert await response.text() == "b"
+        # The router's own work, and the storing of responses, does not count.
+        assert await client.post("/work", LeaseItems(wanted={})) == b""
+        await downloads.aclose()
+        async with client.relay(SLOW, "GET", "/v1/files") as response:
+            assert await response.text() == "a"
