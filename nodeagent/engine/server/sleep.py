@@ -58,9 +58,16 @@ class EngineSleep:
         self._waking: asyncio.Task[None] | None = None
         self._falling: asyncio.Task[None] | None = None
         self.is_asleep = False
+        """Whether requests wait for a wake: from the order to sleep until the model is loaded."""
         self.wakes_total = 0
         self.wake_s = 0.0
         """How long the last wake took."""
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the model takes no memory: it has been dropped, and no wake has begun."""
+        is_falling = self._falling is not None and not self._falling.done()
+        return self.is_asleep and not is_falling and self._waking is None
 
     async def sleep(self) -> None:
         """Drop the model. Raises ApiError if a request is in flight, or if it cannot sleep."""
