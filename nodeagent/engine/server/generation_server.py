@@ -171,7 +171,7 @@ class GenerationServer(ModelServer):
 
     async def fall_asleep(self, request: web.Request) -> web.Response:
         """Drop the model and its KV until a wake; 409 while requests are open."""
-        await self.sleep.sleep()
+        await self.sleep.fall_asleep()
         return json_response({"is_sleeping": True})
 
     async def wake_up(self, request: web.Request) -> web.Response:

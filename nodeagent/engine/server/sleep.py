@@ -89,7 +89,7 @@ class EngineSleep:
         is_falling = self._falling is not None and not self._falling.done()
         return self.is_asleep and not is_falling and self._waking is None
 
-    async def sleep(self) -> None:
+    async def fall_asleep(self) -> None:
         """Drop the model. Raises ApiError if a request is in flight, or if it cannot sleep."""
         if not can_sleep(self._config):
             raise ApiError(
@@ -104,7 +104,7 @@ class EngineSleep:
             )
         # Requests wait for a wake from here on.
         self.is_asleep = True
-        self._falling = asyncio.create_task(self._fall_asleep())
+        self._falling = asyncio.create_task(self._drop())
         await asyncio.shield(self._falling)
 
     async def wake(self) -> None:
@@ -121,7 +121,7 @@ class EngineSleep:
         while self.is_asleep:
             await self.wake()
 
-    async def _fall_asleep(self) -> None:
+    async def _drop(self) -> None:
         started_s = time.monotonic()
         await asyncio.to_thread(self._first_touch.stop)
         until_s = time.monotonic() + SAVE_S

@@ -68,7 +68,7 @@ async def test_the_model_has_gone_when_memory_is_given_back(
         are_gone.append(model() is None)
 
     monkeypatch.setattr(sleep, "_give_memory_back", look)
-    await an_engine(core).sleep()
+    await an_engine(core).fall_asleep()
     assert are_gone == [True]
 
 
@@ -85,7 +85,7 @@ async def test_an_engine_says_that_it_sleeps_only_between_its_switches(
     monkeypatch.setattr(sleep, "_give_memory_back", note)
     monkeypatch.setattr(sleep, "reload_runner", note)
     said.append(engine.is_dropped)
-    await engine.sleep()
+    await engine.fall_asleep()
     assert engine.is_dropped
     await asyncio.gather(engine.wake(), engine.wake())
     assert not engine.is_dropped
