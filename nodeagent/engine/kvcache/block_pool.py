@@ -184,13 +184,17 @@ class BlockPool:
         return list(islice((CachedBlock(b, d) for b, d in named if d is not None), blocks_max))
 
     def restore(self, found: Sequence[CachedBlock]) -> None:
-        """Put what `found_blocks` returned back into the cache, which was emptied since."""
-        blocks = {block for block, _ in found}
-        self._empty = [block for block in self._empty if block not in blocks]
+        """Put what `found_blocks` returned back into the cache, which was emptied since.
+
+        Blocks that were allocated meanwhile are left out.
+        """
+        empty = set(self._empty)
         for block, digest in reversed(found):
-            self._digest[block] = digest
-            self._by_digest[digest] = block
-            self._cached[block] = None
+            if block in empty and digest not in self._by_digest:
+                self._digest[block] = digest
+                self._by_digest[digest] = block
+                self._cached[block] = None
+        self._empty = [block for block in self._empty if block not in self._cached]
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference to each of `blocks`.

@@ -262,3 +262,18 @@ def test_blocks_that_several_prompts_used_can_be_kept_over_a_sleep() -> None:
     pool.cache(first[1], b"c")
     pool.release(taken)
     assert pool.found_blocks(TOTAL) == kept[:1]
+
+
+def test_a_kept_block_that_was_allocated_during_the_sleep_is_not_cached() -> None:
+    pool = BlockPool(TOTAL)
+    taken = pool.allocate((), 1)
+    assert taken is not None
+    pool.cache(taken[0], b"system")
+    pool.release(taken)
+    pool.release(pool.allocate(taken, 0) or [])
+    kept = pool.found_blocks(TOTAL)
+    pool.forget_cached()
+    assert pool.allocate((), 1) == taken
+    pool.restore(kept)
+    assert pool.match_prefix([b"system"]) == []
+    assert pool.used_blocks == 1
