@@ -312,7 +312,8 @@ class Supervisor:
             problem = await warm_up(engine)
         if problem:
             return problem
-        is_asleep = is_adopted and await engine.is_asleep()
+        may_be_asleep = is_adopted and replica.spec.overcommit > 1
+        is_asleep = may_be_asleep and await engine.is_asleep()
         self.awake.settle(replica.spec.replica_id, engine, is_asleep=is_asleep)
         replica.apply(ReplicaEvent.ENGINE_READY)
         if not is_adopted:
