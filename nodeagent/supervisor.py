@@ -209,6 +209,7 @@ class Supervisor:
         if survivor is not None:
             # Adopted before the task runs, so that a shutdown in between stops or releases it.
             replica.engine = self._engines.adopt(survivor)
+            self.awake.adopt(spec)
         self.replicas[spec.replica_id] = replica
         replica.task = asyncio.create_task(self._run_replica(replica), name=spec.replica_id)
         replica.task.add_done_callback(self._log_task_failure)
@@ -220,6 +221,7 @@ class Supervisor:
         replica.tombstone = tombstone
         replica.apply(ReplicaEvent.END_ORDERED, tombstone.reason)
         replica.end_ordered.set()
+        self.awake.refuse_waiting(replica.spec.replica_id)
         if replica.attempt is not None:
             replica.attempt.cancel()
         self._on_change()
@@ -284,10 +286,11 @@ class Supervisor:
             await asyncio.gather(replica.attempt, return_exceptions=True)
         if replica.end_ordered.is_set():
             return ""
-        self.awake.forget(replica.spec.replica_id)
         problem = _failure_of(replica, replica.attempt)
         replica.apply(ReplicaEvent.BROKE, problem)
         await replica.stop_engine(kill=True)
+        # Not before: its memory is free once its processes have ended.
+        self.awake.forget(replica.spec.replica_id)
         return problem
 
     async def _bring_up_and_watch(self, replica: ManagedReplica) -> str:
@@ -309,12 +312,9 @@ class Supervisor:
             problem = await warm_up(engine)
         if problem:
             return problem
-        if is_adopted:
-            stats = await engine.stats()
-            is_asleep = stats is not None and stats.is_asleep
-            self.awake.adopt(replica.spec, engine, is_asleep=is_asleep)
-        else:
-            self.awake.settle(replica.spec.replica_id, engine)
+        may_be_asleep = is_adopted and replica.spec.overcommit > 1
+        is_asleep = may_be_asleep and await engine.is_asleep()
+        self.awake.settle(replica.spec.replica_id, engine, is_asleep=is_asleep)
         replica.apply(ReplicaEvent.ENGINE_READY)
         if not is_adopted:
             load_s = self._clock() - start_s
@@ -355,8 +355,8 @@ class Supervisor:
                     await engine.exited.wait()
             if engine.exited.is_set():
                 return engine.exit_reason
-            wake_problem = self.awake.wake_problem(replica.spec.replica_id)
-            if problem := wake_problem or await self._memory_problem(replica):
+            switch_problem = self.awake.switch_problem(replica.spec.replica_id)
+            if problem := switch_problem or await self._memory_problem(replica):
                 return problem
             is_canary_due = watch.is_suspect or self._clock() >= next_canary_s
             if is_canary_due:

@@ -32,7 +32,7 @@ class CommandDriver:
     has_spare_seats = False
     kv_transfer = False
     load_adapter_path = unload_adapter_path = ""
-    sleep_path = wake_path = ""
+    sleep_path = wake_path = is_asleep_path = ""
 
     def missing(self) -> str:
         """Return "": missing programs are found for each command."""

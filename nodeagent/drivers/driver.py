@@ -166,6 +166,8 @@ class EngineDriver(Protocol):
     sleep_path: str
     wake_path: str
     """Paths that drop the engine's model and load it again; "" if it cannot sleep."""
+    is_asleep_path: str
+    """The path that returns `{"is_sleeping": true}` while the model is dropped; "" if none does."""
 
     def missing(self) -> str:
         """Return what the engine lacks on this node, or "" if it can start. Blocks."""

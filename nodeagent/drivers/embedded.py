@@ -50,6 +50,7 @@ class EmbeddedDriver:
     unload_adapter_path = UNLOAD_ADAPTER_PATH
     sleep_path = "/sleep"
     wake_path = "/wake_up"
+    is_asleep_path = "/is_sleeping"
     module = "nodeagent.engine"
     has_standby = True
     """Whether a spare process of this engine can wait for its configuration."""

@@ -85,7 +85,7 @@ class LlamaCppDriver:
     has_spare_seats = False
     kv_transfer = False
     load_adapter_path = unload_adapter_path = ""
-    sleep_path = wake_path = ""
+    sleep_path = wake_path = is_asleep_path = ""
 
     def missing(self) -> str:
         """Return an error message if llama-server is missing or cannot be used, else ""."""

@@ -52,7 +52,7 @@ class SglangDriver:
     # The engines send KV themselves.
     kv_transfer = False
     load_adapter_path = unload_adapter_path = ""
-    sleep_path = wake_path = ""
+    sleep_path = wake_path = is_asleep_path = ""
 
     def missing(self) -> str:
         """Return an error message if SGLang is not installed, or of another version, else ""."""

@@ -49,7 +49,7 @@ class TensorRtLlmDriver:
     has_spare_seats = False
     kv_transfer = False
     load_adapter_path = unload_adapter_path = ""
-    sleep_path = wake_path = ""
+    sleep_path = wake_path = is_asleep_path = ""
 
     def missing(self) -> str:
         """Return an error message if trtllm-serve is not installed, or too old, else ""."""

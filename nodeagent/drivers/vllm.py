@@ -92,6 +92,7 @@ class VllmDriver:
     unload_adapter_path = UNLOAD_ADAPTER_PATH
     sleep_path = "/sleep?level=1"
     wake_path = "/wake_up"
+    is_asleep_path = "/is_sleeping"
 
     def missing(self) -> str:
         """Return an error message if vLLM is not installed, or is too old, else ""."""

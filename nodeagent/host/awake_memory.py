@@ -3,19 +3,30 @@
 `decide/replicas/sleep.py` makes the decisions. Switches are done one after the other, because
 loading weights takes all of the node's cores or of its bus.
 
-A node without over-committed replicas grants memory at once.
+Rule 1: a node without over-committed replicas grants memory at once.
+Rule 2: a wake is done only while a request waits for it.
+Rule 3: memory counts as in use while it is unknown whether an engine holds it: from the start of
+the agent until an adopted engine says that it sleeps, and from a failed switch until the engine has
+ended.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from isochrone.wire.ids import DeviceId, ReplicaId
 from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent import metrics
-from nodeagent.decide.replicas.sleep import AwakeReplica, RecentDemand, plan_wake
+from nodeagent.decide.replicas.sleep import (
+    YIELD_AFTER_S,
+    AwakeReplica,
+    RecentDemand,
+    SleepOutcome,
+    plan_wake,
+    wake_limit_s,
+)
 
 WAKE_S_UNKNOWN: Final = 0.5
 """The wake time that is reported until one was measured."""
@@ -27,17 +38,18 @@ SLEEP_REFUSED_S: Final = 0.1
 """A replica whose engine refused to sleep is tried again after this time."""
 
 WAKE_FAILED: Final = "the engine did not wake up"
+SLEEP_FAILED: Final = "the engine did not fall asleep"
 
 
 class SleepingEngine(Protocol):
     """An engine that can drop its model and load it again."""
 
-    async def fall_asleep(self) -> bool:
-        """Drop the model; return False if the engine refuses."""
+    async def fall_asleep(self) -> SleepOutcome:
+        """Drop the model."""
         ...
 
-    async def wake_up(self) -> bool:
-        """Load the model; return False if that fails."""
+    async def wake_up(self, timeout_s: float) -> bool:
+        """Load the model; return False if that fails or takes longer."""
         ...
 
 
@@ -53,15 +65,39 @@ class _Resident:
         self.engine: SleepingEngine | None = None
         self.is_awake = False
         self.is_yielding = False
-        self.wake_failed = False
+        self.problem = ""
+        """Why the engine must be started again; "" while it can be used."""
         self.requests = 0
         self.used_s = 0.0
         self.awake_since_s = 0.0
-        self.wake_s = WAKE_S_UNKNOWN
+        self.admitted_s: float | None = None
+        """When its engine was allowed to start; None for an adopted one."""
+        self.start_s = 0.0
+        """How long its engine took to start; 0 if that is unknown."""
+        self.wake_s = 0.0
+        """How long its wakes take; 0 until one was measured."""
         self.waiting: asyncio.Future[None] | None = None
         """Resolved for all waiting requests once the replica is awake."""
+        self.waiters = 0
         self.asked_s = 0.0
         self.demand = RecentDemand()
+
+    @property
+    def may_sleep(self) -> bool:
+        """Whether its model may be dropped while it is idle."""
+        return self.spec.overcommit > 1 and self.engine is not None and not self.problem
+
+    @property
+    def expected_wake_s(self) -> float:
+        """How long a wake is expected to take."""
+        return self.wake_s or WAKE_S_UNKNOWN
+
+
+class _Switch(NamedTuple):
+    """A replica to wake, and those that sleep first."""
+
+    resident: _Resident
+    sleeping: tuple[ReplicaId, ...]
 
 
 class AwakeMemory:
@@ -78,6 +114,8 @@ class AwakeMemory:
         self._residents: dict[ReplicaId, _Resident] = {}
         self._queue: deque[_Resident] = deque()
         self._switching: asyncio.Task[None] | None = None
+        self._switch_due_s: float | None = None
+        """When the switch in progress is expected to end; None without one."""
         self._changed = asyncio.Event()
 
     async def admit(self, spec: ReplicaSpec) -> None:
@@ -90,20 +128,34 @@ class AwakeMemory:
             self._set_awake(resident)
         else:
             await self._wait_awake(resident)
+        resident.admitted_s = self._clock()
         resident.requests += 1
 
-    def adopt(self, spec: ReplicaSpec, engine: SleepingEngine, *, is_asleep: bool) -> None:
-        """Hold the replica of an engine that was running before this agent."""
-        resident = self._residents[spec.replica_id] = _Resident(spec)
-        resident.engine = engine
-        if not is_asleep:
-            self._set_awake(resident)
+    def adopt(self, spec: ReplicaSpec) -> None:
+        """Count the memory of an engine that was running before this agent as in use.
 
-    def settle(self, replica_id: ReplicaId, engine: SleepingEngine) -> None:
-        """The engine of an admitted replica is warm: it may sleep when it is idle."""
+        It may sleep, but only the engine knows: `settle` says so later.
+        """
+        resident = self._residents[spec.replica_id] = _Resident(spec)
+        self._set_awake(resident)
+        resident.requests += 1
+
+    def settle(
+        self, replica_id: ReplicaId, engine: SleepingEngine, *, is_asleep: bool = False
+    ) -> None:
+        """The engine of an admitted or adopted replica is warm: it may sleep when it is idle."""
         resident = self._residents[replica_id]
         resident.engine = engine
+        if resident.admitted_s is not None:
+            resident.start_s = self._clock() - resident.admitted_s
+        resident.is_awake = not is_asleep
         self._end_use(resident)
+
+    def refuse_waiting(self, replica_id: ReplicaId) -> None:
+        """Refuse the requests that wait for a wake of a replica whose end was ordered."""
+        resident = self._residents.get(replica_id)
+        if resident is not None and resident.engine is not None:
+            self._resolve(resident, CannotWake("its replica ends"))
 
     def forget(self, replica_id: ReplicaId) -> None:
         """A replica's engine has ended: its memory is free."""
@@ -132,8 +184,8 @@ class AwakeMemory:
         if not is_test:
             resident.demand.add(self._clock())
         while not resident.is_awake or resident.is_yielding:
-            if resident.wake_failed:
-                raise CannotWake(WAKE_FAILED)
+            if resident.problem:
+                raise CannotWake(resident.problem)
             await self._wait_awake(resident)
         resident.requests += 1
         used_s = resident.used_s
@@ -155,21 +207,25 @@ class AwakeMemory:
             return 0
         resident = self._residents[replica_id]
         ahead = self._queue.index(resident) if resident in self._queue else len(self._queue)
-        return max(1, round(1000 * resident.wake_s * (1 + ahead)))
+        wait_s = resident.expected_wake_s * (1 + ahead)
+        if self._switch_due_s is not None:
+            # A switch that takes too long may take as long again.
+            wait_s += max(0.0, self._clock() - self._switch_due_s)
+        return max(1, round(1000 * wait_s))
 
-    def wake_problem(self, replica_id: ReplicaId) -> str:
+    def switch_problem(self, replica_id: ReplicaId) -> str:
         """Return why a replica's engine must be started again, or "".
 
-        What an engine holds after a failed wake is unknown, and another try would keep the wakes of
-        all other replicas waiting.
+        What an engine holds after a failed switch is unknown, and another try would keep the wakes
+        of all other replicas waiting.
         """
         resident = self._residents.get(replica_id)
-        return WAKE_FAILED if resident is not None and resident.wake_failed else ""
+        return resident.problem if resident is not None else ""
 
     def asleep_count(self) -> int:
         """Return how many replicas sleep."""
         return sum(
-            not resident.is_awake and resident.engine is not None
+            not resident.is_awake and resident.engine is not None and not resident.problem
             for resident in self._residents.values()
         )
 
@@ -195,7 +251,15 @@ class AwakeMemory:
         self._changed.set()
         if self._switching is None or self._switching.done():
             self._switching = asyncio.create_task(self._switch_all())
-        await asyncio.shield(resident.waiting)
+        resident.waiters += 1
+        try:
+            await asyncio.shield(resident.waiting)
+        finally:
+            resident.waiters -= 1
+            if not resident.waiters and resident in self._queue:
+                self._queue.remove(resident)
+                resident.waiting = None
+                self._changed.set()
 
     async def _switch_all(self) -> None:
         """Wake the queued replicas, the first one first, until the queue is empty."""
@@ -210,36 +274,54 @@ class AwakeMemory:
     async def _switch_queued(self) -> None:
         while self._queue:
             self._changed.clear()
-            resident = self._queue[0]
-            if resident.is_awake and not resident.is_yielding:
-                self._resolve(resident, None)
+            # Read first: what follows must not change between the plan and its first step.
+            switch = self._next_switch(await self._budgets())
+            if isinstance(switch, float):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(switch):
+                        await self._changed.wait()
                 continue
-            if resident.is_yielding and resident.is_awake:
-                # Its own turn came before it could sleep: it stays.
+            if not await self._put_to_sleep(switch.sleeping):
+                await asyncio.sleep(SLEEP_REFUSED_S)
+                continue
+            # Meanwhile the last of its requests may have gone.
+            if switch.resident in self._queue:
+                await self._wake(switch.resident)
+        for resident in self._residents.values():
+            resident.is_yielding = False
+
+    def _next_switch(self, budgets: Mapping[DeviceId, int]) -> _Switch | float:
+        """Return the first wake that can be done now, or in how many seconds to look again.
+
+        A wake that has to wait keeps its devices from those behind it.
+        """
+        retry_s = YIELD_AFTER_S
+        awaited: set[DeviceId] = set()
+        for resident in list(self._queue):
+            devices = resident.spec.device_ids
+            is_first = awaited.isdisjoint(devices)
+            if resident.is_awake and (is_first or not resident.is_yielding):
+                # Its own turn may have come before it could sleep: then it stays.
                 resident.is_yielding = False
                 self._resolve(resident, None)
                 continue
-            # Read first: what follows must not change between the plan and its first step.
-            budgets = await self._budgets()
+            if not is_first:
+                continue
             plan = plan_wake(
-                resident.spec.device_ids,
+                devices,
                 resident.spec.memory_bytes,
                 self._awake_replicas(),
                 budgets,
                 now_s=self._clock(),
                 waited_s=self._clock() - resident.asked_s,
             )
+            if plan.sleeping is not None:
+                return _Switch(resident, plan.sleeping)
             if plan.yielding is not None:
                 self._residents[plan.yielding].is_yielding = True
-            if plan.sleeping is None:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(plan.retry_s):
-                        await self._changed.wait()
-                continue
-            if not await self._put_to_sleep(plan.sleeping):
-                await asyncio.sleep(SLEEP_REFUSED_S)
-                continue
-            await self._wake(resident)
+            awaited.update(devices)
+            retry_s = min(retry_s, plan.retry_s)
+        return retry_s
 
     def _awake_replicas(self) -> list[AwakeReplica]:
         return [
@@ -247,7 +329,7 @@ class AwakeMemory:
                 replica_id=replica_id,
                 device_ids=resident.spec.device_ids,
                 memory_bytes=resident.spec.memory_bytes,
-                may_sleep=resident.spec.overcommit > 1 and resident.engine is not None,
+                may_sleep=resident.may_sleep,
                 requests=resident.requests,
                 used_s=resident.used_s,
                 awake_since_s=resident.awake_since_s,
@@ -255,7 +337,7 @@ class AwakeMemory:
                 demand=resident.demand.at(self._clock()),
             )
             for replica_id, resident in self._residents.items()
-            if resident.is_awake
+            if resident.is_awake or resident.problem
         ]
 
     async def _put_to_sleep(self, replica_ids: tuple[ReplicaId, ...]) -> bool:
@@ -267,9 +349,12 @@ class AwakeMemory:
             # Requests that come from now on wait for a wake.
             resident.is_awake, resident.is_yielding = False, False
             started_s = self._clock()
-            if not await resident.engine.fall_asleep():
-                if replica_id in self._residents:
-                    self._set_awake(resident)
+            outcome = await resident.engine.fall_asleep()
+            if outcome is SleepOutcome.FAILED:
+                self._fail(resident, SLEEP_FAILED)
+            if outcome is SleepOutcome.REFUSED:
+                self._set_awake(resident)
+            if outcome is not SleepOutcome.ASLEEP:
                 return False
             metrics.SWITCHES.labels("sleep").observe(self._clock() - started_s)
         return True
@@ -281,16 +366,25 @@ class AwakeMemory:
             self._resolve(resident, None)
             return
         started_s = self._clock()
-        woke = await resident.engine.wake_up()
+        self._switch_due_s = started_s + resident.expected_wake_s
+        try:
+            limit_s = wake_limit_s(resident.wake_s, resident.start_s)
+            woke = await resident.engine.wake_up(limit_s)
+        finally:
+            self._switch_due_s = None
         took_s = self._clock() - started_s
-        resident.wake_failed = not woke
         if not woke or self._residents.get(resident.spec.replica_id) is not resident:
-            self._resolve(resident, CannotWake(WAKE_FAILED))
+            self._fail(resident, WAKE_FAILED)
             return
-        resident.wake_s += WAKE_WEIGHT * (took_s - resident.wake_s)
+        resident.wake_s += WAKE_WEIGHT * (took_s - resident.wake_s) if resident.wake_s else took_s
         metrics.SWITCHES.labels("wake").observe(took_s)
         self._set_awake(resident)
         self._resolve(resident, None)
+
+    def _fail(self, resident: _Resident, problem: str) -> None:
+        """Have a replica's engine started again, and refuse the requests that wait for it."""
+        resident.problem = problem
+        self._resolve(resident, CannotWake(problem))
 
     def _resolve(self, resident: _Resident, error: CannotWake | None) -> None:
         if resident in self._queue:

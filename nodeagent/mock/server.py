@@ -60,6 +60,7 @@ class MockServer:
         app.router.add_post("/drain", self._drain)
         app.router.add_post("/sleep", self._sleep)
         app.router.add_post("/wake_up", self._wake_up)
+        app.router.add_get("/is_sleeping", self._is_sleeping)
         return app
 
     async def serve(self) -> None:
@@ -128,6 +129,9 @@ class MockServer:
     async def _wake_up(self, http_request: web.Request) -> web.Response:
         self._is_asleep = False
         return web.json_response({"is_sleeping": False})
+
+    async def _is_sleeping(self, http_request: web.Request) -> web.Response:
+        return web.json_response({"is_sleeping": self._is_asleep})
 
     async def tokenize(self, http_request: web.Request) -> web.Response:
         """Count the tokens of a chat's prompt."""

@@ -27,6 +27,7 @@ import aiohttp
 import msgspec
 
 from isochrone.cli.manifest import artifact_of, config_values
+from nodeagent.decide.replicas.sleep import WAKE_LIMIT_MAX_S, SleepOutcome
 from nodeagent.drivers import DRIVERS
 from nodeagent.host.devices import CPU, DeviceReader
 from nodeagent.host.engines.engine_process import EngineProcess
@@ -208,11 +209,15 @@ class EngineTrial:
             return 0.0
         engine = EngineProcess(record, Path("/nonexistent"), None)
         took_ms = []
+
+        async def falls_asleep() -> bool:
+            return await engine.fall_asleep() is SleepOutcome.ASLEEP
+
         try:
             for _ in range(WAKES):
-                await until("it sleeps", engine.fall_asleep)
+                await until("it sleeps", falls_asleep)
                 started_s = time.monotonic()
-                assert await engine.wake_up()
+                assert await engine.wake_up(WAKE_LIMIT_MAX_S)
                 took_ms.append(1000 * (time.monotonic() - started_s))
         finally:
             await engine.release()

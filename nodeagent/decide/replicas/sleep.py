@@ -8,10 +8,12 @@ Rule 3 (hysteresis): a replica that woke stays awake for AWAKE_MIN_S, so that tw
 used in turn do not replace each other with every request.
 Rule 4 (fairness): wakes are granted in the order of their first waiting request. Once the first of
 them has waited YIELD_AFTER_S for memory that busy replicas hold, the one that has been awake the
-longest takes no new requests, finishes those it has, and sleeps.
+longest takes no new requests, finishes those it has, and sleeps. A wake that waits for one device
+does not hold up those of other devices.
 """
 
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Final, NamedTuple
 
 from isochrone.wire.ids import DeviceId, ReplicaId
@@ -20,6 +22,35 @@ AWAKE_MIN_S: Final = 0.5
 DEMAND_HALF_LIFE_S: Final = 120.0
 """A request counts half after this time."""
 YIELD_AFTER_S: Final = 1.0
+
+WAKE_LIMIT_MIN_S: Final = 10.0
+"""A wake that takes less never counts as failed: a busy machine may pause for seconds."""
+WAKE_LIMIT_MAX_S: Final = 120.0
+WAKE_SLOWER_MAX: Final = 20
+"""How many times as long as its earlier wakes a wake may take. From the disk it takes 4 times as
+long as from the page cache on a machine with a fast disk (ops/bench/overcommit.md)."""
+START_SLOWER_MAX: Final = 3
+"""How many times as long as the start of its engine a first wake may take. A start reads the same
+weights, and does more."""
+
+
+class SleepOutcome(StrEnum):
+    """What came of the order to fall asleep."""
+
+    ASLEEP = "asleep"
+    REFUSED = "refused"
+    """The engine is awake and has work."""
+    FAILED = "failed"
+    """The engine did not answer, or failed: what it holds is unknown."""
+
+
+def wake_limit_s(wake_s: float, start_s: float) -> float:
+    """Return how long a wake may take before it counts as failed.
+
+    `wake_s` is how long earlier wakes of the engine took, and `start_s` its start; 0 if unknown.
+    """
+    expected_s = WAKE_SLOWER_MAX * wake_s or START_SLOWER_MAX * start_s or WAKE_LIMIT_MAX_S
+    return min(max(expected_s, WAKE_LIMIT_MIN_S), WAKE_LIMIT_MAX_S)
 
 
 class RecentDemand:

@@ -14,7 +14,7 @@ runs to its end, so that the lowest priority makes progress too.
 from collections import abc, deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from nodeagent.engine.core.generation import (
 from nodeagent.engine.core.kv_transfers import KvTransfers
 from nodeagent.engine.kernels.step_interrupt import StepInterrupt, StepInterrupted
 from nodeagent.engine.kvcache.block_mover import BlockMover, DeviceBlocks
+from nodeagent.engine.kvcache.block_pool import CachedBlock
 from nodeagent.engine.sampling.sampler import InvalidLogits, SampledToken, SamplingRun, sample_step
 from nodeagent.engine.scheduler.batch import Batch, BatchChunk, BlockCopy
 from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
@@ -88,6 +89,13 @@ class SleepingExecutor:
     def write_blocks(self, blocks: abc.Sequence[int], contents: Tensor) -> None:
         """Raise RuntimeError: there are no blocks."""
         raise RuntimeError("cannot write KV: the engine sleeps")
+
+
+class DroppedModel(NamedTuple):
+    """The model of an engine that falls asleep, and the cached blocks that are worth keeping."""
+
+    executor: ModelExecutor
+    kept: abc.Sequence[CachedBlock]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,30 +178,36 @@ class EngineCore:
         if self.block_mover is not None:
             self.block_mover.import_blocks(digests, contents)
 
-    def fall_asleep(self, save_until_s: float) -> ModelExecutor | None:
+    def fall_asleep(self, save_until_s: float, kept_max: int) -> "DroppedModel | None":
         """Drop the model and its KV; cached blocks go to the tiers below, if there are any.
 
-        Return the model, which nothing else holds then. Return None, and change nothing, if a
-        generation or a transfer has blocks. Blocks not saved by `save_until_s` are dropped.
+        Return the model, which nothing else holds then, and up to `kept_max` blocks that the caller
+        may keep for the wake. Return None, and change nothing, if a generation or a transfer has
+        blocks. Blocks not saved by `save_until_s` are dropped.
         """
         pool = self.scheduler.pool
         if self.has_work or pool.used_blocks:
             return None
         if self.block_mover is not None:
             self.block_mover.save_all(pool.cached_blocks(), save_until_s)
+        kept = pool.found_blocks(kept_max)
         pool.forget_cached()
         executor = self._executor
         self.wake_up(SleepingExecutor())
         if self.kv_transfers is not None:
             self.kv_transfers.fall_asleep()
-        return executor
+        return DroppedModel(executor, kept)
 
-    def wake_up(self, executor: "WakenedExecutor") -> None:
-        """Go on with a model that was loaded again, with as many KV blocks as before."""
+    def wake_up(self, executor: "WakenedExecutor", kept: abc.Sequence[CachedBlock] = ()) -> None:
+        """Go on with a model that was loaded again, with as many KV blocks as before.
+
+        The model has the contents of the blocks `kept`.
+        """
         self._executor = executor
         for moving in (self.block_mover, self.kv_transfers):
             if moving is not None:
                 moving.use_device(executor)
+        self.scheduler.pool.restore(kept)
 
     def close(self) -> None:
         """Save the prefix cache of the device for the next process. Call after the last step."""

@@ -37,21 +37,35 @@ class HugePageArena:
         self._free = torch.empty(0, dtype=torch.uint8)
         # Weakly: a mapping lives as long as the matrices in it.
         self._mappings: WeakKeyDictionary[mmap.mmap, int] = WeakKeyDictionary()
+        """The bytes in use of each mapping."""
+        self._newest: mmap.mmap | None = None
+        """The mapping in which there is free memory."""
 
     def take(self, size_bytes: int) -> Tensor:
         """Return `size_bytes` zero bytes that begin at a cache line."""
         rounded = -(-size_bytes // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
         if rounded > len(self._free):
-            size = max(rounded, _ARENA_BYTES)
-            mapped = _map(size)
-            self._mappings[mapped] = size
-            self._free = _from_huge_page(mapped, size)
+            size = max(_whole_pages(rounded), _ARENA_BYTES)
+            self._newest = _map(size)
+            self._mappings[self._newest] = 0
+            self._free = _from_huge_page(self._newest, size)
+        assert self._newest is not None
+        self._mappings[self._newest] += rounded
         taken, self._free = self._free[:size_bytes], self._free[rounded:]
         return taken
 
     def regions(self) -> list[Tensor]:
-        """Return the memory in use: bytes from a huge page on."""
-        return [_from_huge_page(mapped, size) for mapped, size in self._mappings.items()]
+        """Return the memory in use: bytes of whole huge pages.
+
+        To drop a part of a huge page would split it into small ones.
+        """
+        return [
+            _from_huge_page(mapped, _whole_pages(used)) for mapped, used in self._mappings.items()
+        ]
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _map(size_bytes: int) -> mmap.mmap:

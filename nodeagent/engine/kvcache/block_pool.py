@@ -15,6 +15,7 @@ sequence that writes to a block with other references replaces it by a copy firs
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import islice
 from math import inf
 from typing import Final, NamedTuple
 
@@ -44,6 +45,8 @@ class BlockPool:
         """Blocks last used before this time are not in the cache: it is the last use of the block
         that was evicted last, or the beginning of the cache."""
         self._references = [0] * total
+        self._was_found = [False] * total
+        """For each block, whether a prompt has found it in the cache."""
         self._digest: list[bytes | None] = [None] * total
         self._by_digest: dict[bytes, int] = {}
         self._empty = list(reversed(range(total)))
@@ -117,6 +120,7 @@ class BlockPool:
         for block in cached:
             self._cached.pop(block, None)
             self._references[block] += 1
+            self._was_found[block] = True
         return [*cached, *(self._allocate_oldest() for _ in range(fresh))]
 
     def unshare(self, block: int) -> int | None:
@@ -173,6 +177,25 @@ class BlockPool:
         self._evicted.clear()
         self.evicted_used_at_s = self._clock()
 
+    def found_blocks(self, blocks_max: int) -> list[CachedBlock]:
+        """Return the free blocks that several prompts have used, the most recently used first."""
+        found = (block for block in reversed(self._cached) if self._was_found[block])
+        named = ((block, self._digest[block]) for block in found)
+        return list(islice((CachedBlock(b, d) for b, d in named if d is not None), blocks_max))
+
+    def restore(self, found: Sequence[CachedBlock]) -> None:
+        """Put what `found_blocks` returned back into the cache, which was emptied since.
+
+        Blocks that were allocated meanwhile are left out.
+        """
+        empty = set(self._empty)
+        for block, digest in reversed(found):
+            if block in empty and digest not in self._by_digest:
+                self._digest[block] = digest
+                self._by_digest[digest] = block
+                self._cached[block] = None
+        self._empty = [block for block in self._empty if block not in self._cached]
+
     def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference to each of `blocks`.
 
@@ -223,4 +246,5 @@ class BlockPool:
             self._evicted.append(CachedBlock(block, digest))
             self.evicted_used_at_s = max(self.evicted_used_at_s, self._freed_at_s[block])
         self._references[block] = 1
+        self._was_found[block] = False
         return block

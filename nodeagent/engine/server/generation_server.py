@@ -144,7 +144,7 @@ class GenerationServer(ModelServer):
             "load_s": self.loaded.load_s,
             "weights_bytes": self.loaded.weights_bytes,
             "context_tokens": self.context_tokens,
-            "is_asleep": self.sleep.is_asleep,
+            "is_asleep": self.sleep.is_dropped,
             "wakes_total": self.sleep.wakes_total,
             "wake_s": round(self.sleep.wake_s, 4),
             **(mover.counts() if mover is not None else {}),
@@ -171,7 +171,7 @@ class GenerationServer(ModelServer):
 
     async def fall_asleep(self, request: web.Request) -> web.Response:
         """Drop the model and its KV until a wake; 409 while requests are open."""
-        await self.sleep.sleep()
+        await self.sleep.fall_asleep()
         return json_response({"is_sleeping": True})
 
     async def wake_up(self, request: web.Request) -> web.Response:
@@ -181,7 +181,7 @@ class GenerationServer(ModelServer):
 
     async def is_sleeping(self, request: web.Request) -> web.Response:
         """Say whether the model is dropped."""
-        return json_response({"is_sleeping": self.sleep.is_asleep})
+        return json_response({"is_sleeping": self.sleep.is_dropped})
 
     async def load_adapter(self, request: web.Request) -> web.Response:
         """Load an adapter, so that requests may name it as their model."""

@@ -28,6 +28,7 @@ from isochrone.wire.http import headers
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.config import CANARY_TIMEOUT_S
+from nodeagent.decide.replicas.sleep import SleepOutcome
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.drivers.driver import (
@@ -75,7 +76,6 @@ after 5 s, and a request sent at that moment would look like a lost engine."""
 
 CONNECT_TIMEOUT_S: Final = 4.0  # probes may fill a busy server's queue of connections for a second
 SLEEP_TIMEOUT_S: Final = 30.0
-WAKE_TIMEOUT_S: Final = 120.0
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 
 
@@ -257,16 +257,25 @@ class EngineProcess:
             return 0, f"a test request was not answered within {timeout_s:g} s"
         return status, canary.problem(status, answer)
 
-    async def fall_asleep(self) -> bool:
-        """Have the engine drop its model; return False if it refuses or cannot."""
-        return await self._obeys(self._driver.sleep_path, SLEEP_TIMEOUT_S)
+    async def fall_asleep(self) -> SleepOutcome:
+        """Have the engine drop its model."""
+        status = await self._order(self._driver.sleep_path, SLEEP_TIMEOUT_S)
+        if 400 <= status < 500:
+            return SleepOutcome.REFUSED
+        return SleepOutcome.ASLEEP if status == OK else SleepOutcome.FAILED
 
-    async def wake_up(self) -> bool:
-        """Have the engine load its model again; return False if it does not."""
-        return await self._obeys(self._driver.wake_path, WAKE_TIMEOUT_S)
+    async def wake_up(self, timeout_s: float) -> bool:
+        """Have the engine load its model again; return False if it has not after `timeout_s`."""
+        return await self._order(self._driver.wake_path, timeout_s) == OK
 
-    async def _obeys(self, path: str, timeout_s: float) -> bool:
-        return bool(path) and (await self._request("POST", path, timeout_s))[0] == OK
+    async def _order(self, path: str, timeout_s: float) -> int:
+        return (await self._request("POST", path, timeout_s))[0] if path else BAD_REQUEST
+
+    async def is_asleep(self) -> bool:
+        """Return whether the engine says that its model is not in memory."""
+        path = self._driver.is_asleep_path
+        status, body = await self._request("GET", path) if path else (0, b"")
+        return status == OK and body.replace(b" ", b"") == b'{"is_sleeping":true}'
 
     async def _request(
         self, method: str, path: str, timeout_s: float = PROBE_TIMEOUT_S, body: Any = None

@@ -6,6 +6,7 @@ from typing import Any
 
 import aiohttp
 
+from isochrone.wire.http import headers
 from tests.integration.engine.conftest import EngineProcess
 
 CHAT = "/v1/chat/completions"
@@ -56,6 +57,35 @@ async def test_requests_wake_a_sleeping_engine_once(http: aiohttp.ClientSession)
     answers = await asyncio.gather(*(answer(http) for _ in range(4)))
     assert set(answers) == {before}
     assert (await stats(http))["wakes_total"] == wakes + 1
+
+
+async def test_a_system_prompt_stays_cached_over_a_sleep(http: aiohttp.ClientSession) -> None:
+    system = "You answer in one short sentence, in plain words, and you never use a list. " * 4
+
+    async def ask(question: str, salt: str = "") -> tuple[str, int]:
+        """Return the answer and how many prompt tokens were cached."""
+        messages = [
+            {"role": "system", "content": system},
+            {"role": "user", "content": question},
+        ]
+        sent = {headers.CACHE_SALT: salt}
+        body = {**BODY, "messages": messages}
+        async with http.post(CHAT, json=body, headers=sent) as response:
+            assert response.status == 200, await response.text()
+            found = await response.json()
+        cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return str(found["choices"][0]["message"]["content"]), int(cached)
+
+    await ask("What is a river?")
+    _, shared_tokens = await ask("Who wrote Hamlet?")
+    assert shared_tokens >= 64
+    expected, none = await ask("How many legs has a spider?", salt="another tenant")
+    assert none == 0
+    async with http.post("/sleep") as response:
+        assert response.status == 200
+    assert await ask("How many legs has a spider?") == (expected, shared_tokens)
+    # What no second prompt had in common was dropped.
+    assert (await ask("Who wrote Hamlet?"))[1] == shared_tokens
 
 
 async def test_an_engine_with_an_open_request_does_not_fall_asleep(

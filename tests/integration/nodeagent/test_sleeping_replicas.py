@@ -23,7 +23,7 @@ async def budgets() -> Mapping[DeviceId, int]:
     return {DeviceId("cpu"): 8}
 
 
-async def does_not_wake() -> bool:
+async def does_not_wake(timeout_s: float) -> bool:
     return False
 
 

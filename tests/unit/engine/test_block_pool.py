@@ -233,3 +233,47 @@ def test_moved_blocks_are_evicted_first_also_if_there_were_empty_ones() -> None:
     assert pool.take_evicted() == []
     assert pool.allocate((), 1) is not None
     assert [digest for _, digest in pool.take_evicted()] == [b"c"]
+
+
+def test_blocks_that_several_prompts_used_can_be_kept_over_a_sleep() -> None:
+    pool = BlockPool(TOTAL)
+    first = pool.allocate((), 3)
+    assert first is not None
+    for block, digest in zip(first, (b"system", b"a1", b"a2"), strict=True):
+        pool.cache(block, digest)
+    pool.release(first)
+    assert pool.found_blocks(TOTAL) == []
+    second = pool.allocate(pool.match_prefix([b"system", b"a1", b"b2"]), 1)
+    assert second is not None
+    pool.cache(second[2], b"b2")
+    pool.release(second)
+    kept = pool.found_blocks(TOTAL)
+    assert [digest for _, digest in kept] == [b"system", b"a1"]
+    assert pool.found_blocks(1) == kept[:1]
+    pool.forget_cached()
+    assert pool.match_prefix([b"system"]) == []
+    pool.restore(kept)
+    assert pool.match_prefix([b"system", b"a1", b"a2"]) == first[:2]
+    assert (pool.used_blocks, pool.empty_blocks) == (0, TOTAL - 2)
+    # The last of a prefix is evicted first, and what takes its place was not found yet.
+    taken = pool.allocate((), TOTAL - 1)
+    assert taken is not None
+    assert pool.match_prefix([b"system", b"a1"]) == first[:1]
+    pool.cache(first[1], b"c")
+    pool.release(taken)
+    assert pool.found_blocks(TOTAL) == kept[:1]
+
+
+def test_a_kept_block_that_was_allocated_during_the_sleep_is_not_cached() -> None:
+    pool = BlockPool(TOTAL)
+    taken = pool.allocate((), 1)
+    assert taken is not None
+    pool.cache(taken[0], b"system")
+    pool.release(taken)
+    pool.release(pool.allocate(taken, 0) or [])
+    kept = pool.found_blocks(TOTAL)
+    pool.forget_cached()
+    assert pool.allocate((), 1) == taken
+    pool.restore(kept)
+    assert pool.match_prefix([b"system"]) == []
+    assert pool.used_blocks == 1

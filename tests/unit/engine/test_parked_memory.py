@@ -51,6 +51,14 @@ def test_a_mapping_lives_as_long_as_what_was_taken_from_it() -> None:
     assert len(arena.regions()) == 1
 
 
+def test_only_the_huge_pages_in_use_are_parked() -> None:
+    arena = HugePageArena()
+    taken = [arena.take(100)]
+    assert [len(region) for region in arena.regions()] == [PAGE_BYTES]
+    taken += [arena.take(size) for size in (3 * PAGE_BYTES + 77, 33 * PAGE_BYTES + 1)]
+    assert [len(region) for region in arena.regions()] == [4 * PAGE_BYTES, 34 * PAGE_BYTES]
+
+
 def test_a_parked_model_drops_its_kv_and_is_the_same_one_after(tmp_path: Path) -> None:
     arena, runner = HugePageArena(), a_runner()
     (weights,) = filled(arena, (1000,))

@@ -1,7 +1,8 @@
 """Which replicas sleep so that another can wake, and the memory that awake ones are granted."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import pytest
@@ -12,15 +13,22 @@ from isochrone.wire.ids import DeviceId, ReplicaId
 from nodeagent.decide.replicas.sleep import (
     AWAKE_MIN_S,
     DEMAND_HALF_LIFE_S,
+    START_SLOWER_MAX,
+    WAKE_LIMIT_MAX_S,
+    WAKE_LIMIT_MIN_S,
+    WAKE_SLOWER_MAX,
     YIELD_AFTER_S,
     AwakeReplica,
     RecentDemand,
+    SleepOutcome,
     plan_wake,
+    wake_limit_s,
 )
 from nodeagent.host.awake_memory import AwakeMemory, CannotWake
 from tests.builders import a_spec
 
 CPU = DeviceId("cpu")
+GPU = DeviceId("gpu0")
 NOW_S = 100.0
 
 
@@ -106,24 +114,48 @@ def test_recent_demand_fades() -> None:
     assert demand.at(20 * DEMAND_HALF_LIFE_S) < 0.01
 
 
+@pytest.mark.parametrize(
+    ("wake_s", "start_s", "expected"),
+    [
+        (0.0, 0.0, WAKE_LIMIT_MAX_S),
+        (0.0, 6.0, START_SLOWER_MAX * 6.0),
+        (0.0, 1.0, WAKE_LIMIT_MIN_S),
+        (0.1, 6.0, WAKE_LIMIT_MIN_S),
+        (2.0, 60.0, WAKE_SLOWER_MAX * 2.0),
+        (20.0, 60.0, WAKE_LIMIT_MAX_S),
+    ],
+)
+def test_a_wake_may_take_some_times_as_long_as_before(
+    wake_s: float, start_s: float, expected: float
+) -> None:
+    assert wake_limit_s(wake_s, start_s) == expected
+
+
 class FakeEngine:
     """Counts the sleeps and wakes of one engine."""
 
     def __init__(self) -> None:
         self.switches: list[str] = []
         self.wakes = True
+        self.outcome = SleepOutcome.ASLEEP
+        self.may_switch = asyncio.Event()
+        self.may_switch.set()
+        self.wake_limits_s: list[float] = []
 
-    async def fall_asleep(self) -> bool:
+    async def fall_asleep(self) -> SleepOutcome:
         self.switches.append("sleep")
-        return True
+        await self.may_switch.wait()
+        return self.outcome
 
-    async def wake_up(self) -> bool:
+    async def wake_up(self, timeout_s: float) -> bool:
         self.switches.append("wake")
+        self.wake_limits_s.append(timeout_s)
+        await self.may_switch.wait()
         return self.wakes
 
 
 class Node:
-    """A device of 8 bytes with replicas of 4, over-committed four times."""
+    """A node whose devices have 8 bytes, with replicas of 4, over-committed four times."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -131,14 +163,14 @@ class Node:
         self.engines: dict[str, FakeEngine] = {}
 
     async def budgets(self) -> Mapping[DeviceId, int]:
-        return {CPU: 8}
+        return {CPU: 8, GPU: 8}
 
     def clock(self) -> float:
         self.now_s += AWAKE_MIN_S
         return self.now_s
 
-    async def start(self, name: str, overcommit: float = 4.0) -> FakeEngine:
-        spec = a_spec(name, memory_bytes=4, overcommit=overcommit)
+    async def start(self, name: str, overcommit: float = 4.0, device: DeviceId = CPU) -> FakeEngine:
+        spec = a_spec(name, memory_bytes=4, overcommit=overcommit, device_ids=(device,))
         await self.memory.admit(spec)
         engine = self.engines[name] = FakeEngine()
         self.memory.settle(spec.replica_id, engine)
@@ -147,6 +179,24 @@ class Node:
     async def use(self, name: str) -> None:
         async with self.memory.use(ReplicaId(name)):
             pass
+
+    def is_awake(self, name: str) -> bool:
+        return self.memory.is_awake(ReplicaId(name))
+
+
+async def reached(condition: Callable[[], object]) -> None:
+    """Let other tasks run until `condition` holds."""
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.to_thread(int)
+    raise AssertionError(condition)
+
+
+async def cancelled(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
 
 
 async def test_three_replicas_share_the_memory_of_two() -> None:
@@ -212,16 +262,125 @@ async def test_an_engine_that_did_not_wake_is_not_tried_again_and_has_a_problem(
     node = Node()
     a, *_ = [await node.start(name) for name in "abc"]
     a.wakes = False
-    assert not node.memory.wake_problem(ReplicaId("a"))
+    assert not node.memory.switch_problem(ReplicaId("a"))
     for _ in range(3):
         with pytest.raises(CannotWake):
             await node.use("a")
     assert a.switches == ["sleep", "wake"]
-    assert node.memory.wake_problem(ReplicaId("a"))
+    assert node.memory.switch_problem(ReplicaId("a"))
     node.memory.forget(ReplicaId("a"))
     await node.start("a")
-    assert not node.memory.wake_problem(ReplicaId("a"))
+    assert not node.memory.switch_problem(ReplicaId("a"))
     await node.use("a")
+
+
+async def test_an_engine_that_did_not_wake_keeps_its_memory_until_it_has_ended() -> None:
+    node = Node()
+    a, b, c = [await node.start(name) for name in "abc"]
+    a.wakes = False
+    with pytest.raises(CannotWake):
+        await node.use("a")
+    assert (b.switches, c.switches) == (["sleep"], [])
+    await node.use("b")
+    assert (b.switches, c.switches) == (["sleep", "wake"], ["sleep"])
+    node.memory.forget(ReplicaId("a"))
+    await node.use("c")
+    assert (b.switches, c.switches) == (["sleep", "wake"], ["sleep", "wake"])
+
+
+async def test_an_engine_that_did_not_fall_asleep_has_a_problem_and_another_one_sleeps() -> None:
+    node = Node()
+    a, b, c = [await node.start(name) for name in "abc"]
+    b.outcome = SleepOutcome.FAILED
+    await node.use("a")
+    assert (a.switches, b.switches, c.switches) == (["sleep", "wake"], ["sleep"], ["sleep"])
+    assert node.memory.switch_problem(ReplicaId("b"))
+    with pytest.raises(CannotWake):
+        await node.use("b")
+
+
+async def test_a_wake_whose_requests_have_gone_is_not_done() -> None:
+    node = Node()
+    a, b, c = [await node.start(name) for name in "abc"]
+    async with AsyncExitStack() as busy:
+        for name in "bc":
+            await busy.enter_async_context(node.memory.use(ReplicaId(name)))
+        first, last = (asyncio.create_task(node.use("a")) for _ in range(2))
+        await reached(lambda: not (node.is_awake("b") and node.is_awake("c")))
+        await cancelled(first)
+        assert not node.is_awake("b") or not node.is_awake("c")
+        await cancelled(last)
+        # Nothing has to yield any more.
+        await reached(lambda: node.is_awake("b") and node.is_awake("c"))
+    assert (a.switches, b.switches, c.switches) == (["sleep"], [], [])
+    await node.use("a")
+    assert a.switches == ["sleep", "wake"]
+
+
+async def test_a_request_that_goes_while_another_replica_falls_asleep_wakes_nothing() -> None:
+    node = Node()
+    a, b, _ = [await node.start(name) for name in "abc"]
+    b.may_switch.clear()
+    waiting = asyncio.create_task(node.use("a"))
+    await reached(lambda: b.switches)
+    await cancelled(waiting)
+    b.may_switch.set()
+    switching = node.memory._switching
+    assert switching is not None
+    await switching
+    assert node.memory.asleep_count() == 2
+    assert a.switches == ["sleep"]
+    await node.use("b")
+    assert b.switches == ["sleep", "wake"]
+
+
+async def test_a_wake_that_waits_for_one_device_does_not_hold_up_those_of_others() -> None:
+    node = Node()
+    a, b, _ = [await node.start(name) for name in "abc"]
+    d, e, _ = [await node.start(name, device=GPU) for name in "def"]
+    async with AsyncExitStack() as busy:
+        for name in "bc":
+            await busy.enter_async_context(node.memory.use(ReplicaId(name)))
+        waiting = asyncio.create_task(node.use("a"))
+        await reached(lambda: not (node.is_awake("b") and node.is_awake("c")))
+        await node.use("d")
+        assert (d.switches, e.switches) == (["sleep", "wake"], ["sleep"])
+        assert (a.switches, b.switches) == (["sleep"], [])
+    await waiting
+    assert a.switches == ["sleep", "wake"]
+
+
+async def test_a_wake_that_takes_long_shows_in_the_times_of_the_others() -> None:
+    node = Node()
+    a, *_ = [await node.start(name) for name in "abcd"]
+    a.may_switch.clear()
+    before_ms = node.memory.wake_ms(ReplicaId("b"))
+    waiting = asyncio.create_task(node.use("a"))
+    await reached(lambda: a.switches[-1] == "wake")
+    node.now_s += 60.0
+    assert node.memory.wake_ms(ReplicaId("b")) > 60_000 > before_ms
+    a.may_switch.set()
+    await waiting
+    assert node.memory.wake_ms(ReplicaId("b")) < 60_000
+    assert a.wake_limits_s == [WAKE_LIMIT_MIN_S]
+
+
+async def test_an_adopted_engine_has_memory_until_it_says_that_it_sleeps() -> None:
+    node = Node()
+    specs = [a_spec(name, memory_bytes=4, overcommit=4.0) for name in "xy"]
+    for spec in specs:
+        node.memory.adopt(spec)
+    starting = asyncio.create_task(node.start("z"))
+    await reached(lambda: node.memory._queue)
+    x, y = FakeEngine(), FakeEngine()
+    node.memory.settle(ReplicaId("x"), x, is_asleep=True)
+    await starting
+    node.memory.settle(ReplicaId("y"), y)
+    assert [node.is_awake(name) for name in "xyz"] == [False, True, True]
+    await node.use("x")
+    assert x.switches == ["wake"]
+    assert x.wake_limits_s == [WAKE_LIMIT_MAX_S]
+    assert len(y.switches) + len(node.engines["z"].switches) == 1
 
 
 async def test_without_over_commitment_nothing_waits() -> None:
