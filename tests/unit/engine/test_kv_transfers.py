@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torch import Tensor
 
 from nodeagent.engine.core.kv_transfers import HeldPrefix, KvTransfers, OutgoingBlocks
-from nodeagent.engine.core.step import EngineCore, WakenedExecutor
+from nodeagent.engine.core.step import DroppedModel, EngineCore, WakenedExecutor
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.scheduler.batch import StepLimits
 from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
@@ -286,7 +286,7 @@ def test_a_sleeping_engine_takes_no_blocks() -> None:
     scheduler, model = BatchScheduler(StepLimits(16, 4), pool), cast(WakenedExecutor, memory)
     core = EngineCore(model, scheduler, kv_transfers=transfers)
     digests, contents = [digest("x", n) for n in range(3)], torch.ones(3, 1)
-    assert core.fall_asleep(0.0) is memory
+    assert core.fall_asleep(0.0, 0) == DroppedModel(model, [])
     assert transfers.keep_blocks_max == 0
     transfers.keep(digests, contents)
     # Two requests began to wait before: nothing of them was in the engine.
