@@ -15,6 +15,7 @@ from isochrone.wire.codec import describe
 from isochrone.wire.engines.engine import EngineStats
 from isochrone.wire.engines.engine_capabilities import transfer_problem
 from isochrone.wire.engines.engine_options import ENGINE_OPTIONS, TRUE
+from isochrone.wire.engines.schema_numbers import NUMBER_MIN, has_low_number
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http.json_body import check_json_body
 from isochrone.wire.kv.kv_store import sharing_problem
@@ -125,6 +126,9 @@ TOKENIZE_PATH: Final = "/tokenize"
 LOAD_ADAPTER_PATH: Final = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER_PATH: Final = "/v1/unload_lora_adapter"
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_SCHEMAS: Final = ("response_format", "tools")
+_SCHEMAS_AS_TEXT: Final = ("structured_outputs", "guided_json", "guided_grammar")
+"""Fields with a client's JSON schemas; the latter ones may be written as text."""
 
 
 class UnknownOption(Exception):
@@ -249,14 +253,16 @@ def with_fields(
 
     One of them is the salt that separates the prefix caches of tenants: a cache hit would reveal
     another tenant's prompt. Raises ApiError 400 for a body that cannot be decoded (the engine's
-    parser may be more lenient, and would read a salt of the client's choice), and for one that
-    requires a call of a tool unless it `may_force_tools`, or leaves the model to call a `strict`
-    function unless that `may_be_strict`. With `strict_forced_tools` the tools of a body that
+    parser may be more lenient, and would read a salt of the client's choice), for one with a schema
+    that could end the engine (`schema_numbers.py`), and for one that requires a call of a tool
+    unless it `may_force_tools`, or leaves the model to call a `strict` function unless that
+    `may_be_strict`. With `strict_forced_tools` the tools of a body that
     requires a call are marked `strict`, except those that the client has marked.
     """
     try:
         check_json_body(body)
         fields: dict[str, Any] = _FIELDS.decode(body)
+        _check_schemas(fields)
     except (ValueError, RecursionError) as error:
         raise ApiError(
             ErrorCode.INVALID_REQUEST, f"cannot use the request body: {describe(error)}"
@@ -279,6 +285,17 @@ def with_fields(
     if strict_forced_tools and forces_tools:
         fields["tools"] = _strict(msgspec.json.decode(fields.get("tools", b"null")))
     return msgspec.json.encode({**fields, **values})
+
+
+def _check_schemas(fields: Mapping[str, msgspec.Raw]) -> None:
+    for name in fields.keys() & {*_SCHEMAS, *_SCHEMAS_AS_TEXT}:
+        value = msgspec.json.decode(fields[name])
+        if has_low_number(value, in_texts=name in _SCHEMAS_AS_TEXT):
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                f"cannot use field '{name}': a schema in it has a number below {NUMBER_MIN}",
+                param=name,
+            )
 
 
 def _requires_call(fields: Mapping[str, msgspec.Raw]) -> bool:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Final
 
+from isochrone.wire.engines.schema_numbers import NUMBER_MIN, has_low_number
+
 SCHEMA_BYTES_MAX: Final = 64 * 1024
 DEPTH_MAX: Final = 64
 """Levels of nesting in a JSON schema."""
@@ -18,9 +20,6 @@ PROPERTIES_MAX: Final = 1000
 MULTIPLES_MAX: Final = 20_000
 """The sum of all `multipleOf` values of a schema, each as an integer without trailing zeros. Each
 becomes an automaton with that many states."""
-NUMBER_MIN: Final = 1024 - 2**63
-"""Below it a number that becomes a 64-bit float is -2**63 or less. llguidance negates it as an
-integer of 64 bits without end, and the overflow of the stack ends the process."""
 REGEX_CHARS_MAX: Final = 4096
 CHOICES_MAX: Final = 1024
 CHOICES_BYTES_MAX: Final = 64 * 1024
@@ -184,11 +183,11 @@ def _measure(schema: dict[str, Any], param: str) -> _SchemaSize:
                 below.extend(value.values())
             elif isinstance(value, list):
                 below.extend(value)
-            elif isinstance(value, int | float) and value < NUMBER_MIN:
-                raise GrammarError(
-                    f"cannot use field '{param}': the schema has a number below {NUMBER_MIN}"
-                )
         level = below
+    if has_low_number(schema):
+        raise GrammarError(
+            f"cannot use field '{param}': the schema has a number below {NUMBER_MIN}"
+        )
     return size
 
 
