@@ -193,8 +193,9 @@ async def test_an_answer_follows_a_json_schema(
 async def test_a_schema_that_ends_a_compiler_of_grammars_is_refused(
     engine: EngineProcess,
 ) -> None:
-    """vLLM gives a schema with `uniqueItems` to llguidance, which dies of the number."""
-    schema = {"type": "array", "uniqueItems": True, "items": {"const": -(2**63)}}
+    """vLLM gives a schema with `multipleOf` to llguidance, which dies of the low number."""
+    numbers = {"a": {"type": "integer", "multipleOf": 5}, "b": {"const": -(2**63)}}
+    schema = {"type": "object", "properties": numbers, "required": ["a", "b"]}
     form = {"type": "json_schema", "json_schema": {"name": "low", "schema": schema}}
     try:
         answer = await ask(engine, messages=user(FRANCE), response_format=form, max_tokens=4)
