@@ -16,7 +16,7 @@ from isochrone.service.trust import identity as identities
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers import batches as wire
 from isochrone.wire.peers.routes import KeyEntry
-from router.decide.admission.fair_bytes import FairBytes
+from router.decide.admission.fair_shares import FairShares
 
 CONNECT_TIMEOUT_S: Final = 5.0
 BUSY_RETRY_AFTER_S: Final = 2.0
@@ -52,8 +52,8 @@ class BatchClient:
         self._ssl = ssl
         self._sessions: dict[int, aiohttp.ClientSession] = {}
         """By the most connections that each may have."""
-        self._relayed = FairBytes(RELAYED_MAX)
-        """One for each request of a client, whatever its size."""
+        self._relayed = FairShares(RELAYED_MAX)
+        """One for each request of a client."""
 
     async def close(self) -> None:
         """Close all connections."""

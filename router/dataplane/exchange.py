@@ -25,7 +25,7 @@ from router.dataplane.http1 import EVENT_STREAM, HeaderFields
 from router.dataplane.http_messages import ChunkSink, ResponseWriter
 from router.dataplane.inline_task import InlineEvent
 from router.dataplane.usage import UsageCount
-from router.decide.admission.fair_bytes import FairBytes
+from router.decide.admission.fair_shares import FairShares
 from router.decide.attempt import FailureCause
 
 HELD_BYTES_MAX: Final = 256 * 1024
@@ -127,7 +127,7 @@ class Dialer(Protocol):
     """Opens connections to nodes."""
 
     clock: Callable[[], float]
-    answers: FairBytes
+    answers: FairShares
 
     async def connect(self, node_id: NodeId, address: str) -> ExchangeConnection:
         """Open a connection; raise AttemptFailed if that is not possible."""
@@ -143,11 +143,10 @@ class NodeExchange:
 
     __slots__ = (
         "_address", "_bytes_max", "_connection", "_counted_bytes", "_dialing", "_failure", "_held",
-        "_held_bytes",
-        "_is_resumption", "_node_id", "_paused_at_s", "_paused_s", "_pool", "_stream_ended",
-        "_writer", "body", "due_s", "ending", "head",
-        "is_answered", "is_draining", "is_over", "is_paused", "is_stream", "on_handoff",
-        "on_prefill", "opened", "relay", "request_body", "request_head", "timeout_s", "usage",
+        "_held_bytes", "_is_resumption", "_node_id", "_paused_at_s", "_paused_s", "_pool",
+        "_stream_ended", "_writer", "body", "due_s", "ending", "head", "is_answered",
+        "is_draining", "is_over", "is_paused", "is_stream", "on_handoff", "on_prefill", "opened",
+        "relay", "request_body", "request_head", "timeout_s", "usage",
     )  # fmt: skip
 
     def __init__(

@@ -21,7 +21,7 @@ from router.dataplane.exchange import AttemptFailed, NodeExchange, NodeRequest
 from router.dataplane.node_connection import NodeConnection
 from router.dataplane.token_gatherer import TokenGatherer
 from router.dataplane.token_pump import TokenPump
-from router.decide.admission.fair_bytes import FairBytes
+from router.decide.admission.fair_shares import FairShares
 from router.decide.attempt import FailureCause
 
 KEEPALIVE_S: Final = 20.0
@@ -51,7 +51,7 @@ class Upstream:
         gather_s = config.token_gather_ms / 1000
         self.gatherer = TokenGatherer(gather_s, clock)
         self.pump = TokenPump(gather_s)
-        self.answers = FairBytes(config.answers_held_bytes_max)
+        self.answers = FairShares(config.answers_held_bytes_max)
         """The bytes of complete answers that each node has sent so far."""
         self._config = config
         self._names = NameCache(clock=clock)

@@ -15,7 +15,7 @@ from router.apis.media.surface import read_media_request
 from router.apis.openai.surface import OpenAiSurface
 from router.dataplane.http_messages import HttpRequest, ResponseWriter
 from router.dataplane.upload_spool import SpooledBody
-from router.decide.admission.fair_bytes import FairBytes
+from router.decide.admission.fair_shares import FairShares
 from router.pipeline import RequestPipeline
 
 FULL_RETRY_AFTER_S: Final = 5.0
@@ -30,7 +30,7 @@ class MediaRoutes:
         """Relay uploads of at most `relayed_bytes_max` bytes at once, half of them one tenant's."""
         self._openai = openai
         self._pipeline = pipeline
-        self._relayed = FairBytes(relayed_bytes_max)
+        self._relayed = FairShares(relayed_bytes_max)
 
     async def answer(self, request: HttpRequest, path: str, writer: ResponseWriter) -> None:
         """Answer a request for `path`. Raises ApiError."""

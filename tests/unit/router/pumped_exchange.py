@@ -23,7 +23,7 @@ from router.dataplane.node_connection import NodeConnection
 from router.dataplane.plain_socket import plain_socket
 from router.dataplane.token_gatherer import TokenGatherer
 from router.dataplane.token_pump import TokenPump
-from router.decide.admission.fair_bytes import FairBytes
+from router.decide.admission.fair_shares import FairShares
 from router.decide.attempt import FailureCause
 from tests.unit.router.in_memory import one_iteration
 
@@ -35,7 +35,7 @@ class OnePool:
     """A pool with one connection."""
 
     def __init__(self) -> None:
-        self.answers = FairBytes(2**30)
+        self.answers = FairShares(2**30)
         self.clock: Callable[[], float] = time.monotonic
         self.gatherer = TokenGatherer(0.0, self.clock)
         self.pump = TokenPump(0.0)

@@ -15,7 +15,7 @@ from router.dataplane.request_reader import HEAD_BYTES_MAX, RequestReader
 from router.dataplane.server import WRITE_BUFFER_BYTES, ClientConnection, PublicServer
 from router.dataplane.token_gatherer import TokenGatherer
 from router.dataplane.token_pump import TokenPump
-from router.decide.admission.fair_bytes import FairBytes
+from router.decide.admission.fair_shares import FairShares
 from tests.unit.router.in_memory import FakeTransport, ManualLoop
 
 CHUNKED = b"transfer-encoding: chunked\r\n"
@@ -46,7 +46,7 @@ class FakePool:
 
     def __init__(self) -> None:
         self.kept: list[NodeConnection] = []
-        self.answers = FairBytes(2**30)
+        self.answers = FairShares(2**30)
         self.clock: Callable[[], float] = lambda: 0.0
         self.gatherer = TokenGatherer(0.0, self.clock)
         self.pump = TokenPump(0.0)

@@ -1,13 +1,13 @@
-"""How tenants share the memory for sounds that are relayed."""
+"""How tenants share a limit of a process."""
 
 from isochrone.wire.ids import TenantId
-from router.decide.admission.fair_bytes import FairBytes
+from router.decide.admission.fair_shares import FairShares
 
 FLOOD, SMALL, OTHER = TenantId("flood"), TenantId("small"), TenantId("other")
 
 
 def test_a_tenant_leaves_as_much_as_it_holds() -> None:
-    held = FairBytes(100)
+    held = FairShares(100)
     assert held.take(FLOOD, 30) and held.take(FLOOD, 20)
     assert not held.take(FLOOD, 1)
     assert held.take(SMALL, 25)
@@ -19,7 +19,7 @@ def test_a_tenant_leaves_as_much_as_it_holds() -> None:
 
 
 def test_it_is_said_whose_bytes_are_the_reason() -> None:
-    held = FairBytes(100)
+    held = FairShares(100)
     assert held.take(FLOOD, 40)
     assert not held.take(FLOOD, 30) and held.is_own_share(FLOOD, 30)
     assert held.take(SMALL, 25)
@@ -28,10 +28,10 @@ def test_it_is_said_whose_bytes_are_the_reason() -> None:
 
 
 def test_nothing_is_kept_of_tenants_that_hold_nothing() -> None:
-    held = FairBytes(10)
+    held = FairShares(10)
     assert held.take(FLOOD, 0) and held.take(FLOOD, 0)
     held.give_back(FLOOD, 0)
     held.give_back(FLOOD, 0)
     assert held.take(SMALL, 5)
     held.give_back(SMALL, 5)
-    assert not held._by_tenant
+    assert not held._held

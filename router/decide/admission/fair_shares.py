@@ -1,0 +1,42 @@
+"""Shares a limit of this process between those who use it: bytes or requests, by tenant or node.
+
+Rule 1: nobody may hold more than is still free. So one holder alone gets half, and a later one
+always gets some, whatever the others hold.
+"""
+
+
+class FairShares:
+    """How much each holder has, at most `most` together."""
+
+    def __init__(self, most: int) -> None:
+        """Start empty."""
+        self.total = 0
+        self._most = most
+        self._held: dict[str, int] = {}
+
+    def take(self, holder: str, count: int) -> bool:
+        """Count `count` until `give_back`; return False and count none beyond the holder's share.
+
+        0 always fits.
+        """
+        own = self._held.get(holder, 0) + count
+        if count and own > self._most - self.total:
+            return False
+        if own:
+            self._held[holder] = own
+        self.total += count
+        return True
+
+    def is_own_share(self, holder: str, count: int) -> bool:
+        """Return whether what a holder has is alone the reason that `count` more do not fit."""
+        own = self._held.get(holder, 0)
+        return own + count > self._most - own
+
+    def give_back(self, holder: str, count: int) -> None:
+        """Count what was taken no longer."""
+        self.total -= count
+        own = self._held.get(holder, 0) - count
+        if own:
+            self._held[holder] = own
+        else:
+            self._held.pop(holder, None)
