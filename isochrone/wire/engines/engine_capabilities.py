@@ -286,9 +286,9 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         kv_type_options=("kv_cache_dtype",),
     ),
     # `tool_choice` of its openai_protocol.py is none, auto or a named tool, and a named one is not
-    # enforced. Functions have no `strict` in 1.2; later it holds with few parsers only.
+    # enforced. The agent makes a grammar of `strict` functions (drivers/guided_decoding.py).
     "tensorrt_llm": EngineCapabilities(
-        features=_TEXT | (_FIELDS - {"forced_tools", "strict_tools"}) | {"images"},
+        features=_TEXT | (_FIELDS - {"forced_tools"}) | {"images"},
         roles=ALL_ROLES,
         handshake="`disaggregated_params`, context first",
         fixed_roles=True,

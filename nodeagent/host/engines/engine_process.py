@@ -32,12 +32,13 @@ from nodeagent.decide.replicas.sleep import SleepOutcome
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.drivers.driver import (
+    COMPLETIONS_PATH,
     DeviceMemory,
     EngineCommand,
     EngineLaunch,
     StorePorts,
     UnknownOption,
-    with_fields,
+    body_for,
 )
 from nodeagent.drivers.handshake import Handshake
 from nodeagent.host.confinement import EngineConfinement
@@ -176,21 +177,17 @@ class EngineProcess:
     def salted(self, path: str, body: bytes, salt: str, priority: str = "") -> bytes:
         """Return the body with the tenant's cache salt and its priority, from "0" to "100".
 
-        It is unchanged if the engine reads them from headers or not at all. Raises ApiError 400.
+        It is unchanged if the engine reads them from headers or not at all, and its schemas need
+        no translation. Raises ApiError 400.
         """
-        if path not in self._driver.salted_paths:
+        command = self.record.command
+        is_salted = path in self._driver.salted_paths
+        if not is_salted and (command.guided is None or path != COMPLETIONS_PATH):
             return body
         is_number = priority.isascii() and priority.isdigit() and len(priority) <= 3
         rank = int(priority) if is_number else headers.PRIORITY_DEFAULT
-        values = self._driver.body_fields(self.record.command, salt, rank)
-        command = self.record.command
-        return with_fields(
-            body,
-            values,
-            may_force_tools=command.may_force_tools,
-            may_be_strict=command.may_be_strict,
-            strict_forced_tools=command.strict_forced_tools,
-        )
+        values = self._driver.body_fields(command, salt, rank) if is_salted else {}
+        return body_for(command, body, values)
 
     async def is_ready(self) -> bool:
         """Return True if the engine reports to be healthy.
