@@ -28,7 +28,7 @@ from isochrone.wire.http import headers
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.config import CANARY_TIMEOUT_S
-from nodeagent.decide.replicas.sleep import SleepOutcome
+from nodeagent.decide.replicas.sleep import SleepOutcome, WakeOutcome
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.drivers.driver import (
@@ -77,6 +77,7 @@ after 5 s, and a request sent at that moment would look like a lost engine."""
 
 CONNECT_TIMEOUT_S: Final = 4.0  # probes may fill a busy server's queue of connections for a second
 SLEEP_TIMEOUT_S: Final = 30.0
+NO_MEMORY: Final = 429  # the embedded engine's answer to a wake if there is no memory for its model
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 
 
@@ -261,9 +262,11 @@ class EngineProcess:
             return SleepOutcome.REFUSED
         return SleepOutcome.ASLEEP if status == OK else SleepOutcome.FAILED
 
-    async def wake_up(self, timeout_s: float) -> bool:
-        """Have the engine load its model again; return False if it has not after `timeout_s`."""
-        return await self._order(self._driver.wake_path, timeout_s) == OK
+    async def wake_up(self, timeout_s: float) -> WakeOutcome:
+        """Have the engine load its model again, in at most `timeout_s`."""
+        outcomes = {OK: WakeOutcome.AWAKE, NO_MEMORY: WakeOutcome.NO_MEMORY}
+        status = await self._order(self._driver.wake_path, timeout_s)
+        return outcomes.get(status, WakeOutcome.FAILED)
 
     async def _order(self, path: str, timeout_s: float) -> int:
         return (await self._request("POST", path, timeout_s))[0] if path else BAD_REQUEST

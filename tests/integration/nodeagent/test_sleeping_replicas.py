@@ -12,6 +12,7 @@ import pytest
 from isochrone.wire.http import headers
 from isochrone.wire.ids import DeviceId, ReplicaId
 from nodeagent.api.peer_replicas import PeerReplicaClient
+from nodeagent.decide.replicas.sleep import WakeOutcome
 from nodeagent.host.awake_memory import AwakeMemory
 from tests.integration.nodeagent.test_data_plane import Node, a_node
 from tests.system.harness import until
@@ -23,8 +24,8 @@ async def budgets() -> Mapping[DeviceId, int]:
     return {DeviceId("cpu"): 8}
 
 
-async def does_not_wake(timeout_s: float) -> bool:
-    return False
+async def does_not_wake(timeout_s: float) -> WakeOutcome:
+    return WakeOutcome.FAILED
 
 
 async def answered(node: Node, name: str) -> None:
