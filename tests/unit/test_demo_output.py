@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from ops.fleet import __main__ as demo
+from ops.fleet import screen, tour
 
 
 class StartedFleet:
@@ -24,8 +25,8 @@ async def test_commands_for_a_fleet_that_stops_are_not_printed(
 ) -> None:
     fleet, printed = StartedFleet(), io.StringIO()
     monkeypatch.setattr(demo, "_chat_everywhere", fleet.step)
-    monkeypatch.setattr(demo.tour, "grow_demand", fleet.step)
-    monkeypatch.setattr(demo.screen, "how_to_use", lambda _: "curl http://127.0.0.1")
+    monkeypatch.setattr(tour, "grow_demand", fleet.step)
+    monkeypatch.setattr(screen, "how_to_use", lambda _: "curl http://127.0.0.1")
     await demo._demonstrate(
         cast(Any, fleet), Console(file=printed), lambda _: None, oneshot=oneshot
     )

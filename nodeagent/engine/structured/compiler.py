@@ -75,11 +75,10 @@ class GrammarCompiler:
         try:
             matcher = _matcher(tokenizer, grammar)
         except BaseException as error:
-            if not is_rust_panic(error):
-                raise
-            raise GrammarError(
-                f"cannot use field '{grammar.param}': its compiler failed: {first_line(str(error))}"
-            ) from error
+            if is_rust_panic(error):
+                reason = f"its compiler failed: {first_line(str(error))}"
+                raise GrammarError(f"cannot use field '{grammar.param}': {reason}") from error
+            raise
         if matcher.is_error():
             raise GrammarError(
                 f"cannot use field '{grammar.param}': {_reason(matcher.get_error())}"
