@@ -173,11 +173,7 @@ class AwakeMemory:
         if resident is None:
             return
         resident.is_awake = False
-        if resident in self._queue:
-            self._queue.remove(resident)
-        if resident.waiting is not None and not resident.waiting.done():
-            resident.waiting.set_exception(CannotWake("the engine ended"))
-            resident.waiting.exception()
+        self._resolve(resident, CannotWake("the engine ended"))
         self._changed.set()
 
     @asynccontextmanager
@@ -186,9 +182,8 @@ class AwakeMemory:
     ) -> AsyncIterator[None]:
         """Use a replica, after waking it if it sleeps. Raises CannotWake.
 
-        A test request of the agent's own is no demand: only awake replicas get one, every few
-        seconds, and the first to be awake would never sleep. A prefill leg waits for no busy
-        replica: that may be the one whose request waits for the leg.
+        A test request of the agent's own is no demand: awake replicas get one every few seconds,
+        and would never sleep. A prefill leg waits for no busy replica: that may wait for the leg.
         """
         resident = self._residents.get(replica_id)
         if resident is None:
@@ -199,8 +194,12 @@ class AwakeMemory:
         while not resident.is_awake or resident.is_yielding:
             if resident.problem:
                 raise CannotWake(resident.problem)
-            if is_leg and self._plan(resident, await self._budgets()).sleeping is None:
-                raise CannotWake("other replicas use its memory")
+            if is_leg:
+                budgets = await self._budgets()
+                if self._residents.get(replica_id) is not resident:
+                    raise CannotWake("the engine ended")
+                if self._plan(resident, budgets).sleeping is None:
+                    raise CannotWake("other replicas use its memory")
             await self._wait_awake(resident)
         resident.requests += 1
         used_s = resident.used_s
@@ -409,10 +408,10 @@ class AwakeMemory:
         finally:
             self._switch_due_s = None
         took_s = self._clock() - started_s
-        is_gone = self._residents.get(resident.spec.replica_id) is not resident
-        if outcome is WakeOutcome.NO_MEMORY and not is_gone:
+        if outcome is WakeOutcome.NO_MEMORY:
             self._note_shortage(resident)
             return
+        is_gone = self._residents.get(resident.spec.replica_id) is not resident
         if outcome is not WakeOutcome.AWAKE or is_gone:
             self._fail(resident, WAKE_FAILED)
             return
@@ -424,9 +423,8 @@ class AwakeMemory:
 
     def _note_shortage(self, resident: _Resident) -> None:
         """Try the wake again after a while; after SHORTAGE_LIMIT_S refuse the waiting requests."""
-        now_s = self._clock()
-        if resident.short_since_s is None:
-            resident.short_since_s = now_s
+        now_s, since_s = self._clock(), resident.short_since_s
+        resident.short_since_s = now_s if since_s is None else since_s
         resident.retry_at_s = now_s + WAKE_RETRY_S
         if now_s - resident.short_since_s >= SHORTAGE_LIMIT_S:
             self._resolve(resident, CannotWake(self.reason(resident.spec.replica_id)))

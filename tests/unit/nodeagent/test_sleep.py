@@ -473,6 +473,23 @@ async def test_a_prefill_leg_does_not_wait_for_the_replica_that_waits_for_it() -
         assert (prefill.switches, decode.switches) == (["sleep", "wake"], ["sleep"])
 
 
+async def test_a_prefill_leg_does_not_wait_for_an_engine_that_has_just_ended() -> None:
+    node = Node()
+    a, *_ = [await node.start(name) for name in "abc"]
+    budgets = node.memory._budgets
+
+    async def ends_meanwhile() -> Mapping[DeviceId, int]:
+        node.memory.forget(ReplicaId("a"))
+        return await budgets()
+
+    node.memory._budgets = ends_meanwhile
+    with pytest.raises(CannotWake, match="ended"):
+        async with node.memory.use(ReplicaId("a"), is_leg=True):
+            pass
+    assert a.switches == ["sleep"]
+    assert not node.memory._queue
+
+
 async def test_an_adopted_engine_has_memory_until_it_says_that_it_sleeps() -> None:
     node = Node()
     specs = [a_spec(name, memory_bytes=4, overcommit=4.0) for name in "xy"]
