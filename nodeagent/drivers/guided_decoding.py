@@ -1,7 +1,8 @@
 """Translates schemas of a request into TensorRT-LLM's own fields for guided decoding.
 
-TensorRT-LLM 1.2 takes OpenAI's `json_schema` for the schema itself, which then allows any JSON, and
-its functions have no `strict` (openai_protocol.py). Its `response_format` has the types `json` and
+TensorRT-LLM 1.2 takes OpenAI's `json_schema` for the schema itself, which then allows any JSON. It
+has no `strict` of functions and no `parallel_tool_calls`, and refuses unknown fields
+(openai_protocol.py). Its `response_format` has the types `json` and
 `structural_tag` besides, which constrain the answer. The second is a grammar of xgrammar: the model
 may write any text, but what follows a trigger must be one of the tags.
 """
@@ -73,10 +74,12 @@ ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object", "additionalProperties"
 def with_guided_decoding(fields: Mapping[str, Any], guided: GuidedDecoding) -> dict[str, Any]:
     """Return the fields of a request, decoded or raw, with schemas that the engine follows.
 
-    Raises ApiError 400 for a `response_format` without a type that the engine can use, and for
-    `strict` functions that the model may call and that cannot be constrained.
+    Raises ApiError 400 for a `response_format` without a schema that the engine can use, and if the
+    model may call functions that are `strict`, or one function only, and cannot be constrained.
     """
     translated = dict(fields)
+    is_single = _decoded(translated, "parallel_tool_calls") is False
+    translated.pop("parallel_tool_calls", None)
     answer = _decoded(fields, "response_format")
     if isinstance(answer, dict) and answer.get("type") == "json_schema":
         answer = translated["response_format"] = _json_format(answer)
@@ -89,11 +92,12 @@ def with_guided_decoding(fields: Mapping[str, Any], guided: GuidedDecoding) -> d
         if isinstance(tool, dict) and isinstance(tool.get("function"), dict)
     ]
     strict = [function for function in functions if function.get("strict") is True]
-    if strict and _decoded(fields, "tool_choice") != "none":
-        _refuse_beside_strict(answer, guided)
-        translated["response_format"] = _call_grammar(
-            functions, strict, CALL_FORMATS[guided.tool_parser]
-        )
+    is_constrained = strict or (is_single and functions)
+    if is_constrained and _decoded(fields, "tool_choice") != "none":
+        subject = "'strict' functions" if strict else "'parallel_tool_calls': false"
+        _refuse_unguided(subject, "tools" if strict else "parallel_tool_calls", answer, guided)
+        form = CALL_FORMATS[guided.tool_parser]
+        translated["response_format"] = _call_grammar(functions, strict, form, is_single=is_single)
     for function in functions:
         function.pop("strict", None)
     translated["tools"] = tools
@@ -118,28 +122,35 @@ def _json_format(response_format: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "json", "schema": schema} if schema else {"type": "json_object"}
 
 
-def _refuse_beside_strict(response_format: Any, guided: GuidedDecoding) -> None:
-    """Raise ApiError 400 if calls cannot be held to their schemas, or not beside the format."""
+def _refuse_unguided(
+    subject: str, param: str, response_format: Any, guided: GuidedDecoding
+) -> None:
+    """Raise ApiError 400 if calls cannot be constrained, or not beside the `response_format`."""
     if guided.tool_parser not in CALL_FORMATS:
         raise ApiError(
             ErrorCode.INVALID_REQUEST,
-            "cannot hold calls of a 'strict' function to its schema: this model has no tool parser"
-            f" of {', '.join(sorted(CALL_FORMATS))}; leave 'strict' out",
-            param="tools",
+            f"cannot use {subject}: this model has no tool parser of"
+            f" {', '.join(sorted(CALL_FORMATS))}; leave it out",
+            param=param,
         )
     if response_format not in (None, {"type": "text"}):
         raise ApiError(
             ErrorCode.INVALID_REQUEST,
-            "cannot use 'response_format' beside 'strict' functions: this engine follows one of"
-            " the two; leave one out",
+            f"cannot use 'response_format' beside {subject}: this engine follows one of the two;"
+            " leave one out",
             param="response_format",
         )
 
 
 def _call_grammar(
-    functions: list[dict[str, Any]], strict: list[dict[str, Any]], form: CallFormat
+    functions: list[dict[str, Any]],
+    strict: list[dict[str, Any]],
+    form: CallFormat,
+    *,
+    is_single: bool,
 ) -> dict[str, Any]:
-    """Return the `response_format` of an answer whose calls are of these functions."""
+    """Return the `response_format` of an answer with calls of these functions; if `is_single`, it
+    ends with its first call."""
     tags = [
         {
             "type": "tag",
@@ -149,10 +160,13 @@ def _call_grammar(
         }
         for function in functions
     ]
-    return {
-        "type": "structural_tag",
-        "format": {"type": "triggered_tags", "triggers": [form.trigger], "tags": tags},
+    grammar = {
+        "type": "triggered_tags",
+        "triggers": [form.trigger],
+        "tags": tags,
+        "stop_after_first": is_single,
     }
+    return {"type": "structural_tag", "format": grammar}
 
 
 def _arguments(function: Mapping[str, Any], form: CallFormat) -> dict[str, Any]:

@@ -86,6 +86,20 @@ def test_calls_of_strict_functions_follow_their_schemas(
         assert content["type"] == "object"
 
 
+def test_one_call_is_all_that_an_answer_has_if_the_client_says_so() -> None:
+    fields = sent(tools=[a_tool(), a_tool("g", strict=True)], parallel_tool_calls=False)
+    assert "parallel_tool_calls" not in fields, "the engine forbids it"
+    assert fields["response_format"]["format"]["stop_after_first"] is True
+    fields = sent(tools=[a_tool()], parallel_tool_calls=False)
+    assert fields["response_format"]["format"]["stop_after_first"] is True
+    for unused in ({"parallel_tool_calls": True}, {"parallel_tool_calls": None}):
+        assert sent(tools=[a_tool()], **unused) == {"tools": [a_tool()]}
+    assert sent(parallel_tool_calls=False) == {}
+    with pytest.raises(ApiError, match="'parallel_tool_calls': false") as refused:
+        sent("unknown", tools=[a_tool()], parallel_tool_calls=False)
+    assert refused.value.param == "parallel_tool_calls"
+
+
 def test_a_function_without_a_strict_one_is_left_to_the_engine() -> None:
     fields = sent("unknown", tools=[a_tool(strict=False)], response_format={"type": "text"})
     assert fields == {"tools": [a_tool()], "response_format": {"type": "text"}}
