@@ -145,3 +145,12 @@ def test_the_fields_of_a_stored_response_count_however_they_are_written(
     )
     body = b'{"model": "m", "input": "x", ' + fields + b"}"
     assert stored.is_needed(body) is is_needed
+
+
+def test_a_wrong_role_of_an_item_lists_the_roles() -> None:
+    with pytest.raises(ApiError) as refused:
+        parse_items([{"role": "boss", "content": "x"}], "input")
+    assert refused.value.message.startswith(
+        "cannot use field 'input[0].role': 'boss' is not one of"
+    )
+    assert "'user'" in refused.value.message
