@@ -19,7 +19,7 @@ from nodeagent.drivers.driver import (
 from nodeagent.drivers.guided_decoding import GuidedDecoding
 from nodeagent.drivers.handshake import Handshake, TensorRtLlmHandshake
 from nodeagent.drivers.installed_version import VersionRange
-from nodeagent.drivers.output_parsers import output_parsers
+from nodeagent.drivers.output_parsers import REASONING_OPTION, output_parsers
 
 EXTRA_CONFIG: Final = (
     b"return_perf_metrics: true\nenable_iter_perf_stats: true\nguided_decoding_backend: xgrammar\n"
@@ -99,7 +99,7 @@ class TensorRtLlmDriver:
                 + _kv_cache_config(launch)
                 + (_transfer_config(spec.role, backend) if backend else b"")
             },
-            guided=GuidedDecoding(parser.lower()),
+            guided=GuidedDecoding(parser.lower(), reasons=REASONING_OPTION in options),
         )
 
     def handshake(self, spec: ReplicaSpec) -> Handshake | None:

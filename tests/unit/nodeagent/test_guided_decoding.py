@@ -86,6 +86,46 @@ def test_calls_of_strict_functions_follow_their_schemas(
         assert content["type"] == "object"
 
 
+NAMED = {"type": "function", "function": {"name": "g"}}
+
+
+@pytest.mark.parametrize("parser", CALL_FORMATS)
+@pytest.mark.parametrize(
+    ("choice", "names", "is_single"), [("required", "fg", False), (NAMED, "g", True)]
+)
+def test_a_call_that_is_required_is_made_and_follows_its_schema(
+    parser: str, choice: Any, names: str, is_single: bool
+) -> None:
+    tools = [a_tool("f", strict=False), a_tool("g")]
+    # A text is not written, so its format does not matter.
+    fields = sent(parser, tools=tools, tool_choice=choice, response_format={"type": "json_object"})
+    assert fields["tool_choice"] == "auto", "the engine knows no other one that it enforces"
+    grammar = fields["response_format"]["format"]
+    opening = CALL_FORMATS[parser].opening
+    if opening:
+        assert grammar["elements"][0] == {"type": "const_string", "value": opening}
+        grammar = grammar["elements"][1]
+    assert (grammar["at_least_one"], grammar["stop_after_first"]) == (True, is_single)
+    assert len(grammar["tags"]) == len(names)
+    for name, tag in zip(names, grammar["tags"], strict=True):
+        content = tag["content"].get("elements", [tag["content"]])[-1]["json_schema"]
+        assert (content == SCHEMA) is (name == "g")
+
+
+@pytest.mark.parametrize("choice", [{"type": "function", "function": {"name": "no"}}, {"type": 3}])
+def test_a_tool_that_is_not_there_cannot_be_required(choice: Any) -> None:
+    with pytest.raises(ApiError, match="no function of 'tools'") as refused:
+        sent(tools=[a_tool()], tool_choice=choice)
+    assert refused.value.param == "tool_choice"
+
+
+def test_no_call_is_required_of_a_model_that_reasons_first() -> None:
+    body = msgspec.json.encode({"tools": [a_tool()], "tool_choice": "required"})
+    with pytest.raises(ApiError, match="begin with reasoning") as refused:
+        with_fields(body, {}, guided=GuidedDecoding("qwen3", reasons=True))
+    assert refused.value.param == "tool_choice"
+
+
 def test_one_call_is_all_that_an_answer_has_if_the_client_says_so() -> None:
     fields = sent(tools=[a_tool(), a_tool("g", strict=True)], parallel_tool_calls=False)
     assert "parallel_tool_calls" not in fields, "the engine forbids it"
@@ -114,13 +154,14 @@ def test_a_function_without_a_strict_one_is_left_to_the_engine() -> None:
     [
         ("", {}, "tools"),
         ("qwen3_coder", {}, "tools"),
+        ("qwen3_coder", {"tool_choice": "required"}, "tool_choice"),
         ("qwen3", {"response_format": {"type": "json_object"}}, "response_format"),
     ],
 )
 def test_strict_functions_that_cannot_be_held_are_refused(
     parser: str, fields: dict[str, Any], param: str
 ) -> None:
-    with pytest.raises(ApiError, match="'strict'") as refused:
+    with pytest.raises(ApiError, match=r"'strict'|required tool") as refused:
         sent(parser, tools=[a_tool(strict=True)], **fields)
     assert refused.value.param == param
 
