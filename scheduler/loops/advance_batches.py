@@ -221,25 +221,27 @@ class AdvanceBatches:
             await self._fail(batch, "file_not_found", "the input file was deleted")
             return False
         # A file that has a row but no contents is one of a folder that is not mounted: repeated.
-        opening = self._folder.local(batch.input_file_id)
-        source = await self._folder.run(opening.__enter__)
+        folder = self._folder.of_tenant(batch.tenant_id)
+        opening = folder.local(batch.input_file_id)
+        source = await folder.run(opening.__enter__)
         try:
             # Counted before anything is stored: the database never sees what is refused.
-            if await self._folder.run(has_more_lines, source, self._limits.items_max):
+            if await folder.run(has_more_lines, source, self._limits.items_max):
                 message = f"the input file has more than {self._limits.items_max} lines"
                 await self._fail(batch, "too_many_lines", message)
                 return False
-            await self._folder.run(source.seek, 0)
+            await folder.run(source.seek, 0)
             lines = BatchInput(source, batch.endpoint, known)
             return await self._add_items(batch, lines, file.size_bytes)
         finally:
-            opening.__exit__(None, None, None)
+            folder.release(opening.__exit__, None, None, None)
 
     async def _add_items(self, batch: StoredBatch, lines: BatchInput, size_bytes: int) -> bool:
         """Store the items of an input file of `size_bytes`, all or none."""
         try:
             async with transaction(self._pool, by_index=True) as connection:
-                while items := await self._folder.run(lines.next_items):
+                folder = self._folder.of_tenant(batch.tenant_id)
+                while items := await folder.run(lines.next_items):
                     await add_items(connection, batch.batch_id, items)
                 if lines.bytes_read != size_bytes:
                     reason = f"it ends after {lines.bytes_read} of {size_bytes} bytes"
@@ -282,7 +284,8 @@ class AdvanceBatches:
         Files that hold answers are never deleted here, whatever fails: the batch may have ended
         although the answer to the commit is lost, or by another scheduler, which wrote the same.
         """
-        results = await write_results(self._pool, self._folder, batch)
+        folder = self._folder.of_tenant(batch.tenant_id)
+        results = await write_results(self._pool, folder, batch)
         # Clients that queued runs of Workers AI know nothing of files.
         expires_after_s = RUN_RESULTS_S if batch.endpoint.startswith(RUN_PREFIX) else None
         file_ids: list[str | None] = [file.file_id if file.size_bytes else None for file in results]

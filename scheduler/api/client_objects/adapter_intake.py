@@ -126,8 +126,8 @@ class AdapterIntake:
             )
         return added
 
-    async def write(self, read_chunk: ReadChunk) -> UploadedFile:
-        """Write a file to the folder while it arrives. Raises ApiError."""
+    async def write(self, tenant_id: str, read_chunk: ReadChunk) -> UploadedFile:
+        """Write a tenant's file to the folder while it arrives. Raises ApiError."""
         file_id = f"adapter-{secrets.token_hex(12)}"
         digest, start = hashlib.sha256(), bytearray()
 
@@ -138,7 +138,11 @@ class AdapterIntake:
             digest.update(chunk)
 
         size_bytes = await write_upload(
-            self._folder, file_id, read_chunk, bytes_max=self.limits.file_bytes_max, on_chunk=read
+            self._folder.of_tenant(tenant_id),
+            file_id,
+            read_chunk,
+            bytes_max=self.limits.file_bytes_max,
+            on_chunk=read,
         )
         return UploadedFile(file_id, size_bytes, digest.hexdigest(), bytes(start))
 
@@ -190,9 +194,10 @@ class AdapterIntake:
         others: Sequence[AdapterFile],
     ) -> int:
         """Check what is there of an adapter; return its rank if it is complete, else 0."""
+        folder = self._folder.of_tenant(adapter.tenant_id)
         starts = {name: (uploaded.start, uploaded.size_bytes)}
         for file in others:
-            start = await self._folder.run(self._read_start, file)
+            start = await folder.run(self._read_start, file)
             starts[file.path] = (start, file.size_bytes)
         config: AdapterConfig | None = None
         shapes: TensorShapes | None = None

@@ -45,6 +45,7 @@ class FileEndpoints:
         if not request.content_type.startswith("multipart/"):
             raise _invalid("expected multipart/form-data with 'purpose' and 'file'")
         file_id = f"file-{secrets.token_hex(12)}"
+        folder = self._folder.of_tenant(tenant_id)
         fields: dict[str, str] = {}
         filename, size_bytes = "", -1
         try:
@@ -61,7 +62,7 @@ class FileEndpoints:
                     given_name = (part.filename or "file").encode(errors="replace").decode()
                     filename = storable_text(given_name)
                     size_bytes = await write_upload(
-                        self._folder,
+                        folder,
                         file_id,
                         part.read_chunk,
                         bytes_max=self._limits.file_bytes_max,
@@ -69,13 +70,13 @@ class FileEndpoints:
             if size_bytes < 0:
                 raise _invalid("field 'file' is required", "file")
         except FORM_ERRORS as error:
-            await self._folder.discard(file_id)
+            await folder.discard(file_id)
             raise _invalid(str(error)[:200]) from error
         except BaseException:
-            await self._folder.discard(file_id)
+            await folder.discard(file_id)
             raise
         adding = self._add(file_id, tenant_id, filename, size_bytes, fields)
-        file = await add_or_discard(self._pool, self._folder, file_id, adding)
+        file = await add_or_discard(self._pool, folder, file_id, adding)
         return _json(file_body(file))
 
     async def _add(
@@ -128,8 +129,9 @@ class FileEndpoints:
         response = web.StreamResponse(headers={"content-type": "application/octet-stream"})
         try:
             with self._downloads.counted(tenant_id):
+                folder = self._folder.of_tenant(tenant_id)
                 return await send_file(
-                    request, self._folder, file.file_id, response, first=0, count=file.size_bytes
+                    request, folder, file.file_id, response, first=0, count=file.size_bytes
                 )
         except FileNotFoundError:
             raise _not_found(file.file_id) from None
@@ -144,7 +146,7 @@ class FileEndpoints:
                     f"cannot delete {file.file_id}: a batch is reading it; cancel that first",
                 )
             # Before the commit: the row stays while the contents cannot be deleted.
-            await self._folder.delete(file.file_id)
+            await self._folder.of_tenant(tenant_id).delete(file.file_id)
         return _json({"id": file.file_id, "object": "file", "deleted": True})
 
     async def _file(self, request: web.Request, tenant_id: str) -> BatchFile:

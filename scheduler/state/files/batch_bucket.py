@@ -67,7 +67,7 @@ class BatchBucket(BatchFolder):
         super().__init__(spool or Path(tempfile.gettempdir()), SPOOL_FREE_BYTES_MIN)
         self._url = url
         self._spool = spool
-        self.has_ranges = True
+        self._server = _BucketServer()
         self._obstore: Any = obstore
         self._exceptions: Any = exceptions
         place: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
@@ -88,6 +88,11 @@ class BatchBucket(BatchFolder):
             )
         except (exceptions.BaseError, ValueError) as error:
             raise OSError(_reason(error)) from error
+
+    @property
+    def has_ranges(self) -> bool:
+        """Whether the server answers requests for ranges, as far as is known."""
+        return self._server.has_ranges
 
     def prepare(self) -> None:
         """Check that objects can be written, read and deleted. Raises OSError if that is refused.
@@ -194,7 +199,7 @@ class BatchBucket(BatchFolder):
         except self._exceptions.GenericError as error:
             if NO_PARTIAL_CONTENT not in str(error):
                 raise
-            self.has_ranges = False
+            self._server.has_ranges = False
             log.warning(
                 "the bucket's server does not answer ranges with status 206: files are read from"
                 " their start",
@@ -242,6 +247,12 @@ class BatchBucket(BatchFolder):
         if isinstance(error, FileNotFoundError):
             return f"there is no such bucket, create it: {_reason(error)}"
         return _reason(error)
+
+
+class _BucketServer:
+    """What is known of a bucket's server, for all tenants."""
+
+    has_ranges = True
 
 
 class _ObjectReader(io.RawIOBase):

@@ -4,23 +4,24 @@ Every scheduler of a cluster uses the same folder (a shared file system). A file
 name only when it is complete and on disk.
 
 A disk or a bucket may hang. So its calls run in threads of their own (`BatchFolder.run`), and leave
-those that the rest of the scheduler needs.
+those that the rest of the scheduler needs. Tenants share these threads (`file_threads.py`).
 """
 
 import asyncio
+import copy
 import logging
 import os
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Final, ParamSpec, TypeVar
+from typing import BinaryIO, Final, ParamSpec, Self, TypeVar
 
 from isochrone.service.files import sync
 from isochrone.wire.errors import ApiError, ErrorCode
+from scheduler.state.files.file_threads import FileThreads
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +33,10 @@ be the database's disk. Each tenant has a limit of its own, but there may be any
 UNFINISHED: Final = ".part"
 UNFINISHED_S: Final = 86_400.0
 
-THREADS_MAX: Final = 16
-"""Further calls wait while this many hang."""
-
 RETRY_AFTER_S: Final = 60.0
+
+RELEASES: Final[set[asyncio.Task[None]]] = set()
+"""The tasks that close files. The event loop itself keeps none alive."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,16 +49,23 @@ class BatchFolder:
         """`free_bytes_min` of the disk are not for uploads."""
         self._folder = folder
         self._free_bytes_min = free_bytes_min
-        self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="files")
+        self._threads = FileThreads()
+        self._tenant_id = ""
+
+    def of_tenant(self, tenant_id: str) -> Self:
+        """Return this folder with the calls counted as those of a tenant."""
+        folder = copy.copy(self)
+        folder._tenant_id = tenant_id
+        return folder
 
     async def run(self, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """Return what `call` returns in a thread for files.
 
-        Raises FileNotFoundError, and ApiError 503 if the disk fails.
+        Raises FileNotFoundError, and ApiError 503 if the disk fails, or if no thread is free in
+        time.
         """
-        loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._threads, lambda: call(*arguments, **named))
+            return await self._threads.run(self._tenant_id, lambda: call(*arguments, **named))
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -66,6 +74,27 @@ class BatchFolder:
                 f"cannot use the folder of files now: {error.strerror or error}",
                 retry_after_s=RETRY_AFTER_S,
             ) from error
+
+    def release(
+        self, call: Callable[P, object], *arguments: P.args, **named: P.kwargs
+    ) -> asyncio.Task[None]:
+        """Start to close files in a thread by `call`; the task returned raises nothing.
+
+        If a call on a file hangs, closing it hangs, too. So whoever is cancelled meanwhile neither
+        closes it on the event loop nor waits for it.
+        """
+
+        async def close() -> None:
+            try:
+                await self.run(call, *arguments, **named)
+            except (ApiError, OSError) as error:
+                reason = str(error) or type(error).__name__
+                log.warning("cannot close a file", extra={"fields": {"reason": reason}})
+
+        task = asyncio.create_task(close())
+        RELEASES.add(task)
+        task.add_done_callback(RELEASES.discard)
+        return task
 
     def prepare(self) -> None:
         """Create the folder, and delete what a process left unfinished long ago.
