@@ -20,7 +20,7 @@ from scheduler.store.client_objects.batch_files import (
     read_file,
     stored_bytes,
 )
-from scheduler.store.pool import Pool, storable_text, transaction, using
+from scheduler.store.pool import Connection, Pool, storable_text, transaction, using
 
 PURPOSES: Final = ("batch",)
 FIELD_BYTES_MAX: Final = 4096
@@ -44,6 +44,9 @@ class FileEndpoints:
         """Store an uploaded file."""
         if not request.content_type.startswith("multipart/"):
             raise _invalid("expected multipart/form-data with 'purpose' and 'file'")
+        async with using(self._pool) as connection:
+            # What cannot be stored in the end is not written first.
+            await self._check_stored(connection, tenant_id, 1)
         file_id = f"file-{secrets.token_hex(12)}"
         folder = self._folder.of_tenant(tenant_id)
         fields: dict[str, str] = {}
@@ -86,13 +89,7 @@ class FileEndpoints:
         if purpose not in PURPOSES:
             raise _invalid(f"field 'purpose' is {purpose[:40]!r}, expected 'batch'", "purpose")
         async with transaction(self._pool) as connection:
-            stored = await stored_bytes(connection, tenant_id)
-            if stored + size_bytes > self._limits.tenant_bytes_max:
-                raise ApiError(
-                    ErrorCode.QUOTA_EXCEEDED,
-                    f"cannot store {size_bytes} bytes: this tenant has {stored} of"
-                    f" {self._limits.tenant_bytes_max} bytes in files; delete some",
-                )
+            await self._check_stored(connection, tenant_id, size_bytes)
             return await add_file(
                 connection,
                 file_id=file_id,
@@ -101,6 +98,16 @@ class FileEndpoints:
                 filename=filename,
                 size_bytes=size_bytes,
                 expires_after_s=_expiry(fields),
+            )
+
+    async def _check_stored(self, connection: Connection, tenant_id: str, size_bytes: int) -> None:
+        """Raise ApiError 429 if a tenant may not store so many further bytes."""
+        stored = await stored_bytes(connection, tenant_id)
+        if stored + size_bytes > self._limits.tenant_bytes_max:
+            raise ApiError(
+                ErrorCode.QUOTA_EXCEEDED,
+                f"cannot store {size_bytes} bytes: this tenant has {stored} of"
+                f" {self._limits.tenant_bytes_max} bytes in files; delete some",
             )
 
     async def list(self, request: web.Request, tenant_id: str) -> web.StreamResponse:

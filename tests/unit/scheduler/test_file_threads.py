@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
@@ -51,19 +52,19 @@ async def test_a_call_waits_for_a_thread_for_a_limited_time(
         assert refused.value.retry_after_s
 
 
-async def test_every_call_has_its_turn_and_tenants_take_turns() -> None:
-    threads, order = FileThreads(), list[str]()
+async def test_calls_have_their_turn_in_order_and_give_back_their_threads() -> None:
+    threads, order = FileThreads(), list[int]()
     async with asyncio.timeout(20):
         async with hanging_calls(threads, "a", THREADS_MAX // 2) as (_, may_end):
             waiting = [
-                asyncio.create_task(threads.run(holder, lambda holder=holder: order.append(holder)))
-                for holder in ("a", "a", "a")
+                asyncio.create_task(threads.run("a", partial(order.append, number)))
+                for number in range(3)
             ]
             await asyncio.wait(waiting, timeout=0)
             assert not order
             may_end.set()
         await asyncio.wait(waiting)
-        assert order == ["a", "a", "a"]
+        assert order == [0, 1, 2]
         # All threads are free again.
         async with hanging_calls(threads, "a", THREADS_MAX // 2 - 1):
             assert await threads.run("a", lambda: "free") == "free"

@@ -133,7 +133,7 @@ async def test_a_client_that_leaves_a_hanging_disk_does_not_stop_the_scheduler(
     disk = HangingDisk(tmp_path)
     if call == "upload":
         sender = Sender(9)
-        begun = write_upload(disk, "file-1", sender.read_chunk, bytes_max=BYTES_MAX)
+        begun: Any = write_upload(disk, "file-1", sender.read_chunk, bytes_max=BYTES_MAX)
     else:
         monkeypatch.setattr(HangingFile, "seekable", lambda _: True)
         monkeypatch.setattr(HangingFile, "seek", lambda _, place, whence=0: place)
