@@ -50,6 +50,7 @@ ANALYZED_MIN: Final = 1_000
 DELETED_MAX: Final = 5_000
 FILES_DELETED_MAX: Final = 100
 RUN_RESULTS_S: Final = 7 * 86_400
+UNFINISHED_INTERVAL_S: Final = 3_600.0
 RETRY_MIN_S: Final = 2.0
 RETRY_MAX_S: Final = 60.0
 """A step that failed is repeated after a time that doubles with each failure, between these two."""
@@ -104,6 +105,7 @@ class AdvanceBatches:
         self._unix_clock = unix_clock
         self._steps: dict[str, Step] = {}
         self._failed: dict[str, FailedStep] = {}
+        self._unfinished_due_at = 0.0
         self._expired_after = ""
         """The id of the expired file that could not be deleted, in the last turn."""
 
@@ -123,6 +125,10 @@ class AdvanceBatches:
             task.add_done_callback(self._on_step_end)
             self._steps[step.batch_id] = Step(step.tenant_id, task)
         counts = BatchCounts(begun, ended, await self._delete_items(), await self._delete_files())
+        if self._unix_clock() >= self._unfinished_due_at:
+            self._unfinished_due_at = self._unix_clock() + UNFINISHED_INTERVAL_S
+            # Not waited for: the disk may hang.
+            self._folder.release(self._folder.delete_unfinished)
         if errors:
             raise errors[0]
         return counts

@@ -126,6 +126,9 @@ class BatchBucket(BatchFolder):
                 extra={"fields": fields},
             )
 
+    def delete_unfinished(self) -> None:
+        """Do nothing: a file that arrives has no name on disk."""
+
     @contextmanager
     def writing(self, file_id: str) -> Iterator[BinaryIO]:
         """Open a new file; at the end it is uploaded, and after an exception it is gone."""

@@ -97,11 +97,14 @@ class BatchFolder:
         return task
 
     def prepare(self) -> None:
-        """Create the folder, and delete what a process left unfinished long ago.
-
-        Another scheduler may be writing: its files are younger.
-        """
+        """Create the folder."""
         self._folder.mkdir(0o700, parents=True, exist_ok=True)
+
+    def delete_unfinished(self) -> None:
+        """Delete what processes that were killed have left unfinished. Blocks.
+
+        Others may be writing: their files are younger.
+        """
         for path in self._folder.glob(f"*{UNFINISHED}"):
             with suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > UNFINISHED_S:

@@ -82,7 +82,7 @@ async def write_results(pool: Pool, folder: BatchFolder, batch: StoredBatch) -> 
     try:
         async with transaction(pool) as connection:
             for file_id in file_ids:
-                output = files.enter_context(folder.writing(file_id))
+                output = await folder.run(files.enter_context, folder.writing(file_id))
                 results.append(_OpenFile(folder, output))
             async for item in each_item(connection, batch.batch_id):
                 await results[item.is_error].write(_line_of(batch, item))

@@ -1,6 +1,8 @@
 """Faults of the store of files and of the database while batches are read, leased and ended."""
 
 import asyncio
+import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -20,6 +22,7 @@ from scheduler.api.client_objects import uploads
 from scheduler.api.client_objects.batch_service import BatchService, BatchStorage
 from scheduler.api.client_objects.uploads import add_or_discard
 from scheduler.loops import advance_batches
+from scheduler.state.files.batch_folder import RELEASES, UNFINISHED, UNFINISHED_S
 from scheduler.state.files.batch_results import ItemsMissing, write_results
 from scheduler.store.client_objects.batch_files import add_file, stored_bytes
 from scheduler.store.client_objects.batch_items import lease_items, store_results
@@ -379,3 +382,15 @@ async def test_only_items_that_fit_into_a_message_are_leased(turns: Turns) -> No
         lines = [item.ref.line for _ in range(3) for item in await lease(client, 9)]
     assert lines == list(range(1, 10))
     assert read == [3 * size] * 3
+
+
+async def test_what_killed_schedulers_have_left_unfinished_is_deleted(turns: Turns) -> None:
+    """It stayed until a scheduler started a day later."""
+    folder = turns.folder._folder
+    for name, age_s in (("old", 2 * UNFINISHED_S), ("young", 0.0)):
+        path = folder / f"file-1.{name}{UNFINISHED}"
+        path.touch()
+        os.utime(path, (time.time() - age_s,) * 2)
+    await turns.job.run_once()
+    await asyncio.gather(*RELEASES)
+    assert [path.name for path in folder.iterdir()] == [f"file-1.young{UNFINISHED}"]
