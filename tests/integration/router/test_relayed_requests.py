@@ -4,17 +4,20 @@ import asyncio
 import io
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 from aiohttp import web
 
-from isochrone.service.network.http_server import serve_http
+from isochrone.service.network.http_server import HttpServerLimits, serve_http
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import TenantId
 from isochrone.wire.peers import batches as wire
 from isochrone.wire.peers.batches import LeaseItems
 from router import scheduler_silence
+from router.app import RouterApp
 from router.batch_client import RELAYED_MAX, BatchAccess, BatchClient
 from tests.integration.router.fleet_of import a_key
 
@@ -105,7 +108,8 @@ async def a_client_of(
     app.router.add_get(f"{wire.PUBLIC_PREFIX}/v1/files", answer_late)
     app.router.add_post(f"{wire.PUBLIC_PREFIX}/v1/files", read_nothing)
     app.router.add_get(f"{wire.PUBLIC_PREFIX}/v1/files/f/content", send_file)
-    async with serve_http(app, "127.0.0.1", 0) as port:
+    limits = HttpServerLimits(shutdown_timeout_s=0.1)
+    async with serve_http(app, "127.0.0.1", 0, limits=limits) as port:
         client = BatchClient(None)
         client.access = BatchAccess(f"http://127.0.0.1:{port}", "token")
         try:
@@ -136,3 +140,25 @@ async def test_a_hung_scheduler_ends_its_requests(monkeypatch: pytest.MonkeyPatc
                     await response.read()
             assert refused.value.code is ErrorCode.UNAVAILABLE
             assert refused.value.retry_after_s
+
+
+async def test_the_access_ends_with_the_control_connection() -> None:
+    """Else requests went to the address of a scheduler that was gone, until the next welcome."""
+    client, sent = BatchClient(None), list[BatchAccess]()
+    client.access = BatchAccess("http://127.0.0.1:1", "token")
+
+    async def send_table() -> int:
+        return 0
+
+    app: Any = SimpleNamespace(
+        link=SimpleNamespace(connected=True),
+        batch_client=client,
+        workers=SimpleNamespace(broadcast=sent.append, send_table=send_table),
+    )
+    for connected in (True, False):
+        app.link.connected = connected
+        await RouterApp.send_table(app)
+        assert bool(client.access.token) == connected
+        assert sent[-1] == client.access
+    with pytest.raises(ApiError, match="no scheduler is connected"):
+        await client.post("/work", LeaseItems(wanted={}))
