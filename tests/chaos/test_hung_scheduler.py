@@ -1,4 +1,4 @@
-"""SIGSTOP of the acting scheduler: clients that use what it stores get answers all the same."""
+"""The acting scheduler hangs (SIGSTOP) or dies: clients that use what it stores get answers."""
 
 import asyncio
 import io
@@ -11,12 +11,16 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.chaos.slow_disk import SlowDisks
 from tests.system.harness import LEASE_S, Fleet, a_fleet, until
 
 ANSWER_S = 15.0
 """Twice the time in which a router notices that a scheduler hangs, and more."""
 
 UPLOAD_BYTES = 48 << 20
+SLOW_S = 0.2
+"""How long each operation on the disk takes while files are sent."""
+
 LINE = (
     b'{"custom_id": "one", "method": "POST", "url": "/v1/chat/completions",'
     b' "body": {"model": "mock", "messages": [{"role": "user", "content": "x"}]}}\n'
@@ -27,6 +31,7 @@ LINE = (
 async def fleet() -> AsyncIterator[Fleet]:
     async with a_fleet(comes_up=False) as running:
         for name in ("scheduler-a", "scheduler-b"):
+            running.environment[name] = SlowDisks(running).environment("batches")
             running.settings[name] = {"batch_folder": str(running.folder / "batches")}
         await running.up()
         await running.deploy()
@@ -48,6 +53,16 @@ class Client:
             method, f"{self._url}{path}", headers=self._headers, **body
         ) as response:
             return response.status, await response.json(), "retry-after" in response.headers
+
+    async def download(self, file_id: str, has_begun: asyncio.Event) -> int:
+        """Read a file to its end; return how many bytes came. Raises ClientError if it is cut."""
+        size_bytes = 0
+        path = f"{self._url}/v1/files/{file_id}/content"
+        async with self._http.get(path, headers=self._headers) as response:
+            async for chunk in response.content.iter_any():
+                size_bytes += len(chunk)
+                has_begun.set()
+        return size_bytes
 
     async def upload(self, size_bytes: int = 0) -> tuple[int, Any, bool]:
         """Upload a file with one line, made longer with spaces."""
@@ -100,3 +115,49 @@ async def test_a_hung_scheduler_keeps_no_client_waiting(fleet: Fleet) -> None:
         contents = {path.name for path in (fleet.folder / "batches").iterdir()}
         assert contents == {file["id"] for file in files["data"]}
         assert not batches["data"]
+
+
+@pytest.mark.parametrize("strike", [signal.SIGKILL, signal.SIGSTOP])
+async def test_files_that_are_being_sent_end_soon(fleet: Fleet, strike: signal.Signals) -> None:
+    disks, folder = SlowDisks(fleet), fleet.folder / "batches"
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120.0)) as http:
+        client = Client(fleet, http)
+
+        async def stores() -> Any:
+            status, file, _ = await client.upload(UPLOAD_BYTES)
+            return file if status == 200 else None
+
+        file = await until("files are stored", stores)
+        disks.set("batches", SLOW_S)
+        has_begun = asyncio.Event()
+        downloading = asyncio.create_task(client.download(file["id"], has_begun))
+        uploading = asyncio.create_task(client.upload(UPLOAD_BYTES))
+
+        async def is_arriving() -> bool:
+            return has_begun.is_set() and bool(list(folder.glob("*.part")))
+
+        await until("both are under way", is_arriving)
+        struck = fleet.processes.pid("scheduler-a")
+        os.kill(struck, strike)
+        disks.set("batches", 0.0)
+        try:
+            began_s = time.monotonic()
+            status, body, has_retry_after = await uploading
+            assert (status, has_retry_after) == (503, True), body
+            with pytest.raises(aiohttp.ClientError):  # cut: its client sees that it is not whole
+                await downloading
+            assert time.monotonic() - began_s < ANSWER_S
+            await until("another scheduler answers", stores, LEASE_S + 30.0)
+            assert await client.download(file["id"], has_begun) == file["bytes"]
+        finally:
+            if strike is signal.SIGSTOP:
+                os.kill(struck, signal.SIGCONT)
+
+        async def has_every_row() -> bool:
+            _, files, _ = await client.ask("GET", "/v1/files")
+            left = {path.name for path in folder.iterdir() if path.suffix != ".part"}
+            return left == {file["id"] for file in files["data"]}
+
+        await until("nothing else is left", has_every_row)
+        if strike is signal.SIGSTOP:
+            assert not list(folder.glob("*.part"))
