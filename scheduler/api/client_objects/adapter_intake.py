@@ -8,6 +8,7 @@ then on it can be used and its files never change.
 import hashlib
 import secrets
 from collections.abc import Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, NamedTuple
 
 from isochrone.wire.engines.engine_capabilities import adapter_rank_max
@@ -169,6 +170,10 @@ class AdapterIntake:
         stored = await set_files(connection, adapter, files, rank)
         return TakenFile(stored, [file for file in adapter.files if file.path == name])
 
+    def transaction_turn(self, tenant_id: str) -> AbstractAsyncContextManager[None]:
+        """Wait until a transaction of a tenant may `take` a file. Raises ApiError 503."""
+        return self._folder.of_tenant(tenant_id).transaction_turn()
+
     async def discard(self, uploaded: UploadedFile) -> None:
         """Delete an uploaded file that no adapter has."""
         await self._folder.discard(uploaded.file_id)
@@ -197,7 +202,7 @@ class AdapterIntake:
         folder = self._folder.of_tenant(adapter.tenant_id)
         starts = {name: (uploaded.start, uploaded.size_bytes)}
         for file in others:
-            start = await folder.run(self._read_start, file)
+            start = await folder.run_briefly(self._read_start, file)
             starts[file.path] = (start, file.size_bytes)
         config: AdapterConfig | None = None
         shapes: TensorShapes | None = None

@@ -146,14 +146,15 @@ class FileEndpoints:
     async def delete(self, request: web.Request, tenant_id: str) -> web.StreamResponse:
         """Delete a file that no open batch reads."""
         file = await self._file(request, tenant_id)
-        async with transaction(self._pool) as connection:
+        folder = self._folder.of_tenant(tenant_id)
+        async with folder.transaction_turn(), transaction(self._pool) as connection:
             if not await delete_file(connection, tenant_id, file.file_id):
                 raise ApiError(
                     ErrorCode.CONFLICT,
                     f"cannot delete {file.file_id}: a batch is reading it; cancel that first",
                 )
             # Before the commit: the row stays while the contents cannot be deleted.
-            await self._folder.of_tenant(tenant_id).delete(file.file_id)
+            await folder.delete(file.file_id)
         return _json({"id": file.file_id, "object": "file", "deleted": True})
 
     async def _file(self, request: web.Request, tenant_id: str) -> BatchFile:

@@ -120,7 +120,8 @@ class FinetuneEndpoints:
             raise
 
         async def take(new: UploadedFile) -> TakenFile:
-            async with transaction(self._pool) as connection:
+            turn = self._intake.transaction_turn(tenant_id)
+            async with turn, transaction(self._pool) as connection:
                 adapter = await self._find(connection, request, tenant_id, locked=True)
                 return await self._intake.take(connection, adapter, name, new)
 

@@ -7,7 +7,6 @@ complete; a bucket shows an object only then. A file is read in ranges, or as a 
 that does not answer ranges with status 206 (rclone's), and is never in memory as a whole.
 """
 
-import asyncio
 import io
 import logging
 import shutil
@@ -34,10 +33,6 @@ CONNECT_TIMEOUT_S: Final = 5
 REQUEST_TIMEOUT_S: Final = 60
 RETRIES_MAX: Final = 3
 RETRY_TIMEOUT_S: Final = 20
-
-DELETE_TIMEOUT_S: Final = 3.0
-"""Less than the 5 s after which Postgres ends a transaction that waits: rows of files are deleted
-together with their objects."""
 
 NO_PARTIAL_CONTENT: Final = "non-partial response"
 """The error that obstore reports if a server answers a request for a range with status 200."""
@@ -208,14 +203,6 @@ class BatchBucket(BatchFolder):
                 " their start",
                 extra={"fields": {"bucket": self._url}},
             )
-
-    async def delete(self, file_id: str) -> None:
-        """Delete a file, if it is there. Raises ApiError 503 while the bucket fails."""
-        try:
-            async with asyncio.timeout(DELETE_TIMEOUT_S):
-                await self.run(self._delete, file_id)
-        except TimeoutError:
-            raise self._unavailable(f"no answer within {DELETE_TIMEOUT_S:g} s") from None
 
     def _delete(self, file_id: str) -> None:
         with suppress(FileNotFoundError), self._failures():

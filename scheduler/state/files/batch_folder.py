@@ -14,14 +14,14 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final, ParamSpec, Self, TypeVar
 
 from isochrone.service.files import sync
 from isochrone.wire.errors import ApiError, ErrorCode
-from scheduler.state.files.file_threads import FileThreads
+from scheduler.state.files.file_threads import FairTurns, FileThreads, no_answer
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,13 @@ UNFINISHED: Final = ".part"
 UNFINISHED_S: Final = 86_400.0
 
 RETRY_AFTER_S: Final = 60.0
+
+TRANSACTIONS_MAX: Final = 4
+"""Transactions that wait for the disk at a time: each keeps a connection of the database, of which
+there are twenty for everything that the scheduler does."""
+
+TRANSACTION_CALL_TIMEOUT_S: Final = 3.0
+"""Less than the 5 s after which Postgres ends a transaction that waits."""
 
 RELEASES: Final[set[asyncio.Task[None]]] = set()
 """The tasks that close files. The event loop itself keeps none alive."""
@@ -50,6 +57,7 @@ class BatchFolder:
         self._folder = folder
         self._free_bytes_min = free_bytes_min
         self._threads = FileThreads()
+        self._transactions = FairTurns(TRANSACTIONS_MAX)
         self._tenant_id = ""
 
     def of_tenant(self, tenant_id: str) -> Self:
@@ -74,6 +82,26 @@ class BatchFolder:
                 f"cannot use the folder of files now: {error.strerror or error}",
                 retry_after_s=RETRY_AFTER_S,
             ) from error
+
+    @asynccontextmanager
+    async def transaction_turn(self) -> AsyncIterator[None]:
+        """Wait until a transaction may wait for the disk; enter before it takes its connection.
+
+        Raises ApiError 503.
+        """
+        await self._transactions.take(self._tenant_id)
+        try:
+            yield
+        finally:
+            self._transactions.give_back(self._tenant_id)
+
+    async def run_briefly(self, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Do what `run` does, for a transaction. Raises ApiError 503 if it takes too long."""
+        try:
+            async with asyncio.timeout(TRANSACTION_CALL_TIMEOUT_S):
+                return await self.run(call, *arguments, **named)
+        except TimeoutError:
+            raise no_answer() from None
 
     def release(
         self, call: Callable[P, object], *arguments: P.args, **named: P.kwargs
@@ -148,8 +176,11 @@ class BatchFolder:
             return [os.pread(source.fileno(), length, offset) for offset, length in parts]
 
     async def delete(self, file_id: str) -> None:
-        """Delete a file, if it is there."""
-        await self.run(self._path(file_id).unlink, missing_ok=True)
+        """Delete a file, if it is there. Raises ApiError 503 if that fails or takes too long."""
+        await self.run_briefly(self._delete, file_id)
+
+    def _delete(self, file_id: str) -> None:
+        self._path(file_id).unlink(missing_ok=True)
 
     async def discard(self, file_id: str) -> None:
         """Delete a file that nothing names, after a failure; log if that fails too."""
