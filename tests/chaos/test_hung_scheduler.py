@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import os
 import signal
 import time
@@ -17,6 +18,7 @@ from tests.system.harness import LEASE_S, Fleet, a_fleet, until
 ANSWER_S = 15.0
 """Twice the time in which a router notices that a scheduler hangs, and more."""
 
+TOKENS = 300
 UPLOAD_BYTES = 48 << 20
 SLOW_S = 0.2
 """How long each operation on the disk takes while files are sent."""
@@ -53,6 +55,10 @@ class Client:
             method, f"{self._url}{path}", headers=self._headers, **body
         ) as response:
             return response.status, await response.json(), "retry-after" in response.headers
+
+    async def open(self, method: str, path: str, **body: Any) -> aiohttp.ClientResponse:
+        """Return an answer whose body is not read yet."""
+        return await self._http.request(method, f"{self._url}{path}", headers=self._headers, **body)
 
     async def download(self, file_id: str, has_begun: asyncio.Event) -> int:
         """Read a file to its end; return how many bytes came. Raises ClientError if it is cut."""
@@ -161,3 +167,40 @@ async def test_files_that_are_being_sent_end_soon(fleet: Fleet, strike: signal.S
         await until("nothing else is left", has_every_row)
         if strike is signal.SIGSTOP:
             assert not list(folder.glob("*.part"))
+
+
+async def test_a_stored_response_ends_though_its_scheduler_hangs(fleet: Fleet) -> None:
+    """Its end is stored before the client gets the last event: by the scheduler that acts then."""
+    body = {
+        "model": "mock",
+        "input": "x",
+        "store": True,
+        "stream": True,
+        "max_output_tokens": TOKENS,
+    }
+    hung = fleet.processes.pid("scheduler-a")
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120.0)) as http:
+        client = Client(fleet, http)
+
+        async def begins() -> Any:
+            response = await client.open("POST", "/v1/responses", json=body)
+            if response.status == 200:
+                return response
+            response.close()
+            return None
+
+        response = await until("a response begins", begins)
+        events: list[dict[str, Any]] = []
+        try:
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                events.append(json.loads(line.removeprefix(b"data: ")))
+                if len(events) == TOKENS // 2:
+                    os.kill(hung, signal.SIGSTOP)
+            assert events[-1]["type"] == "response.incomplete"
+            response_id = events[-1]["response"]["id"]
+            status, stored, _ = await client.ask("GET", f"/v1/responses/{response_id}")
+            assert (status, stored["status"]) == (200, "incomplete")
+        finally:
+            os.kill(hung, signal.SIGCONT)
