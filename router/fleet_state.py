@@ -56,8 +56,8 @@ class FleetState:
         self._deployments: dict[DeploymentId, DeploymentRouting] = {}
         """Of the deployments that have had their routes set."""
         self._routes_to_set: dict[DeploymentId, list[Route]] = {}
-        self._known: set[DeploymentId] = set()
-        """The deployments of the table."""
+        self._depth_costs: dict[DeploymentId, float] = {}
+        """The deployments of the table, each with the cost of depth to start from."""
         self._removed: list[ReplicaId] = []
         """The replicas that left the table and are to be forgotten."""
         self._notify_capacity: Callable[[DeploymentId], None] | None = None
@@ -83,7 +83,7 @@ class FleetState:
         if current is None or table.deployments is not current.deployments:
             self._keep_deployments(table.deployments)
         for deployment_id, its_routes in routes.items():
-            if deployment_id in self._known:
+            if deployment_id in self._depth_costs:
                 self._routes_to_set[deployment_id] = its_routes
         if len(routes) <= DEPLOYMENTS_SET_AT_ONCE_MAX:
             for deployment_id in routes:
@@ -265,10 +265,13 @@ class FleetState:
 
     def _keep_deployments(self, entries: Iterable[DeploymentEntry]) -> None:
         """Know these deployments and no others."""
-        self._known = {entry.deployment_id for entry in entries}
-        for deployment_id in self._deployments.keys() - self._known:
-            del self._deployments[deployment_id]
-        for deployment_id in self._routes_to_set.keys() - self._known:
+        self._depth_costs = {entry.deployment_id: entry.depth_cost_per_token for entry in entries}
+        for deployment_id in list(self._deployments):
+            if (depth_cost := self._depth_costs.get(deployment_id)) is None:
+                del self._deployments[deployment_id]
+            else:
+                self._deployments[deployment_id].expect_depth_cost(depth_cost)
+        for deployment_id in self._routes_to_set.keys() - self._depth_costs.keys():
             del self._routes_to_set[deployment_id]
 
     def _set_routes(self, deployment_id: DeploymentId) -> None:
@@ -279,6 +282,7 @@ class FleetState:
         deployment = self._deployments.get(deployment_id)
         if deployment is None:
             deployment = self._deployments[deployment_id] = DeploymentRouting()
+            deployment.expect_depth_cost(self._depth_costs.get(deployment_id, 0.0))
             deployment.changed.update(route.replica_id for route in routes)
         self.slow_start.begin(deployment.set_routes(routes), self.clock())
 

@@ -52,7 +52,11 @@ def route_table(world: RoutingWorld) -> RouteTable:
         ),
         deployments=(
             DeploymentEntry(
-                deployment_id=DEPLOYMENT, name="m", model_id=ModelId("m"), context_tokens=131_072
+                deployment_id=DEPLOYMENT,
+                name="m",
+                model_id=ModelId("m"),
+                context_tokens=131_072,
+                depth_cost_per_token=1 / world.sites[0].profile.attention_tokens,
             ),
         ),
         routes=tuple(

@@ -7,7 +7,7 @@ model placed with wrong dimensions fails on every node.
 from collections.abc import Mapping
 from typing import Final
 
-from isochrone.wire.models.model import ModelDimensions
+from isochrone.wire.models.model import CatalogModel, ModelDimensions
 
 QUANTISED_BITS: Final = {
     "fp8": 8.0,
@@ -32,6 +32,8 @@ FAMILIES: Final[Mapping[str, Mapping[str, object]]] = {
 """Per family, the values that its configs omit and whose defaults differ from other families'."""
 
 Config = Mapping[str, object]
+
+PARAMETER_BITS_UNKNOWN: Final = 16.0
 
 
 class BadConfig(ValueError):
@@ -86,6 +88,46 @@ def kv_bytes_per_token(shape: ModelDimensions, context_tokens: int = 1) -> float
     window = min(1.0, shape.sliding_window / context_tokens) if shape.sliding_window else 1.0
     layers = shape.layers - shape.sliding_layers + shape.sliding_layers * window
     return layers * values * shape.kv_bits / 8
+
+
+def parameters_of(model: CatalogModel) -> float:
+    """Return a model's number of parameters, from the size of its weights if it is not known."""
+    bits = model.shape.weight_bits if model.shape else PARAMETER_BITS_UNKNOWN
+    return (model.shape.parameters if model.shape else 0) or model.weights_bytes * 8 / bits
+
+
+def sparse_share(model: CatalogModel) -> float:
+    """Return the share of the parameters that are in experts."""
+    if model.shape is None:
+        return 0.0
+    return min(1.0, model.shape.expert_parameters / max(1.0, parameters_of(model)))
+
+
+def active_experts_share(shape: ModelDimensions | None) -> float:
+    """Return the share of the experts that a token uses; 1 if there are none."""
+    return shape.experts_active / shape.experts if shape and shape.experts else 1.0
+
+
+def active_parameters(model: CatalogModel) -> float:
+    """Return how many parameters a token uses."""
+    inactive = sparse_share(model) * (1 - active_experts_share(model.shape))
+    return parameters_of(model) * (1 - inactive)
+
+
+def depth_cost_per_token(model: CatalogModel) -> float:
+    """Return how much longer a prompt's token takes to read for each token before it, as a share
+    of the first one's time; 0 if the model's dimensions are unknown.
+
+    It is a ratio of operations. For each earlier token and layer, attention takes 4 per head and
+    value: a product for the score and one for the sum, two operations each. The weights take 2 per
+    active parameter. Layers with a sliding window do not count. Attention reaches at most the rate
+    of the weights' products, so the real cost is seldom lower.
+    """
+    shape = model.shape
+    if shape is None:
+        return 0.0
+    layers = max(0, shape.layers - shape.sliding_layers)
+    return 4.0 * layers * shape.heads * shape.head_size / max(1.0, 2.0 * active_parameters(model))
 
 
 def _size(config: Config, name: str, default: int | None = None) -> int:

@@ -94,6 +94,9 @@ class DeploymentEntry(msgspec.Struct, frozen=True, kw_only=True):
     needs_prefill: bool = False
     adapter_rank_max: int = 0
     """The highest rank of LoRA adapters that its replicas take, 0 for none."""
+    depth_cost_per_token: float = 0.0
+    """How much longer a prompt's token takes to read for each token before it, as a share of the
+    first one's time, by the model's dimensions; 0 if they are unknown."""
 
 
 class RouteTable(msgspec.Struct, frozen=True, kw_only=True, tag="route_table"):

@@ -64,6 +64,11 @@ class DeploymentRouting:
         self.adapters.keep_only(replicas.slots.keys())
         return joined if is_in_service else []
 
+    def expect_depth_cost(self, per_token: float) -> None:
+        """Start from the cost of depth that the model's dimensions give."""
+        self.replicas.depth_cost.expect(per_token)
+        self.prefill_replicas.table.depth_cost.expect(per_token)
+
     def slot_of(self, replica_id: ReplicaId) -> int:
         """Return a replica's slot, -1 if it has none."""
         return self.replicas.slots.get(replica_id, -1)

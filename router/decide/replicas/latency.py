@@ -95,14 +95,27 @@ class DepthCost:
     """How much more a token deep in a prompt costs than one at its beginning, for one model.
 
     Because of attention, a token at depth d takes 1 + d * per_token times as long. That depends on
-    the model, not on the replica, so all replicas of a deployment teach the same value.
+    the model, not on the replica, so all replicas of a deployment teach the same value. It starts
+    from the model's dimensions (`model_shape.depth_cost_per_token`), if they are known.
     """
 
     def __init__(self) -> None:
         """Start at 0, weighted as one prompt."""
+        self._computed = 0.0
         self.per_token = 0.0
         self._mean_depth = 0.0
         self._prompts = 1
+
+    def expect(self, computed: float) -> None:
+        """Start from the cost that the model's dimensions give; 0 if they are unknown.
+
+        No single prompt moves that far. A cost that was expected before changes nothing.
+        """
+        if computed != self._computed:
+            self._computed = computed
+            self.per_token = max(0.0, min(DEPTH_COST_MAX, computed))
+            self._prompts = round(1 / DEPTH_COST_STEP)
+            self._mean_depth = 1.0 / computed if computed > 0 else 0.0
 
     def learn(self, predicted_ms: float, depth: float, error_ms: float) -> None:
         """Learn from a prompt that hardly queued: at mean `depth` it took prediction + error.

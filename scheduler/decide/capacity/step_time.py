@@ -13,6 +13,11 @@ from typing import Final
 import msgspec
 
 from isochrone.wire.models.model import CatalogModel, ModelDimensions
+from isochrone.wire.models.model_shape import (
+    active_experts_share,
+    active_parameters,
+    sparse_share,
+)
 from scheduler.decide.capacity.device_classes import DeviceClass
 
 BANDWIDTH_REACHED: Final = 0.70
@@ -79,12 +84,9 @@ class StepTime:
         """
         shape = model.shape
         bits = shape.weight_bits if shape else 16.0
-        self._parameters = (shape.parameters if shape else 0) or model.weights_bytes * 8 / bits
-        sparse = shape.expert_parameters if shape else 0
-        self._sparse_share = min(1.0, sparse / max(1.0, self._parameters))
-        self._active_share = (
-            shape.experts_active / shape.experts if shape and shape.experts else 1.0
-        )
+        self._sparse_share = sparse_share(model)
+        self._active_share = active_experts_share(shape)
+        self._active_parameters = active_parameters(model)
         self._weights_bytes = model.weights_bytes
         # Devices that hold copies of a KV head each read it.
         copies = split.tensor / kv_spread(shape, split)
@@ -102,11 +104,6 @@ class StepTime:
         )
         self._read_per_s = group * kind.bandwidth_bytes_per_s * BANDWIDTH_REACHED
         self._compute_per_s = group * flops
-
-    @property
-    def _active_parameters(self) -> float:
-        inactive = self._sparse_share * (1 - self._active_share)
-        return self._parameters * (1 - inactive)
 
     def itl_s(self, batch: int) -> float:
         """Return the time between tokens: all pipeline stages, one after another."""

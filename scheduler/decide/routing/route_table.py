@@ -15,6 +15,7 @@ from isochrone.wire.engines.engine_capabilities import (
 )
 from isochrone.wire.ids import DeploymentId, Epoch, Generation, NodeId
 from isochrone.wire.models.model import UNIFIED_ROLES, CatalogModel, Deployment
+from isochrone.wire.models.model_shape import depth_cost_per_token
 from isochrone.wire.peers.report import ReplicaProfile, ReplicaState
 from isochrone.wire.peers.routes import (
     DeploymentEntry,
@@ -208,6 +209,7 @@ def _entry(
             adapter_rank_max(engine)
             for engine in (deployment.engine, *([rollout.spec.engine] if rollout else ()))
         ),
+        depth_cost_per_token=depth_cost_per_token(model) if model else 0.0,
     )
 
 

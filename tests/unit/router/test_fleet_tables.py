@@ -1,5 +1,6 @@
 """A fleet state that adopts one table after another knows the same as one that adopts the last."""
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,6 +116,27 @@ def test_a_change_marks_only_its_replica_as_out_of_date() -> None:
     fleet.note_change(ReplicaId("r03"))
     fleet.note_change(ReplicaId("unknown"))
     assert routing_of(fleet, 1).changed == {"r03"}
+
+
+def test_a_deployment_starts_from_its_models_cost_of_depth() -> None:
+    fleet = FleetState(PopId("ams"), lambda: 1.0)
+    table = a_table(1, {1: (0, 0), 2: (0, 1)}, {0, 1})
+
+    def with_cost(generation: int, cost: float) -> RouteTable:
+        entries = tuple(
+            msgspec.structs.replace(entry, depth_cost_per_token=cost) for entry in table.deployments
+        )
+        return msgspec.structs.replace(
+            table, generation=Generation(generation), deployments=entries
+        )
+
+    fleet.adopt(with_cost(1, 2e-5))
+    deployment = routing_of(fleet, 0)
+    assert deployment.replicas.depth_cost.per_token == 2e-5
+    assert deployment.prefill_replicas.table.depth_cost.per_token == 2e-5
+    fleet.adopt(with_cost(2, 4e-5))
+    assert routing_of(fleet, 0) is deployment
+    assert deployment.replicas.depth_cost.per_token == 4e-5, "a rollout to another model"
 
 
 def test_nodes_are_given_their_replicas_in_slices() -> None:

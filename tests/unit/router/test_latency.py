@@ -105,6 +105,26 @@ def test_short_prompts_on_a_slow_replica_teach_the_depth_cost() -> None:
     assert 5e-4 < depth_cost.per_token < 9e-4
 
 
+def test_depth_cost_starts_from_the_models_dimensions() -> None:
+    depth_cost = DepthCost()
+    depth_cost.expect(2e-5)
+    assert depth_cost.per_token == 2e-5
+    for _ in range(3):  # prompts that say little of depth move it little
+        depth_cost.learn(prefill_work(4_000, 0, depth_cost.per_token) / 10, 2_000, 200.0)
+    assert 2e-5 < depth_cost.per_token < 2.4e-5
+    learned = depth_cost.per_token
+    depth_cost.expect(2e-5)
+    assert depth_cost.per_token == learned, "the same table again changes nothing"
+    depth_cost.expect(3e-5)
+    assert depth_cost.per_token == 3e-5, "another model"
+    chance = random.Random(3)
+    for _ in range(400):
+        ms = prefill_work(20_000, 0, depth_cost.per_token) / 10
+        took_ms = prefill_work(20_000, 0, 6e-5) / 10 * chance.uniform(0.9, 1.1)
+        depth_cost.learn(ms, 10_000, took_ms - ms)
+    assert 5e-5 < depth_cost.per_token < 7e-5, "what is measured counts in the end"
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e6, 1e6), st.floats(0, 1e4)), max_size=60))
 def test_no_observation_takes_the_correction_out_of_bounds(

@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.models.model import CatalogModel, EngineSettings
-from isochrone.wire.models.model_shape import BadConfig, shape_of
+from isochrone.wire.models.model_shape import (
+    BadConfig,
+    active_parameters,
+    depth_cost_per_token,
+    shape_of,
+)
 from isochrone.wire.peers.report import ReplicaProfile
 from scheduler.decide.capacity.device_classes import CLASSES, GIB, DeviceClass, class_of
 from scheduler.decide.capacity.replica_capacity import (
@@ -116,6 +121,23 @@ def test_kv_of_a_token_follows_from_the_config(
     extra: dict[str, Any], bytes_per_token: float
 ) -> None:
     assert kv_bytes_per_token(of({**LLAMA_8B, **extra}, 16e9), ALL_OF_IT) == bytes_per_token
+
+
+def test_a_tokens_cost_grows_with_its_depth_as_attention_does() -> None:
+    llama = of(LLAMA_8B, 16e9)
+    assert 1 / depth_cost_per_token(llama) == pytest.approx(30_600, rel=0.01)
+    assert llama.shape is not None
+    half = msgspec.structs.replace(llama.shape, sliding_layers=16, sliding_window=512)
+    windowed = msgspec.structs.replace(llama, shape=half)
+    assert depth_cost_per_token(windowed) == depth_cost_per_token(llama) / 2
+    kimi = of(KIMI, 5e11)
+    assert active_parameters(kimi) == pytest.approx(32e9, rel=0.1)
+    dense = msgspec.structs.replace(kimi.shape, experts=0, experts_active=0)  # type: ignore[type-var]
+    ratio = depth_cost_per_token(kimi) / depth_cost_per_token(
+        msgspec.structs.replace(kimi, shape=dense)
+    )
+    assert ratio == pytest.approx(1.03e12 / 32e9, rel=0.1), "experts at rest cost nothing"
+    assert depth_cost_per_token(a_model("unknown")) == 0.0
 
 
 def test_parameter_counts_match_the_published_ones() -> None:

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from isochrone.wire.client_keys.key_table import KeyTable
 from isochrone.wire.ids import Epoch, Generation, NodeId
+from isochrone.wire.models.model import ModelDimensions
+from isochrone.wire.models.model_shape import depth_cost_per_token
 from isochrone.wire.peers.report import ReplicaState
 from isochrone.wire.peers.routes import Route, RouteTable
 from scheduler.decide.cluster import ClusterState
@@ -82,3 +84,14 @@ def test_hosts_of_multi_node_replicas_are_found() -> None:
     follower = a_placement("r.1", "ams-2")
     leader = a_placement("r", "ams-1", followers=(follower,))
     assert multi_node_hosts((leader, a_placement("alone", "ams-3"))) == {"ams-1", "ams-2"}
+
+
+def test_a_deployment_has_the_cost_of_depth_of_its_model() -> None:
+    cluster = a_fleet([ReplicaState.WARM] * len(NAMES))
+    assert a_table(cluster).deployments[0].depth_cost_per_token == 0.0
+    shape = ModelDimensions(
+        layers=32, hidden_size=4096, heads=32, kv_heads=8, head_size=128, parameters=8 * 10**9
+    )
+    model = msgspec.structs.replace(cluster.models[0], shape=shape)
+    table = a_table(msgspec.structs.replace(cluster, models=(model,)))
+    assert table.deployments[0].depth_cost_per_token == depth_cost_per_token(model) > 3e-5

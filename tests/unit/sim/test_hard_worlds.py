@@ -29,11 +29,11 @@ class QuickCell(NamedTuple):
 
 
 QUICK = (
-    QuickCell("one PoP of 8, Mooncake", 80, 1.008, 1.006),
-    QuickCell("16 cities, cache x 1/8, Mooncake", 80, 0.977, 0.916),
-    QuickCell("16 cities, 70B of today, Mooncake", 95, 1.069, 1.022),
-    QuickCell("16 cities, a third lost, Mooncake", 80, 1.077, 1.172),
-    QuickCell("16 cities, Azure code", 80, 1.05, 1.197),
+    QuickCell("one PoP of 8, Mooncake", 80, 1.011, 1.011),
+    QuickCell("16 cities, cache x 1/8, Mooncake", 80, 1.01, 1.026),
+    QuickCell("16 cities, 70B of today, Mooncake", 95, 1.005, 0.979),
+    QuickCell("16 cities, a third lost, Mooncake", 80, 1.049, 1.002),
+    QuickCell("16 cities, Azure code", 80, 1.058, 1.156),
 )
 
 
