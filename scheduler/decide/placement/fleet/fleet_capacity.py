@@ -119,8 +119,8 @@ class FleetCapacity:
         sites = np.fromiter(eligible_nodes, np.int64, len(eligible_nodes))
         key = sites.tobytes()
         if key not in self._nearest_ms:
-            latency_ms = self.table.latency_ms[:, sites]
-            self._nearest_ms[key] = latency_ms.min(axis=1, initial=inf)
+            ms = self.table.latency.by_site[sites]
+            self._nearest_ms[key] = ms.min(axis=0, initial=inf)
         return self._nearest_ms[key]
 
     def eligible_nodes(

@@ -128,7 +128,7 @@ class DeploymentNeeds:
         self.load = load.replicas
         self.cities, self.requests_per_s = demand.cities, demand.requests_per_s
         self.total_requests_per_s = float(self.requests_per_s.sum())
-        self._latency_ms = fleet.table.latency_ms
+        self._latency = fleet.table.latency
         self.class_capacity = {name: HEADROOM * speed for name, speed in load.speed.items()}
         self.site_capacity = np.zeros(len(fleet.sites))
         sites = list(self.eligible_nodes)
@@ -144,8 +144,7 @@ class DeploymentNeeds:
     @property
     def latency_ms(self) -> Floats:
         """The round trip from each city of its demand to each site."""
-        rows: Floats = self._latency_ms[self.cities]
-        return rows
+        return self._latency.by_city[self.cities]
 
     @property
     def has_demand(self) -> bool:
@@ -218,7 +217,7 @@ class DeploymentState:
         return LoadAssignment(
             needs.requests_per_s * needs.weight,
             needs.load,
-            self._fleet.table.latency_ms,
+            self._fleet.table.latency,
             capacity,
             UNSERVED_MS,
             needs.cities,

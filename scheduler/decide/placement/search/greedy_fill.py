@@ -95,6 +95,7 @@ class _SiteGains:
         draft.blocked.note_all(state, np.where(is_free, -inf, nets))
         nets[~is_free] = -inf
         self._state, self._nets, self._tiers = state, nets, required.tiers
+        self._has_tiers = bool((required.tiers != required.tiers[:1]).any())
         self._start_costs = NO_FLOATS
         self._start_discount = start_discount
         self._known: dict[int, Known] = {}
@@ -134,11 +135,11 @@ class _SiteGains:
         """Return the entry of the largest gain; [] without any."""
         nets, tiers = self._nets, self._tiers
         site = int(nets.argmax())
-        highest = int(tiers[nets > -inf].max(initial=0))
-        if tiers[site] < highest:
+        if self._has_tiers:
+            highest = tiers[nets > -inf].max(initial=0)
             site = int(np.where(tiers == highest, nets, -inf).argmax())
         net = float(nets[site])
-        return [_entry(self._state, site, net, highest, order)] if net > EPSILON else []
+        return [_entry(self._state, site, net, int(tiers[site]), order)] if net > EPSILON else []
 
 
 def _entry(state: DeploymentState, site: int, net: float, tier: int, order: FillOrder) -> Entry:
