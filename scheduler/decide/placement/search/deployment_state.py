@@ -103,7 +103,8 @@ class DeploymentNeeds:
         self.weight = weight_of(deployment.policy)
         self.replicas_max = deployment.policy.replicas_max
         self.replicas_min = min(deployment.policy.replicas_min, self.replicas_max)
-        self.memory_bytes = planned_memory_bytes(model, deployment) * deployment.engine.devices
+        self.device_bytes = planned_memory_bytes(model, deployment)
+        self.memory_bytes = self.device_bytes * deployment.engine.devices
         self.hold_cost = hold_cost(self.memory_bytes)
         self.eligible_nodes = fleet.eligible_nodes(deployment, model)
         if deployment.policy.overcommit > 1:
