@@ -37,7 +37,8 @@ from scheduler.decide.placement.score import (
     ONE_POP_MS,
     UNSERVED_MS,
 )
-from scheduler.decide.placement.search.deployment_state import DeploymentNeeds, DeploymentState
+from scheduler.decide.placement.search.deployment_needs import DeploymentNeeds
+from scheduler.decide.placement.search.deployment_state import DeploymentState
 from scheduler.decide.placement.search.draft import PlacementDraft
 
 TABLE: Final = Path(__file__).parent / "planet_bound.csv"

@@ -21,11 +21,11 @@ from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
 from scheduler.decide.placement.fleet.slots import (
     FreeMemory,
     classes_with_space,
-    planned_memory_bytes,
     policy_contradiction,
     why_no_slot,
 )
-from scheduler.decide.placement.search.deployment_state import DeploymentNeeds, DeploymentState
+from scheduler.decide.placement.search.deployment_needs import DeploymentNeeds
+from scheduler.decide.placement.search.deployment_state import DeploymentState
 from scheduler.decide.placement.search.draft import PlacementDraft
 from scheduler.decide.placement.search.role_pins import (
     can_generate,
@@ -189,7 +189,7 @@ def _memory_remedy(draft: PlacementDraft, state: DeploymentState) -> str:
 def _lacking_bytes(draft: PlacementDraft, needs: DeploymentNeeds) -> Iterator[tuple[int, NodeId]]:
     """Yield how much memory a replica lacks on each device, of nodes that could hold one if they
     were empty."""
-    needed = planned_memory_bytes(needs.model, needs.deployment)
+    needed = needs.device_bytes
     count = needs.deployment.engine.devices_per_node
     for site, nodes in needs.eligible_nodes.items():
         device_class = draft.fleet.sites[site].device_class

@@ -19,11 +19,6 @@ class LatencyTable:
         self.by_city: Final[Floats] = np.ascontiguousarray(ms)
         self.by_site: Final[Floats] = np.ascontiguousarray(ms.T)
 
-    def from_cities(self, cities: Ints, sites: Ints) -> Floats:
-        """Return a new array `[place in cities, place in sites]`; for many sites."""
-        ms = self.by_city.take(cities, axis=0)
-        return ms if len(sites) == ms.shape[1] else ms.take(sites, axis=1)
-
     def to_sites(self, sites: Ints, cities: Ints) -> Floats:
-        """Return a new array `[place in sites, place in cities]`; for few sites."""
+        """Return a new array `[place in sites, place in cities]`."""
         return self.by_site.take(sites, axis=0).take(cities, axis=1)

@@ -120,7 +120,7 @@ def _evictions_on_node(
     """Return which replicas could leave a node: on each device those that lose least for the
     memory they free."""
     fleet, needs = draft.fleet, blocked.state.needs
-    needed = needs.memory_bytes // needs.deployment.engine.devices
+    needed = needs.device_bytes
     device_class = fleet.sites[blocked.site].device_class
     evictions: list[Eviction] = []
     for device in fleet.nodes[node_id].devices:

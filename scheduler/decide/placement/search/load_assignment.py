@@ -121,13 +121,16 @@ class LoadAssignment:
         saved = np.maximum(self._ms - nearest_ms[city], 0.0)
         return float((self.unit[city] * self._amount) @ saved)
 
-    def gain_upper_bounds(self, sites: Ints, capacities: Floats, least: float = 0.0) -> Floats:
-        """Return for each of `sites` an upper bound of `gain` with one more replica's capacity.
+    def gain_upper_bounds(
+        self, latency_ms: Floats, capacities: Floats, least: float = 0.0
+    ) -> Floats:
+        """Return for some sites an upper bound of `gain` with the capacity of one more replica.
 
-        Where the bound is `least` or less, `least` is returned instead.
+        `latency_ms` has the round trips from each city to these sites. Where the bound is `least`
+        or less, `least` is returned instead.
         """
         paid, unit = self._ms, self.unit[self._city]
-        ms = self._latency.from_cities(self._rows[self._city], sites)
+        ms = latency_ms.take(self._rows[self._city], axis=0)
         if self.is_tight:
             ms *= unit[:, None]
             paid = unit * paid + self._worth[self._site]
@@ -139,8 +142,8 @@ class LoadAssignment:
         bounds: Floats = np.maximum(amount @ paid - amount @ ms, least)
         pays = np.flatnonzero(bounds > least)
         if len(pays):
-            if 2 * len(pays) > len(sites):
-                pays = np.arange(len(sites))
+            if 2 * len(pays) > len(bounds):
+                pays = np.arange(len(bounds))
             else:
                 ms = ms.take(pays, axis=1)
             saved = np.subtract(paid[:, None], ms, out=ms)
@@ -210,7 +213,8 @@ class LoadAssignment:
     def _saved_at(self, site: int) -> Floats:
         """Return what a unit of each row saves at a site; 0 for the rows that are there."""
         ms = self._latency.by_site[site][self._rows[self._city]]
-        return self.unit[self._city] * (self._ms - ms)
+        saved: Floats = self.unit[self._city] * (self._ms - ms)
+        return saved
 
     def _displaced(self, site: int, capacity: float) -> _Displaced:
         """Return the rows that a site without `capacity` could not hold: those that lose least,
@@ -283,7 +287,7 @@ class LoadAssignment:
         order = np.argsort(self._site, kind="stable")
         sites_used, starts = np.unique(self._site[order], return_index=True)
         ms = np.full((len(order), count), self.unserved_ms)
-        ms[:, :-1] = self._latency.from_cities(self._rows[self._city[order]], sites[:-1])
+        ms[:, :-1] = self._latency.by_city[self._rows[self._city[order]][:, None], sites[:-1]]
         saved = self.unit[self._city[order]][:, None] * (self._ms[order][:, None] - ms)
         # steps[a, b]: the most that one unit of load saves by moving from site a to site b.
         steps = np.full((count, count), -np.inf)

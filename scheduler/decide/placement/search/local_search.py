@@ -234,15 +234,12 @@ class LocalSearch:
     def _place_elsewhere(self, state: DeploymentState, left_site: int, reason: str = "") -> None:
         """Take the best free slot that pays at any site but `left_site`, if there is one."""
         draft, needs = self._draft, state.needs
-        sites = np.flatnonzero(needs.site_capacity > 0)
-        sites = sites[sites != left_site]
-        if not len(sites) or state.is_full:
+        if state.is_full:
             return
-        bounds = np.zeros(len(sites))
-        if len(needs.cities):
-            bounds = state.assignment.gain_upper_bounds(sites, needs.site_capacity[sites])
+        sites = needs.sites.numbers[needs.sites.numbers != left_site]
+        bounds = state.gain_upper_bounds()[sites]
         if not state.requirements_met():
-            bounds += [draft.need_at(state, int(site)).worth for site in sites]
+            bounds += state.needs_by_site().worths[sites]
         order = np.argsort(-bounds, kind="stable")[:SITES_TRIED_MAX]
         best: Gain | None = None
         for site in sites[order]:

@@ -196,4 +196,4 @@ def _is_free(state: DeploymentState) -> bool:
 
 def _size_of(state: DeploymentState) -> ReplicaSize:
     devices = state.needs.deployment.engine.devices
-    return ReplicaSize(devices, state.needs.memory_bytes // devices)
+    return ReplicaSize(devices, state.needs.device_bytes)
