@@ -317,12 +317,13 @@ class PlanBuilder:
         """
         changes: list[ReplicaRoleChange] = []
         for state in states if not self.fleet.liveness.frozen else ():
-            running = self._running[state.deployment_id]
+            due = due_role_changes(state)
+            running = self._running[state.deployment_id] if due else []
             nodes = {placement.replica_id: placement.node_id for placement in running}
             ending = {
                 self.fleet.nodes[p.node_id].pop for p in running if p.replica_id in self._endings
             }
-            for change in due_role_changes(state):
+            for change in due:
                 node_id = nodes[change.replica_id]
                 if self.fleet.nodes[node_id].pop not in ending:
                     changes.append(

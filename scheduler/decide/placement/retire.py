@@ -36,7 +36,9 @@ is well below 1 because demand that leaves at night comes back by day."""
 
 def has_failed(placement: Placement) -> bool:
     """Say whether a part of a placement will not serve again."""
-    return any(part.state in TERMINAL_STATES for part in placement.parts)
+    return placement.state in TERMINAL_STATES or any(
+        part.state in TERMINAL_STATES for part in placement.followers
+    )
 
 
 def is_staying(fleet: FleetCapacity, placement: Placement) -> bool:

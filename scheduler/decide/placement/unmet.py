@@ -83,18 +83,17 @@ def unmet_requirements(draft: PlacementDraft, state: DeploymentState) -> Iterato
     """Yield what a deployment still lacks at the end of a plan, with each node's refusal."""
     fleet, needs, pops = draft.fleet, state.needs, state.pops()
     policy = needs.deployment.policy
-    for pop in sorted(set(policy.keep_warm) & fleet.pops.keys()):
+    for pop in sorted(set(policy.keep_warm)):
         if pop not in pops and not state.is_full and pop in fleet.allowed_pops(policy):
             yield _cannot_place(draft, needs, f"{pop} is kept warm", pop)
     if len(pops) < needs.replicas_min:
         yield _cannot_place(draft, needs, needs.minimum_reason)
     for pop in state.pops_without_prefill() if not state.is_full else ():
         yield _cannot_place(draft, needs, f"{pop} has too few prefill replicas", pop)
-    unserved = state.assignment.unserved()
-    demanded = float(state.assignment.load.sum())
-    is_short = needs.has_demand and unserved > UNSERVED_SHARE * demanded
-    if is_short and len(pops) >= needs.replicas_min:
-        share = f"{100 * unserved / demanded:.0f} % of the demand has no capacity"
+    unserved = state.assignment.unserved() if needs.has_demand else 0.0
+    share_unserved = unserved / float(state.assignment.load.sum()) if unserved > 0 else 0.0
+    if share_unserved > UNSERVED_SHARE and len(pops) >= needs.replicas_min:
+        share = f"{100 * share_unserved:.0f} % of the demand has no capacity"
         if state.is_full:
             limit = f"the policy allows {needs.replicas_max} replicas; raise replicas_max"
             yield UnmetRequirement(deployment_id=needs.deployment_id, reason=f"{share}: {limit}")

@@ -87,11 +87,13 @@ class SiteTable:
 
         A placement whose devices are no longer known counts as on the node's first device.
         """
-        for device_id in (*placement.device_ids, *(d.device_id for d in node.devices[:1])):
-            site = self._site_of_device.get((node.node_id, device_id), -1)
-            if site >= 0:
+        for device_id in placement.device_ids:
+            site = self._site_of_device.get((node.node_id, device_id))
+            if site is not None:
                 return site
-        return -1
+        if not node.devices:
+            return -1
+        return self._site_of_device[node.node_id, node.devices[0].device_id]
 
     def largest_node_devices(self, device_class: str) -> int:
         """Return how many healthy devices of a class the largest node has."""

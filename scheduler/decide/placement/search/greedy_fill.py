@@ -208,7 +208,7 @@ class _GreedyFill:
 
     def _offer(self, state: DeploymentState) -> list[Entry]:
         """Compute the bounds of a deployment; return the entry of the largest, if any may pay."""
-        if state.is_full or not state.needs.site_capacity.any():
+        if state.is_full or not len(state.needs.sites.numbers):
             return []
         least = state.needs.hold_cost + START - self._start_discount
         if state.requirements_met() and (state.gain_upper_bounds(least) <= least).all():

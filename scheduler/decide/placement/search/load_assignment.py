@@ -60,19 +60,21 @@ class LoadAssignment:
         self._latency = latency
         self._rows: Ints = np.arange(len(load)) if rows is None else rows
         self.unserved_ms = unserved_ms
-        self.capacity = np.zeros(len(latency.by_site))
-        self.free = np.zeros(len(latency.by_site))
+        self.capacity, self.free = capacity.copy(), capacity.copy()
+        # The rows: they are replaced, never written into, so that copies share them.
         self._city: Ints = np.arange(len(load))
-        self._site: Ints = np.full(len(load), UNSERVED)
-        self._amount: Floats = self.load.copy()
-        self._ms: Floats = np.full(len(load), unserved_ms)
+        self._amount: Floats = self.load
         # The worth of one more unit of capacity at each site to rows that could move there.
         self._worth: Floats = NO_FLOATS
         self.is_tight = False
         """Whether capacity at some full site is worth something: `_direct_gain` is then too
         high."""
-        if capacity.any():
-            self._assign_all(capacity)
+        open_sites = np.flatnonzero(capacity > 0)
+        if len(open_sites):
+            self._assign_all(open_sites)
+        else:
+            self._site: Ints = np.full(len(load), UNSERVED)
+            self._ms: Floats = np.full(len(load), unserved_ms)
 
     def cost(self) -> float:
         """Return the weighted ms x requests/s of all load."""
@@ -98,7 +100,7 @@ class LoadAssignment:
         return self._ms[served], (self.unit[self._city] * self._amount)[served]
 
     def copy(self) -> "LoadAssignment":
-        """Return an independent copy. Rows are shared: they are replaced, never written into."""
+        """Return an independent copy."""
         twin = object.__new__(LoadAssignment)
         twin.__dict__.update(self.__dict__)
         twin.capacity, twin.free = self.capacity.copy(), self.free.copy()
@@ -243,10 +245,8 @@ class LoadAssignment:
         nearest = np.where(best_ms < self.unserved_ms, sites[ms.argmin(axis=0)], UNSERVED)
         return nearest, np.minimum(best_ms, self.unserved_ms)
 
-    def _assign_all(self, capacity: Floats) -> None:
+    def _assign_all(self, open_sites: Ints) -> None:
         """Assign every city to its nearest site, then move load away from overfull sites."""
-        self.capacity, self.free = capacity.copy(), capacity.copy()
-        open_sites = np.flatnonzero(capacity > 0)
         ms = self._latency.to_sites(open_sites, self._rows)
         self._site = open_sites[ms.argmin(axis=0)]
         self._ms = ms.min(axis=0)
@@ -260,9 +260,10 @@ class LoadAssignment:
     def _exchange(self) -> None:
         """Move rows along chains and rings of sites while that saves and effort is left."""
         self._worth, self.is_tight = NO_FLOATS, False
-        full = np.flatnonzero((self.capacity > 0) & (self.free <= EPSILON))
-        # Capacity that was removed may leave a rounding error that looks full, without any demand.
-        if not len(full) or not len(self._city) or len(self.load) * len(self.capacity) > PAIRS_MAX:
+        # Without demand, capacity that was removed may leave a rounding error that looks full.
+        if not 0 < len(self.load) * len(self.capacity) <= PAIRS_MAX:
+            return
+        if not ((self.capacity > 0) & (self.free <= EPSILON)).any():
             return
         sites = np.append(np.flatnonzero(self.capacity > 0), UNSERVED)
         self._worth = np.zeros(len(self.capacity) + 1)
