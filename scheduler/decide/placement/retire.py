@@ -172,8 +172,9 @@ def separate_failure_domains(
     """
     fleet, pops = draft.fleet, set(state.pops())
     is_required = state.needs.replicas_min >= 2 and len(state.replicas) >= 2 and len(pops) == 1
-    has_settled = len(removable_replicas(state, settle_s)) == len(state.replicas)
-    if not (is_required and has_settled and draft.has_starts_left):
+    if not (is_required and draft.has_starts_left):
+        return
+    if len(removable_replicas(state, settle_s)) != len(state.replicas):
         return
     domains = [_domains(fleet, r.placement.node_ids) for r in state.replicas if r.placement]
     shared = frozenset.intersection(*domains)

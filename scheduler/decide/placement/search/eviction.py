@@ -42,26 +42,25 @@ def _holders(
 ) -> Holders:
     holders: Holders = defaultdict(list)
     for state, warm in zip(draft.states, warm_pops, strict=True):
+        # Replicas that are only starting do not count.
+        may_lose = len(warm) > state.needs.replicas_min
         for replica in state.replicas:
             is_new = replica.slot and not replica.waits
-            if is_new or _may_preempt(replica, settle_s, warm):
+            if is_new or (may_lose and _may_preempt(replica, settle_s, warm)):
                 for node_id in _nodes_of(replica):
                     holders[node_id].append(replica)
     return holders
 
 
 def _may_preempt(replica: PlannedReplica, settle_s: float, warm: Sequence[PopId]) -> bool:
-    """Say whether a running replica may be preempted while its deployment is warm in `warm`.
-
-    Replicas that are only starting do not count.
-    """
-    needs, placement = replica.state.needs, replica.placement
-    keep_warm = needs.deployment.policy.keep_warm
+    """Say whether a replica of a deployment that is warm in `warm`, and may lose one, may be
+    preempted."""
+    placement = replica.placement
+    keep_warm = replica.state.needs.deployment.policy.keep_warm
     return (
         placement is not None
         and placement.state is ReplicaState.WARM
         and placement.age_s >= settle_s
-        and len(warm) > needs.replicas_min
         and not (replica.pop in keep_warm and warm.count(replica.pop) == 1)
     )
 

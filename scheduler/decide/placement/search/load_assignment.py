@@ -187,14 +187,15 @@ class LoadAssignment:
     def loss_lower_bounds(self) -> Floats:
         """Return for each site a lower bound of the cost of losing all of its capacity."""
         open_sites = np.flatnonzero(self.capacity > 0)
-        rows = np.flatnonzero(self._site != UNSERVED)
-        if not len(rows):
+        if not len(open_sites):
             return np.zeros(len(self.capacity))
-        ms = self._latency.to_sites(open_sites, self._rows[self._city[rows]])
-        np.copyto(ms, self.unserved_ms, where=open_sites[:, None] == self._site[rows])
-        paid = self.unit[self._city[rows]] * self._amount[rows]
-        extra = paid * np.maximum(0.0, ms.min(axis=0) - self._ms[rows])
-        return np.bincount(self._site[rows], extra, len(self.capacity)).astype(np.float64)
+        ms = self._latency.to_sites(open_sites, self._rows[self._city])
+        np.copyto(ms, self.unserved_ms, where=open_sites[:, None] == self._site)
+        paid = self.unit[self._city] * self._amount
+        extra = paid * np.maximum(0.0, ms.min(axis=0) - self._ms)
+        # UNSERVED is -1: what it loses, nothing, comes before the sites.
+        lost = np.bincount(self._site + 1, extra, len(self.capacity) + 1)
+        return np.asarray(lost[1:], np.float64)
 
     def _direct_gain(self, site: int, capacity: float) -> float:
         """Return what more capacity at a site saves by rows that move there, before others follow
