@@ -237,13 +237,15 @@ class LocalSearch:
         if state.is_full:
             return
         sites = needs.sites.numbers[needs.sites.numbers != left_site]
-        bounds = state.gain_upper_bounds()[sites]
-        if not state.requirements_met():
-            bounds += state.needs_by_site().worths[sites]
-        order = np.argsort(-bounds, kind="stable")[:SITES_TRIED_MAX]
+        worths, costs = state.needs_by_site().worths, needs.hold_cost + START
+        # A replica that saves no more than this does not pay at any site.
+        least = max(0.0, costs - float(worths.max(initial=0.0)))
+        bounds = state.gain_upper_bounds(least)[sites] + worths[sites]
         best: Gain | None = None
-        for site in sites[order]:
-            gain = draft.free_gain_at(state, int(site))
+        for place in np.argsort(-bounds, kind="stable")[:SITES_TRIED_MAX]:
+            if bounds[place] <= costs:
+                break
+            gain = draft.free_gain_at(state, int(sites[place]))
             if gain and gain.net > IMPROVEMENT_MIN and (best is None or gain.net > best.net):
                 best = gain
         if best:
