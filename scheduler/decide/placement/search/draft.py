@@ -187,7 +187,7 @@ class PlacementDraft:
         candidate = None
         if net > net_min:
             candidate = self.ledger.best_candidate(
-                site, needs.eligible_nodes[site], needs.deployment, needs.model, count_releasing
+                site, needs.eligible_nodes[site], needs, count_releasing
             )
         net -= candidate.start_cost if candidate else 0.0
         return Gain(need=need, saves=saves, net=net, site=site, candidate=candidate)

@@ -210,8 +210,8 @@ class LoadAssignment:
             return float(saved @ amount)
         order = np.argsort(-saved)
         amount = amount[order]
-        before = np.cumsum(amount) - amount
-        return float(saved[order] @ np.clip(capacity - before, 0.0, amount))
+        left = np.maximum(capacity - (np.cumsum(amount) - amount), 0.0)
+        return float(saved[order] @ np.minimum(left, amount))
 
     def _saved_at(self, site: int) -> Floats:
         """Return what a unit of each row saves at a site; 0 for the rows that are there."""

@@ -24,11 +24,11 @@ from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
 from scheduler.decide.placement.fleet.slots import (
     Slot,
     SlotPart,
-    awake_memory_bytes,
     awake_minimum,
     free_memory,
 )
 from scheduler.decide.placement.score import FAILED_HERE, start_cost
+from scheduler.decide.placement.search.deployment_needs import DeploymentNeeds
 
 CROWD_COST: Final = 2.0
 """Added to a node's start cost for each replica of the deployment in its failure domain, to spread
@@ -93,19 +93,18 @@ class SlotLedger:
         self,
         site: int,
         nodes: Sequence[FleetNode],
-        deployment: Deployment,
-        model: CatalogModel,
+        needs: DeploymentNeeds,
         count_releasing: bool = False,
     ) -> Candidate | None:
-        """Return the best free slot of a site on one of `nodes`, or None.
+        """Return the best free slot of a site on one of `nodes` for a replica, or None.
 
         The soonest start wins, then the failure domain with fewest replicas, then the tightest
         devices. With `count_releasing`, memory of replicas that are ending counts as free.
         """
-        key = (deployment.deployment_id, site, count_releasing)
+        key = (needs.deployment_id, site, count_releasing)
         cached = self._candidates.get(key)
         if cached is None or cached[0] != self._site_versions[site]:
-            found = self._find_candidate(site, nodes, deployment, model, count_releasing)
+            found = self._find_candidate(site, nodes, needs, count_releasing)
             cached = self._candidates[key] = (self._site_versions[site], found)
         return cached[1]
 
@@ -114,18 +113,17 @@ class SlotLedger:
         site: int,
         node: FleetNode,
         device_ids: tuple[DeviceId, ...],
-        deployment: Deployment,
-        model: CatalogModel,
+        needs: DeploymentNeeds,
     ) -> Candidate:
         """Return the slot on given devices of one node; they have the memory for it."""
-        start_s = self._fleet.start_times.start_s(node, model, self._queued_bytes[node.node_id])
-        failures = self._fleet.failures_on(deployment.deployment_id, node.node_id)
-        awake_bytes = awake_memory_bytes(model, deployment)
+        queued = self._queued_bytes[node.node_id]
+        start_s = self._fleet.start_times.start_s(node, needs.model, queued)
+        failures = self._fleet.failures_on(needs.deployment_id, node.node_id)
         return Candidate(
             slot=Slot(
                 parts=(SlotPart(node=node, device_ids=device_ids),),
-                memory_bytes=awake_bytes,
-                awake_bytes=awake_bytes,
+                memory_bytes=needs.awake_bytes,
+                awake_bytes=needs.awake_bytes,
             ),
             site=site,
             start_s=start_s,
@@ -176,13 +174,12 @@ class SlotLedger:
         self,
         site: int,
         nodes: Sequence[FleetNode],
-        deployment: Deployment,
-        model: CatalogModel,
+        needs: DeploymentNeeds,
         count_releasing: bool,
     ) -> Candidate | None:
-        fleet, engine = self._fleet, deployment.engine
-        deployment_id = deployment.deployment_id
-        awake_bytes = awake_memory_bytes(model, deployment)
+        fleet, deployment, model = self._fleet, needs.deployment, needs.model
+        engine, deployment_id = deployment.engine, deployment.deployment_id
+        awake_bytes = needs.awake_bytes
         pop = fleet.sites[site].pop
         is_short = self._awake_in_pop[deployment_id, pop] < awake_minimum(deployment.policy, pop)
         overcommit = 1.0 if is_short else deployment.policy.overcommit
