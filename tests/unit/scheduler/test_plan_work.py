@@ -5,7 +5,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.ids import DeploymentId, NodeId, PopId
@@ -160,6 +160,7 @@ def test_round_trips_are_kept_for_the_first_sets_of_sites_and_equal_for_all(
         max_size=6,
     )
 )
+@example([a_demand("ams", rate, name) for name, rate in (("e", 1.0), ("d", 2.0), ("e", 3.0))])
 def test_demand_that_is_read_in_place_is_what_it_is_when_rows_are_left_out(
     rows: list[DemandRate],
 ) -> None:
