@@ -144,6 +144,7 @@ class LoadAssignment:
         bounds: Floats = np.maximum(amount @ paid - amount @ ms, least)
         pays = np.flatnonzero(bounds > least)
         if len(pays):
+            # To choose most of the columns takes longer than to compute all.
             if 2 * len(pays) > len(bounds):
                 pays = np.arange(len(bounds))
             else:
@@ -193,7 +194,7 @@ class LoadAssignment:
         np.copyto(ms, self.unserved_ms, where=open_sites[:, None] == self._site)
         paid = self.unit[self._city] * self._amount
         extra = paid * np.maximum(0.0, ms.min(axis=0) - self._ms)
-        # UNSERVED is -1: what it loses, nothing, comes before the sites.
+        # UNSERVED is -1: it is counted in front of the sites, and left out.
         lost = np.bincount(self._site + 1, extra, len(self.capacity) + 1)
         return np.asarray(lost[1:], np.float64)
 
