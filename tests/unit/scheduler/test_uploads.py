@@ -235,3 +235,4 @@ async def test_a_download_that_cannot_go_on_ends_at_once(
             async for chunk in response.content.iter_any():
                 received += chunk
     assert not received.strip(b"\0"), "no error is within the contents"
+    await asyncio.gather(*RELEASES)
