@@ -154,7 +154,7 @@ nothing_left=" && ! grep -ls '/[.]state/fleet' /proc/[0-9]*/cmdline"
 
 check_demo() {  # OUTPUT: the demo came to its end
     local words
-    for words in 'one replica, in ams' 'after demand grew in sin' 'base_url='; do
+    for words in 'one replica, in ams' 'after demand grew in sin' 'all processes have stopped'; do
         grep -q "$words" "$1" || { echo "make up did not say: $words"; return 1; }
     done
 }
