@@ -119,7 +119,7 @@ def _add_deployment(
     for site, nodes in needs.eligible_nodes.items():
         device_class = draft.fleet.sites[site].device_class
         for node in nodes:
-            candidate = draft.ledger.best_candidate(site, [node], needs.deployment, needs.model)
+            candidate = draft.ledger.best_candidate(site, [node], needs)
             if candidate is None:
                 continue
             fitting = [

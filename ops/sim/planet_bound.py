@@ -37,7 +37,8 @@ from scheduler.decide.placement.score import (
     ONE_POP_MS,
     UNSERVED_MS,
 )
-from scheduler.decide.placement.search.deployment_state import DeploymentNeeds, DeploymentState
+from scheduler.decide.placement.search.deployment_needs import DeploymentNeeds
+from scheduler.decide.placement.search.deployment_state import DeploymentState
 from scheduler.decide.placement.search.draft import PlacementDraft
 
 TABLE: Final = Path(__file__).parent / "planet_bound.csv"
@@ -55,9 +56,7 @@ def terms_of(state: DeploymentState, draft: PlacementDraft) -> DeploymentTerms:
     needs, fleet = state.needs, draft.fleet
     sites = np.flatnonzero(needs.site_capacity > 0)
     candidates = [
-        draft.ledger.best_candidate(
-            int(site), needs.eligible_nodes[int(site)], needs.deployment, needs.model
-        )
+        draft.ledger.best_candidate(int(site), needs.eligible_nodes[int(site)], needs)
         for site in sites
     ]
     starts = np.array([found.start_cost if found else np.inf for found in candidates])

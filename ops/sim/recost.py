@@ -52,9 +52,7 @@ def recost(cluster: ClusterState, slots: Sequence[SlotColumn]) -> PlacementDraft
     for column in sorted(slots, key=lambda slot: sizes[numbers[slot.deployment_id]]):
         state = draft.states[numbers[column.deployment_id]]
         node = draft.fleet.nodes[column.node_id]
-        found = draft.ledger.best_candidate(
-            column.site, [node], state.needs.deployment, state.needs.model
-        )
+        found = draft.ledger.best_candidate(column.site, [node], state.needs)
         if found is None:
             raise RuntimeError(
                 f"cannot place {state.deployment_id} on {node.node_id}: no memory is left there"

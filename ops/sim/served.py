@@ -15,6 +15,7 @@ from isochrone.wire.ids import NodeId
 from ops.sim.planet_world import OUTPUT_TOKENS, PROMPT_TOKENS, PlanetWorld
 from scheduler.decide.arrays import Floats, Ints
 from scheduler.decide.capacity.distances import Distances
+from scheduler.decide.placement.fleet.latency_table import LatencyTable
 from scheduler.decide.placement.score import UNSERVED_MS
 from scheduler.decide.placement.search.load_assignment import LoadAssignment
 
@@ -37,8 +38,7 @@ class OpenSites(NamedTuple):
     """The PoPs with warm replicas of one deployment: distances, capacity, nearest per city."""
 
     warm_nodes: Counter[NodeId]
-    rtt_ms: Floats
-    """Round trips from each city (row) to each open site (column)."""
+    latency: LatencyTable
     capacity: Floats
     """Requests/s of each open site."""
     nearest: Ints
@@ -116,7 +116,9 @@ class UserTraffic:
             return ServedRates(sites.nearest_ms, requests)
         cities = np.flatnonzero(requests > 0)
         rates = requests[cities]
-        assignment = LoadAssignment(rates, rates, sites.rtt_ms[cities], sites.capacity, UNSERVED_MS)
+        assignment = LoadAssignment(
+            rates, rates, sites.latency, sites.capacity, UNSERVED_MS, cities
+        )
         return ServedRates(*assignment.latencies())
 
     def _find_open_sites(self, number: int, warm_nodes: Counter[NodeId]) -> OpenSites:
@@ -126,11 +128,11 @@ class UserTraffic:
         sites = np.flatnonzero(capacity > 0)
         if not len(sites):
             nothing = np.zeros(0)
-            return OpenSites(warm_nodes, nothing, nothing, sites, nothing)
-        rtt_ms = np.ascontiguousarray(self._rtt_ms[:, sites])
-        nearest = rtt_ms.argmin(axis=1)
-        nearest_ms = rtt_ms[np.arange(len(rtt_ms)), nearest]
-        return OpenSites(warm_nodes, rtt_ms, capacity[sites], nearest, nearest_ms)
+            no_sites = LatencyTable(np.zeros((len(self._rtt_ms), 0)))
+            return OpenSites(warm_nodes, no_sites, nothing, sites, nothing)
+        latency = LatencyTable(self._rtt_ms[:, sites])
+        nearest, nearest_ms = latency.by_site.argmin(axis=0), latency.by_site.min(axis=0)
+        return OpenSites(warm_nodes, latency, capacity[sites], nearest, nearest_ms)
 
     def _requests_per_s(self, number: int, node_id: NodeId) -> float:
         """Return the requests/s of a replica at full capacity, without the planner's headroom."""

@@ -120,8 +120,10 @@ def replica_rates(
 
 def is_measured(profile: ReplicaProfile) -> bool:
     """Say whether a profile has both rates, within the plausible range."""
-    rates = profile.prefill_tokens_per_s, profile.decode_tokens_per_s
-    return all(RATE_MIN <= rate <= RATE_MAX for rate in rates)
+    return (
+        RATE_MIN <= profile.prefill_tokens_per_s <= RATE_MAX
+        and RATE_MIN <= profile.decode_tokens_per_s <= RATE_MAX
+    )
 
 
 def splits(shape: ModelDimensions | None, devices: int, nodes: int = 1) -> Iterator[ParallelSplit]:

@@ -61,6 +61,7 @@ class StartTimes:
             for digest in node.artifacts:
                 self._pops_with[digest].add(node.pop)
         self._wan_rates: dict[tuple[str, PopId], float] = {}
+        self._fetch_s: dict[tuple[NodeId, str], float] = {}
 
     def start_s(self, node: FleetNode, model: CatalogModel, queued_bytes: int) -> float:
         """Return the seconds until a replica of `model` would be warm on `node`.
@@ -87,8 +88,11 @@ class StartTimes:
 
     def fetch_s(self, node: FleetNode, model: CatalogModel) -> float:
         """Return the seconds to copy a model's weights to a node that lacks them."""
-        rate = self._fetch_bytes_per_s(node, model.artifact.digest)
-        return model.artifact.size_bytes / rate
+        key = node.node_id, model.artifact.digest
+        if key not in self._fetch_s:
+            rate = self._fetch_bytes_per_s(node, model.artifact.digest)
+            self._fetch_s[key] = model.artifact.size_bytes / rate
+        return self._fetch_s[key]
 
     def _fetch_bytes_per_s(self, node: FleetNode, digest: str) -> float:
         if self.is_held_in(node.pop, digest):

@@ -19,7 +19,7 @@ from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.peers.report import ReplicaProfile
 from scheduler.decide.arrays import NO_FLOATS, Floats, Ints
 from scheduler.decide.cluster import ClusterState, DemandRate
-from scheduler.decide.demand.demand_columns import read_columns
+from scheduler.decide.demand.demand_columns import DemandColumns, read_columns
 
 RATE_MIN: Final = 1e-9
 RATE_MAX: Final = 1e9
@@ -161,23 +161,42 @@ def demand_by_deployment(
     Refused requests count. Rows of unknown cities are left out, and rates that are not a number,
     negative or implausibly large. Reads all rows as arrays: a large fleet has tens of thousands.
     """
-    names, number, city, rates = read_columns(rows, index)
-    # NaN compares as False.
-    is_valid = np.logical_and.reduce([city >= 0, *((r >= 0) & (r < RATE_MAX) for r in rates)])
-    kept = np.flatnonzero(is_valid & (np.maximum(rates[0], rates[1]) > RATE_MIN))
-    # Numbers of 16 bits are sorted several times faster.
-    narrow = np.uint16 if len(names) < 2**16 else np.int64
-    kept = kept[np.argsort(number[kept].astype(narrow), kind="stable")]
-    cities = city[kept]
-    answered, refused, prompt, output = (rate[kept] for rate in rates)
-    requests = answered + refused
-    # Too few answered requests say nothing of the refused ones, and must not be divided by.
-    ratio = requests / np.where(answered > RATE_MIN, answered, requests)
-    prompt, output = prompt * ratio, output * ratio
+    columns = read_columns(rows, index)
+    names, kept = columns.names, _valid_rows(columns)
+    cities = columns.city[kept]
+    answered, refused, prompt, output = (rate[kept] for rate in columns.rates)
+    requests = answered
+    if refused.any():
+        requests = answered + refused
+        # Too few answered requests say nothing of the refused ones, and must not be divided by.
+        ratio = requests / np.where(answered > RATE_MIN, answered, requests)
+        prompt, output = prompt * ratio, output * ratio
     by_deployment: defaultdict[DeploymentId, DeploymentDemand] = defaultdict(lambda: NO_DEMAND)
-    ends = np.searchsorted(number[kept], np.arange(len(names) + 1)).tolist()
+    ends = np.searchsorted(columns.number[kept], np.arange(len(names) + 1)).tolist()
     for name, part in zip(names, starmap(slice, pairwise(ends)), strict=True):
         by_deployment[name] = DeploymentDemand(
             cities[part], requests[part], prompt[part], output[part]
         )
     return by_deployment
+
+
+def _valid_rows(columns: DemandColumns) -> Ints | slice:
+    """Return the rows that count, in the order of their deployments' numbers.
+
+    If that is all rows as they are, as it mostly is, return a slice: it copies nothing.
+    """
+    number, city, rates = columns.number, columns.city, columns.rates
+    # NaN compares as False.
+    is_kept = np.logical_and.reduce(
+        [
+            city >= 0,
+            *((rate >= 0) & (rate < RATE_MAX) for rate in rates),
+            np.maximum(rates[0], rates[1]) > RATE_MIN,
+        ]
+    )
+    if is_kept.all() and (number[1:] >= number[:-1]).all():
+        return slice(None)
+    kept = np.flatnonzero(is_kept)
+    # Numbers of 16 bits are sorted several times faster.
+    narrow = np.uint16 if len(columns.names) < 2**16 else np.int64
+    return kept[np.argsort(number[kept].astype(narrow), kind="stable")]

@@ -3,9 +3,9 @@
 Steps, and where each of them is:
 
  1. End replicas that must not run: forbidden, failed, or of a deleted deployment (`retire.py`).
- 2. Read the needs of each deployment and what it already has (`search/deployment_state.py`), and
-    which load each replica serves (`search/load_assignment.py`). All later steps lower one sum
-    (`score.py`).
+ 2. Read the needs of each deployment (`search/deployment_needs.py`), what it already has
+    (`search/deployment_state.py`), and which load each replica serves
+    (`search/load_assignment.py`). All later steps lower one sum (`score.py`).
  3. Fill: add replicas that pay, best per byte first (`search/greedy_fill.py`), each on the tightest
     devices of its site (`search/slot_ledger.py`).
  4. Improve while effort is left (`search/local_search.py`), each change kept or rolled back as a
@@ -66,11 +66,8 @@ from scheduler.decide.placement.retire import (
     replace_old_version,
     separate_failure_domains,
 )
-from scheduler.decide.placement.search.deployment_state import (
-    DeploymentNeeds,
-    DeploymentState,
-    PlannedReplica,
-)
+from scheduler.decide.placement.search.deployment_needs import DeploymentNeeds
+from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.draft import PlacementDraft
 from scheduler.decide.placement.search.greedy_fill import fill, keep_first
 from scheduler.decide.placement.search.local_search import LocalSearch
@@ -320,12 +317,13 @@ class PlanBuilder:
         """
         changes: list[ReplicaRoleChange] = []
         for state in states if not self.fleet.liveness.frozen else ():
-            running = self._running[state.deployment_id]
+            due = due_role_changes(state)
+            running = self._running[state.deployment_id] if due else []
             nodes = {placement.replica_id: placement.node_id for placement in running}
             ending = {
                 self.fleet.nodes[p.node_id].pop for p in running if p.replica_id in self._endings
             }
-            for change in due_role_changes(state):
+            for change in due:
                 node_id = nodes[change.replica_id]
                 if self.fleet.nodes[node_id].pop not in ending:
                     changes.append(

@@ -36,7 +36,9 @@ is well below 1 because demand that leaves at night comes back by day."""
 
 def has_failed(placement: Placement) -> bool:
     """Say whether a part of a placement will not serve again."""
-    return any(part.state in TERMINAL_STATES for part in placement.parts)
+    return placement.state in TERMINAL_STATES or any(
+        part.state in TERMINAL_STATES for part in placement.followers
+    )
 
 
 def is_staying(fleet: FleetCapacity, placement: Placement) -> bool:
@@ -170,8 +172,9 @@ def separate_failure_domains(
     """
     fleet, pops = draft.fleet, set(state.pops())
     is_required = state.needs.replicas_min >= 2 and len(state.replicas) >= 2 and len(pops) == 1
-    has_settled = len(removable_replicas(state, settle_s)) == len(state.replicas)
-    if not (is_required and has_settled and draft.has_starts_left):
+    if not (is_required and draft.has_starts_left):
+        return
+    if len(removable_replicas(state, settle_s)) != len(state.replicas):
         return
     domains = [_domains(fleet, r.placement.node_ids) for r in state.replicas if r.placement]
     shared = frozenset.intersection(*domains)

@@ -21,11 +21,11 @@ from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
 from scheduler.decide.placement.fleet.slots import (
     FreeMemory,
     classes_with_space,
-    planned_memory_bytes,
     policy_contradiction,
     why_no_slot,
 )
-from scheduler.decide.placement.search.deployment_state import DeploymentNeeds, DeploymentState
+from scheduler.decide.placement.search.deployment_needs import DeploymentNeeds
+from scheduler.decide.placement.search.deployment_state import DeploymentState
 from scheduler.decide.placement.search.draft import PlacementDraft
 from scheduler.decide.placement.search.role_pins import (
     can_generate,
@@ -83,18 +83,17 @@ def unmet_requirements(draft: PlacementDraft, state: DeploymentState) -> Iterato
     """Yield what a deployment still lacks at the end of a plan, with each node's refusal."""
     fleet, needs, pops = draft.fleet, state.needs, state.pops()
     policy = needs.deployment.policy
-    for pop in sorted(set(policy.keep_warm) & fleet.pops.keys()):
+    for pop in sorted(set(policy.keep_warm)):
         if pop not in pops and not state.is_full and pop in fleet.allowed_pops(policy):
             yield _cannot_place(draft, needs, f"{pop} is kept warm", pop)
     if len(pops) < needs.replicas_min:
         yield _cannot_place(draft, needs, needs.minimum_reason)
     for pop in state.pops_without_prefill() if not state.is_full else ():
         yield _cannot_place(draft, needs, f"{pop} has too few prefill replicas", pop)
-    unserved = state.assignment.unserved()
-    demanded = float(state.assignment.load.sum())
-    is_short = needs.has_demand and unserved > UNSERVED_SHARE * demanded
-    if is_short and len(pops) >= needs.replicas_min:
-        share = f"{100 * unserved / demanded:.0f} % of the demand has no capacity"
+    unserved = state.assignment.unserved() if needs.has_demand else 0.0
+    share_unserved = unserved / float(state.assignment.load.sum()) if unserved > 0 else 0.0
+    if share_unserved > UNSERVED_SHARE and len(pops) >= needs.replicas_min:
+        share = f"{100 * share_unserved:.0f} % of the demand has no capacity"
         if state.is_full:
             limit = f"the policy allows {needs.replicas_max} replicas; raise replicas_max"
             yield UnmetRequirement(deployment_id=needs.deployment_id, reason=f"{share}: {limit}")
@@ -189,7 +188,7 @@ def _memory_remedy(draft: PlacementDraft, state: DeploymentState) -> str:
 def _lacking_bytes(draft: PlacementDraft, needs: DeploymentNeeds) -> Iterator[tuple[int, NodeId]]:
     """Yield how much memory a replica lacks on each device, of nodes that could hold one if they
     were empty."""
-    needed = planned_memory_bytes(needs.model, needs.deployment)
+    needed = needs.device_bytes
     count = needs.deployment.engine.devices_per_node
     for site, nodes in needs.eligible_nodes.items():
         device_class = draft.fleet.sites[site].device_class

@@ -9,6 +9,7 @@ import pytest
 from isochrone.wire.ids import DeploymentId
 from scheduler.decide.arrays import NO_FLOATS
 from scheduler.decide.cluster import ClusterState, NodeRefusal
+from scheduler.decide.placement.fleet.latency_table import LatencyTable
 from scheduler.decide.placement.planner import plan_deployments
 from scheduler.decide.placement.search.load_assignment import LoadAssignment
 from scheduler.decide.whatif import explain_placement
@@ -89,7 +90,8 @@ def test_a_model_without_weights_does_not_break_a_plan() -> None:
 
 
 def test_rounding_errors_of_removed_capacity_do_not_break_an_assignment() -> None:
-    assignment = LoadAssignment(NO_FLOATS, NO_FLOATS, np.zeros((0, 1)), np.zeros(1), 5000.0)
+    latency = LatencyTable(np.zeros((0, 1)))
+    assignment = LoadAssignment(NO_FLOATS, NO_FLOATS, latency, np.zeros(1), 5000.0)
     capacity = 0.7 * 2.020276102957687
     for _ in range(3):
         assignment.add_capacity(0, capacity)

@@ -19,6 +19,7 @@ from ops.sim.recost import empty_draft
 from ops.sim.small_worlds import small_world
 from scheduler.decide.cluster import ClusterState, DemandRate, PlacementPlan
 from scheduler.decide.demand.demand_rates import raise_to_forecast
+from scheduler.decide.placement.fleet.latency_table import LatencyTable
 from scheduler.decide.placement.fleet.slots import free_memory, residency_allows
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
 from scheduler.decide.placement.search import local_search, recombine
@@ -37,7 +38,7 @@ BRIEF = msgspec.structs.replace(MANY, thorough_effort=100)
 def test_an_assignment_is_the_cheapest_and_gains_and_losses_are_exact() -> None:
     far = np.array([[1.0, 50.0], [2.0, 100.0], [3.0, 9.0]])
     ones = np.ones(3)
-    assignment = LoadAssignment(ones, ones, far, np.array([2.0, 1.0]), 5000.0)
+    assignment = LoadAssignment(ones, ones, LatencyTable(far), np.array([2.0, 1.0]), 5000.0)
     # The third city moves to the other site: it loses tiny.
     assert assignment.cost() == pytest.approx(1 + 2 + 9)
     assert assignment.gain(0, 1.0) == pytest.approx(6.0)
@@ -52,7 +53,11 @@ def test_an_assignment_keeps_all_load_and_never_exceeds_capacity(seed: int) -> N
     cities, sites = int(rng.integers(1, 9)), int(rng.integers(1, 6))
     load = rng.exponential(1.0, cities) + 0.01
     assignment = LoadAssignment(
-        load * 2, load, rng.uniform(1, 300, (cities, sites)), np.zeros(sites), 5000.0
+        load * 2,
+        load,
+        LatencyTable(rng.uniform(1, 300, (cities, sites))),
+        np.zeros(sites),
+        5000.0,
     )
     held: list[tuple[int, float]] = []
     for _ in range(12):

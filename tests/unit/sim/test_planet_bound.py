@@ -12,6 +12,7 @@ from ops.sim.optimality_gap import TABLE, THOROUGH, run_search, total_cost
 from ops.sim.planet_bound import raise_prices, site_resources, terms_of, total_bound
 from ops.sim.recost import empty_draft, recost, slots_of
 from ops.sim.small_worlds import small_world
+from scheduler.decide.placement.fleet.latency_table import LatencyTable
 from scheduler.decide.placement.search.load_assignment import LoadAssignment
 
 with TABLE.open(newline="") as file:
@@ -41,9 +42,9 @@ def test_the_bound_of_a_tiny_deployment_is_just_below_its_best_plan(seed: int) -
 
     def cost(counts: tuple[int, ...]) -> float:
         capacities = np.array(counts) * capacity
-        return LoadAssignment(load, load, latency_ms, capacities, unserved).cost() + hold * sum(
-            counts
-        )
+        latency = LatencyTable(latency_ms)
+        assignment = LoadAssignment(load, load, latency, capacities, unserved)
+        return assignment.cost() + hold * sum(counts)
 
     best = min(cost(counts) for counts in product(range(4), repeat=sites) if sum(counts))
     bound = DeploymentBound(
@@ -85,9 +86,10 @@ def test_the_bound_counts_the_empty_part_of_the_last_replica() -> None:
             empty_cost=float(load.sum() * 1e4),
         )
     )
+    latency = LatencyTable(latency_ms)
     # A load of 2.1 needs three replicas; the linear program would take 2.1 of them.
     best = min(
-        LoadAssignment(load, load, latency_ms, np.array(counts, dtype=float), 1e4).cost()
+        LoadAssignment(load, load, latency, np.array(counts, dtype=float), 1e4).cost()
         + 100.0 * sum(counts)
         for counts in product(range(4), repeat=3)
     )

@@ -3,8 +3,8 @@
 The memory and ports that a plan takes are booked in `search/slot_ledger.py`.
 """
 
-from collections.abc import Mapping
-from math import inf
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import numpy as np
 
@@ -16,14 +16,15 @@ from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.capacity.start_times import StartTimes
 from scheduler.decide.cluster import ClusterState, FleetNode, Liveness, Placement
 from scheduler.decide.membership.liveness import LivenessView
+from scheduler.decide.placement.fleet.eligible_sites import EligibleSites
 from scheduler.decide.placement.fleet.sites import SiteTable, eligible_nodes_of
-from scheduler.decide.placement.fleet.slots import (
-    DISK_MARGIN_BYTES,
-    awake_memory_bytes,
-    residency_allows,
-)
+from scheduler.decide.placement.fleet.slots import DISK_MARGIN_BYTES, residency_allows
 from scheduler.decide.placement.fleet.start_backoff import StartHistory
 from scheduler.decide.placement.fleet.start_bounds import StartBounds
+
+LATENCIES_KEPT_MAX: Final = 32
+"""For how many sets of sites round trips are kept side by side: of a large fleet, a megabyte each.
+The deployments of a fleet share about a dozen sets, unless each has a residency of its own."""
 
 
 class FleetCapacity:
@@ -52,8 +53,7 @@ class FleetCapacity:
         self._largest_bytes = np.array([e.largest_bytes for e in self._eligible], np.float64)
         self._disk_free_bytes = np.array([e.disk_free_bytes for e in self._eligible], np.float64)
         # Shared by deployments that fit on the same sites.
-        self._eligible_by_sites: dict[bytes, dict[int, list[FleetNode]]] = {}
-        self._nearest_ms: dict[bytes, Floats] = {}
+        self._eligible_by_sites: dict[bytes, EligibleSites] = {}
         self._memory_floors: dict[int, Floats] = {}
         self._staying = {
             node.node_id
@@ -114,29 +114,23 @@ class FleetCapacity:
         """Return how many replicas of a deployment failed on a node recently."""
         return self.start_history.failures_on(deployment_id, node_id)
 
-    def nearest_ms(self, eligible_nodes: Mapping[int, list[FleetNode]]) -> Floats:
-        """Return the round trip from each city to the nearest of some sites."""
-        sites = np.fromiter(eligible_nodes, np.int64, len(eligible_nodes))
-        key = sites.tobytes()
-        if key not in self._nearest_ms:
-            latency_ms = self.table.latency_ms[:, sites]
-            self._nearest_ms[key] = latency_ms.min(axis=1, initial=inf)
-        return self._nearest_ms[key]
+    def sites_with(self, nodes: Mapping[int, Sequence[FleetNode]]) -> EligibleSites:
+        """Return these sites with the nodes of each, for one deployment alone."""
+        return EligibleSites(nodes, self.table, keeps_latency=False)
 
-    def eligible_nodes(
-        self, deployment: Deployment, model: CatalogModel
-    ) -> dict[int, list[FleetNode]]:
-        """Return by site the nodes that could take a replica of a deployment if they were empty.
+    def eligible_sites(
+        self, deployment: Deployment, model: CatalogModel, needed: int
+    ) -> EligibleSites:
+        """Return the nodes that could take a replica of a deployment if they were empty, by site.
 
-        Not to be changed: other deployments may share it.
+        A replica takes `needed` bytes of each device.
         """
         engine = deployment.engine
-        needed = awake_memory_bytes(model, deployment)
         count = engine.devices_per_node
         if count * engine.nodes != engine.devices or self.start_history.backoff_of(
             deployment.deployment_id
         ):
-            return {}
+            return self.sites_with({})
         digest, disk_bytes = model.artifact.digest, model.artifact.size_bytes + DISK_MARGIN_BYTES
         may_fit = self.table.in_pops(self.allowed_pops(deployment.policy)) & (
             self._largest_bytes >= needed
@@ -151,8 +145,10 @@ class FleetCapacity:
             site: self._eligible[site].nodes for site in np.flatnonzero(all_fit).tolist()
         }
         if is_exact:
-            self._eligible_by_sites[key] = nodes_by_site
-            return nodes_by_site
+            keeps_latency = len(self._eligible_by_sites) < LATENCIES_KEPT_MAX
+            shared = EligibleSites(nodes_by_site, self.table, keeps_latency=keeps_latency)
+            self._eligible_by_sites[key] = shared
+            return shared
         for site in np.flatnonzero(may_fit & ~all_fit).tolist():
             eligible = self._eligible[site]
             nodes = [
@@ -166,7 +162,7 @@ class FleetCapacity:
             ]
             if len(nodes) >= engine.nodes:
                 nodes_by_site[site] = nodes
-        return dict(sorted(nodes_by_site.items()))
+        return self.sites_with(dict(sorted(nodes_by_site.items())))
 
     def _memory_floor(self, count: int) -> Floats:
         """Return for each site the bytes that the `count` largest devices of any node have; 0 where

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isochrone.wire.ids import DeviceId, NodeId, PopId
-from scheduler.decide.arrays import Floats, Ints
+from scheduler.decide.arrays import Ints
 from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.cluster import FleetNode, Placement
+from scheduler.decide.placement.fleet.latency_table import LatencyTable
 
 
 class FleetSite(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,8 +44,7 @@ class EligibleNodes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SiteTable:
-    """All sites by index, the devices of each, and its latency from every city:
-    `latency_ms[city, site]`."""
+    """All sites by index, the devices of each, and its latency from every city."""
 
     def __init__(self, nodes: Sequence[FleetNode], distances: Distances) -> None:
         self.sites = _group_into_sites(nodes)
@@ -57,7 +57,7 @@ class SiteTable:
             for node_id in site.nodes:
                 self.sites_of_node[node_id].append(site.index)
         columns = [distances.index[site.pop] for site in self.sites]
-        self.latency_ms: Floats = np.ascontiguousarray(distances.ms[:, columns])
+        self.latency = LatencyTable(distances.ms[:, columns])
         numbers = {name: number for number, name in enumerate(self.device_classes)}
         self.class_numbers: Ints = np.array(
             [numbers[site.device_class] for site in self.sites], np.int64
@@ -87,11 +87,13 @@ class SiteTable:
 
         A placement whose devices are no longer known counts as on the node's first device.
         """
-        for device_id in (*placement.device_ids, *(d.device_id for d in node.devices[:1])):
-            site = self._site_of_device.get((node.node_id, device_id), -1)
-            if site >= 0:
+        for device_id in placement.device_ids:
+            site = self._site_of_device.get((node.node_id, device_id))
+            if site is not None:
                 return site
-        return -1
+        if not node.devices:
+            return -1
+        return self._site_of_device[node.node_id, node.devices[0].device_id]
 
     def largest_node_devices(self, device_class: str) -> int:
         """Return how many healthy devices of a class the largest node has."""

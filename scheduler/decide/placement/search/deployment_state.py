@@ -1,8 +1,4 @@
-"""One deployment during the search for a plan: its needs, and the replicas it has so far.
-
-Load is measured in replicas of the slowest device class (see `demand/demand_rates.py`); a replica
-on a faster class has more capacity in the same unit.
-"""
+"""One deployment during the search for a plan: the replicas it has so far."""
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -11,36 +7,20 @@ import msgspec
 import numpy as np
 
 from isochrone.wire.ids import DeploymentId, PopId
-from isochrone.wire.models.model import UNIFIED_ROLES, CatalogModel, Deployment
 from isochrone.wire.peers.assignment import Role
 from isochrone.wire.peers.report import ReplicaState
 from scheduler.decide.arrays import NO_FLOATS, Floats, Ints
 from scheduler.decide.capacity.default_sizes import prompt_step_s
-from scheduler.decide.capacity.replica_capacity import UNMEASURED, Profiles, replica_rates
+from scheduler.decide.capacity.replica_capacity import UNMEASURED
 from scheduler.decide.capacity.start_times import COMING
 from scheduler.decide.cluster import Placement
-from scheduler.decide.demand.demand_rates import DeploymentDemand, demand_load
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
-from scheduler.decide.placement.fleet.slots import Slot, class_refusal, planned_memory_bytes
-from scheduler.decide.placement.roles import TokenMix, generating_share
-from scheduler.decide.placement.score import (
-    ABSENT,
-    HEADROOM,
-    MISSING,
-    MISSING_SPREAD,
-    ONE_POP_MS,
-    UNSERVED_MS,
-    hold_cost,
-    weight_of,
-)
+from scheduler.decide.placement.fleet.slots import Slot
+from scheduler.decide.placement.roles import TokenMix
+from scheduler.decide.placement.score import UNSERVED_MS
+from scheduler.decide.placement.search.deployment_needs import DeploymentNeeds
 from scheduler.decide.placement.search.load_assignment import LoadAssignment
-from scheduler.decide.placement.search.role_pins import (
-    RolePins,
-    has_pins,
-    pinned_load,
-    pinned_rates,
-    pinned_sites,
-)
+from scheduler.decide.placement.search.role_pins import RolePins, has_pins, pinned_rates
 
 
 class PlannedReplica(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -78,103 +58,6 @@ class SiteNeeds(NamedTuple):
 
     tiers: Ints
     worths: Floats
-
-
-class DeploymentNeeds:
-    """A deployment's demand and policy, and the cost and capacity of a replica of it. Immutable.
-
-    `eligible_nodes` are the nodes of each site that could take a replica; `site_capacity` is what
-    one replica can serve at each site, 0 where none can be. `nearest_ms` is the round trip from
-    each city of its demand to the nearest site that could take a replica. `cities` and
-    `requests_per_s` are the rows of its `demand`; `latency_ms[row, site]` is the round trip.
-    `rates` are those of one replica by device class.
-    """
-
-    def __init__(
-        self,
-        fleet: FleetCapacity,
-        deployment: Deployment,
-        model: CatalogModel,
-        demand: DeploymentDemand,
-        profiles: Profiles,
-    ) -> None:
-        self.deployment = deployment
-        self.model = model
-        self.weight = weight_of(deployment.policy)
-        self.replicas_max = deployment.policy.replicas_max
-        self.replicas_min = min(deployment.policy.replicas_min, self.replicas_max)
-        self.memory_bytes = planned_memory_bytes(model, deployment) * deployment.engine.devices
-        self.hold_cost = hold_cost(self.memory_bytes)
-        self.eligible_nodes = fleet.eligible_nodes(deployment, model)
-        if deployment.policy.overcommit > 1:
-            self.eligible_nodes = {
-                site: found
-                for site, found in self.eligible_nodes.items()
-                if not class_refusal(deployment, fleet.sites[site].device_class)
-            }
-        if has_pins(deployment.policy):
-            is_open = pinned_sites(deployment.policy, fleet.table)
-            nodes = self.eligible_nodes.items()
-            self.eligible_nodes = {site: found for site, found in nodes if is_open[site]}
-        classes = fleet.table.device_classes
-        self.rates = {name: replica_rates(name, deployment, model, profiles) for name in classes}
-        policy = deployment.policy
-        load = (
-            pinned_load(policy, demand, self.rates)
-            if has_pins(policy)
-            else demand_load(demand, self.rates, generating_share(policy))
-        )
-        self.demand = demand
-        self.load = load.replicas
-        self.cities, self.requests_per_s = demand.cities, demand.requests_per_s
-        self.total_requests_per_s = float(self.requests_per_s.sum())
-        self._latency_ms = fleet.table.latency_ms
-        self.class_capacity = {name: HEADROOM * speed for name, speed in load.speed.items()}
-        self.site_capacity = np.zeros(len(fleet.sites))
-        sites = list(self.eligible_nodes)
-        self.nearest_ms = fleet.nearest_ms(self.eligible_nodes)[self.cities]
-        by_class = np.array([self.class_capacity[name] for name in classes])
-        self.site_capacity[sites] = by_class[fleet.table.class_numbers[sites]]
-
-    @property
-    def deployment_id(self) -> DeploymentId:
-        """The deployment's id."""
-        return self.deployment.deployment_id
-
-    @property
-    def latency_ms(self) -> Floats:
-        """The round trip from each city of its demand to each site."""
-        rows: Floats = self._latency_ms[self.cities]
-        return rows
-
-    @property
-    def has_demand(self) -> bool:
-        """Say whether any city sends requests for it."""
-        return self.total_requests_per_s > 0
-
-    @property
-    def has_roles(self) -> bool:
-        """Say whether its replicas may have roles of their own."""
-        policy = self.deployment.policy
-        return policy.roles != UNIFIED_ROLES or policy.prefill_share > 0
-
-    @property
-    def minimum_reason(self) -> str:
-        """The reason of a replica that is needed for replicas_min."""
-        count = self.replicas_min
-        return f"at least {count} replica{'s are' if count > 1 else ' is'} required"
-
-    def requirement_cost(self, pops: Sequence[PopId]) -> float:
-        """Return the cost of what replicas in `pops` leave unmet besides latency (see score.py)."""
-        policy, distinct = self.deployment.policy, set(pops)
-        lacking = max(0, self.replicas_min - len(pops)) + len(set(policy.keep_warm) - distinct)
-        cost = MISSING * self.weight * lacking
-        if self.has_demand and not pops:
-            cost += ABSENT * self.weight
-        if len(distinct) < 2 <= self.replicas_max:
-            cost += ONE_POP_MS * self.weight * self.total_requests_per_s
-            cost += MISSING_SPREAD * self.weight * (self.replicas_min >= 2)
-        return cost
 
 
 class DeploymentState:
@@ -218,11 +101,15 @@ class DeploymentState:
         return LoadAssignment(
             needs.requests_per_s * needs.weight,
             needs.load,
-            self._fleet.table.latency_ms,
+            self._fleet.table.latency,
             capacity,
             UNSERVED_MS,
             needs.cities,
         )
+
+    def latency_ms(self, sites: Ints) -> Floats:
+        """Return the round trips from each city of the fleet to some sites."""
+        return self._fleet.table.latency.by_city.take(sites, axis=1)
 
     @property
     def is_full(self) -> bool:
@@ -360,9 +247,10 @@ class DeploymentState:
             gains = np.full(len(capacity), least)
             # Where even a replica at every site would save little, one site need not be looked at.
             if len(needs.cities) and self.assignment.gain_limit(needs.nearest_ms) > least:
-                sites = np.flatnonzero(capacity > 0)
-                bounds = self.assignment.gain_upper_bounds(sites, capacity[sites], least)
-                gains[sites] = bounds
+                sites = needs.sites
+                gains[sites.numbers] = self.assignment.gain_upper_bounds(
+                    sites.latency_ms, capacity[sites.numbers], least
+                )
             self._gain_cache = (self.version, least), gains
         return self._gain_cache[1]
 

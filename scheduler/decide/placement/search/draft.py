@@ -81,12 +81,17 @@ class PlacementDraft:
         False means that there is no slot. If true, a slot may still be refused for another reason.
         """
         needs = state.needs
-        engine = needs.deployment.engine
-        per_device = needs.memory_bytes // engine.devices
-        is_free: NDArray[np.bool_] = (
-            self.ledger.largest_free(engine.devices_per_node) >= per_device
-        ) & (needs.site_capacity > 0)
+        largest_free = self.ledger.largest_free(needs.deployment.engine.devices_per_node)
+        is_free: NDArray[np.bool_] = (largest_free >= needs.device_bytes) & (
+            needs.site_capacity > 0
+        )
         return is_free
+
+    def has_free_devices_at(self, state: DeploymentState, site: int) -> bool:
+        """Say what `has_free_devices` says, for one site that could take a replica."""
+        needs = state.needs
+        largest_free = self.ledger.largest_free(needs.deployment.engine.devices_per_node)
+        return bool(largest_free[site] >= needs.device_bytes)
 
     def lacks_devices(self, state: DeploymentState) -> bool:
         """Say whether a deployment has unserved load, and no free devices for a replica."""
@@ -182,7 +187,7 @@ class PlacementDraft:
         candidate = None
         if net > net_min:
             candidate = self.ledger.best_candidate(
-                site, needs.eligible_nodes[site], needs.deployment, needs.model, count_releasing
+                site, needs.eligible_nodes[site], needs, count_releasing
             )
         net -= candidate.start_cost if candidate else 0.0
         return Gain(need=need, saves=saves, net=net, site=site, candidate=candidate)

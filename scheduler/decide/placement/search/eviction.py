@@ -8,6 +8,7 @@ import numpy as np
 
 from isochrone.wire.ids import DeviceId, NodeId, PopId
 from isochrone.wire.peers.report import ReplicaState
+from scheduler.decide.cluster import FleetNode
 from scheduler.decide.placement.search.blocked_gains import BlockedGain
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.draft import PlacementDraft
@@ -26,6 +27,14 @@ class Eviction(NamedTuple):
     leaving: list[PlannedReplica]
 
 
+class _FullDevice(NamedTuple):
+    """How much memory a blocked replica lacks on a device, and the replicas there that could leave
+    it."""
+
+    short_bytes: int
+    replicas: list[PlannedReplica]
+
+
 def preemptable_holders(draft: PlacementDraft, settle_s: float) -> Holders:
     """Return the replicas on each node that could leave it: new ones, and running ones that may
     be preempted."""
@@ -42,26 +51,25 @@ def _holders(
 ) -> Holders:
     holders: Holders = defaultdict(list)
     for state, warm in zip(draft.states, warm_pops, strict=True):
+        # Replicas that are only starting do not count.
+        may_lose = len(warm) > state.needs.replicas_min
         for replica in state.replicas:
             is_new = replica.slot and not replica.waits
-            if is_new or _may_preempt(replica, settle_s, warm):
+            if is_new or (may_lose and _may_preempt(replica, settle_s, warm)):
                 for node_id in _nodes_of(replica):
                     holders[node_id].append(replica)
     return holders
 
 
 def _may_preempt(replica: PlannedReplica, settle_s: float, warm: Sequence[PopId]) -> bool:
-    """Say whether a running replica may be preempted while its deployment is warm in `warm`.
-
-    Replicas that are only starting do not count.
-    """
-    needs, placement = replica.state.needs, replica.placement
-    keep_warm = needs.deployment.policy.keep_warm
+    """Say whether a replica of a deployment that is warm in `warm`, and may lose one, may be
+    preempted."""
+    placement = replica.placement
+    keep_warm = replica.state.needs.deployment.policy.keep_warm
     return (
         placement is not None
         and placement.state is ReplicaState.WARM
         and placement.age_s >= settle_s
-        and len(warm) > needs.replicas_min
         and not (replica.pop in keep_warm and warm.count(replica.pop) == 1)
     )
 
@@ -89,8 +97,7 @@ def cheapest_evictions(
     node_count = state.needs.deployment.engine.nodes
     for node in state.needs.eligible_nodes[blocked.site]:
         others = [r for r in holders.get(node.node_id, []) if r.state is not state]
-        losses = {replica: _loss_for(blocked, replica) for replica in others}
-        on_node = _evictions_on_node(draft, blocked, node.node_id, others, losses)
+        on_node = _evictions_on_node(draft, blocked, node, others)
         for eviction in on_node if node_count == 1 else on_node[:1]:
             has_running = any(replica.placement for replica in eviction.leaving)
             if eviction.loss <= blocked.net or not has_running:
@@ -111,61 +118,58 @@ def cheapest_evictions(
 
 
 def _evictions_on_node(
-    draft: PlacementDraft,
-    blocked: BlockedGain,
-    node_id: NodeId,
-    others: list[PlannedReplica],
-    losses: Losses,
+    draft: PlacementDraft, blocked: BlockedGain, node: FleetNode, others: Sequence[PlannedReplica]
 ) -> list[Eviction]:
     """Return which replicas could leave a node: on each device those that lose least for the
     memory they free."""
-    fleet, needs = draft.fleet, blocked.state.needs
-    needed = needs.memory_bytes // needs.deployment.engine.devices
-    device_class = fleet.sites[blocked.site].device_class
-    evictions: list[Eviction] = []
-    for device in fleet.nodes[node_id].devices:
+    needs = blocked.state.needs
+    device_class = draft.fleet.sites[blocked.site].device_class
+    by_device: dict[DeviceId, list[PlannedReplica]] = defaultdict(list)
+    for replica in others:
+        for device_id in _devices_of(replica, node.node_id):
+            by_device[device_id].append(replica)
+    devices: list[_FullDevice] = []
+    for device in node.devices:
         if device.device_class != device_class or not device.healthy:
             continue
-        if device.memory_bytes < needed:
+        if device.memory_bytes < needs.device_bytes:
             continue
-        evictions.append(
-            _eviction_on_device(draft, node_id, device.device_id, needed, others, losses)
-        )
-    evictions = sorted(
-        (e for e in evictions if e.loss < np.inf), key=lambda eviction: eviction.loss
-    )
+        short_bytes = needs.device_bytes - draft.ledger.free[node.node_id, device.device_id]
+        replicas = by_device[device.device_id] if short_bytes > 0 else []
+        if short_bytes <= sum(map(_memory_of, replicas)):
+            devices.append(_FullDevice(short_bytes, replicas))
     count = needs.deployment.engine.devices_per_node
+    # Most nodes cannot be freed, whatever their replicas lose: that takes longest to find out.
+    if len(devices) < count:
+        return []
+    could_leave = dict.fromkeys(r for device in devices for r in device.replicas)
+    losses = {replica: _loss_for(blocked, replica) for replica in could_leave}
+    found = (_cheapest_eviction(device, losses) for device in devices)
+    evictions = sorted((e for e in found if e.loss < np.inf), key=lambda eviction: eviction.loss)
     if count == 1 or len(evictions) < count:
         return evictions if count == 1 else []
     leaving = dict.fromkeys(r for eviction in evictions[:count] for r in eviction.leaving)
     return [Eviction(sum(losses[replica] for replica in leaving), list(leaving))]
 
 
-def _eviction_on_device(
-    draft: PlacementDraft,
-    node_id: NodeId,
-    device_id: DeviceId,
-    needed: int,
-    others: list[PlannedReplica],
-    losses: Losses,
-) -> Eviction:
-    short = needed - draft.ledger.free[node_id, device_id]
-    if short <= 0:
+def _cheapest_eviction(device: _FullDevice, losses: Losses) -> Eviction:
+    """Return the replicas that lose least of those whose removal frees enough of a device."""
+    short_bytes = device.short_bytes
+    if short_bytes <= 0:
         return Eviction(0.0, [])
-    on_device = [replica for replica in others if device_id in _devices_of(replica, node_id)]
-    large_enough = [replica for replica in on_device if _memory_of(replica) >= short]
+    large_enough = [r for r in device.replicas if _memory_of(r) >= short_bytes]
     best = Eviction(np.inf, [])
     if large_enough:
         cheapest = min(large_enough, key=losses.__getitem__)
         best = Eviction(losses[cheapest], [cheapest])
     leaving: list[PlannedReplica] = []
-    for replica in sorted(on_device, key=lambda r: losses[r] / _memory_of(r)):
-        if short <= 0:
+    for replica in sorted(device.replicas, key=lambda r: losses[r] / _memory_of(r)):
+        if short_bytes <= 0:
             break
         leaving.append(replica)
-        short -= _memory_of(replica)
+        short_bytes -= _memory_of(replica)
     loss = sum(losses[replica] for replica in leaving)
-    return Eviction(loss, leaving) if short <= 0 and loss < best.loss else best
+    return Eviction(loss, leaving) if short_bytes <= 0 and loss < best.loss else best
 
 
 def net_loss(replica: PlannedReplica) -> float:

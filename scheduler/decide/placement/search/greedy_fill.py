@@ -94,7 +94,9 @@ class _SiteGains:
         is_free = draft.has_free_devices(state)
         draft.blocked.note_all(state, np.where(is_free, -inf, nets))
         nets[~is_free] = -inf
-        self._state, self._nets, self._tiers = state, nets, required.tiers
+        self._state, self._nets = state, nets
+        self._tiers, self._worths = required
+        self._has_tiers = bool((required.tiers != required.tiers[:1]).any())
         self._start_costs = NO_FLOATS
         self._start_discount = start_discount
         self._known: dict[int, Known] = {}
@@ -116,11 +118,19 @@ class _SiteGains:
         """Return how exactly the gain at a site is known."""
         return self._known.get(site, Known.BOUND)
 
-    def learn_savings(self, site: int, net: float) -> None:
-        """Replace the bound of a site by the gain there, `net` if a start cost START only."""
+    def learn_savings(self, site: int) -> None:
+        """Replace the bound of a site by the gain there with the soonest start."""
+        net = self._state.saves_at(site) + float(self._worths[site])
+        net -= self._state.needs.hold_cost + START
         net -= float(self._start_costs[site]) - START - self._start_discount
         self._nets[site] = net if net > EPSILON else -inf
         self._known[site] = Known.SAVINGS
+
+    def lose_slot(self, site: int) -> float:
+        """Note that the devices of a site have been taken; return a bound of what is lost there."""
+        lost = float(self._nets[site] + self._start_costs[site]) - START
+        self._nets[site] = -inf
+        return lost
 
     def learn_slot(self, site: int, gain: Gain | None) -> None:
         """Replace the gain at a site by that with the best free slot; None if there is no slot."""
@@ -134,11 +144,11 @@ class _SiteGains:
         """Return the entry of the largest gain; [] without any."""
         nets, tiers = self._nets, self._tiers
         site = int(nets.argmax())
-        highest = int(tiers[nets > -inf].max(initial=0))
-        if tiers[site] < highest:
+        if self._has_tiers:
+            highest = tiers[nets > -inf].max(initial=0)
             site = int(np.where(tiers == highest, nets, -inf).argmax())
         net = float(nets[site])
-        return [_entry(self._state, site, net, highest, order)] if net > EPSILON else []
+        return [_entry(self._state, site, net, int(tiers[site]), order)] if net > EPSILON else []
 
 
 def _entry(state: DeploymentState, site: int, net: float, tier: int, order: FillOrder) -> Entry:
@@ -177,8 +187,11 @@ class _GreedyFill:
             *_, number, site = heappop(heap)
             state, bids = draft.states[number], self._bids[number]
             known = bids.known(site)
-            if known is Known.BOUND:
-                bids.learn_savings(site, draft.net_without_slot(state, site))
+            if known is not Known.SLOT and not draft.has_free_devices_at(state, site):
+                draft.blocked.note(state, site, bids.lose_slot(site))
+                following = bids.best(order)
+            elif known is Known.BOUND:
+                bids.learn_savings(site)
                 following = bids.best(order)
             elif known is Known.SAVINGS or (gain := self._gain_at(state, site)) is None:
                 bids.learn_slot(site, self._gain_at(state, site))
@@ -195,7 +208,7 @@ class _GreedyFill:
 
     def _offer(self, state: DeploymentState) -> list[Entry]:
         """Compute the bounds of a deployment; return the entry of the largest, if any may pay."""
-        if state.is_full or not state.needs.site_capacity.any():
+        if state.is_full or not len(state.needs.sites.numbers):
             return []
         least = state.needs.hold_cost + START - self._start_discount
         if state.requirements_met() and (state.gain_upper_bounds(least) <= least).all():

@@ -65,6 +65,7 @@ class DeploymentLayouts:
         self._new_max = max(0, state.needs.replicas_max - len(state.replicas))
         self._capacity = state.needs.site_capacity[self._sites]
         self._replica_costs = state.needs.hold_cost + np.array([s.start_cost for s in sites])
+        self._latency_ms = state.latency_ms(self._sites)
         self._costs: dict[Layout, float] = {}
         self._assignments: dict[Layout, LoadAssignment] = {}
         self._known = KnownLayouts(
@@ -179,7 +180,7 @@ class DeploymentLayouts:
         needs = self._needs
         gains = np.zeros(len(self._sites))
         if len(needs.cities):
-            gains = self._assignment(layout).gain_upper_bounds(self._sites, self._capacity)
+            gains = self._assignment(layout).gain_upper_bounds(self._latency_ms, self._capacity)
         pops = self._pops(layout)
         unmet = needs.requirement_cost(pops)
         met = {

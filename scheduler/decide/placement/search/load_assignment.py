@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from scheduler.decide.arrays import NO_FLOATS, Floats, Ints
+from scheduler.decide.placement.fleet.latency_table import LatencyTable
 
 UNSERVED: Final = -1
 EPSILON: Final = 1e-9
@@ -41,34 +42,39 @@ class _Displaced(NamedTuple):
 class LoadAssignment:
     """One deployment's load, assigned to sites.
 
-    `latency_ms[row, site]` is the round trip, `rows` the row of each city with load (by default its
-    own number), `capacity` what the replicas of each site can carry and `free` what is left of it.
+    `latency` has the round trips, and `rows` the number in it of each city with load (by default
+    its place). `capacity` is what each site's replicas can carry, `free` what is left of that.
     """
 
     def __init__(
         self,
         requests: Floats,
         load: Floats,
-        latency_ms: Floats,
+        latency: LatencyTable,
         capacity: Floats,
         unserved_ms: float,
         rows: Ints | None = None,
     ) -> None:
         self.load = np.maximum(load, EPSILON)
         self.unit = requests / self.load
-        self._latency_ms = latency_ms
+        self._latency = latency
         self._rows: Ints = np.arange(len(load)) if rows is None else rows
         self.unserved_ms = unserved_ms
-        self.capacity = np.zeros(latency_ms.shape[1])
-        self.free = np.zeros(latency_ms.shape[1])
+        self.capacity, self.free = capacity.copy(), capacity.copy()
+        # The rows: they are replaced, never written into, so that copies share them.
         self._city: Ints = np.arange(len(load))
-        self._site: Ints = np.full(len(load), UNSERVED)
-        self._amount: Floats = self.load.copy()
-        self._ms: Floats = np.full(len(load), unserved_ms)
+        self._amount: Floats = self.load
         # The worth of one more unit of capacity at each site to rows that could move there.
         self._worth: Floats = NO_FLOATS
-        if capacity.any():
-            self._assign_all(capacity)
+        self.is_tight = False
+        """Whether capacity at some full site is worth something: `_direct_gain` is then too
+        high."""
+        open_sites = np.flatnonzero(capacity > 0)
+        if len(open_sites):
+            self._assign_all(open_sites)
+        else:
+            self._site: Ints = np.full(len(load), UNSERVED)
+            self._ms: Floats = np.full(len(load), unserved_ms)
 
     def cost(self) -> float:
         """Return the weighted ms x requests/s of all load."""
@@ -93,14 +99,8 @@ class LoadAssignment:
         served = self._site != UNSERVED
         return self._ms[served], (self.unit[self._city] * self._amount)[served]
 
-    @property
-    def is_tight(self) -> bool:
-        """Say whether capacity at some full site is worth something: `_direct_gain` is then too
-        high."""
-        return len(self._worth) > 0 and bool(self._worth.any())
-
     def copy(self) -> "LoadAssignment":
-        """Return an independent copy. Rows are shared: they are replaced, never written into."""
+        """Return an independent copy."""
         twin = object.__new__(LoadAssignment)
         twin.__dict__.update(self.__dict__)
         twin.capacity, twin.free = self.capacity.copy(), self.free.copy()
@@ -123,29 +123,35 @@ class LoadAssignment:
         saved = np.maximum(self._ms - nearest_ms[city], 0.0)
         return float((self.unit[city] * self._amount) @ saved)
 
-    def gain_upper_bounds(self, sites: Ints, capacities: Floats, least: float = 0.0) -> Floats:
-        """Return for each of `sites` an upper bound of `gain` with one more replica's capacity.
+    def gain_upper_bounds(
+        self, latency_ms: Floats, capacities: Floats, least: float = 0.0
+    ) -> Floats:
+        """Return for some sites an upper bound of `gain` with the capacity of one more replica.
 
-        Where the bound is `least` or less, `least` is returned instead.
+        `latency_ms` has the round trips from each city to these sites. Where the bound is `least`
+        or less, `least` is returned instead.
         """
-        # In place: with tens of thousands of pairs, new arrays cost more than the arithmetic.
-        saved = self._latency_ms[self._rows[self._city]]
-        if len(sites) < saved.shape[1]:
-            saved = saved[:, sites]
-        unit = self.unit[self._city]
-        np.subtract(self._ms[:, None], saved, out=saved)
+        paid, unit = self._ms, self.unit[self._city]
+        ms = latency_ms.take(self._rows[self._city], axis=0)
         if self.is_tight:
-            saved *= unit[:, None]
-            saved += self._worth[self._site][:, None]
+            ms *= unit[:, None]
+            paid = unit * paid + self._worth[self._site]
             unit = np.ones(len(unit))
-        np.maximum(saved, 0.0, out=saved)
+        # In place: with tens of thousands of pairs, new arrays cost more than the arithmetic.
+        ms = np.minimum(paid[:, None], ms, out=ms)
+        amount = self._amount * unit
         # The bound assumes one replica with capacity for all rows; few sites pay even then.
-        bounds: Floats = np.maximum((self._amount * unit) @ saved, least)
+        bounds: Floats = np.maximum(amount @ paid - amount @ ms, least)
         pays = np.flatnonzero(bounds > least)
         if len(pays):
-            most = saved[:, pays]
-            most *= unit[:, None]
-            limited = np.minimum(bounds[pays], most.max(axis=0) * capacities[pays])
+            # To choose most of the columns takes longer than to compute all.
+            if 2 * len(pays) > len(bounds):
+                pays = np.arange(len(bounds))
+            else:
+                ms = ms.take(pays, axis=1)
+            saved = np.subtract(paid[:, None], ms, out=ms)
+            saved *= unit[:, None]
+            limited = np.minimum(bounds[pays], saved.max(axis=0) * capacities[pays])
             bounds[pays] = np.maximum(limited, least)
         return bounds
 
@@ -182,32 +188,37 @@ class LoadAssignment:
     def loss_lower_bounds(self) -> Floats:
         """Return for each site a lower bound of the cost of losing all of its capacity."""
         open_sites = np.flatnonzero(self.capacity > 0)
-        rows = np.flatnonzero(self._site != UNSERVED)
-        if not len(rows):
+        if not len(open_sites):
             return np.zeros(len(self.capacity))
-        ms = self._latency_ms[self._rows[self._city[rows]][:, None], open_sites]
-        ms = np.where(open_sites[None, :] == self._site[rows][:, None], self.unserved_ms, ms)
-        paid = self.unit[self._city[rows]] * self._amount[rows]
-        extra = paid * np.maximum(0.0, ms.min(axis=1) - self._ms[rows])
-        return np.bincount(self._site[rows], extra, len(self.capacity)).astype(np.float64)
+        ms = self._latency.to_sites(open_sites, self._rows[self._city])
+        np.copyto(ms, self.unserved_ms, where=open_sites[:, None] == self._site)
+        paid = self.unit[self._city] * self._amount
+        extra = paid * np.maximum(0.0, ms.min(axis=0) - self._ms)
+        # UNSERVED is -1: it is counted in front of the sites, and left out.
+        lost = np.bincount(self._site + 1, extra, len(self.capacity) + 1)
+        return np.asarray(lost[1:], np.float64)
 
     def _direct_gain(self, site: int, capacity: float) -> float:
         """Return what more capacity at a site saves by rows that move there, before others follow
         into what they free."""
-        saved = self.unit[self._city] * (self._ms - self._latency_ms[self._rows[self._city], site])
-        if self.is_tight:
-            saved += self._worth[self._site]
-        better = (saved > EPSILON) & (self._site != site)
-        if not better.any():
+        saved = self._saved_at(site)
+        rows = np.flatnonzero(saved > EPSILON)
+        if not len(rows):
             return 0.0
-        saved, amount = saved[better], self._amount[better]
+        saved, amount = saved[rows], self._amount[rows]
         capacity += self.free[site]
         if amount.sum() <= capacity:
             return float(saved @ amount)
         order = np.argsort(-saved)
         amount = amount[order]
-        before = np.cumsum(amount) - amount
-        return float(saved[order] @ np.clip(capacity - before, 0.0, amount))
+        left = np.maximum(capacity - (np.cumsum(amount) - amount), 0.0)
+        return float(saved[order] @ np.minimum(left, amount))
+
+    def _saved_at(self, site: int) -> Floats:
+        """Return what a unit of each row saves at a site; 0 for the rows that are there."""
+        ms = self._latency.by_site[site][self._rows[self._city]]
+        saved: Floats = self.unit[self._city] * (self._ms - ms)
+        return saved
 
     def _displaced(self, site: int, capacity: float) -> _Displaced:
         """Return the rows that a site without `capacity` could not hold: those that lose least,
@@ -231,20 +242,16 @@ class LoadAssignment:
         `unserved_ms`."""
         if not len(sites):
             return np.full(len(rows), UNSERVED), np.full(len(rows), self.unserved_ms)
-        ms = self._latency_ms[self._rows[self._city[rows]][:, None], sites]
-        best = ms.argmin(axis=1)
-        best_ms = ms[np.arange(len(rows)), best]
-        nearest = np.where(best_ms < self.unserved_ms, sites[best], UNSERVED)
+        ms = self._latency.to_sites(sites, self._rows[self._city[rows]])
+        best_ms = ms.min(axis=0)
+        nearest = np.where(best_ms < self.unserved_ms, sites[ms.argmin(axis=0)], UNSERVED)
         return nearest, np.minimum(best_ms, self.unserved_ms)
 
-    def _assign_all(self, capacity: Floats) -> None:
+    def _assign_all(self, open_sites: Ints) -> None:
         """Assign every city to its nearest site, then move load away from overfull sites."""
-        self.capacity, self.free = capacity.copy(), capacity.copy()
-        open_sites = np.flatnonzero(capacity > 0)
-        ms = self._latency_ms[self._rows[:, None], open_sites]
-        nearest = ms.argmin(axis=1)
-        self._site = open_sites[nearest]
-        self._ms = ms[np.arange(len(ms)), nearest]
+        ms = self._latency.to_sites(open_sites, self._rows)
+        self._site = open_sites[ms.argmin(axis=0)]
+        self._ms = ms.min(axis=0)
         np.subtract.at(self.free, self._site, self._amount)
         # Rows go to the nearest site with capacity, and capacity only shrinks meanwhile: in the end
         # no row would be cheaper where capacity is left.
@@ -254,10 +261,11 @@ class LoadAssignment:
 
     def _exchange(self) -> None:
         """Move rows along chains and rings of sites while that saves and effort is left."""
-        self._worth = NO_FLOATS
-        full = np.flatnonzero((self.capacity > 0) & (self.free <= EPSILON))
-        # Capacity that was removed may leave a rounding error that looks full, without any demand.
-        if not len(full) or not len(self._city) or len(self.load) * len(self.capacity) > PAIRS_MAX:
+        self._worth, self.is_tight = NO_FLOATS, False
+        # Without demand, capacity that was removed may leave a rounding error that looks full.
+        if not 0 < len(self.load) * len(self.capacity) <= PAIRS_MAX:
+            return
+        if not ((self.capacity > 0) & (self.free <= EPSILON)).any():
             return
         sites = np.append(np.flatnonzero(self.capacity > 0), UNSERVED)
         self._worth = np.zeros(len(self.capacity) + 1)
@@ -265,6 +273,7 @@ class LoadAssignment:
             worth, chain = self._best_chain(sites)
             if len(chain) < 2:
                 self._worth[sites] = worth
+                self.is_tight = bool(self._worth.any())
                 return
             rows = np.array([self._best_row(a, b) for a, b in pairwise(chain)])
             amount = self._amount[rows].min()
@@ -281,7 +290,7 @@ class LoadAssignment:
         order = np.argsort(self._site, kind="stable")
         sites_used, starts = np.unique(self._site[order], return_index=True)
         ms = np.full((len(order), count), self.unserved_ms)
-        ms[:, :-1] = self._latency_ms[self._rows[self._city[order]][:, None], sites[:-1]]
+        ms[:, :-1] = self._latency.by_city[self._rows[self._city[order]][:, None], sites[:-1]]
         saved = self.unit[self._city[order]][:, None] * (self._ms[order][:, None] - ms)
         # steps[a, b]: the most that one unit of load saves by moving from site a to site b.
         steps = np.full((count, count), -np.inf)
@@ -313,7 +322,7 @@ class LoadAssignment:
         rows = np.flatnonzero(self._site == from_site)
         city = self._city[rows]
         is_served = to_site != UNSERVED
-        ms = self._latency_ms[self._rows[city], to_site] if is_served else self.unserved_ms
+        ms = self._latency.by_site[to_site][self._rows[city]] if is_served else self.unserved_ms
         return int(rows[(self.unit[city] * (self._ms[rows] - ms)).argmax()])
 
     def _attract(self, site: int) -> None:
@@ -330,8 +339,8 @@ class LoadAssignment:
         """Move the rows that gain most into a site's free capacity; return sites that were full."""
         if self.free[site] <= EPSILON:
             return []
-        saved = self.unit[self._city] * (self._ms - self._latency_ms[self._rows[self._city], site])
-        rows = np.flatnonzero((saved > EPSILON) & (self._site != site))
+        saved = self._saved_at(site)
+        rows = np.flatnonzero(saved > EPSILON)
         if not len(rows):
             return []
         rows = rows[np.argsort(-saved[rows], kind="stable")]
@@ -390,7 +399,7 @@ class LoadAssignment:
         ms[rows] = np.where(
             targets == UNSERVED,
             self.unserved_ms,
-            self._latency_ms[self._rows[city[rows]], targets],
+            self._latency.by_city[self._rows[city[rows]], targets],
         )
         self._city = np.concatenate((city, parts[0]))
         self._site = np.concatenate((site, parts[1]))

@@ -234,19 +234,18 @@ class LocalSearch:
     def _place_elsewhere(self, state: DeploymentState, left_site: int, reason: str = "") -> None:
         """Take the best free slot that pays at any site but `left_site`, if there is one."""
         draft, needs = self._draft, state.needs
-        sites = np.flatnonzero(needs.site_capacity > 0)
-        sites = sites[sites != left_site]
-        if not len(sites) or state.is_full:
+        if state.is_full:
             return
-        bounds = np.zeros(len(sites))
-        if len(needs.cities):
-            bounds = state.assignment.gain_upper_bounds(sites, needs.site_capacity[sites])
-        if not state.requirements_met():
-            bounds += [draft.need_at(state, int(site)).worth for site in sites]
-        order = np.argsort(-bounds, kind="stable")[:SITES_TRIED_MAX]
+        sites = needs.sites.numbers[needs.sites.numbers != left_site]
+        worths, costs = state.needs_by_site().worths, needs.hold_cost + START
+        # A replica that saves no more than this does not pay at any site.
+        least = max(0.0, costs - float(worths.max(initial=0.0)))
+        bounds = state.gain_upper_bounds(least)[sites] + worths[sites]
         best: Gain | None = None
-        for site in sites[order]:
-            gain = draft.free_gain_at(state, int(site))
+        for place in np.argsort(-bounds, kind="stable")[:SITES_TRIED_MAX]:
+            if bounds[place] <= costs:
+                break
+            gain = draft.free_gain_at(state, int(sites[place]))
             if gain and gain.net > IMPROVEMENT_MIN and (best is None or gain.net > best.net):
                 best = gain
         if best:

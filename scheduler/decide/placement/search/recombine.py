@@ -130,9 +130,7 @@ class _FreeCapacity:
             needs = state.needs
             gain = draft.gain_at(state, site)
             if as_packed:
-                candidate = draft.ledger.candidate_on(
-                    site, packed.node, packed.device_ids, needs.deployment, needs.model
-                )
+                candidate = draft.ledger.candidate_on(site, packed.node, packed.device_ids, needs)
                 gain = msgspec.structs.replace(gain, candidate=candidate)
             if gain.candidate is None or not draft.has_starts_left:
                 return False
@@ -162,9 +160,7 @@ class _FreeCapacity:
         for site, packing in zip(self._sites, self.packings, strict=True):
             candidate = None
             if needs.site_capacity[site] > 0:
-                candidate = draft.ledger.best_candidate(
-                    site, needs.eligible_nodes[site], needs.deployment, needs.model
-                )
+                candidate = draft.ledger.best_candidate(site, needs.eligible_nodes[site], needs)
             most = packing.most(number) if candidate else 0
             start_cost = candidate.start_cost if candidate else 0.0
             sites.append(LayoutSite(site, draft.fleet.sites[site].pop, most, start_cost))
@@ -196,4 +192,4 @@ def _is_free(state: DeploymentState) -> bool:
 
 def _size_of(state: DeploymentState) -> ReplicaSize:
     devices = state.needs.deployment.engine.devices
-    return ReplicaSize(devices, state.needs.memory_bytes // devices)
+    return ReplicaSize(devices, state.needs.device_bytes)

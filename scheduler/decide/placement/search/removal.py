@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
 
-import numpy as np
-
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.slot_ledger import SlotLedger
 
@@ -30,7 +28,7 @@ def cheapest_removal(
     bounds = [state.loss_lower_bound(replica) for replica in among]
     best: tuple[float, int, float, str] | None = None
     chosen = None
-    for number in np.argsort(bounds, kind="stable"):
+    for number in sorted(range(len(bounds)), key=bounds.__getitem__):
         # The bounds ascend, so no later replica can cost less than this one's bound.
         if bounds[number] >= below or (best and bounds[number] > best[0]):
             break

@@ -3,6 +3,7 @@
 Slots are taken and given back many times while a plan is sought.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from heapq import nsmallest
@@ -23,11 +24,11 @@ from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
 from scheduler.decide.placement.fleet.slots import (
     Slot,
     SlotPart,
-    awake_memory_bytes,
     awake_minimum,
     free_memory,
 )
 from scheduler.decide.placement.score import FAILED_HERE, start_cost
+from scheduler.decide.placement.search.deployment_needs import DeploymentNeeds
 
 CROWD_COST: Final = 2.0
 """Added to a node's start cost for each replica of the deployment in its failure domain, to spread
@@ -68,6 +69,8 @@ class SlotLedger:
         # A cached candidate is valid while the version of its site has not moved.
         self._site_versions = [0] * len(fleet.sites)
         self._candidates: dict[tuple[DeploymentId, int, bool], tuple[int, Candidate | None]] = {}
+        self._fullest_first: dict[tuple[int, NodeId], list[tuple[int, DeviceId]]] = {}
+        """The free bytes of a node's devices at a site, ascending; what has changed is left out."""
         self._largest_free: dict[int, Floats] = {}
         self._changed_sites: dict[int, set[int]] = {}
         for placement in cluster.placements:
@@ -90,19 +93,18 @@ class SlotLedger:
         self,
         site: int,
         nodes: Sequence[FleetNode],
-        deployment: Deployment,
-        model: CatalogModel,
+        needs: DeploymentNeeds,
         count_releasing: bool = False,
     ) -> Candidate | None:
-        """Return the best free slot of a site on one of `nodes`, or None.
+        """Return the best free slot of a site on one of `nodes` for a replica, or None.
 
         The soonest start wins, then the failure domain with fewest replicas, then the tightest
         devices. With `count_releasing`, memory of replicas that are ending counts as free.
         """
-        key = (deployment.deployment_id, site, count_releasing)
+        key = (needs.deployment_id, site, count_releasing)
         cached = self._candidates.get(key)
         if cached is None or cached[0] != self._site_versions[site]:
-            found = self._find_candidate(site, nodes, deployment, model, count_releasing)
+            found = self._find_candidate(site, nodes, needs, count_releasing)
             cached = self._candidates[key] = (self._site_versions[site], found)
         return cached[1]
 
@@ -111,18 +113,17 @@ class SlotLedger:
         site: int,
         node: FleetNode,
         device_ids: tuple[DeviceId, ...],
-        deployment: Deployment,
-        model: CatalogModel,
+        needs: DeploymentNeeds,
     ) -> Candidate:
         """Return the slot on given devices of one node; they have the memory for it."""
-        start_s = self._fleet.start_times.start_s(node, model, self._queued_bytes[node.node_id])
-        failures = self._fleet.failures_on(deployment.deployment_id, node.node_id)
-        awake_bytes = awake_memory_bytes(model, deployment)
+        queued = self._queued_bytes[node.node_id]
+        start_s = self._fleet.start_times.start_s(node, needs.model, queued)
+        failures = self._fleet.failures_on(needs.deployment_id, node.node_id)
         return Candidate(
             slot=Slot(
                 parts=(SlotPart(node=node, device_ids=device_ids),),
-                memory_bytes=awake_bytes,
-                awake_bytes=awake_bytes,
+                memory_bytes=needs.awake_bytes,
+                awake_bytes=needs.awake_bytes,
             ),
             site=site,
             start_s=start_s,
@@ -173,13 +174,12 @@ class SlotLedger:
         self,
         site: int,
         nodes: Sequence[FleetNode],
-        deployment: Deployment,
-        model: CatalogModel,
+        needs: DeploymentNeeds,
         count_releasing: bool,
     ) -> Candidate | None:
-        fleet, engine = self._fleet, deployment.engine
-        deployment_id = deployment.deployment_id
-        awake_bytes = awake_memory_bytes(model, deployment)
+        fleet, deployment, model = self._fleet, needs.deployment, needs.model
+        engine, deployment_id = deployment.engine, deployment.deployment_id
+        awake_bytes = needs.awake_bytes
         pop = fleet.sites[site].pop
         is_short = self._awake_in_pop[deployment_id, pop] < awake_minimum(deployment.policy, pop)
         overcommit = 1.0 if is_short else deployment.policy.overcommit
@@ -235,30 +235,35 @@ class SlotLedger:
         self, node: FleetNode, site: int, needed: int, count: int, count_releasing: bool
     ) -> tuple[DeviceId, ...]:
         """Return the `count` fullest devices of a node that still have `needed` bytes, or ()."""
-        fitting = []
-        for key in self._fleet.table.healthy_devices[site, node.node_id]:
-            left = self.free[key] + (self._releasing[key] if count_releasing else 0)
-            if left >= needed:
-                fitting.append((left, key[1]))
-        if len(fitting) < count:
-            return ()
-        fitting.sort()
-        return tuple(device_id for _, device_id in fitting[:count])
+        if count_releasing:
+            keys = self._fleet.table.healthy_devices[site, node.node_id]
+            devices = sorted((self.free[key] + self._releasing[key], key[1]) for key in keys)
+        else:
+            devices = self._by_free_bytes(site, node.node_id)
+        first = bisect_left(devices, (needed,))
+        chosen = devices[first : first + count]
+        return tuple(device_id for _, device_id in chosen) if len(chosen) == count else ()
+
+    def _by_free_bytes(self, site: int, node_id: NodeId) -> list[tuple[int, DeviceId]]:
+        """Return the free bytes of each healthy device of a node at a site, ascending."""
+        key = site, node_id
+        if key not in self._fullest_first:
+            keys = self._fleet.table.healthy_devices[key]
+            self._fullest_first[key] = sorted((self.free[key], key[1]) for key in keys)
+        return self._fullest_first[key]
 
     def _invalidate(self, node_id: NodeId) -> None:
         """Make the cached candidates of a node's sites stale."""
         for site in self._fleet.table.sites_of_node.get(node_id, ()):
             self._site_versions[site] += 1
+            self._fullest_first.pop((site, node_id), None)
             for changed in self._changed_sites.values():
                 changed.add(site)
 
     def _largest_free_at(self, site: int, count: int) -> int:
-        largest = 0
-        for node_id in self._fleet.sites[site].nodes:
-            free = [self.free[key] for key in self._fleet.table.healthy_devices[site, node_id]]
-            if len(free) >= count:
-                largest = max(largest, sorted(free)[-count])
-        return largest
+        nodes = self._fleet.sites[site].nodes
+        by_node = [self._by_free_bytes(site, node_id) for node_id in nodes]
+        return max((devices[-count][0] for devices in by_node if len(devices) >= count), default=0)
 
     def _book(self, slot: Slot, deployment: Deployment, replicas: int) -> None:
         """Add `replicas` (1 or -1) on a slot's devices."""

@@ -120,10 +120,11 @@ class SlotSwap:
         others.remove(moved.pop)
         cost_kept = state.cost()
         cost_without = cost_kept + net_loss(moved)
-        sites = np.flatnonzero(needs.site_capacity > 0)
+        sites = needs.sites.numbers
         saves = np.zeros(len(sites))
         if len(needs.cities):
-            saves = assignment.gain_upper_bounds(sites, needs.site_capacity[sites])
+            capacity = needs.site_capacity[sites]
+            saves = assignment.gain_upper_bounds(needs.sites.latency_ms, capacity)
         unmet = needs.requirement_cost(others)
         met = [
             unmet - needs.requirement_cost([*others, draft.fleet.sites[int(site)].pop])
