@@ -29,10 +29,9 @@ from isochrone.service.tracing.exporter import (
 )
 from isochrone.service.tracing.recorder import SpanRecorder
 from isochrone.service.trust.allowed_hosts import HostAllowList, own_names, refuse_unknown_hosts
-from isochrone.service.trust.foreign_nodes import refuse_foreign_nodes
 from isochrone.service.trust.joining import load_or_join
 from isochrone.service.trust.model_signature import ModelSigners, load_signers
-from isochrone.service.trust.revocation import refuse_revoked
+from isochrone.service.trust.peer_refusal import refuse_peers
 from isochrone.service.trust.tls import client_context, node_server_context
 from isochrone.wire.ids import BootId
 from isochrone.wire.peers.control import PeerRole, ToAgent
@@ -371,8 +370,7 @@ def _data_plane_app(
         # With mutual TLS a browser cannot connect.
         names = [urlsplit(config.address).hostname or "", *own_names()]
         app.middlewares.append(refuse_unknown_hosts(HostAllowList(names), "address"))
-    app.middlewares.append(refuse_revoked(node.revoked_certificates))
-    app.middlewares.append(refuse_foreign_nodes(node.identity.pop))
+    app.middlewares.append(refuse_peers(node.identity.pop, node.revoked_certificates))
     uplink = TransferLink(config.upload_bytes_per_s, monotonic)
     store_relay.attach(app)
     ArtifactUploads(artifacts, uplink, uploads_max=config.uploads_max).attach(app)
