@@ -288,9 +288,7 @@ class DataPlaneServer:
         target = handoff.target
         sent = {name: request.headers[name] for name in TO_PEER if name in request.headers}
         sent |= named_replicas(request.headers, target.replica_id)
-        sent[headers.REPLICA] = target.replica_id
-        sent[headers.PENDING_PREFILL_TOKENS] = str(target.pending_prefill_tokens)
-        sent[headers.PREFILL_MS] = str(target.prefill_ms)
+        sent |= target.estimate_headers
         sent[headers.QUEUE_TOKENS_MAX] = str(handoff.queue_tokens_max)
         self._supervisor.handoffs_in_progress += 1
         try:
