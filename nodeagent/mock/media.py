@@ -63,7 +63,7 @@ async def transcribe(request: web.Request) -> web.StreamResponse:
 
 async def speak(request: web.Request) -> web.StreamResponse:
     """`POST /v1/audio/speech`: WAV, or events with its parts."""
-    fields = _decode(await _read(request, JSON_BYTES_MAX))
+    fields = _decode(await _read(request))
     words = str(fields.get("input", "")).split()
     parts = [_wav_header(), *(SILENCE for _ in words)]
     if fields.get("stream_format") != "sse":
@@ -84,7 +84,7 @@ async def speak(request: web.Request) -> web.StreamResponse:
 
 async def draw(request: web.Request) -> web.StreamResponse:
     """`POST /v1/images/generations`: the same pixel in each image."""
-    fields = _decode(await _read(request, JSON_BYTES_MAX))
+    fields = _decode(await _read(request))
     count, prompt = fields.get("n") or 1, str(fields.get("prompt", ""))
     image = base64.b64encode(_grey_pixel()).decode()
     inputs = len(prompt.split())
@@ -144,8 +144,8 @@ async def _send_events(request: web.Request, events: list[dict[str, Any]]) -> we
     return response
 
 
-async def _read(request: web.Request, bytes_max: int) -> bytes:
-    return await read_body(request, bytes_max=bytes_max, timeout_s=BODY_TIMEOUT_S)
+async def _read(request: web.Request) -> bytes:
+    return await read_body(request, bytes_max=JSON_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
 
 
 def _decode(body: bytes) -> dict[str, Any]:
