@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from aiohttp import web
 
-from isochrone.service.network.http_server import read_body
+from isochrone.service.network.http_server import json_response, read_body
 from isochrone.wire.errors import ApiError, ErrorCode
 
 AUDIO_BYTES_PER_WORD: Final = 1000
@@ -58,7 +58,7 @@ async def transcribe(request: web.Request) -> web.StreamResponse:
         seconds = len(transcript.words) * SECONDS_PER_WORD
         language = transcript.fields.get("language", "english")
         body |= {"task": "transcribe", "language": language, "duration": seconds, "segments": []}
-    return web.json_response(body)
+    return json_response(body)
 
 
 async def speak(request: web.Request) -> web.StreamResponse:
@@ -97,7 +97,7 @@ async def draw(request: web.Request) -> web.StreamResponse:
     settings = {"background": "opaque", "output_format": "png", "quality": "low", "size": "auto"}
     if not fields.get("stream"):
         data = [{"b64_json": image} for _ in range(count)]
-        return web.json_response({"created": 1, "data": data, "usage": usage, **settings})
+        return json_response({"created": 1, "data": data, "usage": usage, **settings})
     head = {"b64_json": image, "created_at": 1, **settings}
     partial = [
         {"type": "image_generation.partial_image", "partial_image_index": index, **head}

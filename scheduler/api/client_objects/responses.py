@@ -6,6 +6,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
+from isochrone.service.network.http_server import json_response
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers.responses import (
     MESSAGE_BYTES_MAX,
@@ -196,7 +197,7 @@ class ResponseEndpoints:
             if not await delete_response(connection, response_id, tenant_id):
                 raise _not_found(response_id)
         deleted = {"id": response_id, "object": "response", "deleted": True}
-        return web.json_response(deleted)
+        return json_response(deleted)
 
     async def cancel(self, request: web.Request, tenant_id: str) -> web.Response:
         """Cancel a background response; one that is cancelled already stays so."""
@@ -267,7 +268,7 @@ def items_response(page: ItemPage) -> web.Response:
         "last_id": ids[-1] if ids else "",
         "has_more": page.has_more,
     }
-    return _json(msgspec.json.encode(body))
+    return json_response(body)
 
 
 def _body(row: ResponseRow) -> bytes:
