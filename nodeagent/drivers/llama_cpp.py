@@ -159,7 +159,7 @@ class LlamaCppDriver:
 
 
 def _knows_tools(model: Path) -> bool:
-    """Say whether a model's chat template has tools.
+    """Return whether a model's chat template has tools.
 
     If it has none, llama.cpp ignores a `tool_choice` that requires a call.
     """

@@ -181,7 +181,7 @@ class GenerationServer(ModelServer):
         return json_response({"is_sleeping": False, "wake_s": self.sleep.wake_s})
 
     async def is_sleeping(self, request: web.Request) -> web.Response:
-        """Say whether the model is dropped."""
+        """Return whether the model is dropped."""
         return json_response({"is_sleeping": self.sleep.is_dropped})
 
     async def load_adapter(self, request: web.Request) -> web.Response:

@@ -154,14 +154,14 @@ class _KeyUsage:
         self.day_tokens, self.day_spend = 0, 0.0
 
     def is_quota_spent(self) -> bool:
-        """Say whether a quota is used up.
+        """Return whether a quota is used up.
 
         Any remainder admits one more request: how much it takes is known only when it ends.
         """
         return self.day_tokens >= self.day_tokens_max or self.day_spend >= self.day_spend_max
 
     def can_admit(self, tokens: int, spent_until: float, now_s: float, unix_s: float) -> bool:
-        """Say whether a request of this many tokens may be admitted now."""
+        """Return whether a request of this many tokens may be admitted now."""
         requests, meter = self.requests, self.tokens
         return not (
             (requests is not None and requests.full_at_after(1, now_s) < 0)

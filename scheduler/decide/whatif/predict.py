@@ -201,7 +201,7 @@ class _WarmFleet:
         }
 
     def is_measured(self, deployment: Deployment) -> bool:
-        """Say whether rates were measured on every class that a deployment runs on.
+        """Return whether rates were measured on every class that a deployment runs on.
 
         If it does not run, measurements on any class count.
         """

@@ -100,7 +100,7 @@ class KvSharing:
         }
 
     async def _locate(self, request: web.Request) -> web.Response:
-        """Say how much of a chain's prefix this engine has."""
+        """Answer how much of a chain's prefix this engine has."""
         digests = await read_query(request)
         transfers = self._transfers
         fingerprint = await self._form.read_fingerprint()

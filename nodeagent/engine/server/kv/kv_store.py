@@ -59,7 +59,7 @@ class KvStoreRoutes:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _locate(self, request: web.Request) -> web.Response:
-        """Say how much of a chain's prefix the store has."""
+        """Answer how much of a chain's prefix the store has."""
         digests = await read_query(request)
         blocks = await self._run(self._store.count_prefix, digests)
         return json_response(

@@ -17,7 +17,7 @@ class EffortBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Say whether no attempt is left."""
+        """Return whether no attempt is left."""
         return self._left <= 0
 
     @property
