@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
@@ -15,7 +15,6 @@ from aiohttp import web
 from isochrone.service.network.http_server import (
     error_middleware,
     error_response,
-    json_response,
     read_body,
     serve_http_unix,
 )
@@ -125,14 +124,14 @@ class MockServer:
         if self._in_flight:
             raise ApiError(ErrorCode.CONFLICT, "cannot sleep: requests are open")
         self._is_asleep = True
-        return json_response({"is_sleeping": True})
+        return web.json_response({"is_sleeping": True})
 
     async def _wake_up(self, http_request: web.Request) -> web.Response:
         self._is_asleep = False
-        return json_response({"is_sleeping": False})
+        return web.json_response({"is_sleeping": False})
 
     async def _is_sleeping(self, http_request: web.Request) -> web.Response:
-        return json_response({"is_sleeping": self._is_asleep})
+        return web.json_response({"is_sleeping": self._is_asleep})
 
     async def tokenize(self, http_request: web.Request) -> web.Response:
         """Count the tokens of a chat's prompt."""
@@ -140,11 +139,11 @@ class MockServer:
             await read_body(http_request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
         )
         request = openai.mock_request(body, is_chat=True, salt="")
-        return json_response({"count": request.prompt_tokens})
+        return _json({"count": request.prompt_tokens})
 
     async def _models(self, request: web.Request) -> web.Response:
         entry = {"id": self._config.served_name, "object": "model", "owned_by": "isochrone"}
-        return json_response({"object": "list", "data": [entry]})
+        return _json({"object": "list", "data": [entry]})
 
     async def _health(self, request: web.Request) -> web.Response:
         """Report that the engine is healthy, even if option `zombie` makes it hang."""
@@ -156,12 +155,10 @@ class MockServer:
             tokens_out=tokens_out,
             last_step_age_s=time.monotonic() - self._engine.last_token_at,
         )
-        return json_response(health)
+        return _json(health)
 
     async def _stats(self, request: web.Request) -> web.Response:
-        return json_response(
-            msgspec.structs.replace(self._engine.stats(), is_asleep=self._is_asleep)
-        )
+        return _json(msgspec.structs.replace(self._engine.stats(), is_asleep=self._is_asleep))
 
     async def _metrics(self, request: web.Request) -> web.Response:
         stats = msgspec.structs.asdict(self._engine.stats())
@@ -176,7 +173,7 @@ class MockServer:
 
     async def _drain(self, request: web.Request) -> web.Response:
         self._is_draining = True
-        return json_response({"open": self._in_flight})
+        return _json({"open": self._in_flight})
 
 
 async def _stream(
@@ -217,6 +214,10 @@ async def _complete(
         for number in range(len(request.prompts) * request.answers)
     ]
     return web.Response(body=encoder.complete(by_answer, usage), content_type="application/json")
+
+
+def _json(body: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
 def as_openai(error: ApiError) -> web.Response:

@@ -57,7 +57,7 @@ class ResponseChunk(msgspec.Struct):
     usage: Any = None
 
 
-class OutputPart(NamedTuple):
+class AnswerDelta(NamedTuple):
     """What a frame adds to the first answer of a chat completion; all of it, if it is complete."""
 
     reasoning: str
@@ -81,7 +81,7 @@ def decode_chunk(data: bytes) -> ResponseChunk | None:
         return None
 
 
-def read_output(data: bytes) -> OutputPart | None:
+def read_output(data: bytes) -> AnswerDelta | None:
     """Return what the first answer gets from a frame's data, or from a complete response.
 
     None if the data is neither, or its tool calls cannot be read.
@@ -99,6 +99,6 @@ def read_output(data: bytes) -> OutputPart | None:
         # Calls of a complete message have no index: each is a call of its own.
         calls = [msgspec.structs.replace(call, index=n) for n, call in enumerate(calls)]
     text = delta.content or ""
-    return OutputPart(
+    return AnswerDelta(
         delta.reasoning_text, text, calls, choice.finish_reason, choice.stop_reason, chunk.usage
     )

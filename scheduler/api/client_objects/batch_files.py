@@ -6,7 +6,7 @@ from typing import Any, Final
 import aiohttp
 from aiohttp import web
 
-from isochrone.service.network.http_server import FORM_ERRORS, json_response
+from isochrone.service.network.http_server import FORM_ERRORS
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.api.client_objects.downloads import DownloadLimit, send_file
 from scheduler.api.client_objects.uploads import add_or_discard, write_upload
@@ -76,7 +76,7 @@ class FileEndpoints:
             raise
         adding = self._add(file_id, tenant_id, filename, size_bytes, fields)
         file = await add_or_discard(self._pool, self._folder, file_id, adding)
-        return json_response(file_body(file))
+        return _json(file_body(file))
 
     async def _add(
         self, file_id: str, tenant_id: str, filename: str, size_bytes: int, fields: dict[str, str]
@@ -116,11 +116,11 @@ class FileEndpoints:
             )
             if not files and (after := request.query.get("after")):
                 require_after(await read_file(connection, tenant_id, after), after)
-        return json_response(list_body([file_body(file) for file in files], limit))
+        return _json(list_body([file_body(file) for file in files], limit))
 
     async def show(self, request: web.Request, tenant_id: str) -> web.StreamResponse:
         """Return a file's description."""
-        return json_response(file_body(await self._file(request, tenant_id)))
+        return _json(file_body(await self._file(request, tenant_id)))
 
     async def content(self, request: web.Request, tenant_id: str) -> web.StreamResponse:
         """Stream a file's contents."""
@@ -145,7 +145,7 @@ class FileEndpoints:
                 )
             # Before the commit: the row stays while the contents cannot be deleted.
             await self._folder.delete(file.file_id)
-        return json_response({"id": file.file_id, "object": "file", "deleted": True})
+        return _json({"id": file.file_id, "object": "file", "deleted": True})
 
     async def _file(self, request: web.Request, tenant_id: str) -> BatchFile:
         file_id = request.match_info["file_id"]
@@ -234,6 +234,10 @@ def _expiry(fields: dict[str, str]) -> int | None:
         reason = f"'expires_after.seconds' is {text[:20]!r}"
         raise _invalid(f"{reason}, expected {EXPIRES_MIN_S} to {EXPIRES_MAX_S}", "expires_after")
     return int(text)
+
+
+def _json(body: Any) -> web.Response:
+    return web.json_response(body)
 
 
 def _not_found(file_id: str) -> ApiError:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
-from isochrone.service.network.http_server import json_response, read_body
+from isochrone.service.network.http_server import read_body
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.api.client_objects.batches import WINDOW_S, check_unanswered
 from scheduler.api.client_objects.downloads import DownloadLimit, give_up
@@ -63,7 +63,7 @@ class QueuedRuns:
         model = request.query.get("model", "")
         adding = self._add(file_id, len(text), tenant_id, key_id, model)
         batch = await add_or_discard(self._pool, self._folder, file_id, adding)
-        return json_response(_queued(batch))
+        return web.json_response(_queued(batch))
 
     async def _add(
         self, file_id: str, size_bytes: int, tenant_id: str, key_id: str, model: str
@@ -102,7 +102,7 @@ class QueuedRuns:
         if batch is None or not is_run or model not in (None, _model_of(batch)):
             raise ApiError(ErrorCode.NOT_FOUND, f"cannot find the request {batch_id[:64]!r}")
         if batch.status in _STATUS:
-            return json_response(_queued(batch))
+            return web.json_response(_queued(batch))
         with self._downloads.counted(tenant_id):
             return await self._send_results(request, batch)
 

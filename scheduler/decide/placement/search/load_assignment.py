@@ -95,7 +95,7 @@ class LoadAssignment:
 
     @property
     def is_tight(self) -> bool:
-        """Return whether capacity at some full site is worth something: `_direct_gain` is then too
+        """Say whether capacity at some full site is worth something: `_direct_gain` is then too
         high."""
         return len(self._worth) > 0 and bool(self._worth.any())
 
