@@ -24,6 +24,7 @@ from isochrone.wire.kv import kv_sharing, kv_transfer
 from isochrone.wire.peers.report import ReplicaState
 from nodeagent import metrics
 from nodeagent.api.request.answer_relay import response_head
+from nodeagent.decide.pauses import Pauses
 from nodeagent.decide.requests.handoff import PeerReplicaLost
 from nodeagent.decide.requests.kv_quota import KvQuota, KvUser
 from nodeagent.disaggregation.kv_fetch import RelayToPeer, length_header
@@ -82,8 +83,8 @@ class KvSharingRoutes:
         self.store_copies = StoreCopies(quota, clock)
         """What goes to the PoP's store."""
         self._keeping = asyncio.Lock()
-        self._paused_until_s: dict[NodeId, float] = {}
-        """For each node, the time until which no copies are sent to it."""
+        self._pauses: Pauses[NodeId] = Pauses(COPY_PAUSE_S, NODES_MAX)
+        """The nodes that are sent no copies."""
 
     def attach(self, app: web.Application) -> None:
         """Add the routes."""
@@ -102,8 +103,7 @@ class KvSharingRoutes:
         """Have a copy made of a prefix, unless too many wait already."""
         if len(copy.digests) < COPY_BLOCKS_MIN:
             return
-        now_s = self._clock()
-        if self._copies.full() or self._paused_until_s.get(copy.store.node_id, now_s) > now_s:
+        if self._copies.full() or self._pauses.is_paused(copy.store.node_id, self._clock()):
             metrics.KV_COPIES.labels("dropped").inc()
             return
         self._copies.put_nowait(copy)
@@ -114,7 +114,7 @@ class KvSharingRoutes:
         while True:
             copy = await self._copies.get()
             node_id = copy.store.node_id
-            if self._paused_until_s.get(node_id, 0.0) > self._clock():
+            if self._pauses.is_paused(node_id, self._clock()):
                 metrics.KV_COPIES.labels("dropped").inc()
                 continue
             query = kv_sharing.KeepQuery(source=copy.here, digests=copy.digests)
@@ -129,10 +129,7 @@ class KvSharingRoutes:
             except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError):
                 outcome = "failed"
             if outcome != "kept":
-                if len(self._paused_until_s) >= NODES_MAX:
-                    # Routers name the nodes, so the table is bounded.
-                    self._paused_until_s.clear()
-                self._paused_until_s[node_id] = self._clock() + COPY_PAUSE_S
+                self._pauses.begin(node_id, self._clock())
             metrics.KV_COPIES.labels(outcome).inc()
 
     def _find_replica(self, request: web.Request) -> SharingReplica:
