@@ -119,7 +119,7 @@ def replica_rates(
 
 
 def is_measured(profile: ReplicaProfile) -> bool:
-    """Return whether a profile has both rates, within the plausible range."""
+    """Say whether a profile has both rates, within the plausible range."""
     rates = profile.prefill_tokens_per_s, profile.decode_tokens_per_s
     return all(RATE_MIN <= rate <= RATE_MAX for rate in rates)
 
@@ -141,7 +141,7 @@ def splits(shape: ModelDimensions | None, devices: int, nodes: int = 1) -> Itera
 
 
 def _divides(shape: ModelDimensions, tensor: int) -> bool:
-    """Return whether attention heads divide over `tensor` devices. KV heads are split, or copied to
+    """Say whether attention heads divide over `tensor` devices. KV heads are split, or copied to
     several devices."""
     kv_heads = 1 if shape.latent_size else shape.kv_heads
     return shape.heads % tensor == 0 and max(kv_heads, tensor) % min(kv_heads, tensor) == 0
@@ -160,7 +160,7 @@ def kv_bytes_per_token(model: CatalogModel, engine: EngineSettings) -> float:
 
 
 def has_kv_cache(model: CatalogModel, engine: EngineSettings) -> bool:
-    """Return whether a replica's engine needs memory for KV."""
+    """Say whether a replica's engine needs memory for KV."""
     return model.kind == "chat" and capabilities_of(engine.driver).has_kv_cache
 
 

@@ -114,7 +114,7 @@ class _Targets:
         self._link_bytes_per_s: dict[PopId, float] = defaultdict(float)
 
     def has_arrived(self, target: PrefetchTarget) -> bool:
-        """Return whether the weights are on the node's disk."""
+        """Say whether the weights are on the node's disk."""
         digest = self._models[target.model_id].artifact.digest
         return digest in self._nodes[target.node_id].artifacts
 

@@ -35,12 +35,12 @@ is well below 1 because demand that leaves at night comes back by day."""
 
 
 def has_failed(placement: Placement) -> bool:
-    """Return whether a part of a placement will not serve again."""
+    """Say whether a part of a placement will not serve again."""
     return any(part.state in TERMINAL_STATES for part in placement.parts)
 
 
 def is_staying(fleet: FleetCapacity, placement: Placement) -> bool:
-    """Return whether a placement serves or will serve, on nodes and devices that stay."""
+    """Say whether a placement serves or will serve, on nodes and devices that stay."""
     return not placement.is_ending and not has_failed(placement) and fleet.stays(placement)
 
 
@@ -220,7 +220,7 @@ def _lost_node(fleet: FleetCapacity, placement: Placement) -> str:
 
 
 def _is_broken(placement: Placement, version: int) -> bool:
-    """Return whether a placement of an older version restarts and does not become warm."""
+    """Say whether a placement of a version before `version` restarts and does not become warm."""
     is_restarting = placement.state in COMING and placement.restarts >= RESTARTS_OF_BROKEN
     return placement.version != version and is_restarting
 
@@ -228,7 +228,7 @@ def _is_broken(placement: Placement, version: int) -> bool:
 def _may_be_replaced(
     state: DeploymentState, current: DeploymentState, replica: PlannedReplica
 ) -> bool:
-    """Return whether enough other replicas exist, and enough are warm, to end an old one."""
+    """Say whether enough other replicas exist, and enough of them are warm, to end an old one."""
     needs = state.needs
     is_warm = replica.placement and replica.placement.state is ReplicaState.WARM
     if is_warm and len(state.warm_pops()) <= max(1, needs.replicas_min):

@@ -36,7 +36,7 @@ class DeviceSharing:
     def can_all_wake(
         self, key: DeviceKey, awake_bytes: int, overcommit: float, releasing_bytes: int = 0
     ) -> bool:
-        """Return whether all over-committed replicas of a device could wake beside a new one.
+        """Say whether all over-committed replicas of a device could wake beside a new one.
 
         `releasing_bytes` are of replicas that are about to end.
         """

@@ -75,7 +75,7 @@ class FleetCapacity:
         return self.nodes[node_id].failure_domain or str(node_id)
 
     def stays(self, placement: Placement) -> bool:
-        """Return whether all nodes of a placement stay, and its devices are healthy."""
+        """Say whether all nodes of a placement stay in the fleet, and its devices are healthy."""
         return self._staying.issuperset(placement.node_ids) and not self.leaving_reason(placement)
 
     def leaving_reason(self, placement: Placement) -> str:
@@ -92,7 +92,7 @@ class FleetCapacity:
         return ""
 
     def is_heard(self, placement: Placement) -> bool:
-        """Return whether all nodes of a placement are in contact now."""
+        """Say whether all nodes of a placement are in contact now."""
         return all(
             self.liveness.by_node.get(node_id) is Liveness.READY for node_id in placement.node_ids
         )

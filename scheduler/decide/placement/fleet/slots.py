@@ -109,7 +109,7 @@ def free_memory(nodes: Iterable[FleetNode], placements: Iterable[Placement]) -> 
 
 
 def residency_allows(policy: PlacementPolicy, pop: Pop) -> bool:
-    """Return whether a policy lets a replica run in `pop`; `deny` overrides `allow`."""
+    """Say whether a policy lets a replica run in `pop`; `deny` overrides `allow`."""
     names = {str(pop.pop), pop.country}
     if names & set(policy.deny):
         return False

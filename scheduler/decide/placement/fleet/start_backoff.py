@@ -58,7 +58,7 @@ class StartHistory:
         return self._failures.get((deployment_id, node_id), 0)
 
     def has_failed_recently(self, deployment_id: DeploymentId) -> bool:
-        """Return whether nodes recently gave up starting replicas of the current version."""
+        """Say whether nodes recently gave up starting replicas of the current version."""
         return deployment_id in self._backoff
 
     def backoff_of(self, deployment_id: DeploymentId) -> str:

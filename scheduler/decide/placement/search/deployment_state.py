@@ -149,12 +149,12 @@ class DeploymentNeeds:
 
     @property
     def has_demand(self) -> bool:
-        """Return whether any city sends requests for it."""
+        """Say whether any city sends requests for it."""
         return self.total_requests_per_s > 0
 
     @property
     def has_roles(self) -> bool:
-        """Return whether its replicas may have roles of their own."""
+        """Say whether its replicas may have roles of their own."""
         policy = self.deployment.policy
         return policy.roles != UNIFIED_ROLES or policy.prefill_share > 0
 
@@ -226,7 +226,7 @@ class DeploymentState:
 
     @property
     def is_full(self) -> bool:
-        """Return whether it has replicas_max replicas or more."""
+        """Say whether it has replicas_max replicas or more."""
         return len(self.replicas) >= self.needs.replicas_max
 
     def new_replicas(self) -> list[PlannedReplica]:
@@ -243,13 +243,13 @@ class DeploymentState:
         return [r.pop for r in self.replicas if r.placement and r.placement.state is warm]
 
     def has_replica_coming(self) -> bool:
-        """Return whether a replica is starting, or would be started by this plan."""
+        """Say whether a replica is starting, or would be started by this plan."""
         if self.new_replicas():
             return True
         return any(r.placement and r.placement.state in COMING for r in self.replicas)
 
     def requirements_met(self) -> bool:
-        """Return whether one more replica could improve nothing but latency, in any PoP."""
+        """Say whether one more replica could improve nothing but latency, in any PoP."""
         needs = self.needs
         has_minimum = len(self.replicas) >= max(1, needs.replicas_min)
         if not has_minimum or needs.deployment.policy.keep_warm or self._pins is not None:

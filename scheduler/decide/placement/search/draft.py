@@ -58,12 +58,12 @@ class PlacementDraft:
 
     @property
     def has_starts_left(self) -> bool:
-        """Return whether the plan may start another replica."""
+        """Say whether the plan may start another replica."""
         return self._starts_left > 0
 
     @property
     def exceeds_starts(self) -> bool:
-        """Return whether the draft starts more replicas than the plan may."""
+        """Say whether the draft starts more replicas than the plan may."""
         return self._starts_left < 0
 
     def limit_starts(self, starts_max: int) -> None:
@@ -89,7 +89,7 @@ class PlacementDraft:
         return is_free
 
     def lacks_devices(self, state: DeploymentState) -> bool:
-        """Return whether a deployment has unserved load, and no free devices for a replica."""
+        """Say whether a deployment has unserved load, and no free devices for a replica."""
         if state.is_full or state.assignment.unserved() <= EPSILON:
             return False
         return not self.has_free_devices(state).any()

@@ -17,7 +17,7 @@ class EffortBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Return whether no attempt is left."""
+        """Say whether no attempt is left."""
         return self._left <= 0
 
     @property

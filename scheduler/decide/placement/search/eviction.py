@@ -51,7 +51,7 @@ def _holders(
 
 
 def _may_preempt(replica: PlannedReplica, settle_s: float, warm: Sequence[PopId]) -> bool:
-    """Return whether a running replica may be preempted while its deployment is warm in `warm`.
+    """Say whether a running replica may be preempted while its deployment is warm in `warm`.
 
     Replicas that are only starting do not count.
     """
@@ -67,7 +67,7 @@ def _may_preempt(replica: PlannedReplica, settle_s: float, warm: Sequence[PopId]
 
 
 def may_preempt_together(leaving: Sequence[PlannedReplica]) -> bool:
-    """Return whether replicas that may each be preempted may be together."""
+    """Say whether replicas that may each be preempted may be together."""
     pops_lost: dict[DeploymentState, list[PopId]] = defaultdict(list)
     for replica in leaving:
         if replica.placement:

@@ -101,7 +101,7 @@ class _SiteGains:
 
     @property
     def has_any(self) -> bool:
-        """Return whether a replica may pay at any site."""
+        """Say whether a replica may pay at any site."""
         return bool((self._nets > EPSILON).any())
 
     def lower_to(self, start_costs: Floats) -> None:

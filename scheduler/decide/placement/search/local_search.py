@@ -254,13 +254,13 @@ class LocalSearch:
 
 
 def _is_new(state: DeploymentState) -> bool:
-    """Return whether a deployment is still being laid out: no replica is LAID_OUT_S old."""
+    """Say whether a deployment is still being laid out: no replica is LAID_OUT_S old."""
     ages = (replica.placement.age_s for replica in state.replicas if replica.placement)
     return max(ages, default=0.0) < LAID_OUT_S
 
 
 def _is_warm_and_current(replica: PlannedReplica) -> bool:
-    """Return whether a replica is running, warm, and of the deployment's current version."""
+    """Say whether a replica is running, warm, and of the deployment's current version."""
     placement = replica.placement
     return (
         placement is not None

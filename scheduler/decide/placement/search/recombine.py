@@ -36,7 +36,7 @@ TRIED_MAX: Final = 3
 
 
 def is_small(draft: PlacementDraft) -> bool:
-    """Return whether the replicas of a fleet can be recombined within seconds."""
+    """Say whether the replicas of a fleet can be recombined within seconds."""
     fleet = draft.fleet
     sites = len(fleet.sites)
     return (
@@ -183,7 +183,7 @@ class _FreeCapacity:
 
 
 def _is_free(state: DeploymentState) -> bool:
-    """Return whether the new replicas of a deployment can be laid out alone: each on one node,
+    """Say whether the new replicas of a deployment can be laid out by themselves: each on one node,
     with memory of its own, in no ratio to others."""
     needs = state.needs
     return (

@@ -54,17 +54,17 @@ class RatioErrors(NamedTuple):
 
 
 def has_pins(policy: PlacementPolicy) -> bool:
-    """Return whether a policy pins a role to device classes."""
+    """Say whether a policy pins a role to device classes."""
     return bool(policy.prefill_devices or policy.decode_devices)
 
 
 def can_prefill(policy: PlacementPolicy, device_class: str) -> bool:
-    """Return whether replicas on a device class may be prefill replicas."""
+    """Say whether replicas on a device class may be prefill replicas."""
     return not policy.prefill_devices or is_named_by(device_class, policy.prefill_devices)
 
 
 def can_generate(policy: PlacementPolicy, device_class: str) -> bool:
-    """Return whether replicas on a device class may generate."""
+    """Say whether replicas on a device class may generate."""
     return not policy.decode_devices or is_named_by(device_class, policy.decode_devices)
 
 
