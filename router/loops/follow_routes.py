@@ -1,4 +1,4 @@
-"""Follow the scheduler: check route tables, adopt the accepted ones, and keep the last on disk.
+"""Follows the scheduler: checks route tables, adopts accepted ones, and keeps the last on disk.
 
 The table in use is always whole: a delta is applied to the table it is based on, and a delta that
 does not fit asks for a snapshot. A refused table is quarantined and checked again, because the
