@@ -124,13 +124,13 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         )
         running.push_async_callback(planner.stop)
         state = _make_state(config, database, nudges)
-        composition = Composition(
+        parts = Composition(
             *(config, database, state, planner, authority, nudges, NodeReportCache()),
             batches=await _open_batch_storage(config, nudges.batches.set),
             running=running,
         )
         tracing = _admin_tracing(config, running)
-        loops = (*_periodic_loops(composition, certificate), *tracing.loops)
+        loops = (*_periodic_loops(parts, certificate), *tracing.loops)
         context = AdminContext(
             scheduler_name=config.name,
             liveness=config.liveness,
@@ -143,8 +143,8 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
             routes=state.routes,
             nudge_place=nudges.place.set,
             nudge_disconnect=nudges.disconnect.set,
-            adapters=AdapterIntake(composition.batches.folder, config.adapters)
-            if composition.batches
+            adapters=AdapterIntake(parts.batches.folder, config.adapters)
+            if parts.batches
             else None,
             signers=signers,
         )
@@ -158,7 +158,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
             )
         )
         await running.enter_async_context(
-            serve_control(config, database, state, authority, nudges.place.set, composition.batches)
+            serve_control(config, database, state, authority, nudges.place.set, parts.batches)
         )
         renewal = LeaseRenewalThread(
             database_url=config.database_url, interval_s=config.lease_renew_s, lease=state.lease
@@ -228,7 +228,7 @@ def _make_state(config: SchedulerConfig, database: Database, nudges: JobNudges) 
 
 
 def _periodic_loops(
-    composition: Composition, certificate: ReloadingCertificate | None
+    parts: Composition, certificate: ReloadingCertificate | None
 ) -> tuple[Loop, ...]:
     """Return every periodic job with its interval. The job that takes the lease runs first."""
     reload_certificate = (
@@ -236,17 +236,13 @@ def _periodic_loops(
         if certificate is None
         else (Loop("reload_certificate", certificate.run_once, CERTIFICATE_CHECK_S),)
     )
-    return (
-        *_peer_loops(composition),
-        *_placement_loops(composition),
-        *_upkeep_loops(composition),
-        *reload_certificate,
-    )
+    jobs = (*_peer_loops(parts), *_placement_loops(parts), *_upkeep_loops(parts))
+    return (*jobs, *reload_certificate)
 
 
-def _peer_loops(composition: Composition) -> tuple[Loop, ...]:
+def _peer_loops(parts: Composition) -> tuple[Loop, ...]:
     """Return the jobs of the lease and of the peers that are connected."""
-    config, state, database = composition.config, composition.state, composition.database
+    config, state, database = parts.config, parts.state, parts.database
     hold_lease = HoldLease(
         reserved=database.reserved,
         cluster_id=database.cluster_id,
@@ -256,7 +252,7 @@ def _peer_loops(composition: Composition) -> tuple[Loop, ...]:
         admission=state.admission,
         routes=state.routes,
         assignments=state.assignments,
-        nudge_place=composition.nudges.place.set,
+        nudge_place=parts.nudges.place.set,
     )
     flush = FlushPulses(
         reserved=database.reserved, lease=state.lease, peers=state.peers, pulses=state.pulses
@@ -268,31 +264,31 @@ def _peer_loops(composition: Composition) -> tuple[Loop, ...]:
         pool=database.pool,
         lease=state.lease,
         heartbeats=state.heartbeats,
-        reports=composition.reports,
+        reports=parts.reports,
         limits=config.liveness,
     )
     share = ShareKeyUse(state.key_use, state.peers)
     return (
         Loop("hold_lease", hold_lease.run_once, config.lease_renew_s),
         Loop("flush_pulses", flush.run_once, 2.0),
-        Loop("disconnect_revoked", disconnect.run_once, 2.0, nudged=composition.nudges.disconnect),
+        Loop("disconnect_revoked", disconnect.run_once, 2.0, nudged=parts.nudges.disconnect),
         Loop("record_node_loss", losses.run_once, 5.0),
         Loop("share_key_use", share.run_once, SHARE_KEY_USE_S),
     )
 
 
-def _placement_loops(composition: Composition) -> tuple[Loop, ...]:
+def _placement_loops(parts: Composition) -> tuple[Loop, ...]:
     """Return the jobs that decide what runs where, and tell nodes and routers."""
     config, state, pool, nudges = (
-        composition.config,
-        composition.state,
-        composition.database.pool,
-        composition.nudges,
+        parts.config,
+        parts.state,
+        parts.database.pool,
+        parts.nudges,
     )
     place = PlaceReplicas(
         pool=pool,
-        planner=composition.planner,
-        authority=composition.authority,
+        planner=parts.planner,
+        authority=parts.authority,
         lease=state.lease,
         peers=state.peers,
         heartbeats=state.heartbeats,
@@ -310,11 +306,11 @@ def _placement_loops(composition: Composition) -> tuple[Loop, ...]:
         peers=state.peers,
         heartbeats=state.heartbeats,
         routes=state.routes,
-        reports=composition.reports,
+        reports=parts.reports,
         first_reports=state.first_reports,
     )
     learn = LearnDemand(
-        planner=composition.planner,
+        planner=parts.planner,
         lease=state.lease,
         nudge_place=nudges.place.set,
         nudge_prefetch=nudges.prefetch.set,
@@ -322,7 +318,7 @@ def _placement_loops(composition: Composition) -> tuple[Loop, ...]:
     )
     prefetch = PrefetchWeights(
         pool=pool,
-        planner=composition.planner,
+        planner=parts.planner,
         lease=state.lease,
         heartbeats=state.heartbeats,
         assignments=state.assignments,
@@ -342,37 +338,37 @@ def _placement_loops(composition: Composition) -> tuple[Loop, ...]:
     )
 
 
-def _upkeep_loops(composition: Composition) -> tuple[Loop, ...]:
+def _upkeep_loops(parts: Composition) -> tuple[Loop, ...]:
     """Return the jobs that keep the database and this process small."""
-    config, pool, lease = composition.config, composition.database.pool, composition.state.lease
+    config, pool, lease = parts.config, parts.database.pool, parts.state.lease
     rules = retention_rules(
         event_days=config.event_retention_days,
         certificate_lifetime_s=config.certificate_lifetime_s,
     )
     clock = JumpFreeClock()
     delete = DeleteExpiredRows(pool=pool, lease=lease, rules=rules, clock=clock)
-    routes = composition.state.routes
+    routes = parts.state.routes
     quotas = SumQuotas(pool=pool, lease=lease, routes=routes, unix_clock=time)
     partitions = RotatePartitions(pool=pool, lease=lease, clock=clock)
     history = AdvanceHistory(pool=pool, lease=lease, unix_clock=time)
-    garbage = CollectGarbage(composition.state.peers)
+    garbage = CollectGarbage(parts.state.peers)
     responses = EndResponses(pool=pool, lease=lease, limits=config.responses)
     batches: tuple[Loop, ...] = ()
-    if composition.batches is not None:
-        folder, limits, _ = composition.batches
+    if parts.batches is not None:
+        folder, limits, _ = parts.batches
         advance = AdvanceBatches(
             pool=pool,
             lease=lease,
             folder=folder,
             limits=limits,
-            nudge=composition.nudges.batches.set,
+            nudge=parts.nudges.batches.set,
         )
-        composition.running.push_async_callback(advance.close)
+        parts.running.push_async_callback(advance.close)
         batches = (
             Loop(
                 *("advance_batches", advance.run_once, ADVANCE_BATCHES_S),
                 share_max=0.5,
-                nudged=composition.nudges.batches,
+                nudged=parts.nudges.batches,
             ),
         )
     return (
