@@ -124,9 +124,10 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         )
         running.push_async_callback(planner.stop)
         state = _make_state(config, database, nudges)
+        batches = await _open_batch_storage(config, nudges.batches.set)
         parts = Composition(
             *(config, database, state, planner, authority, nudges, NodeReportCache()),
-            batches=await _open_batch_storage(config, nudges.batches.set),
+            batches=batches,
             running=running,
         )
         tracing = _admin_tracing(config, running)
@@ -143,9 +144,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
             routes=state.routes,
             nudge_place=nudges.place.set,
             nudge_disconnect=nudges.disconnect.set,
-            adapters=AdapterIntake(parts.batches.folder, config.adapters)
-            if parts.batches
-            else None,
+            adapters=AdapterIntake(batches.folder, config.adapters) if batches else None,
             signers=signers,
         )
         hosts = HostAllowList((*config.admin_hosts, *await asyncio.to_thread(own_names)))
@@ -158,7 +157,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
             )
         )
         await running.enter_async_context(
-            serve_control(config, database, state, authority, nudges.place.set, parts.batches)
+            serve_control(config, database, state, authority, nudges.place.set, batches)
         )
         renewal = LeaseRenewalThread(
             database_url=config.database_url, interval_s=config.lease_renew_s, lease=state.lease
