@@ -4,12 +4,12 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from ssl import SSLContext
 from time import monotonic, time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -126,15 +126,11 @@ async def serve(
         app = _data_plane_app(server, artifacts, config, node, store.relay)
         async with _listeners(config, app, supervisor, server_tls, store.relay) as port:
             log.info("serving", extra={"fields": {"port": port, "node": node.node_id}})
-            async with asyncio.TaskGroup() as tasks:
-                runs = (*(loop.run() for loop in loops), link.run(), feed_watchdog())
-                started = [tasks.create_task(run) for run in runs]
+            async with _running(*(loop.run() for loop in loops), link.run(), feed_watchdog()):
                 notify("READY=1")
                 await stopping.wait()
                 server.is_draining = True
                 await supervisor.wait_idle(config.drain_timeout_s)
-                for task in started:
-                    task.cancel()
     finally:
         # An agent that fails leaves its engines running too: their end was not ordered.
         keep_engines = config.keep_engines_on_stop or not stopping.is_set()
@@ -145,6 +141,16 @@ async def serve(
         if exporter is not None:
             await exporter.close()
     return 0
+
+
+@asynccontextmanager
+async def _running(*runs: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run coroutines as tasks until the end of the block. If one fails, the block is cancelled."""
+    async with asyncio.TaskGroup() as tasks:
+        started = [tasks.create_task(run) for run in runs]
+        yield
+        for task in started:
+            task.cancel()
 
 
 def _supervisor(

@@ -329,13 +329,8 @@ class DataPlaneServer:
                 ErrorCode.INVALID_REQUEST,
                 "cannot count tokens: this engine offers no count; see `usage` of an answer",
             )
-        sent = {name: request.headers[name] for name in TO_ENGINE if name in request.headers}
-        lease = request.headers.get(kv_transfer.WINDOW, "")
-        sent |= self._windows.sent_headers(lease, replica.spec.replica_id)
-        # A router sends the tenant's id. The engine gets a salt that no tenant can guess.
-        salt = self._cache_salts.salt_of(request.headers.get(headers.CACHE_SALT, ""))
-        sent[headers.CACHE_SALT] = salt
-        priority = request.headers.get(headers.PRIORITY, "")
+        sent = self._headers_to_engine(request, replica)
+        salt, priority = sent[headers.CACHE_SALT], sent.get(headers.PRIORITY, "")
         body = with_adapter(body, running.adapter)
         if engine.model_name:
             content_type = request.headers.get("content-type", "")
@@ -370,6 +365,14 @@ class DataPlaneServer:
         finally:
             if leg is not None:
                 await leg.close()
+
+    def _headers_to_engine(self, request: web.Request, replica: ManagedReplica) -> dict[str, str]:
+        sent = {name: request.headers[name] for name in TO_ENGINE if name in request.headers}
+        lease = request.headers.get(kv_transfer.WINDOW, "")
+        sent |= self._windows.sent_headers(lease, replica.spec.replica_id)
+        # A router sends the tenant's id. The engine gets a salt that no tenant can guess.
+        sent[headers.CACHE_SALT] = self._cache_salts.salt_of(sent.get(headers.CACHE_SALT, ""))
+        return sent
 
     async def _relay_answer(
         self,
