@@ -12,7 +12,13 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire.errors import ApiError, ErrorCode, openai_error, openai_error_event
+from isochrone.wire.errors import (
+    ApiError,
+    ErrorCode,
+    method_not_allowed,
+    openai_error,
+    openai_error_event,
+)
 from isochrone.wire.http import headers
 from isochrone.wire.peers.routes import KeyEntry
 from router.apis.auxiliary_server import forward_to_auxiliary
@@ -156,12 +162,7 @@ class ApiDispatcher:
             if not _is_inference(path):
                 return self._dispatch_other(request, path, client)
         if request.method != b"POST":
-            method, named = request.method.decode(), request.named_path
-            raise ApiError(
-                ErrorCode.METHOD_NOT_ALLOWED,
-                f"cannot use the method {method} for {named}: use POST",
-                headers={"allow": "POST"},
-            )
+            raise method_not_allowed(request.method.decode(), request.named_path, ("POST",))
         if request.query and is_queued_run(request, path):
             assert request.key is not None
             self._openai.base_deployment(model_of(path) or "", request.key)
