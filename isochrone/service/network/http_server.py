@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from ssl import SSLContext
@@ -26,7 +26,7 @@ from isochrone.service.network.connection_count import (
     tls_protocol_factory,
 )
 from isochrone.service.network.private_socket import private_socket
-from isochrone.wire.errors import ApiError, ErrorCode, method_not_allowed
+from isochrone.wire.errors import ApiError, ErrorCode
 
 log = logging.getLogger(__name__)
 
@@ -105,8 +105,7 @@ def error_middleware(encode_error: EncodeError) -> Callable[..., Awaitable[web.S
             return encode_error(error)
         except web.HTTPException as error:
             if isinstance(error, web.HTTPMethodNotAllowed):
-                allowed = sorted(error.allowed_methods)
-                return encode_error(method_not_allowed(request.method, request.path, allowed))
+                return encode_error(_method_not_allowed(request, error.allowed_methods))
             return encode_error(_error_of_status(error.status, error.reason, request))
         except ClientConnectionResetError:
             # The client has left; no response reaches it.
@@ -350,6 +349,15 @@ def _error_of_status(status: int, text: str, request: web.Request | None) -> Api
     if code is ErrorCode.NOT_FOUND and request is not None:
         text = f"no such path: {request.method} {request.path[:200]}"
     return ApiError(code or ErrorCode.INVALID_REQUEST, f"cannot serve: {text}")
+
+
+def _method_not_allowed(request: web.Request, allowed: Collection[str]) -> ApiError:
+    useful = ", ".join(sorted(set(allowed) - {"HEAD"}))
+    return ApiError(
+        ErrorCode.METHOD_NOT_ALLOWED,
+        f"cannot use the method {request.method} for {request.path[:200]}: use {useful}",
+        headers={"allow": ", ".join(sorted(allowed))},
+    )
 
 
 def _too_large(bytes_max: int) -> ApiError:
