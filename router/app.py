@@ -223,7 +223,7 @@ class RouterApp:
             self.fleet_suspicions,
             self.link.send,
             time.monotonic,
-            self.limiter.take_untold,
+            self.limiter.take_unshared,
             self.key_use,
         )
         self.garbage = CollectInTurns()
