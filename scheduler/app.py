@@ -124,13 +124,14 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         )
         running.push_async_callback(planner.stop)
         state = _make_state(config, database, nudges)
-        made = Composition(
+        batches = await _open_batch_storage(config, nudges.batches.set)
+        parts = Composition(
             *(config, database, state, planner, authority, nudges, NodeReportCache()),
-            batches=await _open_batch_storage(config, nudges.batches.set),
+            batches=batches,
             running=running,
         )
         tracing = _admin_tracing(config, running)
-        loops = (*_periodic_loops(made, certificate), *tracing.loops)
+        loops = (*_periodic_loops(parts, certificate), *tracing.loops)
         context = AdminContext(
             scheduler_name=config.name,
             liveness=config.liveness,
@@ -143,7 +144,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
             routes=state.routes,
             nudge_place=nudges.place.set,
             nudge_disconnect=nudges.disconnect.set,
-            adapters=AdapterIntake(made.batches.folder, config.adapters) if made.batches else None,
+            adapters=AdapterIntake(batches.folder, config.adapters) if batches else None,
             signers=signers,
         )
         hosts = HostAllowList((*config.admin_hosts, *await asyncio.to_thread(own_names)))
@@ -156,7 +157,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
             )
         )
         await running.enter_async_context(
-            serve_control(config, database, state, authority, nudges.place.set, made.batches)
+            serve_control(config, database, state, authority, nudges.place.set, batches)
         )
         renewal = LeaseRenewalThread(
             database_url=config.database_url, interval_s=config.lease_renew_s, lease=state.lease
@@ -226,7 +227,7 @@ def _make_state(config: SchedulerConfig, database: Database, nudges: JobNudges) 
 
 
 def _periodic_loops(
-    made: Composition, certificate: ReloadingCertificate | None
+    parts: Composition, certificate: ReloadingCertificate | None
 ) -> tuple[Loop, ...]:
     """Return every periodic job with its interval. The job that takes the lease runs first."""
     reload_certificate = (
@@ -234,12 +235,13 @@ def _periodic_loops(
         if certificate is None
         else (Loop("reload_certificate", certificate.run_once, CERTIFICATE_CHECK_S),)
     )
-    return (*_peer_loops(made), *_placement_loops(made), *_upkeep_loops(made), *reload_certificate)
+    jobs = (*_peer_loops(parts), *_placement_loops(parts), *_upkeep_loops(parts))
+    return (*jobs, *reload_certificate)
 
 
-def _peer_loops(made: Composition) -> tuple[Loop, ...]:
+def _peer_loops(parts: Composition) -> tuple[Loop, ...]:
     """Return the jobs of the lease and of the peers that are connected."""
-    config, state, database = made.config, made.state, made.database
+    config, state, database = parts.config, parts.state, parts.database
     hold_lease = HoldLease(
         reserved=database.reserved,
         cluster_id=database.cluster_id,
@@ -249,7 +251,7 @@ def _peer_loops(made: Composition) -> tuple[Loop, ...]:
         admission=state.admission,
         routes=state.routes,
         assignments=state.assignments,
-        nudge_place=made.nudges.place.set,
+        nudge_place=parts.nudges.place.set,
     )
     flush = FlushPulses(
         reserved=database.reserved, lease=state.lease, peers=state.peers, pulses=state.pulses
@@ -261,26 +263,31 @@ def _peer_loops(made: Composition) -> tuple[Loop, ...]:
         pool=database.pool,
         lease=state.lease,
         heartbeats=state.heartbeats,
-        reports=made.reports,
+        reports=parts.reports,
         limits=config.liveness,
     )
     share = ShareKeyUse(state.key_use, state.peers)
     return (
         Loop("hold_lease", hold_lease.run_once, config.lease_renew_s),
         Loop("flush_pulses", flush.run_once, 2.0),
-        Loop("disconnect_revoked", disconnect.run_once, 2.0, nudged=made.nudges.disconnect),
+        Loop("disconnect_revoked", disconnect.run_once, 2.0, nudged=parts.nudges.disconnect),
         Loop("record_node_loss", losses.run_once, 5.0),
         Loop("share_key_use", share.run_once, SHARE_KEY_USE_S),
     )
 
 
-def _placement_loops(made: Composition) -> tuple[Loop, ...]:
+def _placement_loops(parts: Composition) -> tuple[Loop, ...]:
     """Return the jobs that decide what runs where, and tell nodes and routers."""
-    config, state, pool, nudges = made.config, made.state, made.database.pool, made.nudges
+    config, state, pool, nudges = (
+        parts.config,
+        parts.state,
+        parts.database.pool,
+        parts.nudges,
+    )
     place = PlaceReplicas(
         pool=pool,
-        planner=made.planner,
-        authority=made.authority,
+        planner=parts.planner,
+        authority=parts.authority,
         lease=state.lease,
         peers=state.peers,
         heartbeats=state.heartbeats,
@@ -298,11 +305,11 @@ def _placement_loops(made: Composition) -> tuple[Loop, ...]:
         peers=state.peers,
         heartbeats=state.heartbeats,
         routes=state.routes,
-        reports=made.reports,
+        reports=parts.reports,
         first_reports=state.first_reports,
     )
     learn = LearnDemand(
-        planner=made.planner,
+        planner=parts.planner,
         lease=state.lease,
         nudge_place=nudges.place.set,
         nudge_prefetch=nudges.prefetch.set,
@@ -310,7 +317,7 @@ def _placement_loops(made: Composition) -> tuple[Loop, ...]:
     )
     prefetch = PrefetchWeights(
         pool=pool,
-        planner=made.planner,
+        planner=parts.planner,
         lease=state.lease,
         heartbeats=state.heartbeats,
         assignments=state.assignments,
@@ -330,33 +337,37 @@ def _placement_loops(made: Composition) -> tuple[Loop, ...]:
     )
 
 
-def _upkeep_loops(made: Composition) -> tuple[Loop, ...]:
+def _upkeep_loops(parts: Composition) -> tuple[Loop, ...]:
     """Return the jobs that keep the database and this process small."""
-    config, pool, lease = made.config, made.database.pool, made.state.lease
+    config, pool, lease = parts.config, parts.database.pool, parts.state.lease
     rules = retention_rules(
         event_days=config.event_retention_days,
         certificate_lifetime_s=config.certificate_lifetime_s,
     )
     clock = JumpFreeClock()
     delete = DeleteExpiredRows(pool=pool, lease=lease, rules=rules, clock=clock)
-    routes = made.state.routes
+    routes = parts.state.routes
     quotas = SumQuotas(pool=pool, lease=lease, routes=routes, unix_clock=time)
     partitions = RotatePartitions(pool=pool, lease=lease, clock=clock)
     history = AdvanceHistory(pool=pool, lease=lease, unix_clock=time)
-    garbage = CollectGarbage(made.state.peers)
+    garbage = CollectGarbage(parts.state.peers)
     responses = EndResponses(pool=pool, lease=lease, limits=config.responses)
     batches: tuple[Loop, ...] = ()
-    if made.batches is not None:
-        folder, limits, _ = made.batches
+    if parts.batches is not None:
+        folder, limits, _ = parts.batches
         advance = AdvanceBatches(
-            pool=pool, lease=lease, folder=folder, limits=limits, nudge=made.nudges.batches.set
+            pool=pool,
+            lease=lease,
+            folder=folder,
+            limits=limits,
+            nudge=parts.nudges.batches.set,
         )
-        made.running.push_async_callback(advance.close)
+        parts.running.push_async_callback(advance.close)
         batches = (
             Loop(
                 *("advance_batches", advance.run_once, ADVANCE_BATCHES_S),
                 share_max=0.5,
-                nudged=made.nudges.batches,
+                nudged=parts.nudges.batches,
             ),
         )
     return (

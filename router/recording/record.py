@@ -1,4 +1,4 @@
-"""Record each request that ended: metrics, demand for the planner, usage for billing.
+"""Records each request that ended: metrics, demand for the planner, usage for billing.
 
 Nothing here is awaited, so it also works while a cancelled request unwinds.
 """
