@@ -41,6 +41,7 @@ HOT: Final = (
     "router/dataplane/inline_task.py",
     "router/dataplane/media_relay.py",
     "router/dataplane/node_connection.py",
+    "router/dataplane/partial_frame.py",
     "router/dataplane/plain_socket.py",
     "router/dataplane/pumped_stream.py",
     "router/dataplane/request_reader.py",

@@ -205,6 +205,7 @@ class Supervisor:
         """Start a replica, adopting its engine process if one survived an earlier agent."""
         replica = ManagedReplica(spec, self._clock)
         replica.admission.wake_ms = partial(self.awake.wake_ms, spec.replica_id)
+        replica.admission.sleep_reason = partial(self.awake.reason, spec.replica_id)
         replica.admission.decode_tokens_per_s = lambda: replica.profile.decode_tokens_per_s
         if survivor is not None:
             # Adopted before the task runs, so that a shutdown in between stops or releases it.
@@ -402,8 +403,7 @@ class Supervisor:
         times, failed_starts = replica.failure_times, replica.failed_starts
         delay_s = retry_delay_s(times, self._clock(), self._rng.random(), failed_starts)
         if delay_s is None or replica.is_failure_permanent:
-            failures = len(times)
-            prefix = "" if replica.is_failure_permanent else f"failed {failures} times: "
+            prefix = "" if replica.is_failure_permanent else f"failed {len(times)} times: "
             replica.apply(ReplicaEvent.GAVE_UP, f"{prefix}{problem}")
             self._on_change()
             await replica.end_ordered.wait()

@@ -20,6 +20,8 @@ TIMEOUT_S: Final = 30.0
 UPLOAD_TIMEOUT_S: Final = 3600.0
 CONNECT_TIMEOUT_S: Final = 5.0
 PAGE_ROWS: Final = 200
+NO_ADMIN_API: Final = frozenset({401, 404, 405})
+"""The statuses that a router answers: it has other keys, paths and methods."""
 WHERE_TO_SET_IT: Final = (
     "set it with --token, ISOCHRONE_ADMIN_TOKEN or `token` in ~/.config/isochrone/config.toml"
 )
@@ -108,12 +110,27 @@ class AdminClient:
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
                     problems.append(f"at {url}: {describe_connection_error(url, error)}")
                     break
+                if response.status in NO_ADMIN_API and await _is_router(http, url):
+                    raise AdminError(
+                        f"cannot use the admin API at {url}: this is a router; the admin API is at"
+                        f" a scheduler's address; {WHERE_THE_URL_IS_SET}"
+                    )
                 if response.status >= 400:
                     raise AdminError(_error_message(answer, response.status))
                 return msgspec.json.decode(answer) if answer else None
         raise AdminError(
             f"cannot reach the admin API {'; '.join(problems)}; {WHERE_THE_URL_IS_SET}"
         )
+
+
+async def _is_router(http: aiohttp.ClientSession, url: str) -> bool:
+    """Say whether a router answers at `url`: its `/healthz` names its PoP."""
+    try:
+        async with http.get(f"{url}/healthz") as response:
+            found = msgspec.json.decode(await response.read())
+    except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
+        return False
+    return isinstance(found, dict) and "pop" in found
 
 
 def segment(name: str) -> str:

@@ -1,8 +1,9 @@
 """Runs blocking work in threads, to completion even if the caller is cancelled."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -24,6 +25,23 @@ def start_thread(name: str, work: Callable[[], T]) -> "asyncio.Future[T]":
     # The thread ends with its work.
     thread.shutdown(wait=False)
     return running
+
+
+def start_daemon_thread(name: str, work: Callable[[], T]) -> "asyncio.Future[T]":
+    """Run `work` in a thread of its own that holds up no exit of the process: it may never end."""
+    running: Future[T] = Future()
+    running.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            running.set_exception(error)
+        else:
+            running.set_result(result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return asyncio.wrap_future(running)
 
 
 async def wait_to_completion(work: Awaitable[T]) -> T:

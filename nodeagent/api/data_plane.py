@@ -172,8 +172,7 @@ class DataPlaneServer:
             answer = await self._try_handoff(request, replica, body)
             if answer is not None:
                 return answer
-            # The replica may have begun to drain in the meantime.
-            replica = self._find_replica(request)
+            replica = self._find_replica(request)  # it may have begun to drain in the meantime
             check_queue(request, replica)
             return await self._serve_here(request, replica, body, prefill_estimate(request))
         except RequestRefused as refused:
@@ -210,11 +209,12 @@ class DataPlaneServer:
         reservation = admit(request, replica, body, estimate)
         try:
             is_suspect = headers.SUSPECT in request.headers
+            is_leg = kv_transfer.LEG in request.headers
             with child_span("admission") as waiting:
                 async with (
                     until_preempted(request, replica, reservation),
                     seat(request, replica, estimate, reservation),
-                    self._supervisor.awake.use(replica.spec.replica_id),
+                    self._supervisor.awake.use(replica.spec.replica_id, is_leg=is_leg),
                     loaded_adapter(fetched, replica) as adapter,
                     engine_request(replica, is_suspect=is_suspect) as running,
                 ):

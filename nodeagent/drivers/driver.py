@@ -24,6 +24,7 @@ from isochrone.wire.kv.kv_transfer import KvAddress
 from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.decide.requests.seats import spare_seats
 from nodeagent.drivers.configured_command import ConfiguredCommand
+from nodeagent.drivers.guided_decoding import GuidedDecoding, with_guided_decoding
 from nodeagent.drivers.handshake import Handshake
 
 
@@ -113,6 +114,7 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     may_be_strict: bool = True
     """Else requests with `strict` functions that the model need not call are refused."""
     strict_forced_tools: bool = False  # mark the tools `strict` of requests that require a call
+    guided: GuidedDecoding | None = None  # translate the schemas of requests
 
     @property
     def port(self) -> int:
@@ -245,6 +247,21 @@ def with_spare_seats(options: Mapping[str, str], name: str) -> dict[str, str]:
     return {**options, name: str(int(seats) + spare_seats(int(seats)))}
 
 
+def body_for(command: EngineCommand, body: bytes, values: Mapping[str, Any]) -> bytes:
+    """Return a request body with these fields set, as an engine started so can use it.
+
+    Raises ApiError 400, as `with_fields` does.
+    """
+    return with_fields(
+        body,
+        values,
+        may_force_tools=command.may_force_tools,
+        may_be_strict=command.may_be_strict,
+        strict_forced_tools=command.strict_forced_tools,
+        guided=command.guided,
+    )
+
+
 def with_fields(
     body: bytes,
     values: Mapping[str, Any],
@@ -252,6 +269,7 @@ def with_fields(
     may_force_tools: bool = True,
     may_be_strict: bool = True,
     strict_forced_tools: bool = False,
+    guided: GuidedDecoding | None = None,
 ) -> bytes:
     """Return a request body with these fields set, replacing what the client wrote.
 
@@ -261,7 +279,8 @@ def with_fields(
     that could end the engine (`schema_numbers.py`), and for one that requires a call of a tool
     unless it `may_force_tools`, or leaves the model to call a `strict` function unless that
     `may_be_strict`. With `strict_forced_tools` the tools of a body that
-    requires a call are marked `strict`, except those that the client has marked.
+    requires a call are marked `strict`, except those that the client has marked. With `guided`
+    schemas are translated (`with_guided_decoding`).
     """
     try:
         check_json_body(body)
@@ -288,6 +307,8 @@ def with_fields(
         )
     if strict_forced_tools and forces_tools:
         fields["tools"] = _strict(msgspec.json.decode(fields.get("tools", b"null")))
+    if guided is not None:
+        fields = with_guided_decoding(fields, guided)
     return msgspec.json.encode({**fields, **values})
 
 

@@ -63,6 +63,7 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     model_type: str = ""
     vllm: OutputParsers
     sglang: OutputParsers
+    tensorrt_llm: OutputParsers = OutputParsers()
     reasons: str = THINKING_SWITCH
 
 
@@ -123,6 +124,8 @@ FORMATS: Final = (
         marks=("<tool_call>",),
         vllm=OutputParsers("hermes", "qwen3"),
         sglang=OutputParsers("qwen", "qwen3"),
+        # The one tool parser of its first version with tools.
+        tensorrt_llm=OutputParsers("qwen3"),
     ),
     OutputFormat(
         marks=("[TOOL_CALLS]",),
@@ -143,7 +146,8 @@ FORMATS: Final = (
         sglang=OutputParsers("", "deepseek-r1"),
     ),
 )
-"""The first one that fits a model counts. The names are those of vLLM 0.32 and SGLang 0.5.23."""
+"""The first one that fits a model counts. The names are those of vLLM 0.32, SGLang 0.5.23 and
+TensorRT-LLM 1.2."""
 
 
 def with_parsers(engine: str, options: Mapping[str, str], model_path: Path) -> dict[str, str]:
@@ -178,7 +182,7 @@ def may_be_strict(engine: str, options: Mapping[str, str]) -> bool:
 
 
 def output_parsers(engine: str, model_path: Path) -> OutputParsers:
-    """Return the parsers of `engine`, "vllm" or "sglang", for the model in a folder.
+    """Return the parsers of "vllm", "sglang" or "tensorrt_llm" for the model in a folder.
 
     Return none for a model whose template shows no tool calls and no reasoning, and for a folder
     without a config.json or a chat template, such as one with a GGUF file. Blocks.
@@ -188,7 +192,7 @@ def output_parsers(engine: str, model_path: Path) -> OutputParsers:
     for form in FORMATS:
         has_marks = bool(form.marks) and all(mark in template for mark in form.marks)
         if has_marks or (form.model_type and form.model_type == model_type):
-            parsers = form.vllm if engine == "vllm" else form.sglang
+            parsers: OutputParsers = getattr(form, engine)
             reasons = _reasons(template, form.reasons)
             return OutputParsers(parsers.tools, parsers.reasoning if reasons else "")
     return OutputParsers()

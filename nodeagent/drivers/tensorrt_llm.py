@@ -17,11 +17,16 @@ from nodeagent.drivers.driver import (
     require_one_node,
     visible_devices,
 )
+from nodeagent.drivers.guided_decoding import GuidedDecoding
 from nodeagent.drivers.handshake import Handshake, TensorRtLlmHandshake
 from nodeagent.drivers.installed_version import VersionRange
+from nodeagent.drivers.output_parsers import REASONING_OPTION, output_parsers
 
-EXTRA_CONFIG: Final = b"return_perf_metrics: true\nenable_iter_perf_stats: true\n"
-"""Enables the metrics, which have no command-line flag."""
+EXTRA_CONFIG: Final = (
+    b"return_perf_metrics: true\nenable_iter_perf_stats: true\nguided_decoding_backend: xgrammar\n"
+)
+"""Enables what has no command-line flag: the metrics, and that answers follow a schema. Without a
+backend the server accepts `response_format` and ignores it."""
 
 FRACTION_OPTION: Final = "kv_cache_free_gpu_memory_fraction"
 FREE_FRACTION: Final = 0.9
@@ -31,6 +36,8 @@ VERSIONS: Final = VersionRange(first=(1, 2), before=(2, 0))
 """1.1 has no `--tool_parser`. tests/engines/tensorrt_llm_options.json has the options of both."""
 
 
+TOOLS_OPTION: Final = "tool_parser"
+"""Without a parser a model's calls stay in the text of its answers."""
 BACKEND_OPTION: Final = "cache_transceiver_backend"
 """Our own: the `backend` of `cache_transceiver_config` in its configuration file."""
 HANDSHAKE: Final = TensorRtLlmHandshake()
@@ -57,6 +64,12 @@ class TensorRtLlmDriver(EngineDriver):
             "use vllm or sglang, or devices of one node",
         )
         options = dict(spec.engine.options)
+        chosen = output_parsers("tensorrt_llm", launch.model_path).tools
+        parser = options.pop(TOOLS_OPTION, chosen)
+        if parser.lower() in ("", "none"):
+            parser = ""
+        else:
+            options[TOOLS_OPTION] = parser
         backend = options.pop(BACKEND_OPTION, "")
         return EngineCommand(
             arguments=(
@@ -78,6 +91,7 @@ class TensorRtLlmDriver(EngineDriver):
                 + _kv_cache_config(launch)
                 + (_transfer_config(spec.role, backend) if backend else b"")
             },
+            guided=GuidedDecoding(parser.lower(), reasons=REASONING_OPTION in options),
         )
 
     def handshake(self, spec: ReplicaSpec) -> Handshake | None:

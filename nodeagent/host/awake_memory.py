@@ -20,11 +20,16 @@ from isochrone.wire.ids import DeviceId, ReplicaId
 from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent import metrics
 from nodeagent.decide.replicas.sleep import (
+    SHORTAGE_LIMIT_S,
+    WAKE_RETRY_S,
     YIELD_AFTER_S,
     AwakeReplica,
     RecentDemand,
     SleepOutcome,
+    WakeOutcome,
+    WakePlan,
     plan_wake,
+    waiting_reason,
     wake_limit_s,
 )
 
@@ -48,8 +53,8 @@ class SleepingEngine(Protocol):
         """Drop the model."""
         ...
 
-    async def wake_up(self, timeout_s: float) -> bool:
-        """Load the model; return False if that fails or takes longer."""
+    async def wake_up(self, timeout_s: float) -> WakeOutcome:
+        """Load the model, in at most this time."""
         ...
 
 
@@ -80,6 +85,11 @@ class _Resident:
         """Resolved for all waiting requests once the replica is awake."""
         self.waiters = 0
         self.asked_s = 0.0
+        self.fits = True
+        """Whether it could wake if all others slept that may."""
+        self.short_since_s: float | None = None
+        """Since when its wakes are refused for lack of memory; None if the last one was not."""
+        self.retry_at_s = 0.0
         self.demand = RecentDemand()
 
     @property
@@ -163,19 +173,17 @@ class AwakeMemory:
         if resident is None:
             return
         resident.is_awake = False
-        if resident in self._queue:
-            self._queue.remove(resident)
-        if resident.waiting is not None and not resident.waiting.done():
-            resident.waiting.set_exception(CannotWake("the engine ended"))
-            resident.waiting.exception()
+        self._resolve(resident, CannotWake("the engine ended"))
         self._changed.set()
 
     @asynccontextmanager
-    async def use(self, replica_id: ReplicaId, *, is_test: bool = False) -> AsyncIterator[None]:
+    async def use(
+        self, replica_id: ReplicaId, *, is_test: bool = False, is_leg: bool = False
+    ) -> AsyncIterator[None]:
         """Use a replica, after waking it if it sleeps. Raises CannotWake.
 
-        A test request of the agent's own is no demand: only awake replicas get one, every few
-        seconds, and the first to be awake would never sleep.
+        A test request of the agent's own is no demand: awake replicas get one every few seconds,
+        and would never sleep. A prefill leg waits for no busy replica: that may wait for the leg.
         """
         resident = self._residents.get(replica_id)
         if resident is None:
@@ -186,6 +194,12 @@ class AwakeMemory:
         while not resident.is_awake or resident.is_yielding:
             if resident.problem:
                 raise CannotWake(resident.problem)
+            if is_leg:
+                budgets = await self._budgets()
+                if self._residents.get(replica_id) is not resident:
+                    raise CannotWake("the engine ended")
+                if self._plan(resident, budgets).sleeping is None:
+                    raise CannotWake("other replicas use its memory")
             await self._wait_awake(resident)
         resident.requests += 1
         used_s = resident.used_s
@@ -211,6 +225,8 @@ class AwakeMemory:
         if self._switch_due_s is not None:
             # A switch that takes too long may take as long again.
             wait_s += max(0.0, self._clock() - self._switch_due_s)
+        if resident.short_since_s is not None:
+            wait_s += SHORTAGE_LIMIT_S
         return max(1, round(1000 * wait_s))
 
     def switch_problem(self, replica_id: ReplicaId) -> str:
@@ -221,6 +237,18 @@ class AwakeMemory:
         """
         resident = self._residents.get(replica_id)
         return resident.problem if resident is not None else ""
+
+    def reason(self, replica_id: ReplicaId) -> str:
+        """Return what operators see of a replica that sleeps or waits to start; "" of others."""
+        resident = self._residents.get(replica_id)
+        if resident is None or (resident.is_awake and not resident.is_yielding):
+            return ""
+        return waiting_reason(
+            resident.spec.device_ids,
+            is_short=resident.short_since_s is not None,
+            awaits=("wake" if resident.engine else "start") if resident in self._queue else "",
+            fits=resident.fits,
+        )
 
     def asleep_count(self) -> int:
         """Return how many replicas sleep."""
@@ -293,7 +321,7 @@ class AwakeMemory:
     def _next_switch(self, budgets: Mapping[DeviceId, int]) -> _Switch | float:
         """Return the first wake that can be done now, or in how many seconds to look again.
 
-        A wake that has to wait keeps its devices from those behind it.
+        A wake that has to wait keeps its devices from those behind it, if it can be done at all.
         """
         retry_s = YIELD_AFTER_S
         awaited: set[DeviceId] = set()
@@ -307,21 +335,28 @@ class AwakeMemory:
                 continue
             if not is_first:
                 continue
-            plan = plan_wake(
-                devices,
-                resident.spec.memory_bytes,
-                self._awake_replicas(),
-                budgets,
-                now_s=self._clock(),
-                waited_s=self._clock() - resident.asked_s,
-            )
+            plan = self._plan(resident, budgets)
             if plan.sleeping is not None:
                 return _Switch(resident, plan.sleeping)
             if plan.yielding is not None:
                 self._residents[plan.yielding].is_yielding = True
-            awaited.update(devices)
+            resident.fits = plan.can_fit
+            if plan.can_fit:
+                awaited.update(devices)
             retry_s = min(retry_s, plan.retry_s)
         return retry_s
+
+    def _plan(self, resident: _Resident, budgets: Mapping[DeviceId, int]) -> WakePlan:
+        now_s = self._clock()
+        return plan_wake(
+            resident.spec.device_ids,
+            resident.spec.memory_bytes,
+            self._awake_replicas(),
+            budgets,
+            now_s=now_s,
+            waited_s=now_s - resident.asked_s,
+            is_short=now_s < resident.retry_at_s,
+        )
 
     def _awake_replicas(self) -> list[AwakeReplica]:
         return [
@@ -369,17 +404,30 @@ class AwakeMemory:
         self._switch_due_s = started_s + resident.expected_wake_s
         try:
             limit_s = wake_limit_s(resident.wake_s, resident.start_s)
-            woke = await resident.engine.wake_up(limit_s)
+            outcome = await resident.engine.wake_up(limit_s)
         finally:
             self._switch_due_s = None
         took_s = self._clock() - started_s
-        if not woke or self._residents.get(resident.spec.replica_id) is not resident:
+        if outcome is WakeOutcome.NO_MEMORY:
+            self._note_shortage(resident)
+            return
+        is_gone = self._residents.get(resident.spec.replica_id) is not resident
+        if outcome is not WakeOutcome.AWAKE or is_gone:
             self._fail(resident, WAKE_FAILED)
             return
+        resident.short_since_s = None
         resident.wake_s += WAKE_WEIGHT * (took_s - resident.wake_s) if resident.wake_s else took_s
         metrics.SWITCHES.labels("wake").observe(took_s)
         self._set_awake(resident)
         self._resolve(resident, None)
+
+    def _note_shortage(self, resident: _Resident) -> None:
+        """Try the wake again after a while; after SHORTAGE_LIMIT_S refuse the waiting requests."""
+        now_s, since_s = self._clock(), resident.short_since_s
+        resident.short_since_s = now_s if since_s is None else since_s
+        resident.retry_at_s = now_s + WAKE_RETRY_S
+        if now_s - resident.short_since_s >= SHORTAGE_LIMIT_S:
+            self._resolve(resident, CannotWake(self.reason(resident.spec.replica_id)))
 
     def _fail(self, resident: _Resident, problem: str) -> None:
         """Have a replica's engine started again, and refuse the requests that wait for it."""

@@ -78,6 +78,8 @@ class StoreMaster:
         self._log = folder / "master.log"
         self._child: Child | None = None
         self._record: _MasterRecord | None = None
+        self._is_stopped = False
+        """Whether it is known that no master runs, also none of an earlier agent."""
         self._pause_s = 0.0
         self._started_s = self._restart_at_s = 0.0
 
@@ -89,6 +91,7 @@ class StoreMaster:
 
     async def ensure_runs(self, now_s: float) -> bool:
         """Start the master unless it runs, or must wait after it exited; say whether it started."""
+        self._is_stopped = False
         if self._record is None:
             self._record = await asyncio.to_thread(self._survivor)
         if self.port:
@@ -106,11 +109,14 @@ class StoreMaster:
         return True
 
     async def stop(self) -> None:
-        """End the master, if it runs."""
+        """End the master, if it runs. Called each second on a node without one."""
+        if self._is_stopped:
+            return
         record = self._record or await asyncio.to_thread(self._survivor)
         self._record = None
         if record is not None:
             await asyncio.to_thread(self._kill, record)
+        self._is_stopped = True
 
     def _note_exit(self, now_s: float) -> None:
         log.warning("the master of the KV store exited", extra={"fields": {"log": str(self._log)}})

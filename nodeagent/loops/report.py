@@ -1,8 +1,8 @@
 """Sends the node's full report and its pulse to the scheduler."""
 
 import asyncio
+import logging
 from collections.abc import Collection
-from contextlib import suppress
 from typing import NamedTuple
 
 from isochrone import __version__
@@ -14,6 +14,8 @@ from nodeagent.host.artifacts import tiers
 from nodeagent.host.artifacts.artifact_store import ArtifactStore
 from nodeagent.node import NodeState
 from nodeagent.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
 
 
 class ReportCounts(NamedTuple):
@@ -49,6 +51,7 @@ class ReportJob:
         self._supervisor = supervisor
         self._artifacts = artifacts
         self._disk = DiskState()
+        self._disk_problem = ""
         self._link = link
         self._seq = 0
 
@@ -74,10 +77,7 @@ class ReportJob:
         devices = await self._node.read_devices()
         needed = {prefetch.artifact.digest for prefetch in self._node.prefetches()}
         pinned = needed | set(self._supervisor.pinned())
-        # If an artifact is deleted while the disk is examined, the previous state is reported.
-        with suppress(FileNotFoundError):
-            self._disk = await asyncio.to_thread(self._examine_disk, pinned)
-        disk = self._disk
+        disk = await self._read_disk(pinned)
         return Report(
             node_id=self._node.node_id,
             boot_id=self._node.boot_id,
@@ -97,6 +97,21 @@ class ReportJob:
             rank_ports=self._config.plaintext_rank_ports,
             version=__version__,
         )
+
+    async def _read_disk(self, pinned: Collection[str]) -> DiskState:
+        """Return the disk's state; the last known one if it cannot be read."""
+        problem = ""
+        try:
+            self._disk = await asyncio.to_thread(self._examine_disk, pinned)
+        except FileNotFoundError:
+            pass  # an artifact was deleted meanwhile
+        except OSError as error:
+            # What the scheduler must know of replicas does not depend on the disk.
+            problem = str(error)
+        if problem and problem != self._disk_problem:
+            log.warning("cannot examine the disk", extra={"fields": {"reason": problem}})
+        self._disk_problem = problem
+        return self._disk
 
     def _examine_disk(self, pinned: Collection[str]) -> DiskState:
         files_by_digest = {

@@ -158,7 +158,7 @@ class MockServer:
         return _json(health)
 
     async def _stats(self, request: web.Request) -> web.Response:
-        return _json(msgspec.structs.replace(self._engine.stats(), is_asleep=self._is_asleep))
+        return _json(self._engine.stats())
 
     async def _metrics(self, request: web.Request) -> web.Response:
         stats = msgspec.structs.asdict(self._engine.stats())

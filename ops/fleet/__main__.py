@@ -79,7 +79,9 @@ async def _demonstrate(
         if oneshot:
             raise StartFailed(problem)
         say(problem)
-    console.print(screen.how_to_use(fleet), highlight=False, markup=False, soft_wrap=True)
+    # With `oneshot` the fleet stops now.
+    if not oneshot:
+        console.print(screen.how_to_use(fleet), highlight=False, markup=False, soft_wrap=True)
 
 
 async def _chat_everywhere(

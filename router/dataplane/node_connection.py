@@ -222,7 +222,7 @@ class NodeConnection:
     # Called by the parser.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Store one header; trailers are never used."""
+        """Store one header, or a trailer until its message ends."""
         self._fields[lower_name(name)] = value
 
     def on_headers_complete(self) -> None:
@@ -244,6 +244,9 @@ class NodeConnection:
         self._is_complete = self._parser.get_status_code() >= 200
         # The parser must be read inside this callback: afterwards it describes the next message.
         self._keeps_alive = self._parser.should_keep_alive()
+        # Trailers are never used. They would be in the head of the next response.
+        if self._fields:
+            self._fields = {}
 
     def _finish(self, exchange: NodeExchange) -> None:
         """Return the connection to the pool, or close it, and end the exchange."""

@@ -18,6 +18,7 @@ import msgspec
 from isochrone.wire.errors import ErrorCode
 from isochrone.wire.http import headers
 from router.dataplane.chunk import ChunkChoice, ChunkDelta, decode_chunk
+from router.dataplane.partial_frame import PartialFrame, frames_end
 from router.dataplane.stream_head import StreamHead
 from router.dataplane.token_pump import PumpedFrame, pumped_frame
 from router.dataplane.usage import UsageCount, add_cached_tokens, set_usage, usage_of
@@ -107,7 +108,7 @@ class StreamRelay:
         self.declined_body = b""
         self.usage: UsageCount | None = None
         self._wants_usage = wants_usage
-        self._partial = b""
+        self._partial = PartialFrame()
         self._unread: deque[bytes] = deque()
         self._unread_bytes = 0
         self._text: list[str] = []
@@ -134,7 +135,7 @@ class StreamRelay:
 
         None if every frame of the stream must be read here.
         """
-        if not self.has_begun or self._is_continued or self._partial or self.is_over:
+        if not self.has_begun or self._is_continued or self.is_over or self._partial.size_bytes:
             return None
         shape = pumped_frame(frame)
         if shape is None:
@@ -156,12 +157,14 @@ class StreamRelay:
         """
         if self.has_failed:
             return b""
-        received = self._partial + data if self._partial else data
-        if received.endswith(b"\n\n") and b"\r" not in received:
-            whole, self._partial = received, b""
-        else:
-            whole, self._partial = _split_partial(received)
-            if len(self._partial) > FRAME_BYTES_MAX:
+        partial = self._partial
+        whole = partial.join(data) if partial.size_bytes else data
+        if not whole.endswith(b"\n\n") or b"\r" in whole:
+            end = frames_end(whole)
+            if end < len(whole):
+                partial.hold(whole[end:])
+                whole = whole[:end]
+            if partial.size_bytes > FRAME_BYTES_MAX:
                 raise MalformedStream(f"a frame of more than {FRAME_BYTES_MAX} bytes")
             if not whole:
                 return b""
@@ -211,7 +214,7 @@ class StreamRelay:
 
     def resume(self) -> None:
         """Expect the frames of another node, which continue the output so far."""
-        self._partial = b""
+        self._partial.clear()
         self._tokens_before = self.generated().tokens
         self._skips_role = self._is_continued = True
         self.has_begun = False
@@ -335,16 +338,6 @@ def split_frames(frames: bytes) -> list[bytes]:
     if start < len(frames):
         parts.append(frames[start:])
     return parts
-
-
-def _split_partial(received: bytes) -> tuple[bytes, bytes]:
-    """Return the complete frames of `received`, and the partial frame behind them."""
-    end = 0
-    for blank in (b"\n\n", b"\r\n\r\n", b"\r\r"):
-        position = received.rfind(blank)
-        if position >= 0:
-            end = max(end, position + len(blank))
-    return received[:end], received[end:]
 
 
 def frame_data(frame: bytes) -> bytes:

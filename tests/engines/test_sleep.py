@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 import pytest
 
-from nodeagent.decide.replicas.sleep import SleepOutcome
+from nodeagent.decide.replicas.sleep import SleepOutcome, WakeOutcome
 from nodeagent.host.devices import CPU, DeviceReader
 from nodeagent.host.engines.engine_process import EngineProcess
 from tests.engines.conftest import a_chat_spec
@@ -46,11 +46,9 @@ async def test_a_model_that_slept_answers_as_before(
         awake_bytes = resident_bytes(engine)
         for _ in range(2):
             assert await engine.fall_asleep() is SleepOutcome.ASLEEP
-            stats = await engine.stats()
-            assert stats is not None
-            assert stats.is_asleep
+            assert await engine.is_asleep()
             assert resident_bytes(engine) < awake_bytes - (50 << 20)
-            assert await engine.wake_up(60.0)
+            assert await engine.wake_up(60.0) is WakeOutcome.AWAKE
             after = await ask(engine, messages=question)
             assert after.status == 200, after.body
             assert after.text == before.text

@@ -26,6 +26,7 @@ from isochrone.service.network.connection_count import (
     tls_protocol_factory,
 )
 from isochrone.service.network.private_socket import private_socket
+from isochrone.service.rust_panic import is_rust_panic
 from isochrone.wire.errors import ApiError, ErrorCode
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def error_response(error: ApiError, body: bytes) -> web.Response:
 def error_middleware(encode_error: EncodeError) -> Callable[..., Awaitable[web.StreamResponse]]:
     """Return a middleware that answers every exception in the form of `encode_error`.
 
-    It catches `Exception`: internal details go to the log and not to the client.
+    It catches `Exception` and panics: internal details go to the log and not to the client.
     """
 
     @web.middleware
@@ -113,7 +114,9 @@ def error_middleware(encode_error: EncodeError) -> Callable[..., Awaitable[web.S
         except ConnectionError:
             # The client does not read: aiohttp closes the connection.
             raise
-        except Exception:
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_rust_panic(error):
+                raise
             log.exception("request failed", extra={"fields": {"path": request.path[:200]}})
             return encode_error(
                 ApiError(ErrorCode.INTERNAL, "cannot answer: an internal error was logged")

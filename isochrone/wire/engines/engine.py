@@ -118,10 +118,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of `GET /stats`: the engine's load and its measured speed.
 
     `kind` is the kind of model: `chat`, `embedding` or `rerank`. While `memory_full` is true, new
-    requests are refused. While `is_asleep` is true, the model is not in memory; `wake_s` is how
-    long the last wake took. The prefix cache has lost the blocks last used more than
-    `prefix_evicted_age_s` ago, and still has the others; -1 if the engine does not say. Of
-    `prefix_hit_tokens_total`, `store_hit_tokens_total` came from the PoP's store of KV.
+    requests are refused. The last wake took `wake_s`. The prefix cache has lost the blocks last
+    used more than `prefix_evicted_age_s` ago, and still has the others; -1 if the engine does not
+    say. Of `prefix_hit_tokens_total`, `store_hit_tokens_total` came from the PoP's store of KV.
     `layers_computed_total` moves within a step, too. `is_waiting_for_peers` is true while nothing
     is computed, and other engines have yet to send KV or to take it.
     """
@@ -144,7 +143,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     memory_full: bool = False
     load_s: float = 0.0
     weights_bytes: int = 0
-    is_asleep: bool = False
     wake_s: float = 0.0
     prefix_evicted_age_s: float = -1.0
     layers_computed_total: int = 0

@@ -285,10 +285,9 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         step_tokens_option="chunked_prefill_size",
         kv_type_options=("kv_cache_dtype",),
     ),
-    # `tool_choice` of its openai_protocol.py is none, auto or a named tool, and a named one is not
-    # enforced. Functions have no `strict` in 1.2; later it holds with few parsers only.
+    # The agent makes a grammar of calls that are required or `strict` (drivers/guided_decoding.py).
     "tensorrt_llm": EngineCapabilities(
-        features=_TEXT | (_FIELDS - {"forced_tools", "strict_tools"}) | {"images"},
+        features=_TEXT | _FIELDS | {"images"},
         roles=ALL_ROLES,
         handshake="`disaggregated_params`, context first",
         fixed_roles=True,

@@ -1,12 +1,13 @@
 """The error 400 for a body that a decoder refuses, with the name of its field."""
 
 import re
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.http.allowed_values import allowed_values
 
 T = TypeVar("T")
 
@@ -24,11 +25,14 @@ def decode_public(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise invalid_field(codec.describe(error)) from None
+        raise invalid_field(codec.describe(error), decoder.type) from None
 
 
-def invalid_field(reason: str) -> ApiError:
-    """Return the error 400 for what a decoder reports, with the name of the field."""
+def invalid_field(reason: str, kind: Any = None) -> ApiError:
+    """Return the error 400 for what a decoder reports, with the name of the field.
+
+    `kind` is the type that it decoded to: the message lists the values that the field may have.
+    """
     invalid, missing = _INVALID_FIELD.search(reason), _MISSING_FIELD.search(reason)
     unknown = _UNKNOWN_FIELD.search(reason)
     field = ".".join([match.group(1) for match in (invalid, missing, unknown) if match])
@@ -38,8 +42,9 @@ def invalid_field(reason: str) -> ApiError:
         reason = "it is not supported"
     elif reason == "Input data was truncated":
         reason = "it is empty, or its JSON ends early"
-    else:
-        reason = _WRONG_VALUE.sub(r"\1 is not one of its values", _INVALID_FIELD.sub("", reason))
+    elif wrong := _WRONG_VALUE.match(reason := _INVALID_FIELD.sub("", reason)):
+        allowed = allowed_values(kind, field) if kind is not None and field else ""
+        reason = f"{wrong.group(1)[:80]} is not one of {allowed or 'its values'}"
     subject = f"field '{field}'" if field else "the request body"
     if reason[1:2].islower():
         # "Expected", but not "JSON".

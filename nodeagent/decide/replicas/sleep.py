@@ -9,7 +9,10 @@ used in turn do not replace each other with every request.
 Rule 4 (fairness): wakes are granted in the order of their first waiting request. Once the first of
 them has waited YIELD_AFTER_S for memory that busy replicas hold, the one that has been awake the
 longest takes no new requests, finishes those it has, and sleeps. A wake that waits for one device
-does not hold up those of other devices.
+does not hold up those of other devices, and one that could not be done although all others slept
+holds up none.
+Rule 5: a wake that the engine refused for lack of memory is tried again every WAKE_RETRY_S, and at
+once after one more replica fell asleep. After SHORTAGE_LIMIT_S its requests are refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,6 +32,9 @@ WAKE_LIMIT_MAX_S: Final = 120.0
 WAKE_SLOWER_MAX: Final = 20
 """How many times as long as its earlier wakes a wake may take. From the disk it takes 4 times as
 long as from the page cache on a machine with a fast disk (ops/bench/overcommit.md)."""
+WAKE_RETRY_S: Final = 1.0
+SHORTAGE_LIMIT_S: Final = 10.0
+"""Requests wait so long for memory that is there by the plan only. Other nodes may have it."""
 START_SLOWER_MAX: Final = 3
 """How many times as long as the start of its engine a first wake may take. A start reads the same
 weights, and does more."""
@@ -40,6 +46,16 @@ class SleepOutcome(StrEnum):
     ASLEEP = "asleep"
     REFUSED = "refused"
     """The engine is awake and has work."""
+    FAILED = "failed"
+    """The engine did not answer, or failed: what it holds is unknown."""
+
+
+class WakeOutcome(StrEnum):
+    """What came of the order to wake."""
+
+    AWAKE = "awake"
+    NO_MEMORY = "no memory"
+    """The model is still dropped: the device has less free memory than it takes."""
     FAILED = "failed"
     """The engine did not answer, or failed: what it holds is unknown."""
 
@@ -93,12 +109,14 @@ class WakePlan(NamedTuple):
     """A plan to wake a replica now: the replicas that sleep first; None if those are not enough.
 
     If they are not, `retry_s` is when to plan again at the latest, and `yielding` is a busy replica
-    that takes no new requests from now on.
+    that takes no new requests from now on. `can_fit` is false if it could not wake although all
+    others slept that may.
     """
 
     sleeping: tuple[ReplicaId, ...] | None
     retry_s: float = 0.0
     yielding: ReplicaId | None = None
+    can_fit: bool = True
 
 
 def plan_wake(
@@ -109,10 +127,12 @@ def plan_wake(
     *,
     now_s: float,
     waited_s: float,
+    is_short: bool = False,
 ) -> WakePlan:
     """Return how a replica that takes `memory_bytes` of each of `device_ids` can wake.
 
-    `budgets` are the bytes of each device that replicas may take.
+    `budgets` are the bytes of each device that replicas may take. With `is_short` the devices had
+    too little memory although the budgets were kept: one more replica has to sleep.
     """
     excess = {
         device: memory_bytes
@@ -120,6 +140,8 @@ def plan_wake(
         - budgets.get(device, 0)
         for device in device_ids
     }
+    if is_short:
+        excess = {device: max(1, bytes_over) for device, bytes_over in excess.items()}
     sleeping: list[ReplicaId] = []
     rested_s = 0.0
     for replica in sorted(awake, key=_sleeps_first):
@@ -138,7 +160,17 @@ def plan_wake(
                 excess[device] -= replica.memory_bytes
     if all(bytes_over <= 0 for bytes_over in excess.values()):
         return WakePlan(tuple(sleeping))
-    return WakePlan(None, rested_s or YIELD_AFTER_S, _to_yield(excess, awake, waited_s))
+    can_fit = _fits_beside_fixed(excess, [r for r in awake if r.replica_id not in sleeping])
+    yielding = _to_yield(excess, awake, waited_s) if can_fit else None
+    return WakePlan(None, rested_s or YIELD_AFTER_S, yielding, can_fit)
+
+
+def _fits_beside_fixed(excess: Mapping[DeviceId, int], awake: Sequence[AwakeReplica]) -> bool:
+    """Say whether the bytes in excess are there once all replicas sleep that may."""
+    return all(
+        bytes_over <= sum(r.memory_bytes for r in awake if r.may_sleep and device in r.device_ids)
+        for device, bytes_over in excess.items()
+    )
 
 
 def _sleeps_first(replica: AwakeReplica) -> tuple[bool, float, float]:
@@ -162,3 +194,23 @@ def _to_yield(
         busy, key=lambda candidate: (candidate.awake_since_s, candidate.replica_id), default=None
     )
     return oldest.replica_id if oldest is not None else None
+
+
+def waiting_reason(
+    device_ids: Sequence[DeviceId], *, is_short: bool, awaits: str, fits: bool
+) -> str:
+    """Return what operators see of a replica without memory.
+
+    With `is_short` a wake found too little. It `awaits` its "wake" or its "start", or "" for none,
+    and `fits` if that could be done once all others slept that may.
+    """
+    devices = ", ".join(device_ids)
+    if is_short:
+        return (
+            f"asleep: {devices} has less free memory than planned, so it cannot wake; end what"
+            " takes the memory outside the plan, or lower the over-commitment"
+        )
+    if not awaits:
+        return "asleep: the next request wakes it"
+    others = "that are busy" if fits else "that cannot sleep"
+    return f"waits to {awaits}: replicas {others} have the memory of {devices}"

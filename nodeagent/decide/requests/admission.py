@@ -60,6 +60,8 @@ class ReplicaAdmission:
         """True while the engine refuses new requests for lack of memory, whatever the tokens."""
         self.wake_ms: Callable[[], int] = lambda: 0
         """How long a request would wait for the replica to wake; 0 while it is awake."""
+        self.sleep_reason: Callable[[], str] = lambda: ""
+        """What operators see of a replica that sleeps or waits for memory; "" of others."""
         self.decode_tokens_per_s: Callable[[], float] = lambda: 0.0
         """The measured speed of the engine with all its sequences; 0 if that is unknown."""
         self.cache_since_s: float | None = None
@@ -87,10 +89,6 @@ class ReplicaAdmission:
             f"<ReplicaAdmission {self._prefill_tokens}+{self._decode_tokens}/{self.tokens_max}, "
             f"{self.running} running>"
         )
-
-    def sleep_reason(self) -> str:
-        """Return what operators see of a replica that sleeps; "" while it is awake."""
-        return "asleep: the next request wakes it" if self.wake_ms() else ""
 
     def admit(
         self,

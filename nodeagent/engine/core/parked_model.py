@@ -11,7 +11,7 @@ from typing import Final
 
 from torch import Tensor
 
-from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.architecture.errors import MemoryShortage
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.memory.memory_watch import available_bytes
 from nodeagent.engine.memory.parked_memory import ParkedMemory, drop_pages, use_small_pages
@@ -64,7 +64,7 @@ class ParkedModel:
         """Return the parked model, able to run again; None where it has to be loaded anew.
 
         That is so if none is parked, or if its copy cannot be read: then none is parked any more.
-        Raises CheckpointError if the memory for it is not there.
+        Raises MemoryShortage if the memory for it is not there.
         """
         runner, copy = self._runner, self._copy
         if runner is None or copy is None:
@@ -72,7 +72,7 @@ class ParkedModel:
         needed = copy.size_bytes + sum(pages.nbytes for pages in runner.kv_pages())
         available = available_bytes(runner.device)
         if needed > available:
-            raise CheckpointError(
+            raise MemoryShortage(
                 f"cannot restore the model: {needed} bytes are needed, {available} are available"
             )
         self._runner = None

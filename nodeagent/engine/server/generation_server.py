@@ -145,7 +145,6 @@ class GenerationServer(ModelServer):
             "load_s": self.loaded.load_s,
             "weights_bytes": self.loaded.weights_bytes,
             "context_tokens": self.context_tokens,
-            "is_asleep": self.sleep.is_dropped,
             "wakes_total": self.sleep.wakes_total,
             "wake_s": round(self.sleep.wake_s, 4),
             **(mover.counts() if mover is not None else {}),

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from isochrone.wire.engines.engine import EngineConfig
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError, MemoryShortage
 from nodeagent.engine.core.generation_thread import GenerationThread
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.core.step import DroppedModel
@@ -147,6 +147,10 @@ class EngineSleep:
         started_s = time.monotonic()
         try:
             runner = await asyncio.to_thread(self._load)
+        except (MemoryShortage, MemoryError, torch.OutOfMemoryError) as error:
+            raise ApiError(
+                ErrorCode.OUT_OF_CAPACITY, f"cannot wake up: {error}", retry_after_s=1.0
+            ) from error
         except (CheckpointError, OSError) as error:
             raise ApiError(
                 ErrorCode.UNAVAILABLE, f"cannot wake up: {error}", retry_after_s=1.0

@@ -19,6 +19,7 @@ from typing import Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from isochrone.service.rust_panic import is_rust_panic
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.structured.constraint import Constraint, first_line
 from nodeagent.engine.structured.grammar import Grammar, GrammarError
@@ -71,10 +72,13 @@ class GrammarCompiler:
                 f"cannot use field '{grammar.param}': this model has no token that ends an output"
             )
         tokenizer = self._shared_tokenizer()
-        matcher = LLMatcher(tokenizer, grammar.lark, log_level=0, limits=_limits())
-        # The matcher keeps the error of either call.
-        if not matcher.is_error():
-            matcher.compute_bitmask()
+        try:
+            matcher = _matcher(tokenizer, grammar)
+        except BaseException as error:
+            if is_rust_panic(error):
+                reason = f"its compiler failed: {first_line(str(error))}"
+                raise GrammarError(f"cannot use field '{grammar.param}': {reason}") from error
+            raise
         if matcher.is_error():
             raise GrammarError(
                 f"cannot use field '{grammar.param}': {_reason(matcher.get_error())}"
@@ -96,6 +100,14 @@ class GrammarCompiler:
                     eos_token=adapter.stop_ids,
                 )
             return self._tokenizer
+
+
+def _matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    """Return the matcher of a grammar with its first mask; it keeps the error of either step."""
+    matcher = LLMatcher(tokenizer, grammar.lark, log_level=0, limits=_limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher
 
 
 class _TokenizerAdapter:

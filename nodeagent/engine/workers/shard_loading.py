@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Store
 
 from isochrone.wire.engines.engine import EngineConfig
 from nodeagent.engine.architecture.decoder_shape import DecoderShape
-from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.architecture.errors import CheckpointError, MemoryShortage
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.distributed.collectives import Communicator
 from nodeagent.engine.distributed.shards import ModelShard, ParallelConfig
@@ -106,7 +106,7 @@ def load_shard(
 def check_memory(
     config: EngineConfig, source: Checkpoint, rank: int, draft: DraftFiles | None = None
 ) -> None:
-    """Raise CheckpointError if the shard of `rank` does not fit into its device's memory.
+    """Raise MemoryShortage if the shard of `rank` does not fit into its device's memory.
 
     Host memory is shared by the ranks of a node: the first of them checks it for all.
     """
@@ -125,7 +125,7 @@ def check_memory(
     if device == "cpu" and config.memory_max_bytes:
         available = min(available, config.memory_max_bytes)
     if weights_bytes + kv_bytes > available:
-        raise CheckpointError(
+        raise MemoryShortage(
             f"cannot load {config.model_path} on {device}: {weights_bytes} bytes of weights"
             f" and {kv_bytes} of KV are needed, {available} are available"
         )

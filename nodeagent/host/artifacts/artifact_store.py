@@ -132,8 +132,7 @@ class ArtifactStore:
             raise ArtifactError(problem)
         target = self._folder / artifact.digest
         async with self._fetch_locks.setdefault(artifact.digest, asyncio.Lock()):
-            if target.exists():
-                await asyncio.to_thread(os.utime, target)
+            if await asyncio.to_thread(_note_use, target):
                 on_progress(artifact.size_bytes)
                 return target
             try:
@@ -306,6 +305,18 @@ class ArtifactStore:
 
 def _size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _note_use(folder: Path) -> bool:
+    """Note that an artifact is used now; return whether it is here."""
+    try:
+        os.utime(folder)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        # On a read-only disk the use is not noted, and the artifact can be used all the same.
+        return True
+    return True
 
 
 def _is_digest(name: str) -> bool:

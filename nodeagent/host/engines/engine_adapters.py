@@ -122,6 +122,9 @@ class EngineAdapters:
         """
         async with self._load_lock:
             if engine is not self._engine:
+                if engine.exited.is_set():
+                    # The request waited, and the table is that of the next engine.
+                    raise AdapterUnavailable("the engine ended")
                 self._engine = engine
                 self._table.clear()
             if adapter.adapter_id not in self._table:

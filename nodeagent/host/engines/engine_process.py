@@ -28,16 +28,17 @@ from isochrone.wire.http import headers
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.config import CANARY_TIMEOUT_S
-from nodeagent.decide.replicas.sleep import SleepOutcome
+from nodeagent.decide.replicas.sleep import SleepOutcome, WakeOutcome
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.drivers.driver import (
+    COMPLETIONS_PATH,
     DeviceMemory,
     EngineCommand,
     EngineLaunch,
     StorePorts,
     UnknownOption,
-    with_fields,
+    body_for,
 )
 from nodeagent.drivers.handshake import Handshake
 from nodeagent.host.confinement import EngineConfinement
@@ -76,6 +77,7 @@ after 5 s, and a request sent at that moment would look like a lost engine."""
 
 CONNECT_TIMEOUT_S: Final = 4.0  # probes may fill a busy server's queue of connections for a second
 SLEEP_TIMEOUT_S: Final = 30.0
+NO_MEMORY: Final = 429  # the embedded engine's answer to a wake if there is no memory for its model
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 
 
@@ -176,21 +178,17 @@ class EngineProcess:
     def salted(self, path: str, body: bytes, salt: str, priority: str = "") -> bytes:
         """Return the body with the tenant's cache salt and its priority, from "0" to "100".
 
-        It is unchanged if the engine reads them from headers or not at all. Raises ApiError 400.
+        It is unchanged if the engine reads them from headers or not at all, and its schemas need
+        no translation. Raises ApiError 400.
         """
-        if path not in self._driver.salted_paths:
+        command = self.record.command
+        is_salted = path in self._driver.salted_paths
+        if not is_salted and (command.guided is None or path != COMPLETIONS_PATH):
             return body
         is_number = priority.isascii() and priority.isdigit() and len(priority) <= 3
         rank = int(priority) if is_number else headers.PRIORITY_DEFAULT
-        values = self._driver.body_fields(self.record.command, salt, rank)
-        command = self.record.command
-        return with_fields(
-            body,
-            values,
-            may_force_tools=command.may_force_tools,
-            may_be_strict=command.may_be_strict,
-            strict_forced_tools=command.strict_forced_tools,
-        )
+        values = self._driver.body_fields(command, salt, rank) if is_salted else {}
+        return body_for(command, body, values)
 
     async def is_ready(self) -> bool:
         """Return True if the engine reports to be healthy.
@@ -264,9 +262,11 @@ class EngineProcess:
             return SleepOutcome.REFUSED
         return SleepOutcome.ASLEEP if status == OK else SleepOutcome.FAILED
 
-    async def wake_up(self, timeout_s: float) -> bool:
-        """Have the engine load its model again; return False if it has not after `timeout_s`."""
-        return await self._order(self._driver.wake_path, timeout_s) == OK
+    async def wake_up(self, timeout_s: float) -> WakeOutcome:
+        """Have the engine load its model again, in at most `timeout_s`."""
+        outcomes = {OK: WakeOutcome.AWAKE, NO_MEMORY: WakeOutcome.NO_MEMORY}
+        status = await self._order(self._driver.wake_path, timeout_s)
+        return outcomes.get(status, WakeOutcome.FAILED)
 
     async def _order(self, path: str, timeout_s: float) -> int:
         return (await self._request("POST", path, timeout_s))[0] if path else BAD_REQUEST

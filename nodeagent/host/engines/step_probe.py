@@ -1,6 +1,7 @@
 """Measures how fast a vendor engine reads a prompt, for the limit of its steps."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
@@ -22,6 +23,8 @@ from nodeagent.host.engines.canary import (
 from nodeagent.host.engines.engine_process import ANSWER_BYTES_MAX, EngineProcess
 from nodeagent.host.engines.engine_record import write_record
 
+log = logging.getLogger(__name__)
+
 
 async def measure_step(
     engine: EngineProcess,
@@ -42,7 +45,12 @@ async def measure_step(
         speed = await _tokens_per_s(engine, PROMPT_CANARY, clock)
     limit_s = step_limit_s(step_tokens, speed or 0.0)
     engine.record = msgspec.structs.replace(engine.record, step_limit_s=limit_s)
-    await asyncio.to_thread(write_record, engine.log.parent, engine.record)
+    try:
+        await asyncio.to_thread(write_record, engine.log.parent, engine.record)
+    except OSError as error:
+        # The disk may have filled up during the start: no reason to end a good engine.
+        fields = {"replica": spec.replica_id, "reason": str(error)}
+        log.warning("cannot store how long an engine's steps may take", extra={"fields": fields})
 
 
 async def _tokens_per_s(

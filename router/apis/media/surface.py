@@ -148,7 +148,7 @@ def _read_upload(path: str, content_type: str, body: bytes) -> _MediaCall:
     try:
         read: Any = msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise invalid_field(codec.describe(error)) from None
+        raise invalid_field(codec.describe(error), kind) from None
     audio_bytes = form.file_bytes // AUDIO_BYTES_PER_TEXT_BYTE
     return _MediaCall(read.model, 1 + audio_bytes, 1, read.stream, False)
 

@@ -63,7 +63,8 @@ def parse_items(items: list[dict[str, Any]] | list[msgspec.Raw], field: str) -> 
     try:
         parsed = msgspec.json.decode(msgspec.json.encode(items), type=list[InputItem])
     except msgspec.DecodeError as error:
-        raise invalid_field(str(error).replace("`$", f"`$.{field}")) from None
+        reason = str(error).replace("`$", f"`$.{field}")
+        raise invalid_field(reason, dict[str, list[InputItem]]) from None
     check_items(parsed)
     return parsed
 

@@ -7,6 +7,7 @@ Rule 3: only requests that ask for it wait for the scheduler.
 """
 
 import asyncio
+import re
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
@@ -31,6 +32,8 @@ from router.recording.metrics import Metrics
 from router.response_client import ResponseClient
 
 _FIELDS: Final = (b'"store"', b'"background"', b'"previous_response_id"', b'"conversation"')
+_ESCAPED_LETTER: Final = re.compile(rb"\\u00[4-7]")
+"""An ASCII letter or `_` as an escape, with which the name of a field may be written, too."""
 _RELAYED: Final = (headers.SESSION_AFFINITY, headers.PRIORITY, headers.TRACEPARENT)
 
 Serve = Callable[[InferenceRequest, ResponseWriter], Awaitable[None]]
@@ -70,7 +73,8 @@ class StoredResponses:
 
     def is_needed(self, body: bytes) -> bool:
         """Return whether a request's response is to be stored, or continues a stored one."""
-        if not (self._is_default or any(field in body for field in _FIELDS)):
+        is_named = any(field in body for field in _FIELDS) or _ESCAPED_LETTER.search(body)
+        if not (self._is_default or is_named):
             return False
         given = decode(body, RESPONSES_REQUEST)
         return self._is_stored(given) or _has_state(given)

@@ -131,4 +131,4 @@ def _query(request: web.Request, struct: type[Q]) -> Q:
     try:
         return msgspec.convert(dict(request.query), struct, strict=False)
     except msgspec.ValidationError as error:
-        raise invalid_field(str(error)) from error
+        raise invalid_field(str(error), struct) from error

@@ -1,6 +1,7 @@
 """Fetching artifacts from folders and from an HTTP origin with faults."""
 
 import asyncio
+import errno
 import fcntl
 import hashlib
 import os
@@ -364,6 +365,20 @@ def test_page_cache_residency_is_measured_without_reading(tmp_path: Path) -> Non
     large = tmp_path / "large"
     large.write_bytes(BODY * (tiers.MEASURED_BYTES // len(BODY)))
     assert tiers.disk_bytes_per_s(large) > 0
+
+
+async def test_an_artifact_on_a_read_only_disk_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = a_store(tmp_path)
+    artifact = artifact_of(a_folder(tmp_path, a=b"aaa"), {"a": b"aaa"})
+    path = await fetched(store, artifact)
+
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "utime", read_only)
+    assert await fetched(store, artifact) == path
 
 
 async def test_concurrent_requests_fetch_an_artifact_once(

@@ -1,5 +1,7 @@
 """The node's report, with a real disk."""
 
+import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,3 +71,23 @@ async def test_an_artifact_deleted_during_the_report_does_not_prevent_it(
     monkeypatch.undo()
     await job.run_once()
     assert [report.artifacts for report in link.sent] == [(artifact.digest,)] * 2 + [()]
+
+
+async def test_a_disk_that_cannot_be_read_does_not_prevent_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, link = a_store(tmp_path), Link()
+    artifact = artifact_of(a_folder(tmp_path, a=b"aaa"), {"a": b"aaa"})
+    await fetched(store, artifact)
+    job = a_job(store, link)
+    await job.run_once()
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(store, "disk_free_bytes", broken)
+    for _ in range(2):
+        assert (await job.run_once()).sent
+    assert [report.artifacts for report in link.sent] == [(artifact.digest,)] * 3
+    warnings = [record for record in caplog.records if "cannot examine" in record.message]
+    assert len(warnings) == 1

@@ -12,6 +12,7 @@ import pytest
 from isochrone.wire.http import headers
 from isochrone.wire.ids import DeviceId, ReplicaId
 from nodeagent.api.peer_replicas import PeerReplicaClient
+from nodeagent.decide.replicas.sleep import WakeOutcome
 from nodeagent.host.awake_memory import AwakeMemory
 from tests.integration.nodeagent.test_data_plane import Node, a_node
 from tests.system.harness import until
@@ -23,8 +24,8 @@ async def budgets() -> Mapping[DeviceId, int]:
     return {DeviceId("cpu"): 8}
 
 
-async def does_not_wake(timeout_s: float) -> bool:
-    return False
+async def does_not_wake(timeout_s: float) -> WakeOutcome:
+    return WakeOutcome.FAILED
 
 
 async def answered(node: Node, name: str) -> None:
@@ -113,3 +114,36 @@ async def test_a_sleeping_engine_that_cannot_wake_is_started_again(
         for name in (asleep, *NAMES):
             await answered(node, name)
         assert memory.asleep_count() == 1
+
+
+async def test_an_engine_without_memory_to_wake_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with a_node() as node:
+        memory = node.supervisor.awake = AwakeMemory(budgets, time.monotonic)
+        for name in NAMES:
+            spec = msgspec.structs.replace(node.spec(name), memory_bytes=4, overcommit=2.0)
+            await node.warm(spec)
+        (asleep,) = [name for name in NAMES if not memory.is_awake(ReplicaId(name))]
+        replica = node.supervisor.replicas[ReplicaId(asleep)]
+        engine = replica.engine
+        assert engine is not None
+        # The mock engine never lacks memory.
+        answers = iter([429, 429, 200])
+        order = engine._order
+
+        async def refused(path: str, timeout_s: float) -> int:
+            status = next(answers)
+            return await order(path, timeout_s) if status == 200 else status
+
+        monkeypatch.setattr(engine, "_order", refused)
+        request = asyncio.create_task(answered(node, asleep))
+
+        async def says_why() -> bool:
+            return "less free memory than planned" in replica.report().reason
+
+        await until("it says why", says_why, 15.0)
+        await request
+        assert replica.engine is engine
+        assert not replica.failure_times
+        assert replica.report().reason == ""

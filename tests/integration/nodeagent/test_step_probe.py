@@ -69,3 +69,23 @@ async def test_an_engine_is_measured_with_one_long_prompt(
     if requests:
         kept = msgspec.json.decode((tmp_path / "process.json").read_bytes(), type=EngineRecord)
         assert kept.step_limit_s == engine.step_limit_s
+
+
+async def test_a_disk_that_has_filled_up_ends_no_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = TextServer(has_template=True, says_usage=True)
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", server.answer)
+    times = iter((0.0, 2.0))
+    async with serve_http(app, "127.0.0.1", 0) as port:
+        command = EngineCommand(arguments=(), base_url=f"http://127.0.0.1:{port}")
+        settings = EngineSettings(driver="vllm", options={"max_num_batched_tokens": "1024"})
+        record = EngineRecord(pid=os.getpid(), command=command, spec=a_spec(engine=settings))
+        engine = EngineProcess(record, tmp_path / "gone", None)
+        try:
+            await measure_step(engine, "chat", clock=lambda: next(times))
+        finally:
+            await engine.release()
+    assert engine.step_limit_s == step_limit_s(1024, PROMPT_TOKENS / 2)
+    assert "cannot store how long" in caplog.text

@@ -22,6 +22,7 @@ from isochrone.wire.ids import NodeId
 from isochrone.wire.peers.assignment import StoreMasterPlace
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.api.store_relay import MASTER_PATH, StoreRelay, dial_through
+from nodeagent.host import store_master
 from nodeagent.host.processes import is_alive
 from nodeagent.host.store_master import STEADY_S, StoreMaster, missing_master
 from nodeagent.loops.supervise_store import SuperviseStore
@@ -230,6 +231,23 @@ async def test_the_master_runs_where_the_assignment_says_and_nowhere_else(
     finally:
         await master.stop()
         await agent.peers.close()
+
+
+async def test_a_node_without_a_master_looks_for_an_old_one_once(
+    tmp_path: Path, program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the environment of all processes of the machine."""
+    looked: list[Path] = []
+    monkeypatch.setattr(store_master, "kill_remaining", looked.append)
+    master = StoreMaster(tmp_path / "s")
+    for _ in range(3):
+        await master.stop()
+    assert len(looked) == 1
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    assert await master.ensure_runs(0.0)
+    await master.stop()
+    assert not master.port
 
 
 async def kill(master: StoreMaster) -> None:

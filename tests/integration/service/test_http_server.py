@@ -37,6 +37,12 @@ LIMITS = HttpServerLimits(
 )
 
 
+class PanicException(BaseException):
+    """As pyo3 raises it."""
+
+    __module__ = "pyo3_runtime"
+
+
 def an_app() -> web.Application:
     async def size(request: web.Request) -> web.Response:
         body = await read_body(
@@ -61,8 +67,15 @@ def an_app() -> web.Application:
         await response.write(b"too late")
         return response
 
+    async def panics(request: web.Request) -> web.Response:
+        def call() -> web.Response:
+            raise PanicException("index out of bounds")
+
+        return await asyncio.to_thread(call) if request.query_string else call()
+
     app = web.Application(middlewares=[error_middleware(json_error)])
     app.router.add_post("/size", size)
+    app.router.add_get("/panics", panics)
     app.router.add_get("/left", left)
     app.router.add_get("/broken", broken)
     app.router.add_get("/refused", refused)
@@ -93,6 +106,18 @@ async def test_a_client_that_leaves_is_not_logged_as_an_error(
         await answer(port, f"GET /left?{begun} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
     assert await answer(port, b"GET /refused HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("place", ["thread", ""])
+async def test_a_panic_of_a_library_in_rust_is_answered_as_an_internal_error(
+    port: int, place: str
+) -> None:
+    """It is no `Exception`: the client would get no answer."""
+    head = f"GET /panics?{place} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    received = await answer(port, head.encode())
+    assert received.startswith(b"HTTP/1.1 500 ")
+    assert b"an internal error was logged" in received
+    assert b"index out of bounds" not in received
 
 
 HEAD = b"POST /size HTTP/1.1\r\nHost: x\r\n"

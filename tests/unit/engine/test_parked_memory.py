@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nodeagent.engine.architecture.errors import CheckpointError
+from nodeagent.engine.architecture.errors import MemoryShortage
 from nodeagent.engine.core import parked_model
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.core.parked_model import ParkedModel
@@ -135,7 +135,7 @@ def test_a_model_stays_parked_while_memory_for_it_is_missing(
     assert parked.park(runner)
     with monkeypatch.context() as patched:
         patched.setattr(parked_model, "available_bytes", lambda _: 1000)
-        with pytest.raises(CheckpointError, match="1000 are available"):
+        with pytest.raises(MemoryShortage, match="1000 are available"):
             parked.restore()
     assert parked.restore() is runner
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer
 
 from isochrone.wire.engines.schema_numbers import NUMBER_MIN
-from isochrone.wire.errors import ApiError
+from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.sampling.sampler import InvalidLogits, SampledToken, Sampler, SamplingParams
 from nodeagent.engine.server.openai.request_body import ChatBody, read_chat
 from nodeagent.engine.server.openai.structured_fields import requested_grammar
+from nodeagent.engine.structured import compiler as compiler_module
 from nodeagent.engine.structured import grammar
 from nodeagent.engine.structured.compiler import GrammarCompiler
 from nodeagent.engine.structured.grammar import Grammar, GrammarError
@@ -340,6 +341,23 @@ def test_a_model_without_stop_tokens_cannot_be_constrained() -> None:
     compiler = GrammarCompiler(replace(VOCABULARY, stop_ids=frozenset()))
     with pytest.raises(GrammarError, match="no token that ends an output"):
         compiler.compile_now(grammar.json_object_grammar("x"))
+
+
+async def test_a_grammar_that_makes_its_compiler_panic_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class PanicException(BaseException):
+        __module__ = "pyo3_runtime"
+
+    def panic(*_: object) -> None:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(compiler_module, "_matcher", panic)
+    compiler = GrammarCompiler(VOCABULARY)
+    with pytest.raises(ApiError, match=r"'response_format'.*out of bounds") as refused:
+        await compiler.compile(grammar.json_object_grammar("response_format"))
+    assert refused.value.code is ErrorCode.INVALID_REQUEST
+    compiler.close()
 
 
 class _SlowlyPrepared(GrammarCompiler):

@@ -12,7 +12,7 @@ import pytest
 from isochrone.wire.models.model import Artifact
 from isochrone.wire.peers.adapter import RequestAdapter
 from nodeagent.drivers.driver import LOAD_ADAPTER_PATH
-from nodeagent.host.engines.engine_adapters import EngineAdapters
+from nodeagent.host.engines.engine_adapters import AdapterUnavailable, EngineAdapters
 
 
 class SlowEngine:
@@ -23,6 +23,7 @@ class SlowEngine:
 
     def __init__(self) -> None:
         self.http = self
+        self.exited = asyncio.Event()
         self.loaded: list[str] = []
         self.is_asked = asyncio.Event()
         self.may_unload = asyncio.Event()
@@ -69,3 +70,19 @@ async def test_a_request_given_up_while_another_adapter_is_unloaded_uses_none(
     assert engine.loaded == ["m:c"]
     await adapters.load(d, folder, engine)
     assert engine.loaded == ["m:d"]
+
+
+async def test_a_request_that_waited_for_an_engine_that_ended_leaves_the_next_ones_table() -> None:
+    adapters, folder = EngineAdapters(), Path("unused")
+    ended: Any = SlowEngine()
+    running: Any = SlowEngine()
+    a, b = map(an_adapter, "ab")
+    await adapters.load(a, folder, ended)
+    ended.exited.set()
+    await adapters.load(a, folder, running)
+    with pytest.raises(AdapterUnavailable, match="ended"):
+        await adapters.load(b, folder, ended)
+    assert ended.loaded == running.loaded == ["m:a"]
+    # It is still known to be there.
+    await adapters.load(a, folder, running)
+    assert running.loaded == ["m:a"]

@@ -13,6 +13,7 @@ from isochrone.wire.ids import DeviceId, ReplicaId
 from nodeagent.decide.replicas.sleep import (
     AWAKE_MIN_S,
     DEMAND_HALF_LIFE_S,
+    SHORTAGE_LIMIT_S,
     START_SLOWER_MAX,
     WAKE_LIMIT_MAX_S,
     WAKE_LIMIT_MIN_S,
@@ -21,6 +22,8 @@ from nodeagent.decide.replicas.sleep import (
     AwakeReplica,
     RecentDemand,
     SleepOutcome,
+    WakeOutcome,
+    WakePlan,
     plan_wake,
     wake_limit_s,
 )
@@ -106,6 +109,28 @@ def test_a_granted_wake_fits_and_no_busy_or_fixed_replica_sleeps(
     assert not slept or sum(r.memory_bytes for r in staying) + wanted <= 10
 
 
+def test_after_a_refusal_one_more_replica_sleeps() -> None:
+    """The budgets are kept, but the device has less memory than that."""
+
+    def plan(*replicas: AwakeReplica) -> WakePlan:
+        return plan_wake((CPU,), 4, replicas, {CPU: 16}, now_s=NOW_S, waited_s=2.0, is_short=True)
+
+    assert plan(awake("a", used_s=50.0), awake("b")).sleeping == ("a",)
+    busy = plan(awake("a", requests=1))
+    assert (busy.sleeping, busy.yielding, busy.can_fit) == (None, "a", True)
+    fixed = plan(awake("a", may_sleep=False))
+    assert (fixed.sleeping, fixed.yielding, fixed.can_fit) == (None, None, False)
+    assert not plan().can_fit
+
+
+def test_nothing_yields_to_a_replica_that_would_not_fit_then() -> None:
+    replicas = [awake("a", may_sleep=False), awake("b", 2, requests=1)]
+    plan = victims(*replicas, wanted=6, waited_s=2.0)
+    assert (plan.sleeping, plan.yielding, plan.can_fit) == (None, None, False)
+    plan = victims(*replicas, wanted=4, waited_s=2.0)
+    assert (plan.sleeping, plan.yielding, plan.can_fit) == (None, "b", True)
+
+
 def test_recent_demand_fades() -> None:
     demand = RecentDemand()
     demand.add(0.0)
@@ -136,7 +161,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.switches: list[str] = []
-        self.wakes = True
+        self.wakes = WakeOutcome.AWAKE
         self.outcome = SleepOutcome.ASLEEP
         self.may_switch = asyncio.Event()
         self.may_switch.set()
@@ -147,7 +172,7 @@ class FakeEngine:
         await self.may_switch.wait()
         return self.outcome
 
-    async def wake_up(self, timeout_s: float) -> bool:
+    async def wake_up(self, timeout_s: float) -> WakeOutcome:
         self.switches.append("wake")
         self.wake_limits_s.append(timeout_s)
         await self.may_switch.wait()
@@ -191,6 +216,12 @@ async def reached(condition: Callable[[], object]) -> None:
             return
         await asyncio.to_thread(int)
     raise AssertionError(condition)
+
+
+def _looked_again(node: Node) -> bool:
+    """Have the queue looked at now instead of after a while."""
+    node.memory._changed.set()
+    return True
 
 
 async def cancelled(task: "asyncio.Task[None]") -> None:
@@ -253,7 +284,7 @@ async def test_a_replica_that_ends_frees_its_memory_and_fails_who_waits() -> Non
     assert (a.switches, b.switches) == (["sleep", "wake"], [])
     await node.start("d")
     asleep = next(name for name in "ac" if not node.memory.is_awake(ReplicaId(name)))
-    node.engines[asleep].wakes = False
+    node.engines[asleep].wakes = WakeOutcome.FAILED
     with pytest.raises(CannotWake):
         await node.use(asleep)
 
@@ -261,7 +292,7 @@ async def test_a_replica_that_ends_frees_its_memory_and_fails_who_waits() -> Non
 async def test_an_engine_that_did_not_wake_is_not_tried_again_and_has_a_problem() -> None:
     node = Node()
     a, *_ = [await node.start(name) for name in "abc"]
-    a.wakes = False
+    a.wakes = WakeOutcome.FAILED
     assert not node.memory.switch_problem(ReplicaId("a"))
     for _ in range(3):
         with pytest.raises(CannotWake):
@@ -277,7 +308,7 @@ async def test_an_engine_that_did_not_wake_is_not_tried_again_and_has_a_problem(
 async def test_an_engine_that_did_not_wake_keeps_its_memory_until_it_has_ended() -> None:
     node = Node()
     a, b, c = [await node.start(name) for name in "abc"]
-    a.wakes = False
+    a.wakes = WakeOutcome.FAILED
     with pytest.raises(CannotWake):
         await node.use("a")
     assert (b.switches, c.switches) == (["sleep"], [])
@@ -306,7 +337,9 @@ async def test_a_wake_whose_requests_have_gone_is_not_done() -> None:
         for name in "bc":
             await busy.enter_async_context(node.memory.use(ReplicaId(name)))
         first, last = (asyncio.create_task(node.use("a")) for _ in range(2))
-        await reached(lambda: not (node.is_awake("b") and node.is_awake("c")))
+        await reached(
+            lambda: _looked_again(node) and not (node.is_awake("b") and node.is_awake("c"))
+        )
         await cancelled(first)
         assert not node.is_awake("b") or not node.is_awake("c")
         await cancelled(last)
@@ -342,7 +375,9 @@ async def test_a_wake_that_waits_for_one_device_does_not_hold_up_those_of_others
         for name in "bc":
             await busy.enter_async_context(node.memory.use(ReplicaId(name)))
         waiting = asyncio.create_task(node.use("a"))
-        await reached(lambda: not (node.is_awake("b") and node.is_awake("c")))
+        await reached(
+            lambda: _looked_again(node) and not (node.is_awake("b") and node.is_awake("c"))
+        )
         await node.use("d")
         assert (d.switches, e.switches) == (["sleep", "wake"], ["sleep"])
         assert (a.switches, b.switches) == (["sleep"], [])
@@ -363,6 +398,96 @@ async def test_a_wake_that_takes_long_shows_in_the_times_of_the_others() -> None
     await waiting
     assert node.memory.wake_ms(ReplicaId("b")) < 60_000
     assert a.wake_limits_s == [WAKE_LIMIT_MIN_S]
+
+
+async def test_a_wake_without_memory_puts_another_replica_to_sleep_and_is_tried_again() -> None:
+    node = Node()
+    a, b, c = [await node.start(name) for name in "abc"]
+    a.wakes = WakeOutcome.NO_MEMORY
+    c.may_switch.clear()
+    waiting = asyncio.create_task(node.use("a"))
+    await reached(lambda: c.switches)
+    assert (a.switches, b.switches, c.switches) == (["sleep", "wake"], ["sleep"], ["sleep"])
+    assert not node.memory.switch_problem(ReplicaId("a"))
+    assert "less free memory than planned" in node.memory.reason(ReplicaId("a"))
+    assert node.memory.wake_ms(ReplicaId("a")) > 1000 * SHORTAGE_LIMIT_S
+    a.wakes = WakeOutcome.AWAKE
+    c.may_switch.set()
+    await waiting
+    assert a.switches == ["sleep", "wake", "wake"]
+    assert node.memory.reason(ReplicaId("a")) == ""
+    assert node.memory.reason(ReplicaId("b")) == "asleep: the next request wakes it"
+
+
+async def test_a_wake_that_finds_no_memory_for_long_is_refused_without_a_restart() -> None:
+    node = Node()
+    a, *_ = [await node.start(name) for name in "abc"]
+    a.wakes = WakeOutcome.NO_MEMORY
+    waiting = asyncio.create_task(node.use("a"))
+    await reached(lambda: _looked_again(node) and waiting.done())
+    with pytest.raises(CannotWake, match="less free memory than planned"):
+        await waiting
+    assert a.switches.count("wake") > 2
+    assert not node.memory.switch_problem(ReplicaId("a"))
+    # The others are served meanwhile.
+    await node.use("b")
+    await node.use("c")
+    a.wakes = WakeOutcome.AWAKE
+    await node.use("a")
+
+
+async def test_a_start_that_cannot_fit_holds_up_no_wake_of_its_device() -> None:
+    node = Node()
+    await node.start("fixed", overcommit=1.0)
+    a = await node.start("a")
+    b = await node.start("b")
+    assert a.switches == ["sleep"]
+    large = a_spec("large", memory_bytes=6, overcommit=4.0, device_ids=(CPU,))
+    starting = asyncio.create_task(node.memory.admit(large))
+    await reached(lambda: node.memory._queue)
+    waiting = asyncio.create_task(node.use("a"))
+    await reached(lambda: _looked_again(node) and waiting.done())
+    assert (a.switches, b.switches) == (["sleep", "wake"], ["sleep"])
+    assert "cannot sleep have the memory of cpu" in node.memory.reason(large.replica_id)
+    node.memory.forget(ReplicaId("fixed"))
+    await reached(lambda: _looked_again(node) and starting.done())
+    assert node.is_awake("large")
+
+
+async def test_a_prefill_leg_does_not_wait_for_the_replica_that_waits_for_it() -> None:
+    """Both legs' replicas share a device that holds one of them."""
+    node = Node()
+    await node.start("fixed", overcommit=1.0)
+    prefill, decode = [await node.start(name) for name in ("prefill", "decode")]
+    async with node.memory.use(ReplicaId("decode")):
+
+        async def read_prompt() -> None:
+            async with node.memory.use(ReplicaId("prefill"), is_leg=True):
+                pass
+
+        with pytest.raises(CannotWake, match="other replicas use its memory"):
+            await asyncio.wait_for(read_prompt(), 5.0)
+        assert node.is_awake("decode"), "it need not yield"
+    assert (prefill.switches, decode.switches) == (["sleep"], [])
+    async with node.memory.use(ReplicaId("prefill"), is_leg=True):
+        assert (prefill.switches, decode.switches) == (["sleep", "wake"], ["sleep"])
+
+
+async def test_a_prefill_leg_does_not_wait_for_an_engine_that_has_just_ended() -> None:
+    node = Node()
+    a, *_ = [await node.start(name) for name in "abc"]
+    budgets = node.memory._budgets
+
+    async def ends_meanwhile() -> Mapping[DeviceId, int]:
+        node.memory.forget(ReplicaId("a"))
+        return await budgets()
+
+    node.memory._budgets = ends_meanwhile
+    with pytest.raises(CannotWake, match="ended"):
+        async with node.memory.use(ReplicaId("a"), is_leg=True):
+            pass
+    assert a.switches == ["sleep"]
+    assert not node.memory._queue
 
 
 async def test_an_adopted_engine_has_memory_until_it_says_that_it_sleeps() -> None:

@@ -107,6 +107,19 @@ def test_an_endless_header_of_a_node_fails_the_exchange(before: bytes) -> None:
     loop.close()
 
 
+def test_trailers_of_a_response_are_not_in_the_head_of_the_next_one() -> None:
+    loop, pool = ManualLoop(), FakePool()
+    connection = NodeConnection(pool, NodeId("n"))
+    FakeTransport(loop, connection)
+    body = b"2\r\nok\r\n0\r\nx-isochrone-load: 9\r\n\r\n"
+    for _ in range(2):
+        exchange = NodeExchange(pool, NodeId("n"), "n:1", b"", b"", 10**6)
+        exchange.start(connection)
+        connection.data_received(RESPONSE + b"\r\n" + body)
+        assert set(exchange.response_head().fields) == {b"transfer-encoding"}
+    loop.close()
+
+
 @pytest.mark.parametrize("read_bytes", [0, WRITE_BUFFER_BYTES - 1, WRITE_BUFFER_BYTES])
 def test_a_client_is_disconnected_unless_it_reads_a_buffer_in_each_write_timeout(
     read_bytes: int,

@@ -70,6 +70,22 @@ def test_a_stream_split_anywhere_is_relayed_byte_exact(
     assert split_frames(whole) == sent
 
 
+@pytest.mark.parametrize("blank", [b"\n\n", b"\r\n\r\n", b"\r\r"], ids=["lf", "crlf", "cr"])
+@pytest.mark.parametrize("piece_bytes", [1, 2, 3, 7])
+def test_any_blank_line_ends_a_frame_that_comes_in_small_pieces(
+    blank: bytes, piece_bytes: int
+) -> None:
+    frames = [token(text).removesuffix(b"\n\n") + blank for text in ("a", "bb", "")]
+    sent, relay = b"".join(frames), StreamRelay(wants_usage=True)
+    ends = [sum(map(len, frames[: n + 1])) for n in range(len(frames))]
+    received = 0
+    for start in range(0, len(sent), piece_bytes):
+        fed = min(start + piece_bytes, len(sent))
+        received += len(relay.feed(sent[start:fed]))
+        # A frame is relayed once its last byte is there, whatever came with that.
+        assert received == max((end for end in ends if end <= fed), default=0)
+
+
 def test_each_kind_of_frame_is_recognized() -> None:
     kinds = [classify(frame) for frame in FRAMES]
     assert [kind.tokens for kind in kinds] == [0, 1, 0, 1, 0, 0]

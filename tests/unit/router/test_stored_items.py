@@ -1,7 +1,7 @@
 """Items get ids when they are stored, and the events of a stored response are always the same."""
 
 import json
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 from openai.types.responses import ResponseStreamEvent
@@ -9,6 +9,7 @@ from openai.types.responses import ResponseStreamEvent
 from isochrone.wire.errors import ApiError
 from router.apis.responses.items import identified, input_of, parse_items
 from router.apis.responses.replay import closing_events, opening_events
+from router.apis.responses.stored import StoredResponses
 from router.dataplane import sse
 
 EVENTS = {
@@ -121,3 +122,35 @@ def test_a_cancelled_response_ends_its_stream() -> None:
     (last,) = events_of(frames)
     assert last["type"] == "response.failed"
     assert last["response"]["status"] == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_needed"),
+    [
+        (b'"store": true', True),
+        (b'"st\\u006fre": true', True),
+        (b'"\\u0073tore": true', True),
+        (b'"previous\\u005fresponse_id": "resp_1"', True),
+        (b'"store": false', False),
+        (b'"\\u0073tore": false', False),
+        (b'"instructions": "\\u00e9\\n\\u0041"', False),
+    ],
+)
+def test_the_fields_of_a_stored_response_count_however_they_are_written(
+    fields: bytes, is_needed: bool
+) -> None:
+    unused = cast(Any, None)
+    stored = StoredResponses(
+        client=unused, openai=unused, serve=unused, metrics=unused, is_default=False
+    )
+    body = b'{"model": "m", "input": "x", ' + fields + b"}"
+    assert stored.is_needed(body) is is_needed
+
+
+def test_a_wrong_role_of_an_item_lists_the_roles() -> None:
+    with pytest.raises(ApiError) as refused:
+        parse_items([{"role": "boss", "content": "x"}], "input")
+    assert refused.value.message.startswith(
+        "cannot use field 'input[0].role': 'boss' is not one of"
+    )
+    assert "'user'" in refused.value.message

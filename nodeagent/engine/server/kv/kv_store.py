@@ -3,19 +3,20 @@
 The agent decides what is fetched and stored, because it counts the node's and the tenants' quotas.
 The blocks themselves go between this engine and the store.
 
-Rule 1: calls of the store block, and so run on threads of their own, never on the step thread.
+Rule 1: calls of the store block, and so run on threads of their own, never on the step thread. One
+that hangs does not hold up the exit of the process.
 Rule 2: blocks are stored after their answer, one chain at a time.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final, TypeVar
 
 from aiohttp import web
 
 from isochrone.service.network.http_server import json_response
-from isochrone.service.threads import run_to_completion
+from isochrone.service.threads import run_to_completion, start_daemon_thread
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.kv import kv_sharing, kv_transfer
 from nodeagent.engine.kvcache.store_tier import CALLS_MAX, StoreTier
@@ -40,7 +41,8 @@ class KvStoreRoutes:
         self._receiver = receiver
         self._sharing = sharing
         self._part_blocks = max(1, SHARED_BYTES_MAX // form.block_bytes)
-        self._threads = ThreadPoolExecutor(CALLS_MAX + 1, "kv-store")
+        # One call more than the store takes at once: it then finds the store empty.
+        self._calls = asyncio.Semaphore(CALLS_MAX + 1)
         self._keeping = asyncio.Lock()
 
     def attach(self, app: web.Application) -> None:
@@ -56,7 +58,6 @@ class KvStoreRoutes:
 
     async def _close(self, app: web.Application) -> None:
         await asyncio.to_thread(self._store.close, CLOSE_S)
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _locate(self, request: web.Request) -> web.Response:
         """Answer how much of a chain's prefix the store has."""
@@ -131,5 +132,5 @@ class KvStoreRoutes:
         return stored
 
     async def _run(self, function: Callable[..., Result], *arguments: object) -> Result:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, function, *arguments)
+        async with self._calls:
+            return await start_daemon_thread("kv-store", partial(function, *arguments))

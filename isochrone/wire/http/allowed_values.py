@@ -1,0 +1,60 @@
+"""Finds the values that a field may have, for the message of an error."""
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, Final
+
+from msgspec import inspect
+
+LISTED_MAX: Final = 24
+"""Of more values only so many are named: a message is for people."""
+
+_STEP: Final = re.compile(r"\[(\d+|\.\.\.)\]|([^.\[\]]+)")
+
+
+def allowed_values(kind: Any, path: str) -> str:
+    """Return the values of a field in words, "" if any are allowed or the field is not found.
+
+    `kind` is the type of the whole body, and `path` the field's place as a decoder reports it, such
+    as `input[0].role`.
+    """
+    kinds = [_type_info(kind)]
+    for index, name in _STEP.findall(path):
+        kinds = [below for above in kinds for below in _below(above, index, name)]
+    values = dict.fromkeys(value for found in kinds for value in _values(found))
+    named = ", ".join(repr(value) for value in list(values)[:LISTED_MAX])
+    more = len(values) - LISTED_MAX
+    return f"{named} and {more} more" if more > 0 else named
+
+
+@lru_cache(maxsize=256)
+def _type_info(kind: Any) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+def _below(kind: inspect.Type, index: str, name: str) -> Iterator[inspect.Type]:
+    """Yield the types that a value of `kind` has at an index or a name."""
+    if isinstance(kind, inspect.UnionType):
+        for option in kind.types:
+            yield from _below(option, index, name)
+    elif isinstance(kind, inspect.StructType) and name:
+        if name == kind.tag_field:
+            yield inspect.LiteralType((kind.tag,))
+        yield from (field.type for field in kind.fields if field.encode_name == name)
+    elif isinstance(kind, inspect.DictType):
+        yield kind.value_type
+    elif isinstance(kind, inspect.TupleType) and index.isdigit():
+        yield from kind.item_types[int(index) : int(index) + 1]
+    elif isinstance(kind, inspect.CollectionType) and index:
+        yield kind.item_type
+
+
+def _values(kind: inspect.Type) -> Iterator[Any]:
+    if isinstance(kind, inspect.UnionType):
+        for option in kind.types:
+            yield from _values(option)
+    elif isinstance(kind, inspect.LiteralType):
+        yield from kind.values
+    elif isinstance(kind, inspect.EnumType):
+        yield from (member.value for member in kind.cls)

@@ -1,0 +1,30 @@
+"""The command line at a router's address says that the admin API is elsewhere."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from isochrone.cli.client import AdminClient, AdminError
+from tests.integration.router.fleet_of import a_bench
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/status"),
+        ("POST", "/v1/deployments"),
+        # Routers have this path, too, for their own keys.
+        ("GET", "/v1/models"),
+        ("DELETE", "/v1/models/tiny"),
+    ],
+)
+async def test_a_router_is_not_taken_for_a_scheduler(
+    tmp_path: Path, method: str, path: str
+) -> None:
+    async with a_bench(tmp_path) as bench:
+        client = AdminClient(bench.url, "an admin token")
+        with pytest.raises(AdminError) as refused:
+            await asyncio.to_thread(client.ask, method, path, {} if method == "POST" else None)
+    assert f"{bench.url}: this is a router; the admin API is at a scheduler" in str(refused.value)
+    assert "ISOCHRONE_ADMIN_URL" in str(refused.value)
