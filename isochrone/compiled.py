@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Final
 
 HOT: Final = (
+    "isochrone/fair_shares.py",
     "isochrone/wire/client_keys/keys.py",
     "isochrone/wire/http/json_body.py",
     "router/admission_queue.py",
@@ -166,7 +167,7 @@ class CompiledRequestPath(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the extension module `fullname`, None if it is not a compiled one."""
-        if not fullname.startswith(("router", "isochrone.wire.")):
+        if not fullname.startswith(("router", "isochrone.wire.", "isochrone.fair_shares")):
             return None
         name = self._files().get(fullname)
         if name is None or self._folder is None:

@@ -307,9 +307,14 @@ class RouterApp:
         )
 
     async def send_table(self) -> int:
-        """Send workers the route table that they lack, and the access to the batch service."""
-        if self.batch_client.access.token:
-            self.workers.broadcast(self.batch_client.access)
+        """Send workers the route table that they lack, and the access to the batch service.
+
+        The access ends with the control connection, so that no request waits for a scheduler that
+        is gone.
+        """
+        if not self.link.connected:
+            self.batch_client.access = BatchAccess()
+        self.workers.broadcast(self.batch_client.access)
         return await self.workers.send_table()
 
     async def on_welcome(self, welcome: Welcome) -> None:

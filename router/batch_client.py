@@ -12,15 +12,19 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
+from isochrone.fair_shares import FairShares
 from isochrone.service.trust import identity as identities
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers import batches as wire
 from isochrone.wire.peers.routes import KeyEntry
-from router.decide.admission.fair_shares import FairShares
+from router.scheduler_silence import SilenceWatch
 
 CONNECT_TIMEOUT_S: Final = 5.0
 BUSY_RETRY_AFTER_S: Final = 2.0
 READ_TIMEOUT_S: Final = 60.0
+"""How long a scheduler that runs may take for the next bytes. One that hangs is noticed earlier
+(`scheduler_silence.py`)."""
+
 ERROR_BYTES_MAX: Final = 64 * 1024
 
 RELAYED_MAX: Final = 256
@@ -30,6 +34,9 @@ one alone has half: its clients may read files as slowly as they like."""
 WORK_CONNECTIONS_MAX: Final = 100
 """Connections for messages of the router's own, which are short. Clients' requests have others, so
 that no message waits for a client."""
+
+ASKING_CONNECTIONS_MAX: Final = 4
+"""Connections for asking schedulers whether they run, one at a time each."""
 
 
 class BatchAccess(msgspec.Struct, frozen=True, tag="batch_access"):
@@ -54,9 +61,11 @@ class BatchClient:
         """By the most connections that each may have."""
         self._relayed = FairShares(RELAYED_MAX)
         """One for each request of a client."""
+        self._silence = SilenceWatch(self._is_answering)
 
     async def close(self) -> None:
         """Close all connections."""
+        await self._silence.close()
         for session in self._sessions.values():
             await session.close()
 
@@ -130,14 +139,16 @@ class BatchClient:
             )
         target = f"{access.url}{path}?{query}" if query else f"{access.url}{path}"
         try:
-            async with self._session(connections_max).request(
-                method,
-                target,
-                data=body,
-                headers={**headers, wire.RELAY_TOKEN: access.token},
-                ssl=self._ssl if self._ssl is not None else True,
-                server_hostname=identities.SCHEDULER_NAME if self._ssl is not None else None,
-            ) as response:
+            async with (
+                self._silence.watched(access.url),
+                self._session(connections_max).request(
+                    method,
+                    target,
+                    data=body,
+                    headers={**headers, wire.RELAY_TOKEN: access.token},
+                    **self._tls_options(),
+                ) as response,
+            ):
                 if response.status >= 400:
                     raise _refusal(await response.content.read(ERROR_BYTES_MAX), response)
                 yield response
@@ -160,6 +171,22 @@ class BatchClient:
                 auto_decompress=False,
             )
         return session
+
+    async def _is_answering(self, url: str, timeout_s: float) -> bool:
+        """Return whether the scheduler `url` answers within a time."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session(ASKING_CONNECTIONS_MAX).get(
+                f"{url}/healthz", timeout=timeout, **self._tls_options()
+            ):
+                return True
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+
+    def _tls_options(self) -> dict[str, Any]:
+        if self._ssl is None:
+            return {}
+        return {"ssl": self._ssl, "server_hostname": identities.SCHEDULER_NAME}
 
     async def post(self, path: str, message: msgspec.Struct) -> bytes:
         """Send a message of work; return the answer. Raises ApiError."""

@@ -72,6 +72,8 @@ ADMIN_TOKEN_LENGTH_MIN: Final = 16
 STALL_LOGGED_S: Final = 0.25
 ADVANCE_BATCHES_S: Final = 1.0
 END_RESPONSES_S: Final = 5.0
+PREPARE_TIMEOUT_S: Final = 10.0
+"""How long a start waits for the place of files."""
 
 
 class JobNudges(NamedTuple):
@@ -384,7 +386,10 @@ def _upkeep_loops(parts: Composition) -> tuple[Loop, ...]:
 async def _open_batch_storage(
     config: SchedulerConfig, nudge: Callable[[], None]
 ) -> BatchStorage | None:
-    """Return where batches are stored, if the settings say so; raises ConfigError."""
+    """Return where batches are stored, if the settings say so; raises ConfigError.
+
+    A disk or a bucket that hangs is logged only: everything else is served without it.
+    """
     if config.batch_bucket and config.batch_folder is not None:
         raise ConfigError("cannot use both batch_folder and batch_bucket: set one of them")
     if not config.batch_bucket and config.batch_folder is None:
@@ -401,7 +406,14 @@ async def _open_batch_storage(
             )
         else:
             folder = BatchFolder(config.batch_folder)
-        await asyncio.to_thread(folder.prepare)
+        async with asyncio.timeout(PREPARE_TIMEOUT_S):
+            await asyncio.to_thread(folder.prepare)
+    except TimeoutError:
+        fields = {"place": place, "waited_s": PREPARE_TIMEOUT_S}
+        log.error(
+            "cannot reach the place of files: requests for files fail until it answers",
+            extra={"fields": fields},
+        )
     except OSError as error:
         raise ConfigError(f"cannot use {place}: {error.strerror or error}") from error
     return BatchStorage(folder, config.batches, nudge)

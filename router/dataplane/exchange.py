@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from isochrone.fair_shares import FairShares
 from isochrone.native_class import mypyc_attr
 from isochrone.wire.http import headers
 from isochrone.wire.ids import NodeId, ReplicaId
@@ -25,7 +26,6 @@ from router.dataplane.http1 import EVENT_STREAM, HeaderFields
 from router.dataplane.http_messages import ChunkSink, ResponseWriter
 from router.dataplane.inline_task import InlineEvent
 from router.dataplane.usage import UsageCount
-from router.decide.admission.fair_shares import FairShares
 from router.decide.attempt import FailureCause
 
 HELD_BYTES_MAX: Final = 256 * 1024

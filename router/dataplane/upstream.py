@@ -12,6 +12,7 @@ from functools import lru_cache
 from ssl import SSLContext
 from typing import Final, cast
 
+from isochrone.fair_shares import FairShares
 from isochrone.service.network.name_cache import NameCache
 from isochrone.wire.ids import NodeId
 from router.config import RouterConfig
@@ -21,7 +22,6 @@ from router.dataplane.exchange import AttemptFailed, NodeExchange, NodeRequest
 from router.dataplane.node_connection import NodeConnection
 from router.dataplane.token_gatherer import TokenGatherer
 from router.dataplane.token_pump import TokenPump
-from router.decide.admission.fair_shares import FairShares
 from router.decide.attempt import FailureCause
 
 KEEPALIVE_S: Final = 20.0

@@ -47,7 +47,10 @@ class DocumentConverter:
         self._running = 0
 
     async def convert(self, tenant_id: TenantId, name: str, document: bytes) -> ConvertedDocument:
-        """Convert one document of a tenant. Raises ApiError 429 if too many of its own wait."""
+        """Convert one document of a tenant.
+
+        Raises ApiError 429 if too many of its own wait, and 503 if no process can be started.
+        """
         extension = PurePath(name).suffix.lower()
         if extension not in FORMATS:
             known = ", ".join(FORMATS)
@@ -91,10 +94,7 @@ class DocumentConverter:
                 turn.set_result(None)
 
     async def _run(self, extension: str, document: bytes) -> ConvertedDocument:
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *self._command(extension), stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL
-        )
+        process = await self._start(extension)
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 output, _ = await process.communicate(document)
@@ -108,6 +108,22 @@ class DocumentConverter:
             return msgspec.json.decode(output, type=ConvertedDocument)
         except msgspec.DecodeError:
             return ConvertedDocument(error="reading it needs too much memory or time")
+
+    async def _start(self, extension: str) -> asyncio.subprocess.Process:
+        """Start a process that converts a document. Raises ApiError 503."""
+        pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+        try:
+            return await asyncio.create_subprocess_exec(
+                *self._command(extension), stdin=pipe, stdout=pipe, stderr=nothing
+            )
+        except OSError as error:
+            # The machine has no memory, processes or descriptors left: not the document's fault.
+            raise ApiError(
+                ErrorCode.UNAVAILABLE,
+                "cannot convert documents now: the router cannot start a process"
+                f" ({error.strerror or error})",
+                retry_after_s=BUSY_RETRY_AFTER_S,
+            ) from error
 
 
 def _busy() -> ApiError:

@@ -50,6 +50,7 @@ ANALYZED_MIN: Final = 1_000
 DELETED_MAX: Final = 5_000
 FILES_DELETED_MAX: Final = 100
 RUN_RESULTS_S: Final = 7 * 86_400
+UNFINISHED_INTERVAL_S: Final = 3_600.0
 RETRY_MIN_S: Final = 2.0
 RETRY_MAX_S: Final = 60.0
 """A step that failed is repeated after a time that doubles with each failure, between these two."""
@@ -104,6 +105,7 @@ class AdvanceBatches:
         self._unix_clock = unix_clock
         self._steps: dict[str, Step] = {}
         self._failed: dict[str, FailedStep] = {}
+        self._unfinished_due_at = 0.0
         self._expired_after = ""
         """The id of the expired file that could not be deleted, in the last turn."""
 
@@ -123,6 +125,10 @@ class AdvanceBatches:
             task.add_done_callback(self._on_step_end)
             self._steps[step.batch_id] = Step(step.tenant_id, task)
         counts = BatchCounts(begun, ended, await self._delete_items(), await self._delete_files())
+        if self._unix_clock() >= self._unfinished_due_at:
+            self._unfinished_due_at = self._unix_clock() + UNFINISHED_INTERVAL_S
+            # Not waited for: the disk may hang.
+            self._folder.release(self._folder.delete_unfinished)
         if errors:
             raise errors[0]
         return counts
@@ -221,25 +227,27 @@ class AdvanceBatches:
             await self._fail(batch, "file_not_found", "the input file was deleted")
             return False
         # A file that has a row but no contents is one of a folder that is not mounted: repeated.
-        opening = self._folder.local(batch.input_file_id)
-        source = await self._folder.run(opening.__enter__)
+        folder = self._folder.of_tenant(batch.tenant_id)
+        opening = folder.local(batch.input_file_id)
+        source = await folder.run(opening.__enter__)
         try:
             # Counted before anything is stored: the database never sees what is refused.
-            if await self._folder.run(has_more_lines, source, self._limits.items_max):
+            if await folder.run(has_more_lines, source, self._limits.items_max):
                 message = f"the input file has more than {self._limits.items_max} lines"
                 await self._fail(batch, "too_many_lines", message)
                 return False
-            await self._folder.run(source.seek, 0)
+            await folder.run(source.seek, 0)
             lines = BatchInput(source, batch.endpoint, known)
             return await self._add_items(batch, lines, file.size_bytes)
         finally:
-            opening.__exit__(None, None, None)
+            folder.release(opening.__exit__, None, None, None)
 
     async def _add_items(self, batch: StoredBatch, lines: BatchInput, size_bytes: int) -> bool:
         """Store the items of an input file of `size_bytes`, all or none."""
         try:
             async with transaction(self._pool, by_index=True) as connection:
-                while items := await self._folder.run(lines.next_items):
+                folder = self._folder.of_tenant(batch.tenant_id)
+                while items := await folder.run(lines.next_items):
                     await add_items(connection, batch.batch_id, items)
                 if lines.bytes_read != size_bytes:
                     reason = f"it ends after {lines.bytes_read} of {size_bytes} bytes"
@@ -282,7 +290,8 @@ class AdvanceBatches:
         Files that hold answers are never deleted here, whatever fails: the batch may have ended
         although the answer to the commit is lost, or by another scheduler, which wrote the same.
         """
-        results = await write_results(self._pool, self._folder, batch)
+        folder = self._folder.of_tenant(batch.tenant_id)
+        results = await write_results(self._pool, folder, batch)
         # Clients that queued runs of Workers AI know nothing of files.
         expires_after_s = RUN_RESULTS_S if batch.endpoint.startswith(RUN_PREFIX) else None
         file_ids: list[str | None] = [file.file_id if file.size_bytes else None for file in results]

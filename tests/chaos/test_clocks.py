@@ -14,13 +14,18 @@ import asyncpg
 import pytest
 import pytest_asyncio
 
+from isochrone.service.trust.identity import CLOCK_SKEW
 from tests.chaos.invariants import invariants
 from tests.system.harness import Fleet, a_fleet, until
 from tests.system.load import under_load, wait_ended
+from tests.system.tls_fleet import TlsFleet
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HOUR_S = 3600
+BEHIND_S = 45.0
+"""How much longer a node refuses its routers than a fleet takes to start."""
+
 SOURCE = Path(__file__).parent / "wall_clock.c"
 PARTS = ("scheduler-a", "node-ams", "node-sin", "router-ams", "router-sin")
 
@@ -149,3 +154,32 @@ async def test_a_scheduler_in_the_wrong_year_refuses_peers_and_stops_no_replica(
     await until("who dials is let in", are_let_in, 10.0)
     await invariants(fleet, load)
     assert fleet.engine_pids() == engines
+
+
+async def test_a_node_whose_clock_is_behind_serves_once_certificates_are_valid_to_it() -> None:
+    """Certificates are dated back by five minutes; to it those of new routers begin later."""
+    async with a_fleet(comes_up=False, make=TlsFleet) as fleet:
+        clocks = Clocks(fleet)
+        # The authority is a day older than the fleet.
+        clocks.set("scheduler-a", -24 * HOUR_S)
+        clocks.set("node-sin", -(CLOCK_SKEW.total_seconds() + BEHIND_S))
+        start_scheduler = fleet.start_scheduler
+
+        async def start_and_correct(name: str) -> None:
+            await start_scheduler(name)
+            clocks.set("scheduler-a", 0)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fleet, "start_scheduler", start_and_correct)
+            await fleet.up()
+        await fleet.deploy(replicas=2)
+        async with under_load(fleet, ["ams", "sin"], streams=4) as load:
+            await wait_ended(load, 4)
+            # It is warm, and refuses its routers: they use other nodes meanwhile.
+            assert {ended.node for ended in load.ended} == {"ams-1"}
+
+            async def is_used() -> bool:
+                return any(ended.node == "sin-1" for ended in load.ended)
+
+            await until("the node is used", is_used, 2 * BEHIND_S)
+        assert not load.failures(), load.failures()

@@ -84,6 +84,11 @@ def last_words(folder: Path) -> str:
     return "\n".join(words)
 
 
+def node_process(pop: str, number: int) -> str:
+    """Return the name of the process of a PoP's node with this number."""
+    return f"node-{pop}" if number == 1 else f"node-{pop}-{number}"
+
+
 def postgres_process(database: str) -> str:
     """Return the name of the process that serves a database: "postgres" for the first."""
     return f"postgres{database.removeprefix('pg')}"
@@ -227,7 +232,7 @@ class Fleet:
         return json.dumps(urls)
 
     async def start_node(self, pop: str, number: int = 1, **fields: Any) -> None:
-        name = f"node-{pop}" if number == 1 else f"node-{pop}-{number}"
+        name = node_process(pop, number)
         self.ports.setdefault(name, free_port())
         settings: dict[str, Any] = {"cpu_memory_bytes": 4 << 30, **fields}
         extra = "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
@@ -435,14 +440,16 @@ class Fleet:
 
 
 @asynccontextmanager
-async def a_fleet(*, comes_up: bool = True, in_memory: bool = True) -> AsyncIterator[Fleet]:
+async def a_fleet(
+    *, comes_up: bool = True, in_memory: bool = True, make: Callable[[Path], Fleet] = Fleet
+) -> AsyncIterator[Fleet]:
     """Start a fleet in a temporary folder, and stop it.
 
     `in_memory` is not for vLLM, which creates shared memory in /dev/shm: what is created beside an
     agent's folder is closed to its engines (`nodeagent/host/confinement.py`).
     """
     folder = a_folder("iso-", in_memory=in_memory)
-    fleet = Fleet(folder)
+    fleet = make(folder)
     STANDING.append(fleet)
     try:
         if comes_up:

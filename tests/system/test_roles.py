@@ -1,5 +1,5 @@
-"""Prefill and decode replicas in a whole fleet: nodes of either role drain and are lost, and a new
-version takes over.
+"""Prefill and decode replicas in a whole fleet with TLS: nodes of either role drain and are lost,
+and a new version takes over.
 
 Under load no answer is lost, cut, repeated or other than what its prompt determines.
 """
@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -22,6 +23,7 @@ from isochrone.wire.ids import NodeId
 from scheduler.decide.whatif.simulation import ClusterSnapshot, LoseNode, what_if
 from tests.system.counting_model import CONTEXT_TOKENS, counted_from, write_counting_model
 from tests.system.harness import CITIES, Fleet, a_fleet, until
+from tests.system.tls_fleet import TlsFleet
 
 KV_BYTES = 4 << 20
 OVERHEAD_BYTES = 256 << 20
@@ -123,12 +125,10 @@ async def under_role_load(fleet: Fleet) -> AsyncIterator[RoleLoad]:
 
 async def start(fleet: Fleet) -> None:
     """Start a scheduler, nodes that can hold one replica each, and a router."""
-    fleet.settings["scheduler-a"] = {
-        "liveness": {
-            "suspect_after_s": 3.0, "lost_after_s": 6.0, "grace_s": 12.0, "storm_share": 0.9,
-        }
+    fleet.settings.setdefault("scheduler-a", {})["liveness"] = {
+        "suspect_after_s": 3.0, "lost_after_s": 6.0, "grace_s": 12.0, "storm_share": 0.9,
     }  # fmt: skip
-    fleet.settings["router-ams"] = {"connect_timeout_s": 1.0, "probe_timeout_s": 1.0}
+    fleet.settings.setdefault("router-ams", {}).update(connect_timeout_s=1.0, probe_timeout_s=1.0)
     await fleet.start_postgres()
     await fleet.start_scheduler("a")
     await until("it acts", fleet.acts)
@@ -231,7 +231,8 @@ async def lose(fleet: Fleet, node_id: str) -> None:
 async def come_back(fleet: Fleet, node_id: str) -> None:
     """Start a node's agent again."""
     name = process_of(node_id)
-    await fleet.processes.start(name, ("nodeagent", "--config", f"{fleet.folder}/{name}.toml"))
+    command = ("nodeagent", "--config", f"{fleet.folder}/{name}.toml")
+    await fleet.processes.start(name, command, fleet.env(name))
     await until(f"{name} is back", lambda: fleet.is_up(name, "/healthz"))
 
 
@@ -283,7 +284,8 @@ async def roll_out(fleet: Fleet) -> None:
 
 
 async def test_nodes_of_either_role_drain_are_lost_and_roll_out_without_a_lost_token() -> None:
-    async with a_fleet(comes_up=False) as fleet:
+    make = partial(TlsFleet, nodes_in_pop=len(NODES))
+    async with a_fleet(comes_up=False, make=make) as fleet:
         await start(fleet)
         await deploy(fleet)
         nodes = await until_both(fleet)

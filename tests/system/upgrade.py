@@ -18,9 +18,9 @@ from typing import Any
 import asyncpg
 import openai
 
-from tests.ports import free_port
 from tests.postgres import a_folder
 from tests.system.harness import CITIES, ROOT, Fleet, until
+from tests.system.tls_fleet import TlsFleet
 
 STEPS = [{"share": 0.5}, {"share": 1.0}]
 BOUNDS = {"attempts_min": 20, "step_min_s": 0.0, "ttft_ratio": 10, "itl_ratio": 10,
@@ -31,40 +31,19 @@ STREAMS = 2  # what two replicas carry: none begins or ends but by an order
 TOKENS = 30
 
 
-class Mixed(Fleet):
+class Mixed(TlsFleet):
     """A fleet in which each process runs from the checkout of its own release."""
 
     def __init__(self, folder: Path, old: Path) -> None:
         super().__init__(folder)
-        self._private = {f"node-{pop}": free_port() for pop in CITIES}
         for part in PARTS:
             self._runs_from(part, old)
-        for name in ("a", "b"):
-            self.settings[f"scheduler-{name}"] = {"control_tls": True}
         for pop in CITIES:
-            port = self.ports[f"node-{pop}"]
-            self.settings[f"router-{pop}"] = {"node_tls": True}
-            self.settings[f"node-{pop}"] = {
-                "door_tls": True,
-                "address": f"https://127.0.0.1:{port}",
-                "private_host": "127.0.0.1",
-                "private_port": self._private[f"node-{pop}"],
-                "keep_engines_on_stop": True,
-            }
+            self.settings[f"node-{pop}"]["keep_engines_on_stop"] = True
 
     def _runs_from(self, part: str, checkout: Path) -> None:
         # Without the working directory first, what is imported is what is named.
         self.environment[part] = {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(checkout)}
-
-    def schedulers(self) -> str:
-        return super().schedulers().replace("http:", "https:")
-
-    def url(self, name: str) -> str:
-        # A node's data-plane server asks for a certificate.
-        return f"http://127.0.0.1:{self._private.get(name, self.ports[name])}"
-
-    async def is_up(self, name: str, path: str) -> bool:
-        return await super().is_up(name, "/metrics" if name in self._private else path)
 
     async def upgrade(self, part: str) -> None:
         """Stop a part, and start it from this checkout."""

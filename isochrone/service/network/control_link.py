@@ -76,6 +76,10 @@ class LinkRefused(Exception):
         self.wait_s = wait_s
 
 
+class SchedulerSilent(LinkRefused):
+    """The scheduler does not answer pings, although the connection stands."""
+
+
 class RedialBackoff:
     """How long a peer waits before it dials the next of its schedulers."""
 
@@ -182,6 +186,9 @@ class ControlLink:
                     codec.MalformedFrame,
                 ) as error:
                     wait_s = error.wait_s if isinstance(error, LinkRefused) else 0.0
+                    if isinstance(error, SchedulerSilent):
+                        # It would accept the next connection, too, and say nothing for 10 s.
+                        self._next_url += 1
                     self._log_refusal(url, error)
                 finally:
                     self.connected = False
@@ -320,7 +327,10 @@ class ControlLink:
         if frame.type is aiohttp.WSMsgType.BINARY:
             return codec.decode(frame.data, self._decoder)
         if frame.type is aiohttp.WSMsgType.ERROR:
-            raise LinkRefused(f"the connection broke: {socket.exception()}")
+            broken = socket.exception()
+            is_silent = isinstance(broken, aiohttp.ServerTimeoutError)
+            refusal = SchedulerSilent if is_silent else LinkRefused
+            raise refusal(f"the connection broke: {broken}")
         raise LinkRefused(f"the scheduler closed the connection (code {socket.close_code})")
 
     def _refusal(self, refused: RegistrationRefused) -> LinkRefused:

@@ -8,6 +8,7 @@ again.
 import asyncio
 from typing import Final
 
+from isochrone.fair_shares import FairShares
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import TenantId
 from router.apis.batches.relay import in_a_task
@@ -15,7 +16,6 @@ from router.apis.media.surface import read_media_request
 from router.apis.openai.surface import OpenAiSurface
 from router.dataplane.http_messages import HttpRequest, ResponseWriter
 from router.dataplane.upload_spool import SpooledBody
-from router.decide.admission.fair_shares import FairShares
 from router.pipeline import RequestPipeline
 
 FULL_RETRY_AFTER_S: Final = 5.0

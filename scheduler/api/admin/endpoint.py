@@ -273,7 +273,7 @@ async def _respond_to_file(
             "cannot store a file: set `batch_folder` or `batch_bucket` in the configuration of all"
             " schedulers",
         )
-    uploaded = await context.adapters.write(http.content.read)
+    uploaded = await context.adapters.write("", http.content.read)  # an operator's
     try:
         return await _respond(endpoint, context, http, b"", uploaded)
     except BaseException:

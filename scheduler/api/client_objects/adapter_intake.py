@@ -8,6 +8,7 @@ then on it can be used and its files never change.
 import hashlib
 import secrets
 from collections.abc import Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, NamedTuple
 
 from isochrone.wire.engines.engine_capabilities import adapter_rank_max
@@ -126,8 +127,8 @@ class AdapterIntake:
             )
         return added
 
-    async def write(self, read_chunk: ReadChunk) -> UploadedFile:
-        """Write a file to the folder while it arrives. Raises ApiError."""
+    async def write(self, tenant_id: str, read_chunk: ReadChunk) -> UploadedFile:
+        """Write a tenant's file to the folder while it arrives. Raises ApiError."""
         file_id = f"adapter-{secrets.token_hex(12)}"
         digest, start = hashlib.sha256(), bytearray()
 
@@ -138,7 +139,11 @@ class AdapterIntake:
             digest.update(chunk)
 
         size_bytes = await write_upload(
-            self._folder, file_id, read_chunk, bytes_max=self.limits.file_bytes_max, on_chunk=read
+            self._folder.of_tenant(tenant_id),
+            file_id,
+            read_chunk,
+            bytes_max=self.limits.file_bytes_max,
+            on_chunk=read,
         )
         return UploadedFile(file_id, size_bytes, digest.hexdigest(), bytes(start))
 
@@ -165,6 +170,10 @@ class AdapterIntake:
         stored = await set_files(connection, adapter, files, rank)
         return TakenFile(stored, [file for file in adapter.files if file.path == name])
 
+    def transaction_turn(self, tenant_id: str) -> AbstractAsyncContextManager[None]:
+        """Wait until a transaction of a tenant may `take` a file. Raises ApiError 503."""
+        return self._folder.of_tenant(tenant_id).transaction_turn()
+
     async def discard(self, uploaded: UploadedFile) -> None:
         """Delete an uploaded file that no adapter has."""
         await self._folder.discard(uploaded.file_id)
@@ -190,9 +199,10 @@ class AdapterIntake:
         others: Sequence[AdapterFile],
     ) -> int:
         """Check what is there of an adapter; return its rank if it is complete, else 0."""
+        folder = self._folder.of_tenant(adapter.tenant_id)
         starts = {name: (uploaded.start, uploaded.size_bytes)}
         for file in others:
-            start = await self._folder.run(self._read_start, file)
+            start = await folder.run_briefly(self._read_start, file)
             starts[file.path] = (start, file.size_bytes)
         config: AdapterConfig | None = None
         shapes: TensorShapes | None = None

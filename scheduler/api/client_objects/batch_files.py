@@ -20,7 +20,7 @@ from scheduler.store.client_objects.batch_files import (
     read_file,
     stored_bytes,
 )
-from scheduler.store.pool import Pool, storable_text, transaction, using
+from scheduler.store.pool import Connection, Pool, storable_text, transaction, using
 
 PURPOSES: Final = ("batch",)
 FIELD_BYTES_MAX: Final = 4096
@@ -44,7 +44,11 @@ class FileEndpoints:
         """Store an uploaded file."""
         if not request.content_type.startswith("multipart/"):
             raise _invalid("expected multipart/form-data with 'purpose' and 'file'")
+        async with using(self._pool) as connection:
+            # What cannot be stored in the end is not written first.
+            await self._check_stored(connection, tenant_id, 1)
         file_id = f"file-{secrets.token_hex(12)}"
+        folder = self._folder.of_tenant(tenant_id)
         fields: dict[str, str] = {}
         filename, size_bytes = "", -1
         try:
@@ -61,7 +65,7 @@ class FileEndpoints:
                     given_name = (part.filename or "file").encode(errors="replace").decode()
                     filename = storable_text(given_name)
                     size_bytes = await write_upload(
-                        self._folder,
+                        folder,
                         file_id,
                         part.read_chunk,
                         bytes_max=self._limits.file_bytes_max,
@@ -69,13 +73,13 @@ class FileEndpoints:
             if size_bytes < 0:
                 raise _invalid("field 'file' is required", "file")
         except FORM_ERRORS as error:
-            await self._folder.discard(file_id)
+            await folder.discard(file_id)
             raise _invalid(str(error)[:200]) from error
         except BaseException:
-            await self._folder.discard(file_id)
+            await folder.discard(file_id)
             raise
         adding = self._add(file_id, tenant_id, filename, size_bytes, fields)
-        file = await add_or_discard(self._pool, self._folder, file_id, adding)
+        file = await add_or_discard(self._pool, folder, file_id, adding)
         return _json(file_body(file))
 
     async def _add(
@@ -85,13 +89,7 @@ class FileEndpoints:
         if purpose not in PURPOSES:
             raise _invalid(f"field 'purpose' is {purpose[:40]!r}, expected 'batch'", "purpose")
         async with transaction(self._pool) as connection:
-            stored = await stored_bytes(connection, tenant_id)
-            if stored + size_bytes > self._limits.tenant_bytes_max:
-                raise ApiError(
-                    ErrorCode.QUOTA_EXCEEDED,
-                    f"cannot store {size_bytes} bytes: this tenant has {stored} of"
-                    f" {self._limits.tenant_bytes_max} bytes in files; delete some",
-                )
+            await self._check_stored(connection, tenant_id, size_bytes)
             return await add_file(
                 connection,
                 file_id=file_id,
@@ -100,6 +98,16 @@ class FileEndpoints:
                 filename=filename,
                 size_bytes=size_bytes,
                 expires_after_s=_expiry(fields),
+            )
+
+    async def _check_stored(self, connection: Connection, tenant_id: str, size_bytes: int) -> None:
+        """Raise ApiError 429 if a tenant may not store so many further bytes."""
+        stored = await stored_bytes(connection, tenant_id)
+        if stored + size_bytes > self._limits.tenant_bytes_max:
+            raise ApiError(
+                ErrorCode.QUOTA_EXCEEDED,
+                f"cannot store {size_bytes} bytes: this tenant has {stored} of"
+                f" {self._limits.tenant_bytes_max} bytes in files; delete some",
             )
 
     async def list(self, request: web.Request, tenant_id: str) -> web.StreamResponse:
@@ -128,8 +136,9 @@ class FileEndpoints:
         response = web.StreamResponse(headers={"content-type": "application/octet-stream"})
         try:
             with self._downloads.counted(tenant_id):
+                folder = self._folder.of_tenant(tenant_id)
                 return await send_file(
-                    request, self._folder, file.file_id, response, first=0, count=file.size_bytes
+                    request, folder, file.file_id, response, first=0, count=file.size_bytes
                 )
         except FileNotFoundError:
             raise _not_found(file.file_id) from None
@@ -137,14 +146,15 @@ class FileEndpoints:
     async def delete(self, request: web.Request, tenant_id: str) -> web.StreamResponse:
         """Delete a file that no open batch reads."""
         file = await self._file(request, tenant_id)
-        async with transaction(self._pool) as connection:
+        folder = self._folder.of_tenant(tenant_id)
+        async with folder.transaction_turn(), transaction(self._pool) as connection:
             if not await delete_file(connection, tenant_id, file.file_id):
                 raise ApiError(
                     ErrorCode.CONFLICT,
                     f"cannot delete {file.file_id}: a batch is reading it; cancel that first",
                 )
             # Before the commit: the row stays while the contents cannot be deleted.
-            await self._folder.delete(file.file_id)
+            await folder.delete(file.file_id)
         return _json({"id": file.file_id, "object": "file", "deleted": True})
 
     async def _file(self, request: web.Request, tenant_id: str) -> BatchFile:

@@ -187,7 +187,8 @@ class BatchService:
         places = [(line.byte_offset, line.byte_length) for line in part.lines]
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                texts = await self._folder.read_parts(batch.input_file_id, places)
+                folder = self._folder.of_tenant(batch.tenant_id)
+                texts = await folder.read_parts(batch.input_file_id, places)
             bodies = [request_body(text) for text in texts]
         except (ApiError, OSError, KeyError, msgspec.DecodeError) as error:
             self._unreadable[batch.batch_id] = self._clock() + UNREADABLE_S

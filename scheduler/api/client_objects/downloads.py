@@ -57,7 +57,7 @@ async def send_file(
     that is shorter, closes the connection: the body has its length, so the reader notices.
     """
     source = await folder.run(folder.open, file_id)
-    with source:
+    try:
         await folder.run(source.seek, first)
         chunk = await folder.run(source.read, min(CHUNK_BYTES, count))
         response.content_length = left = count
@@ -71,6 +71,8 @@ async def send_file(
             give_up(request, file_id, str(error))
         if left:
             give_up(request, file_id, f"the file ends {left} bytes before its size")
+    finally:
+        folder.release(source.close)
     await response.write_eof()
     return response
 

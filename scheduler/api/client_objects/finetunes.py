@@ -109,7 +109,7 @@ class FinetuneEndpoints:
                     elif part.name != "file" or uploaded is not None:
                         raise _invalid("expected one field 'file_name' and one field 'file'")
                     else:
-                        uploaded = await self._intake.write(part.read_chunk)
+                        uploaded = await self._intake.write(tenant_id, part.read_chunk)
             except FORM_ERRORS as error:
                 raise _invalid(str(error)[:200]) from error
             if name not in ADAPTER_FILES or uploaded is None:
@@ -120,7 +120,8 @@ class FinetuneEndpoints:
             raise
 
         async def take(new: UploadedFile) -> TakenFile:
-            async with transaction(self._pool) as connection:
+            turn = self._intake.transaction_turn(tenant_id)
+            async with turn, transaction(self._pool) as connection:
                 adapter = await self._find(connection, request, tenant_id, locked=True)
                 return await self._intake.take(connection, adapter, name, new)
 

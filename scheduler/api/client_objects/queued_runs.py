@@ -54,15 +54,15 @@ class QueuedRuns:
         """Begin a batch of the lines in the body, for the model in the query."""
         text = await read_body(request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
         file_id = f"file-{secrets.token_hex(12)}"
-        parts = iter((text,))
+        folder, parts = self._folder.of_tenant(tenant_id), iter((text,))
 
         async def read_chunk(_: int) -> bytes:
             return next(parts, b"")
 
-        await write_upload(self._folder, file_id, read_chunk, bytes_max=BODY_BYTES_MAX)
+        await write_upload(folder, file_id, read_chunk, bytes_max=BODY_BYTES_MAX)
         model = request.query.get("model", "")
         adding = self._add(file_id, len(text), tenant_id, key_id, model)
-        batch = await add_or_discard(self._pool, self._folder, file_id, adding)
+        batch = await add_or_discard(self._pool, folder, file_id, adding)
         return web.json_response(_queued(batch))
 
     async def _add(
@@ -108,9 +108,10 @@ class QueuedRuns:
 
     async def _send_results(self, request: web.Request, batch: StoredBatch) -> web.StreamResponse:
         """Send the results of a batch that has ended, a part at a time: they may be gigabytes."""
-        parts = result_parts(self._folder, batch)
+        folder = self._folder.of_tenant(batch.tenant_id)
+        parts = result_parts(folder, batch)
         try:
-            part = await self._folder.run(next, parts, b"")
+            part = await folder.run(next, parts, b"")
         except FileNotFoundError:
             message = "cannot return the results: they were deleted"
             raise ApiError(ErrorCode.NOT_FOUND, message) from None
@@ -119,7 +120,7 @@ class QueuedRuns:
         try:
             while part:
                 await response.write(part)
-                part = await self._folder.run(next, parts, b"")
+                part = await folder.run(next, parts, b"")
         except (ApiError, FileNotFoundError) as error:
             give_up(request, batch.batch_id, str(error))
         await response.write_eof()

@@ -62,7 +62,9 @@ async def write_upload(
                 checked_at = size_bytes
             await _on_disk(folder, output.write, chunk)
     except BaseException as error:
-        writing.__exit__(type(error), error, error.__traceback__)
+        undone = folder.release(writing.__exit__, type(error), error, error.__traceback__)
+        if not isinstance(error, asyncio.CancelledError):
+            await asyncio.wait([undone])
         raise
     try:
         await end_before_cancelling(_on_disk(folder, writing.__exit__, None, None, None))

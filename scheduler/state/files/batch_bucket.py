@@ -7,7 +7,6 @@ complete; a bucket shows an object only then. A file is read in ranges, or as a 
 that does not answer ranges with status 206 (rclone's), and is never in memory as a whole.
 """
 
-import asyncio
 import io
 import logging
 import shutil
@@ -34,10 +33,6 @@ CONNECT_TIMEOUT_S: Final = 5
 REQUEST_TIMEOUT_S: Final = 60
 RETRIES_MAX: Final = 3
 RETRY_TIMEOUT_S: Final = 20
-
-DELETE_TIMEOUT_S: Final = 3.0
-"""Less than the 5 s after which Postgres ends a transaction that waits: rows of files are deleted
-together with their objects."""
 
 NO_PARTIAL_CONTENT: Final = "non-partial response"
 """The error that obstore reports if a server answers a request for a range with status 200."""
@@ -67,7 +62,7 @@ class BatchBucket(BatchFolder):
         super().__init__(spool or Path(tempfile.gettempdir()), SPOOL_FREE_BYTES_MIN)
         self._url = url
         self._spool = spool
-        self.has_ranges = True
+        self._server = _BucketServer()
         self._obstore: Any = obstore
         self._exceptions: Any = exceptions
         place: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
@@ -88,6 +83,11 @@ class BatchBucket(BatchFolder):
             )
         except (exceptions.BaseError, ValueError) as error:
             raise OSError(_reason(error)) from error
+
+    @property
+    def has_ranges(self) -> bool:
+        """Whether the server answers requests for ranges, as far as is known."""
+        return self._server.has_ranges
 
     def prepare(self) -> None:
         """Check that objects can be written, read and deleted. Raises OSError if that is refused.
@@ -120,6 +120,9 @@ class BatchBucket(BatchFolder):
                 "cannot reach the bucket: requests for files fail until it answers",
                 extra={"fields": fields},
             )
+
+    def delete_unfinished(self) -> None:
+        """Do nothing: a file that arrives has no name on disk."""
 
     @contextmanager
     def writing(self, file_id: str) -> Iterator[BinaryIO]:
@@ -194,20 +197,12 @@ class BatchBucket(BatchFolder):
         except self._exceptions.GenericError as error:
             if NO_PARTIAL_CONTENT not in str(error):
                 raise
-            self.has_ranges = False
+            self._server.has_ranges = False
             log.warning(
                 "the bucket's server does not answer ranges with status 206: files are read from"
                 " their start",
                 extra={"fields": {"bucket": self._url}},
             )
-
-    async def delete(self, file_id: str) -> None:
-        """Delete a file, if it is there. Raises ApiError 503 while the bucket fails."""
-        try:
-            async with asyncio.timeout(DELETE_TIMEOUT_S):
-                await self.run(self._delete, file_id)
-        except TimeoutError:
-            raise self._unavailable(f"no answer within {DELETE_TIMEOUT_S:g} s") from None
 
     def _delete(self, file_id: str) -> None:
         with suppress(FileNotFoundError), self._failures():
@@ -242,6 +237,12 @@ class BatchBucket(BatchFolder):
         if isinstance(error, FileNotFoundError):
             return f"there is no such bucket, create it: {_reason(error)}"
         return _reason(error)
+
+
+class _BucketServer:
+    """What is known of a bucket's server, for all tenants."""
+
+    has_ranges = True
 
 
 class _ObjectReader(io.RawIOBase):

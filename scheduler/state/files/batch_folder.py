@@ -4,23 +4,24 @@ Every scheduler of a cluster uses the same folder (a shared file system). A file
 name only when it is complete and on disk.
 
 A disk or a bucket may hang. So its calls run in threads of their own (`BatchFolder.run`), and leave
-those that the rest of the scheduler needs.
+those that the rest of the scheduler needs. Tenants share these threads (`file_threads.py`).
 """
 
 import asyncio
+import copy
 import logging
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Final, ParamSpec, TypeVar
+from typing import BinaryIO, Final, ParamSpec, Self, TypeVar
 
 from isochrone.service.files import sync
 from isochrone.wire.errors import ApiError, ErrorCode
+from scheduler.state.files.file_threads import FairTurns, FileThreads, no_answer
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +33,17 @@ be the database's disk. Each tenant has a limit of its own, but there may be any
 UNFINISHED: Final = ".part"
 UNFINISHED_S: Final = 86_400.0
 
-THREADS_MAX: Final = 16
-"""Further calls wait while this many hang."""
-
 RETRY_AFTER_S: Final = 60.0
+
+TRANSACTIONS_MAX: Final = 4
+"""Transactions that wait for the disk at a time: each keeps a connection of the database, of which
+there are twenty for everything that the scheduler does."""
+
+TRANSACTION_CALL_TIMEOUT_S: Final = 3.0
+"""Less than the 5 s after which Postgres ends a transaction that waits."""
+
+RELEASES: Final[set[asyncio.Task[None]]] = set()
+"""The tasks that close files. The event loop itself keeps none alive."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,16 +56,24 @@ class BatchFolder:
         """`free_bytes_min` of the disk are not for uploads."""
         self._folder = folder
         self._free_bytes_min = free_bytes_min
-        self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="files")
+        self._threads = FileThreads()
+        self._transactions = FairTurns(TRANSACTIONS_MAX)
+        self._tenant_id = ""
+
+    def of_tenant(self, tenant_id: str) -> Self:
+        """Return this folder with the calls counted as those of a tenant."""
+        folder = copy.copy(self)
+        folder._tenant_id = tenant_id
+        return folder
 
     async def run(self, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """Return what `call` returns in a thread for files.
 
-        Raises FileNotFoundError, and ApiError 503 if the disk fails.
+        Raises FileNotFoundError, and ApiError 503 if the disk fails, or if no thread is free in
+        time.
         """
-        loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._threads, lambda: call(*arguments, **named))
+            return await self._threads.run(self._tenant_id, lambda: call(*arguments, **named))
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -67,12 +83,56 @@ class BatchFolder:
                 retry_after_s=RETRY_AFTER_S,
             ) from error
 
-    def prepare(self) -> None:
-        """Create the folder, and delete what a process left unfinished long ago.
+    @asynccontextmanager
+    async def transaction_turn(self) -> AsyncIterator[None]:
+        """Wait until a transaction may wait for the disk; enter before it takes its connection.
 
-        Another scheduler may be writing: its files are younger.
+        Raises ApiError 503.
         """
+        await self._transactions.take(self._tenant_id)
+        try:
+            yield
+        finally:
+            self._transactions.give_back(self._tenant_id)
+
+    async def run_briefly(self, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Do what `run` does, for a transaction. Raises ApiError 503 if it takes too long."""
+        try:
+            async with asyncio.timeout(TRANSACTION_CALL_TIMEOUT_S):
+                return await self.run(call, *arguments, **named)
+        except TimeoutError:
+            raise no_answer() from None
+
+    def release(
+        self, call: Callable[P, object], *arguments: P.args, **named: P.kwargs
+    ) -> asyncio.Task[None]:
+        """Start to close files in a thread by `call`; the task returned raises nothing.
+
+        If a call on a file hangs, closing it hangs, too. So whoever is cancelled meanwhile neither
+        closes it on the event loop nor waits for it.
+        """
+
+        async def close() -> None:
+            try:
+                await self.run(call, *arguments, **named)
+            except (ApiError, OSError) as error:
+                reason = str(error) or type(error).__name__
+                log.warning("cannot close a file", extra={"fields": {"reason": reason}})
+
+        task = asyncio.create_task(close())
+        RELEASES.add(task)
+        task.add_done_callback(RELEASES.discard)
+        return task
+
+    def prepare(self) -> None:
+        """Create the folder."""
         self._folder.mkdir(0o700, parents=True, exist_ok=True)
+
+    def delete_unfinished(self) -> None:
+        """Delete what processes that were killed have left unfinished. Blocks.
+
+        Others may be writing: their files are younger.
+        """
         for path in self._folder.glob(f"*{UNFINISHED}"):
             with suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > UNFINISHED_S:
@@ -116,8 +176,11 @@ class BatchFolder:
             return [os.pread(source.fileno(), length, offset) for offset, length in parts]
 
     async def delete(self, file_id: str) -> None:
-        """Delete a file, if it is there."""
-        await self.run(self._path(file_id).unlink, missing_ok=True)
+        """Delete a file, if it is there. Raises ApiError 503 if that fails or takes too long."""
+        await self.run_briefly(self._delete, file_id)
+
+    def _delete(self, file_id: str) -> None:
+        self._path(file_id).unlink(missing_ok=True)
 
     async def discard(self, file_id: str) -> None:
         """Delete a file that nothing names, after a failure; log if that fails too."""

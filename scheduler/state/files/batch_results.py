@@ -1,7 +1,7 @@
 """Writes the output file and the error file of a batch."""
 
+import asyncio
 import hashlib
-import sys
 from contextlib import ExitStack
 from typing import BinaryIO, Final, NamedTuple
 
@@ -82,7 +82,7 @@ async def write_results(pool: Pool, folder: BatchFolder, batch: StoredBatch) -> 
     try:
         async with transaction(pool) as connection:
             for file_id in file_ids:
-                output = files.enter_context(folder.writing(file_id))
+                output = await folder.run(files.enter_context, folder.writing(file_id))
                 results.append(_OpenFile(folder, output))
             async for item in each_item(connection, batch.batch_id):
                 await results[item.is_error].write(_line_of(batch, item))
@@ -94,8 +94,10 @@ async def write_results(pool: Pool, folder: BatchFolder, batch: StoredBatch) -> 
                 )
             for result in results:
                 await result.flush()
-    except BaseException:
-        files.__exit__(*sys.exc_info())
+    except BaseException as error:
+        undone = folder.release(files.__exit__, type(error), error, error.__traceback__)
+        if not isinstance(error, asyncio.CancelledError):
+            await asyncio.wait([undone])
         raise
     await folder.run(files.close)
     return [

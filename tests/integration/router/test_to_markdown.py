@@ -3,6 +3,7 @@
 import asyncio
 import io
 import os
+import signal
 import sys
 import zipfile
 from pathlib import Path
@@ -12,10 +13,12 @@ import aiohttp
 import pytest
 
 from isochrone.service.trust.landlock import landlock_version
+from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import TenantId
 from isochrone.wire.peers.routes import KeyLimits
-from router.documents.converter import DocumentConverter
+from router.documents.converter import AT_ONCE_MAX, DocumentConverter
 from tests.integration.router.fleet_of import Bench, a_bench
+from tests.system.harness import until
 
 needs_landlock = pytest.mark.skipif(
     landlock_version() < 1, reason="needs a kernel with Landlock (Linux 5.13)"
@@ -109,6 +112,33 @@ async def test_a_converter_that_dies_or_babbles_is_an_error() -> None:
     for program in ("import os; os.abort()", "print('x' * 100)"):
         converter = DocumentConverter(lambda _, program=program: [sys.executable, "-c", program])  # type: ignore[misc]
         assert (await converter.convert(TenantId("acme"), "a.txt", b"")).error
+
+
+async def test_a_killed_process_of_a_document_is_an_error_and_others_go_on(tmp_path: Path) -> None:
+    """SIGKILL, as by the kernel when memory is short."""
+    pid_file = tmp_path / "pid"
+    waits = (
+        f"import os, sys; open({str(pid_file)!r}, 'w').write(str(os.getpid())); sys.stdin.read()"
+    )
+    programs = {".txt": f"{waits}; import time; time.sleep(60)", ".md": 'print(\'{"data": "x"}\')'}
+    converter = DocumentConverter(lambda extension: [sys.executable, "-c", programs[extension]])
+    killed = asyncio.create_task(converter.convert(TenantId("acme"), "a.txt", bytes(1 << 20)))
+
+    async def has_begun() -> bool:
+        return pid_file.exists() and bool(pid_file.read_text())
+
+    await until("the process runs", has_begun)
+    os.kill(int(pid_file.read_text()), signal.SIGKILL)
+    assert (await killed).error
+    assert (await converter.convert(TenantId("acme"), "a.md", b"")).data == "x"
+
+
+async def test_a_process_that_cannot_be_started_is_a_reason_to_ask_again(tmp_path: Path) -> None:
+    converter = DocumentConverter(lambda _: [str(tmp_path / "missing")])
+    for _ in range(AT_ONCE_MAX + 1):  # it gives back its turn
+        with pytest.raises(ApiError, match="cannot start a process") as refused:
+            await converter.convert(TenantId("acme"), "a.txt", b"")
+        assert refused.value.retry_after_s
 
 
 @pytest.mark.parametrize(

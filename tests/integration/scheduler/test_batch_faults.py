@@ -1,6 +1,9 @@
 """Faults of the store of files and of the database while batches are read, leased and ended."""
 
 import asyncio
+import os
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -13,6 +16,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from isochrone.service.network.http_server import error_middleware, json_error
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers import batches as wire
 from isochrone.wire.peers.batches import ItemResult, LeasedItem, LeasedItems, LeaseItems
@@ -20,6 +24,8 @@ from scheduler.api.client_objects import uploads
 from scheduler.api.client_objects.batch_service import BatchService, BatchStorage
 from scheduler.api.client_objects.uploads import add_or_discard
 from scheduler.loops import advance_batches
+from scheduler.state.files import file_threads
+from scheduler.state.files.batch_folder import RELEASES, UNFINISHED, UNFINISHED_S
 from scheduler.state.files.batch_results import ItemsMissing, write_results
 from scheduler.store.client_objects.batch_files import add_file, stored_bytes
 from scheduler.store.client_objects.batch_items import lease_items, store_results
@@ -323,7 +329,7 @@ async def test_a_file_stays_until_the_database_says_whether_it_has_its_row(
 @asynccontextmanager
 async def a_router(turns: Turns) -> AsyncIterator[TestClient[Any, Any]]:
     """Yield a client of the service that leases items."""
-    app = web.Application()
+    app = web.Application(middlewares=[error_middleware(json_error)])
     tokens: Any = SimpleNamespace(peer_of=lambda _: "router")
     storage = BatchStorage(turns.folder, LIMITS, lambda: None)
     BatchService(turns.pool, storage, tokens).add_routes(app)
@@ -379,3 +385,63 @@ async def test_only_items_that_fit_into_a_message_are_leased(turns: Turns) -> No
         lines = [item.ref.line for _ in range(3) for item in await lease(client, 9)]
     assert lines == list(range(1, 10))
     assert read == [3 * size] * 3
+
+
+async def test_what_killed_schedulers_have_left_unfinished_is_deleted(turns: Turns) -> None:
+    """It stayed until a scheduler started a day later."""
+    folder = turns.folder._folder
+    for name, age_s in (("old", 2 * UNFINISHED_S), ("young", 0.0)):
+        path = folder / f"file-1.{name}{UNFINISHED}"
+        path.touch()
+        os.utime(path, (time.time() - age_s,) * 2)
+    await turns.job.run_once()
+    await asyncio.gather(*RELEASES)
+    assert [path.name for path in folder.iterdir()] == [f"file-1.young{UNFINISHED}"]
+
+
+async def test_deletions_that_hang_leave_the_database_to_others(
+    turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each holds its transaction until the contents are gone, and kept all connections."""
+    names = [f"file-{number}" for number in range(40)]
+    async with transaction(turns.pool) as connection:
+        for name in names:
+            await add_file(
+                connection,
+                file_id=name,
+                tenant_id="acme",
+                purpose="batch",
+                filename=name,
+                size_bytes=0,
+                expires_after_s=None,
+            )
+    may_end, has_begun = threading.Event(), threading.Event()
+
+    def hang(*_: Any, **__: Any) -> None:
+        has_begun.set()
+        may_end.wait(60)
+
+    monkeypatch.setattr(Path, "unlink", hang)
+    monkeypatch.setattr(file_threads, "TURN_TIMEOUT_S", 1.0)
+    headers = {wire.TENANT: "acme"}
+    prefix = wire.PUBLIC_PREFIX
+    async with a_router(turns) as client:
+
+        async def delete(name: str) -> int:
+            async with client.delete(f"{prefix}/v1/files/{name}", headers=headers) as response:
+                return response.status
+
+        deleting = [asyncio.create_task(delete(name)) for name in names]
+        try:
+            assert await asyncio.to_thread(has_begun.wait, 20)
+            async with asyncio.timeout(20):
+                for _ in range(10):
+                    async with client.get(f"{prefix}/v1/files", headers=headers) as response:
+                        assert response.status == 200, await response.text()
+                # Nothing waits for ever, and each client may ask again.
+                assert {await task for task in deleting} == {503}
+        finally:
+            may_end.set()
+            monkeypatch.undo()
+            await asyncio.gather(*deleting, return_exceptions=True)
+        assert [await delete(name) for name in names[:2]] == [200, 200]

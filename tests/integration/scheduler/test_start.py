@@ -2,18 +2,23 @@
 
 import asyncio
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
 from isochrone.service.config import ConfigError
 from isochrone.service.files import write_atomic
+from scheduler import app
 from scheduler.app import serve
 from scheduler.config import SchedulerConfig
+from scheduler.state.files.batch_folder import BatchFolder
 from scheduler.store.pool import Pool, using
 
 
-async def started(dsn: str, folder: Path, authority: str = "ca") -> int:
+async def started(
+    dsn: str, folder: Path, authority: str = "ca", *, batch_folder: Path | None = None
+) -> int:
     """Start a scheduler, and stop it as soon as it serves."""
     write_atomic(folder / "token", b"0123456789abcdef-admin")
     config = SchedulerConfig(
@@ -23,6 +28,7 @@ async def started(dsn: str, folder: Path, authority: str = "ca") -> int:
         admin_token_file=folder / "token",
         admin_port=0,
         control_port=0,
+        batch_folder=batch_folder,
     )
     stopping = asyncio.Event()
     stopping.set()
@@ -67,3 +73,21 @@ async def test_an_unusable_database_is_reported(
         await connection.execute("DROP TABLE migration CASCADE")
     with pytest.raises(ConfigError, match='"cluster" already exists'):
         await started(database_dsn, tmp_path)
+
+
+async def test_a_scheduler_starts_while_the_folder_of_files_hangs(
+    database_dsn: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A file system of another host may hang for hours; schedulers serve everything else."""
+    may_end = threading.Event()
+    monkeypatch.setattr(BatchFolder, "prepare", lambda _: may_end.wait(60))
+    monkeypatch.setattr(app, "PREPARE_TIMEOUT_S", 0.05)
+    try:
+        async with asyncio.timeout(30):
+            assert await started(database_dsn, tmp_path, batch_folder=tmp_path / "files") == 0
+    finally:
+        may_end.set()
+    assert "cannot reach the place of files" in caplog.text

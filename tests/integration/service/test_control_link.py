@@ -1,16 +1,22 @@
-"""A peer whose schedulers are all down."""
+"""A peer whose schedulers are down, or hang."""
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from isochrone.service.network import control_link
+from isochrone.service.network.http_server import serve_http
 from isochrone.service.trust.identity import Authority
-from isochrone.wire.peers.control import PeerRole
+from isochrone.wire import codec
+from isochrone.wire.ids import ClusterId, Epoch
+from isochrone.wire.peers.control import Challenge, PeerRole, Welcome
 from tests.integration.service.test_tls import NOW, a_link, a_peer
 from tests.ports import free_port
 from tests.system.harness import until
@@ -51,3 +57,53 @@ async def test_each_scheduler_that_is_down_is_logged_once(
             await dialling
     logged = [record for record in caplog.records if "no connection" in record.message]
     assert len(logged) == len(urls)
+
+
+async def test_after_a_scheduler_that_hangs_another_one_is_dialled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hung one was dialled again, and each attempt to connect took ten seconds."""
+    monkeypatch.setattr(control_link, "SILENCE_S", 0.4)
+    router = a_peer(Authority.create(tmp_path / "a", "ours", NOW), "r1", PeerRole.ROUTER)
+    dialled: list[str] = []
+    welcomed: list[object] = []
+
+    async def note(welcome: object) -> None:
+        welcomed.append(welcome)
+
+    async def serve(request: web.Request) -> web.WebSocketResponse:
+        dialled.append(str(request.url.origin()))
+        socket = web.WebSocketResponse(autoping=False)
+        await socket.prepare(request)
+        messages = (
+            Challenge(protocol=codec.PROTOCOL, cluster_id=ClusterId("c"), nonce=b"n"),
+            Welcome(cluster_id=ClusterId("c"), epoch=Epoch(1)),
+        )
+        for message in messages:
+            await socket.send_bytes(codec.encode(message))
+        # It reads, and never answers a ping.
+        async for _ in socket:
+            pass
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/v1/router", serve)
+    async with (
+        serve_http(app, "127.0.0.1", 0) as first,
+        serve_http(app, "127.0.0.1", 0) as second,
+    ):
+        urls = [f"http://127.0.0.1:{port}" for port in (first, second)]
+        dialling = asyncio.create_task(a_link(router, urls, note).run())
+        await until("four connections were lost", has_dialled(dialled, 4), 20.0)
+        dialling.cancel()
+        with suppress(asyncio.CancelledError):
+            await dialling
+    assert welcomed
+    assert dialled[:4] == [*itertools.islice(itertools.cycle(urls), 4)]
+
+
+def has_dialled(dialled: list[str], count: int) -> Callable[[], Awaitable[bool]]:
+    async def has() -> bool:
+        return len(dialled) >= count
+
+    return has

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import httptools
 
+from isochrone.fair_shares import FairShares
 from isochrone.wire.ids import NodeId
 from router.dataplane import sse
 from router.dataplane.exchange import AttemptFailed, NodeExchange
@@ -23,7 +24,6 @@ from router.dataplane.node_connection import NodeConnection
 from router.dataplane.plain_socket import plain_socket
 from router.dataplane.token_gatherer import TokenGatherer
 from router.dataplane.token_pump import TokenPump
-from router.decide.admission.fair_shares import FairShares
 from router.decide.attempt import FailureCause
 from tests.unit.router.in_memory import one_iteration
 

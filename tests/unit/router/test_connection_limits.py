@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from isochrone.fair_shares import FairShares
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import NodeId
 from router.config import RouterConfig
@@ -15,7 +16,6 @@ from router.dataplane.request_reader import HEAD_BYTES_MAX, RequestReader
 from router.dataplane.server import WRITE_BUFFER_BYTES, ClientConnection, PublicServer
 from router.dataplane.token_gatherer import TokenGatherer
 from router.dataplane.token_pump import TokenPump
-from router.decide.admission.fair_shares import FairShares
 from tests.unit.router.in_memory import FakeTransport, ManualLoop
 
 CHUNKED = b"transfer-encoding: chunked\r\n"

@@ -1,7 +1,7 @@
 """How tenants share a limit of a process."""
 
+from isochrone.fair_shares import FairShares
 from isochrone.wire.ids import TenantId
-from router.decide.admission.fair_shares import FairShares
 
 FLOOD, SMALL, OTHER = TenantId("flood"), TenantId("small"), TenantId("other")
 

@@ -1,25 +1,26 @@
 """Uploads and downloads: disks that are full, fail or hang, and clients that leave."""
 
 import asyncio
+import io
 import os
 import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import aiohttp
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
 from isochrone.service.network.http_server import error_middleware, json_error
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.api.client_objects import uploads
 from scheduler.api.client_objects.downloads import send_file
 from scheduler.api.client_objects.uploads import write_upload
-from scheduler.state.files.batch_folder import CHUNK_BYTES, BatchFolder
+from scheduler.state.files.batch_folder import CHUNK_BYTES, RELEASES, BatchFolder
 
 BYTES_MAX = 1 << 20
 
@@ -81,6 +82,75 @@ async def test_a_folder_that_hangs_takes_no_threads_of_others(tmp_path: Path) ->
     finally:
         may_end.set()
         await asyncio.wait(hanging)
+
+
+class HangingFile(io.RawIOBase):
+    """A file whose reads and writes hang until `may_end`."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        self._hang()
+        return len(data)
+
+    def readinto(self, buffer: Any, /) -> int:
+        self._hang()
+        return 0
+
+    def _hang(self) -> None:
+        self.has_begun.set()
+        self.may_end.wait(20)
+
+
+class HangingDisk(BatchFolder):
+    """Has one file, which hangs. Its buffers are locked while a call runs, like those of others."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.file = HangingFile()
+
+    @contextmanager
+    def writing(self, file_id: str) -> Iterator[BinaryIO]:
+        with io.BufferedWriter(self.file, 1) as output:
+            yield cast(BinaryIO, output)
+
+    def open(self, file_id: str) -> BinaryIO:
+        return cast(BinaryIO, io.BufferedReader(self.file, 1))
+
+
+@pytest.mark.parametrize("call", ["upload", "download"])
+async def test_a_client_that_leaves_a_hanging_disk_does_not_stop_the_scheduler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The file was closed on the event loop, which then waited for the call that hangs."""
+    disk = HangingDisk(tmp_path)
+    if call == "upload":
+        sender = Sender(9)
+        begun: Any = write_upload(disk, "file-1", sender.read_chunk, bytes_max=BYTES_MAX)
+    else:
+        monkeypatch.setattr(HangingFile, "seekable", lambda _: True)
+        monkeypatch.setattr(HangingFile, "seek", lambda _, place, whence=0: place)
+        request, response = make_mocked_request("GET", "/"), web.StreamResponse()
+        begun = send_file(request, disk, "file-1", response, first=0, count=9)
+    work: asyncio.Task[Any] = asyncio.ensure_future(begun)
+    assert await asyncio.to_thread(disk.file.has_begun.wait, 20)
+    answers_late = threading.Timer(5.0, disk.file.may_end.set)
+    answers_late.start()
+    work.cancel()
+    await asyncio.wait([work])
+    assert work.cancelled()
+    assert not disk.file.may_end.is_set()
+    answers_late.cancel()
+    disk.file.may_end.set()
+    await asyncio.gather(*RELEASES)
+    assert disk.file.closed
 
 
 class LateDisk(BatchFolder):

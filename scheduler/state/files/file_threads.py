@@ -1,0 +1,115 @@
+"""Runs calls to a disk or a bucket in threads, which tenants share.
+
+Nothing ends a call that hangs, so it keeps its thread. One tenant's calls never keep all threads,
+and a call waits for its turn for a limited time.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Final, TypeVar
+
+from isochrone.fair_shares import FairShares
+from isochrone.wire.errors import ApiError, ErrorCode
+
+THREADS_MAX: Final = 16
+"""Calls at a time."""
+
+TURN_TIMEOUT_S: Final = 15.0
+"""How long a call waits for its turn. Only while many hang is it as long as this."""
+
+RETRY_AFTER_S: Final = 10.0
+
+T = TypeVar("T")
+
+
+class FairTurns:
+    """Turns that a limited number of calls have at a time, and the calls that wait for one."""
+
+    def __init__(self, at_once_max: int) -> None:
+        """A tenant has at most as many turns as are free, so one alone has half."""
+        self._shares = FairShares(at_once_max)
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """The tenant that had no turn for the longest time is first."""
+
+    async def take(self, holder: str) -> None:
+        """Wait for a turn of the tenant `holder`. Raises ApiError 503 if it does not come soon."""
+        if holder not in self._waiting and self._shares.take(holder, 1):
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(holder, deque()).append(turn)
+        try:
+            async with asyncio.timeout(TURN_TIMEOUT_S):
+                # Not cancelled itself: it may be given in the moment in which this is.
+                await asyncio.shield(turn)
+        except BaseException as error:
+            self._leave(holder, turn)
+            if isinstance(error, TimeoutError):
+                raise no_answer() from None
+            raise
+
+    def give_back(self, holder: str) -> None:
+        """End a turn; others begin."""
+        self._shares.give_back(holder, 1)
+        while self._start_next():
+            pass
+
+    def _leave(self, holder: str, turn: asyncio.Future[None]) -> None:
+        """Wait no longer; a turn that was just given goes to the next call."""
+        if turn.done():
+            self.give_back(holder)
+            return
+        turns = self._waiting[holder]
+        turns.remove(turn)
+        if not turns:
+            del self._waiting[holder]
+
+    def _start_next(self) -> bool:
+        """Give a turn to the first tenant that may have one more; return whether any may."""
+        for holder, turns in self._waiting.items():
+            if not self._shares.take(holder, 1):
+                continue
+            turns.popleft().set_result(None)
+            del self._waiting[holder]
+            if turns:
+                self._waiting[holder] = turns
+            return True
+        return False
+
+
+class FileThreads:
+    """The threads for calls."""
+
+    def __init__(self) -> None:
+        """Start without calls."""
+        self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="files")
+        self._turns = FairTurns(THREADS_MAX)
+
+    async def run(self, holder: str, call: Callable[[], T]) -> T:
+        """Return what a call of the tenant `holder` returns.
+
+        Raises ApiError 503 if it gets no thread in time. Once it runs, it runs to its end, even if
+        this is cancelled.
+        """
+        await self._turns.take(holder)
+        loop = asyncio.get_running_loop()
+
+        def free_thread(_: Future[T]) -> None:
+            # Without the loop nothing waits any more.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._turns.give_back, holder)
+
+        running = self._threads.submit(call)
+        running.add_done_callback(free_thread)
+        return await asyncio.wrap_future(running)
+
+
+def no_answer() -> ApiError:
+    """Return the error for a call that takes too long."""
+    return ApiError(
+        ErrorCode.UNAVAILABLE,
+        "cannot use stored files now: the disk or bucket they lie in does not answer",
+        retry_after_s=RETRY_AFTER_S,
+    )
