@@ -4,7 +4,6 @@ import asyncio
 import gc
 import logging
 import secrets
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from hashlib import sha256
 from time import monotonic, time
@@ -34,6 +33,7 @@ from scheduler.api.admin.admin_spans import trace_admin_requests
 from scheduler.api.admin.endpoint import AdminContext
 from scheduler.api.client_objects.adapter_intake import AdapterIntake
 from scheduler.api.client_objects.batch_service import BatchStorage
+from scheduler.batch_storage import open_batch_storage
 from scheduler.config import SchedulerConfig
 from scheduler.database import Database, open_database
 from scheduler.listeners import admin_app, serve_control
@@ -58,8 +58,6 @@ from scheduler.loops.share_key_use import SHARE_KEY_USE_S, ShareKeyUse
 from scheduler.loops.sum_quotas import SumQuotas
 from scheduler.planner.client import PlannerClient
 from scheduler.planner.messages import PlannerSettings
-from scheduler.state.files.batch_bucket import BatchBucket
-from scheduler.state.files.batch_folder import BatchFolder
 from scheduler.state.scheduler_state import SchedulerState
 from scheduler.store.fleet.node_reports import NodeReportCache
 from scheduler.store.lease import release_lease
@@ -72,8 +70,6 @@ ADMIN_TOKEN_LENGTH_MIN: Final = 16
 STALL_LOGGED_S: Final = 0.25
 ADVANCE_BATCHES_S: Final = 1.0
 END_RESPONSES_S: Final = 5.0
-PREPARE_TIMEOUT_S: Final = 10.0
-"""How long a start waits for the place of files."""
 
 
 class JobNudges(NamedTuple):
@@ -126,7 +122,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         )
         running.push_async_callback(planner.stop)
         state = _make_state(config, database, nudges)
-        batches = await _open_batch_storage(config, nudges.batches.set)
+        batches = await open_batch_storage(config, nudges.batches.set)
         parts = Composition(
             *(config, database, state, planner, authority, nudges, NodeReportCache()),
             batches=batches,
@@ -381,42 +377,6 @@ def _upkeep_loops(parts: Composition) -> tuple[Loop, ...]:
         Loop("advance_history", history.run_once, 60.0),
         Loop("collect_garbage", garbage.run_once, 5.0),
     )
-
-
-async def _open_batch_storage(
-    config: SchedulerConfig, nudge: Callable[[], None]
-) -> BatchStorage | None:
-    """Return where batches are stored, if the settings say so; raises ConfigError.
-
-    A disk or a bucket that hangs is logged only: everything else is served without it.
-    """
-    if config.batch_bucket and config.batch_folder is not None:
-        raise ConfigError("cannot use both batch_folder and batch_bucket: set one of them")
-    if not config.batch_bucket and config.batch_folder is None:
-        return None
-    place = f"batch_folder {config.batch_folder}"
-    try:
-        if config.batch_folder is None:
-            place = f"batch_bucket {config.batch_bucket}"
-            folder: BatchFolder = BatchBucket(
-                config.batch_bucket,
-                config.batch_spool_folder,
-                endpoint=config.batch_bucket_endpoint,
-                region=config.batch_bucket_region,
-            )
-        else:
-            folder = BatchFolder(config.batch_folder)
-        async with asyncio.timeout(PREPARE_TIMEOUT_S):
-            await asyncio.to_thread(folder.prepare)
-    except TimeoutError:
-        fields = {"place": place, "waited_s": PREPARE_TIMEOUT_S}
-        log.error(
-            "cannot reach the place of files: requests for files fail until it answers",
-            extra={"fields": fields},
-        )
-    except OSError as error:
-        raise ConfigError(f"cannot use {place}: {error.strerror or error}") from error
-    return BatchStorage(folder, config.batches, nudge)
 
 
 def _note_stall(stall: LoopStall) -> None:
