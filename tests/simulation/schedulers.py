@@ -171,7 +171,10 @@ class SimScheduler:
 
     async def _change(self, change: Callable[[Tables, float], None]) -> None:
         """Change the store in a transaction of this process."""
-        await self.process.spawn(self._change_in_transaction(change))
+        task = self.process.spawn(self._change_in_transaction(change))
+        # An operator may leave: a scheduler that hangs never ends its transaction.
+        await asyncio.wait((task,))
+        task.result()
 
     async def _change_in_transaction(self, change: Callable[[Tables, float], None]) -> None:
         assert self._pool is not None
