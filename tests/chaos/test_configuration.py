@@ -140,7 +140,7 @@ async def test_a_rollout_of_a_bad_version_takes_itself_back(fleet: Fleet) -> Non
             assert row["state"] != "done", row
             return bool(row["state"] == "reverted")
 
-        await until("the rollout is reverted", is_reverted, 90.0)
+        await until("the rollout is reverted", is_reverted, 180.0)
         await wait_ended(load, 8)
     assert len(load.failures()) <= FAILED_SHARE_MAX * len(load.ended), load.failures()
     after = await the_deployment(fleet)
