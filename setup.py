@@ -36,7 +36,7 @@ IS_EDITABLE = any(word in sys.argv for word in ("editable_wheel", "develop", "di
 
 
 def can_compile() -> bool:
-    """Say whether an extension module can be compiled and linked here."""
+    """Return whether an extension module can be compiled and linked here."""
     command = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
     include = f"-I{sysconfig.get_path('include')}"
     with tempfile.TemporaryDirectory() as name:

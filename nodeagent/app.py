@@ -4,12 +4,12 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from ssl import SSLContext
 from time import monotonic, time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -29,10 +29,9 @@ from isochrone.service.tracing.exporter import (
 )
 from isochrone.service.tracing.recorder import SpanRecorder
 from isochrone.service.trust.allowed_hosts import HostAllowList, own_names, refuse_unknown_hosts
-from isochrone.service.trust.foreign_nodes import refuse_foreign_nodes
 from isochrone.service.trust.joining import load_or_join
 from isochrone.service.trust.model_signature import ModelSigners, load_signers
-from isochrone.service.trust.revocation import refuse_revoked
+from isochrone.service.trust.peer_refusal import refuse_peers
 from isochrone.service.trust.tls import client_context, node_server_context
 from isochrone.wire.ids import BootId
 from isochrone.wire.peers.control import PeerRole, ToAgent
@@ -127,15 +126,11 @@ async def serve(
         app = _data_plane_app(server, artifacts, config, node, store.relay)
         async with _listeners(config, app, supervisor, server_tls, store.relay) as port:
             log.info("serving", extra={"fields": {"port": port, "node": node.node_id}})
-            async with asyncio.TaskGroup() as tasks:
-                runs = (*(loop.run() for loop in loops), link.run(), feed_watchdog())
-                started = [tasks.create_task(run) for run in runs]
+            async with _running(*(loop.run() for loop in loops), link.run(), feed_watchdog()):
                 notify("READY=1")
                 await stopping.wait()
                 server.is_draining = True
                 await supervisor.wait_idle(config.drain_timeout_s)
-                for task in started:
-                    task.cancel()
     finally:
         # An agent that fails leaves its engines running too: their end was not ordered.
         keep_engines = config.keep_engines_on_stop or not stopping.is_set()
@@ -146,6 +141,16 @@ async def serve(
         if exporter is not None:
             await exporter.close()
     return 0
+
+
+@asynccontextmanager
+async def _running(*runs: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run coroutines as tasks until the end of the block. If one fails, the block is cancelled."""
+    async with asyncio.TaskGroup() as tasks:
+        started = [tasks.create_task(run) for run in runs]
+        yield
+        for task in started:
+            task.cancel()
 
 
 def _supervisor(
@@ -371,8 +376,7 @@ def _data_plane_app(
         # With mutual TLS a browser cannot connect.
         names = [urlsplit(config.address).hostname or "", *own_names()]
         app.middlewares.append(refuse_unknown_hosts(HostAllowList(names), "address"))
-    app.middlewares.append(refuse_revoked(node.revoked_certificates))
-    app.middlewares.append(refuse_foreign_nodes(node.identity.pop))
+    app.middlewares.append(refuse_peers(node.identity.pop, node.revoked_certificates))
     uplink = TransferLink(config.upload_bytes_per_s, monotonic)
     store_relay.attach(app)
     ArtifactUploads(artifacts, uplink, uploads_max=config.uploads_max).attach(app)

@@ -49,7 +49,6 @@ from router.loops.probe_nodes import NodeProber
 from router.loops.set_gauges import GaugeSetter
 from router.loops.share_prompts import PromptSharer
 from router.loops.ship_reports import ReportShipper
-from router.loops.usage_spool import UsageSpool
 from router.pipeline import RequestPipeline
 from router.poison_guard import PoisonGuard
 from router.processes import (
@@ -62,6 +61,7 @@ from router.recording.metrics import Metrics
 from router.recording.record import Recorder
 from router.recording.tracing import request_tracer, router_exporter
 from router.recording.usage_journal import UsageJournal
+from router.recording.usage_spool import UsageSpool
 from router.sharing.key_use_sharing import KeyUseOutbox, OwnKeyUse, draw_in_slices
 from router.sharing.prompt_sharing import SharedPrompts
 from router.sharing.suspicion_sharing import FleetSuspicionOutbox, from_fleet
@@ -223,7 +223,7 @@ class RouterApp:
             self.fleet_suspicions,
             self.link.send,
             time.monotonic,
-            self.limiter.take_untold,
+            self.limiter.take_unshared,
             self.key_use,
         )
         self.garbage = CollectInTurns()

@@ -399,7 +399,7 @@ class AttemptRunner:
         If it was handed off, it is not known which replica broke: neither is marked unhealthy.
         """
         attempt.take(AttemptEvent.FAILED)
-        self._recorder.attempt_failed(context)
+        self._recorder.attempt_failed(context.request.deployment, attempt.ranked.route)
         route, excluded = attempt.target.route, context.excluded
         excluded.failed |= {route.replica_id}
         head = attempt.exchange.head if attempt.exchange is not None else None

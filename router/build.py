@@ -6,7 +6,7 @@ from router import pipeline
 
 
 def is_compiled() -> bool:
-    """Say whether the request path is compiled."""
+    """Return whether the request path is compiled."""
     return not str(pipeline.__file__).endswith(".py")
 
 

@@ -9,7 +9,7 @@ from isochrone.wire.ids import RequestId
 from isochrone.wire.peers.adapter import AdapterEntry
 from isochrone.wire.peers.routes import DeploymentEntry, KeyEntry
 from router.dataplane.usage import UsageCount
-from router.decide.caches.prefix_index import PrefixKeys
+from router.decide.caches.prefix_index import NO_KEYS, PrefixKeys
 
 JSON: Final = "application/json"
 
@@ -41,6 +41,8 @@ class InferenceRequest:
     - `preemptions` is how often a node has preempted it, an item of a batch; -1 for other requests.
     - `content_type` is that of `body`. `is_media`: the answer is a sound, an image or what a sound
       says, of any content type. A stream of it is relayed unchanged and ends with its body.
+
+    The defaults are those of a request that only counts tokens.
     """
 
     __slots__ = (
@@ -61,19 +63,19 @@ class InferenceRequest:
         deployment: DeploymentEntry,
         path: str,
         body: bytes,
-        text_bytes: int,
-        answer_count: int,
-        output_tokens_max: int,
-        is_stream: bool,
-        wants_usage: bool,
-        session: str,
-        reject_if_busy: bool,
         arrived_s: float,
         started_at: float,
         encode_error_event: Callable[[ApiError], bytes],
-        build_resume_body: Callable[[str, int], bytes | None] | None,
-        determinism: str,
-        prefix_keys: PrefixKeys,
+        text_bytes: int = 0,
+        answer_count: int = 1,
+        output_tokens_max: int = 1,
+        is_stream: bool = False,
+        wants_usage: bool = False,
+        session: str = "",
+        reject_if_busy: bool = False,
+        build_resume_body: Callable[[str, int], bytes | None] | None = None,
+        determinism: str = "",
+        prefix_keys: PrefixKeys = NO_KEYS,
         relayed_headers: str = "",
         traceparent: str = "",
         adapter: AdapterEntry | None = None,

@@ -29,7 +29,7 @@ from router.dataplane.usage import UsageCount
 from router.decide.admission.limits import AdmittedRequest, KeyLimiter
 from router.decide.admission.retry_after import spread_retry_after_s
 from router.decide.admission.retry_budget import RetryBudget
-from router.decide.attempt import OF_THE_NODE, AttemptEvent, FailureCause, NoNodeReached
+from router.decide.attempt import AttemptEvent, FailedAttempts, FailureCause
 from router.fleet_state import FleetState
 from router.inference_request import JSON, InferenceRequest
 from router.poison_guard import PoisonGuard
@@ -41,6 +41,7 @@ from router.request_context import (
     NO_REPLICAS,
     OUTCOME_COMPLETE,
     OUTCOME_REFUSED,
+    ReplicaAttempt,
     RequestContext,
 )
 
@@ -173,8 +174,7 @@ class RequestPipeline:
         """
         now_s = self._clock()
         self._retry_budget.deposit(now_s)
-        excluded = context.excluded
-        failures, node_failures, failed_at_s = 0, 0, 0.0
+        excluded, failed = context.excluded, FailedAttempts()
         entry = context.new_queue_entry(now_s + self._config.queue_timeout_s)
         while True:
             routes = self._attempts.rank(context)
@@ -194,7 +194,7 @@ class RequestPipeline:
             if must_wait or not routes:
                 await self._wait_for_capacity(context, entry, is_full=bool(excluded.refused))
                 excluded.refused = NO_REPLICAS
-                if self._clock() - failed_at_s > LOOK_AGAIN_S:
+                if self._clock() - failed.last_at_s > LOOK_AGAIN_S:
                     # The head of the queue must not block others because of its own failures.
                     excluded.failed = NO_REPLICAS
                 continue
@@ -208,26 +208,30 @@ class RequestPipeline:
                 self._attempts.take_answer(context, attempt, exchange, routes)
                 return exchange
             except AttemptFailed as error:
-                is_refusal = self._attempts.end(context, attempt, error)
-                if self._tracer is not None:
-                    self._tracer.end_attempt(context, attempt, error.cause.value)
                 context.attempt = previous
-                self._metrics.retries.labels(error.cause.value).inc()
-                if is_refusal:
-                    continue
-                if error.cause is FailureCause.ENGINE_LOST:
-                    self._poison_guard.record_loss(context, attempt)
-                failures, failed_at_s = failures + 1, self._clock()
-                node_failures += error.cause in OF_THE_NODE
-                # `fail_node` has taken the retries of requests that it failed.
-                is_paid = error.cause is FailureCause.GONE
-                if failures >= self._config.attempts_max or not (is_paid or self._may_retry()):
-                    kind = NoNodeReached if node_failures == failures else ApiError
-                    raise kind(
-                        ErrorCode.UPSTREAM,
-                        f"cannot answer, try again: {failures} attempts failed, the last: {error}",
-                        retry_after_s=1.0,
-                    ) from error
+                self._end_attempt(context, attempt, error, failed)
+
+    def _end_attempt(
+        self,
+        context: RequestContext,
+        attempt: ReplicaAttempt,
+        error: AttemptFailed,
+        failed: FailedAttempts,
+    ) -> None:
+        """End an attempt without an answer; raise ApiError if no other one may follow."""
+        is_refusal = self._attempts.end(context, attempt, error)
+        if self._tracer is not None:
+            self._tracer.end_attempt(context, attempt, error.cause.value)
+        self._metrics.retries.labels(error.cause.value).inc()
+        if is_refusal:
+            return
+        if error.cause is FailureCause.ENGINE_LOST:
+            self._poison_guard.record_loss(context, attempt)
+        failed.record(error.cause, self._clock())
+        # `fail_node` has taken the retries of requests that it failed.
+        is_paid = error.cause is FailureCause.GONE
+        if failed.count >= self._config.attempts_max or not (is_paid or self._may_retry()):
+            raise failed.as_error(error) from error
 
     async def _wait_for_capacity(
         self, context: RequestContext, entry: QueueEntry, *, is_full: bool

@@ -74,7 +74,7 @@ class PoisonGuard:
 
     def learn(self, shared: SharedSuspicions) -> None:
         """Count what another router has seen, or another process of this one."""
-        self._metrics.suspicions_told.inc(len(shared.losses))
+        self._metrics.suspicions_received.inc(len(shared.losses))
         for row in shared.losses:
             self._suspects.record_loss(
                 EngineLoss(

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import logging
 import secrets
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from hashlib import sha256
 from time import monotonic, time
@@ -34,6 +33,7 @@ from scheduler.api.admin.admin_spans import trace_admin_requests
 from scheduler.api.admin.endpoint import AdminContext
 from scheduler.api.client_objects.adapter_intake import AdapterIntake
 from scheduler.api.client_objects.batch_service import BatchStorage
+from scheduler.batch_storage import open_batch_storage
 from scheduler.config import SchedulerConfig
 from scheduler.database import Database, open_database
 from scheduler.listeners import admin_app, serve_control
@@ -58,8 +58,6 @@ from scheduler.loops.share_key_use import SHARE_KEY_USE_S, ShareKeyUse
 from scheduler.loops.sum_quotas import SumQuotas
 from scheduler.planner.client import PlannerClient
 from scheduler.planner.messages import PlannerSettings
-from scheduler.state.files.batch_bucket import BatchBucket
-from scheduler.state.files.batch_folder import BatchFolder
 from scheduler.state.scheduler_state import SchedulerState
 from scheduler.store.fleet.node_reports import NodeReportCache
 from scheduler.store.lease import release_lease
@@ -72,8 +70,6 @@ ADMIN_TOKEN_LENGTH_MIN: Final = 16
 STALL_LOGGED_S: Final = 0.25
 ADVANCE_BATCHES_S: Final = 1.0
 END_RESPONSES_S: Final = 5.0
-PREPARE_TIMEOUT_S: Final = 10.0
-"""How long a start waits for the place of files."""
 
 
 class JobNudges(NamedTuple):
@@ -126,13 +122,14 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
         )
         running.push_async_callback(planner.stop)
         state = _make_state(config, database, nudges)
-        made = Composition(
+        batches = await open_batch_storage(config, nudges.batches.set)
+        parts = Composition(
             *(config, database, state, planner, authority, nudges, NodeReportCache()),
-            batches=await _open_batch_storage(config, nudges.batches.set),
+            batches=batches,
             running=running,
         )
         tracing = _admin_tracing(config, running)
-        loops = (*_periodic_loops(made, certificate), *tracing.loops)
+        loops = (*_periodic_loops(parts, certificate), *tracing.loops)
         context = AdminContext(
             scheduler_name=config.name,
             liveness=config.liveness,
@@ -145,7 +142,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
             routes=state.routes,
             nudge_place=nudges.place.set,
             nudge_disconnect=nudges.disconnect.set,
-            adapters=AdapterIntake(made.batches.folder, config.adapters) if made.batches else None,
+            adapters=AdapterIntake(batches.folder, config.adapters) if batches else None,
             signers=signers,
         )
         hosts = HostAllowList((*config.admin_hosts, *await asyncio.to_thread(own_names)))
@@ -158,7 +155,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
             )
         )
         await running.enter_async_context(
-            serve_control(config, database, state, authority, nudges.place.set, made.batches)
+            serve_control(config, database, state, authority, nudges.place.set, batches)
         )
         renewal = LeaseRenewalThread(
             database_url=config.database_url, interval_s=config.lease_renew_s, lease=state.lease
@@ -228,7 +225,7 @@ def _make_state(config: SchedulerConfig, database: Database, nudges: JobNudges) 
 
 
 def _periodic_loops(
-    made: Composition, certificate: ReloadingCertificate | None
+    parts: Composition, certificate: ReloadingCertificate | None
 ) -> tuple[Loop, ...]:
     """Return every periodic job with its interval. The job that takes the lease runs first."""
     reload_certificate = (
@@ -236,12 +233,13 @@ def _periodic_loops(
         if certificate is None
         else (Loop("reload_certificate", certificate.run_once, CERTIFICATE_CHECK_S),)
     )
-    return (*_peer_loops(made), *_placement_loops(made), *_upkeep_loops(made), *reload_certificate)
+    jobs = (*_peer_loops(parts), *_placement_loops(parts), *_upkeep_loops(parts))
+    return (*jobs, *reload_certificate)
 
 
-def _peer_loops(made: Composition) -> tuple[Loop, ...]:
+def _peer_loops(parts: Composition) -> tuple[Loop, ...]:
     """Return the jobs of the lease and of the peers that are connected."""
-    config, state, database = made.config, made.state, made.database
+    config, state, database = parts.config, parts.state, parts.database
     hold_lease = HoldLease(
         reserved=database.reserved,
         cluster_id=database.cluster_id,
@@ -251,7 +249,7 @@ def _peer_loops(made: Composition) -> tuple[Loop, ...]:
         admission=state.admission,
         routes=state.routes,
         assignments=state.assignments,
-        nudge_place=made.nudges.place.set,
+        nudge_place=parts.nudges.place.set,
     )
     flush = FlushPulses(
         reserved=database.reserved, lease=state.lease, peers=state.peers, pulses=state.pulses
@@ -263,26 +261,31 @@ def _peer_loops(made: Composition) -> tuple[Loop, ...]:
         pool=database.pool,
         lease=state.lease,
         heartbeats=state.heartbeats,
-        reports=made.reports,
+        reports=parts.reports,
         limits=config.liveness,
     )
     share = ShareKeyUse(state.key_use, state.peers)
     return (
         Loop("hold_lease", hold_lease.run_once, config.lease_renew_s),
         Loop("flush_pulses", flush.run_once, 2.0),
-        Loop("disconnect_revoked", disconnect.run_once, 2.0, nudged=made.nudges.disconnect),
+        Loop("disconnect_revoked", disconnect.run_once, 2.0, nudged=parts.nudges.disconnect),
         Loop("record_node_loss", losses.run_once, 5.0),
         Loop("share_key_use", share.run_once, SHARE_KEY_USE_S),
     )
 
 
-def _placement_loops(made: Composition) -> tuple[Loop, ...]:
+def _placement_loops(parts: Composition) -> tuple[Loop, ...]:
     """Return the jobs that decide what runs where, and tell nodes and routers."""
-    config, state, pool, nudges = made.config, made.state, made.database.pool, made.nudges
+    config, state, pool, nudges = (
+        parts.config,
+        parts.state,
+        parts.database.pool,
+        parts.nudges,
+    )
     place = PlaceReplicas(
         pool=pool,
-        planner=made.planner,
-        authority=made.authority,
+        planner=parts.planner,
+        authority=parts.authority,
         lease=state.lease,
         peers=state.peers,
         heartbeats=state.heartbeats,
@@ -300,11 +303,11 @@ def _placement_loops(made: Composition) -> tuple[Loop, ...]:
         peers=state.peers,
         heartbeats=state.heartbeats,
         routes=state.routes,
-        reports=made.reports,
+        reports=parts.reports,
         first_reports=state.first_reports,
     )
     learn = LearnDemand(
-        planner=made.planner,
+        planner=parts.planner,
         lease=state.lease,
         nudge_place=nudges.place.set,
         nudge_prefetch=nudges.prefetch.set,
@@ -312,7 +315,7 @@ def _placement_loops(made: Composition) -> tuple[Loop, ...]:
     )
     prefetch = PrefetchWeights(
         pool=pool,
-        planner=made.planner,
+        planner=parts.planner,
         lease=state.lease,
         heartbeats=state.heartbeats,
         assignments=state.assignments,
@@ -332,33 +335,37 @@ def _placement_loops(made: Composition) -> tuple[Loop, ...]:
     )
 
 
-def _upkeep_loops(made: Composition) -> tuple[Loop, ...]:
+def _upkeep_loops(parts: Composition) -> tuple[Loop, ...]:
     """Return the jobs that keep the database and this process small."""
-    config, pool, lease = made.config, made.database.pool, made.state.lease
+    config, pool, lease = parts.config, parts.database.pool, parts.state.lease
     rules = retention_rules(
         event_days=config.event_retention_days,
         certificate_lifetime_s=config.certificate_lifetime_s,
     )
     clock = JumpFreeClock()
     delete = DeleteExpiredRows(pool=pool, lease=lease, rules=rules, clock=clock)
-    routes = made.state.routes
+    routes = parts.state.routes
     quotas = SumQuotas(pool=pool, lease=lease, routes=routes, unix_clock=time)
     partitions = RotatePartitions(pool=pool, lease=lease, clock=clock)
     history = AdvanceHistory(pool=pool, lease=lease, unix_clock=time)
-    garbage = CollectGarbage(made.state.peers)
+    garbage = CollectGarbage(parts.state.peers)
     responses = EndResponses(pool=pool, lease=lease, limits=config.responses)
     batches: tuple[Loop, ...] = ()
-    if made.batches is not None:
-        folder, limits, _ = made.batches
+    if parts.batches is not None:
+        folder, limits, _ = parts.batches
         advance = AdvanceBatches(
-            pool=pool, lease=lease, folder=folder, limits=limits, nudge=made.nudges.batches.set
+            pool=pool,
+            lease=lease,
+            folder=folder,
+            limits=limits,
+            nudge=parts.nudges.batches.set,
         )
-        made.running.push_async_callback(advance.close)
+        parts.running.push_async_callback(advance.close)
         batches = (
             Loop(
                 *("advance_batches", advance.run_once, ADVANCE_BATCHES_S),
                 share_max=0.5,
-                nudged=made.nudges.batches,
+                nudged=parts.nudges.batches,
             ),
         )
     return (
@@ -370,42 +377,6 @@ def _upkeep_loops(made: Composition) -> tuple[Loop, ...]:
         Loop("advance_history", history.run_once, 60.0),
         Loop("collect_garbage", garbage.run_once, 5.0),
     )
-
-
-async def _open_batch_storage(
-    config: SchedulerConfig, nudge: Callable[[], None]
-) -> BatchStorage | None:
-    """Return where batches are stored, if the settings say so; raises ConfigError.
-
-    A disk or a bucket that hangs is logged only: everything else is served without it.
-    """
-    if config.batch_bucket and config.batch_folder is not None:
-        raise ConfigError("cannot use both batch_folder and batch_bucket: set one of them")
-    if not config.batch_bucket and config.batch_folder is None:
-        return None
-    place = f"batch_folder {config.batch_folder}"
-    try:
-        if config.batch_folder is None:
-            place = f"batch_bucket {config.batch_bucket}"
-            folder: BatchFolder = BatchBucket(
-                config.batch_bucket,
-                config.batch_spool_folder,
-                endpoint=config.batch_bucket_endpoint,
-                region=config.batch_bucket_region,
-            )
-        else:
-            folder = BatchFolder(config.batch_folder)
-        async with asyncio.timeout(PREPARE_TIMEOUT_S):
-            await asyncio.to_thread(folder.prepare)
-    except TimeoutError:
-        fields = {"place": place, "waited_s": PREPARE_TIMEOUT_S}
-        log.error(
-            "cannot reach the place of files: requests for files fail until it answers",
-            extra={"fields": fields},
-        )
-    except OSError as error:
-        raise ConfigError(f"cannot use {place}: {error.strerror or error}") from error
-    return BatchStorage(folder, config.batches, nudge)
 
 
 def _note_stall(stall: LoopStall) -> None:

@@ -16,6 +16,7 @@ from isochrone.service.network.http_server import (
     HttpServerLimits,
     error_middleware,
     json_error,
+    json_response,
     serve_http,
 )
 from isochrone.service.trust.allowed_hosts import HostAllowList, refuse_unknown_hosts
@@ -65,7 +66,7 @@ def admin_app(
     async def health(request: web.Request) -> web.Response:
         is_acting = context.lease.is_acting
         body = {"status": "ok", "acting": is_acting, "scheduler": context.scheduler_name}
-        return web.json_response(body)
+        return json_response(body)
 
     show = metrics_handler(metrics.REGISTRY)
 
@@ -193,7 +194,7 @@ def _add_open_routes(app: web.Application, state: SchedulerState, authority: Aut
     """Add the routes that need no identity."""
 
     async def health(request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "acting": state.lease.is_acting})
+        return json_response({"status": "ok", "acting": state.lease.is_acting})
 
     async def authority_certificate(request: web.Request) -> web.Response:
         return web.Response(text=authority.ca_pem)

@@ -136,7 +136,7 @@ def test_no_code_is_unfinished_and_no_error_is_swallowed() -> None:
 
 
 def catches_all(handler: ast.ExceptHandler) -> bool:
-    """Say whether a handler catches every exception: `except:`, Exception or BaseException."""
+    """Return whether a handler catches every exception: `except:`, Exception or BaseException."""
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     return any(
         kind is None or (isinstance(kind, ast.Name) and kind.id in {"Exception", "BaseException"})
@@ -145,7 +145,7 @@ def catches_all(handler: ast.ExceptHandler) -> bool:
 
 
 def passes_on(handler: ast.ExceptHandler) -> bool:
-    """Say whether a handler ends with a bare `raise`."""
+    """Return whether a handler ends with a bare `raise`."""
     last = handler.body[-1]
     return isinstance(last, ast.Raise) and last.exc is None
 

@@ -18,7 +18,6 @@ from isochrone.wire.models.gguf_shape import gguf_shape
 from isochrone.wire.models.model import SIGNATURE_CHARS_MAX, Artifact, ArtifactFile
 from isochrone.wire.models.model_shape import BadConfig, kv_bytes_per_token, shape_of
 
-READ_BYTES: Final = 4 * 1024 * 1024
 CACHED_VALUE_BYTES: Final = 2
 """A value of the KV cache in 16 bits, as engines keep it by default."""
 KINDS: Final = {
@@ -183,11 +182,9 @@ def _is_left_out(path: PurePath) -> bool:
 
 
 def _hashed_file(folder: Path, path: Path) -> ArtifactFile:
-    digest = hashlib.sha256()
     try:
         with path.open("rb") as opened:
-            while chunk := opened.read(READ_BYTES):
-                digest.update(chunk)
+            digest = hashlib.file_digest(opened, "sha256")
     except OSError as error:
         raise ManifestError(f"cannot read {path}: {error.strerror}") from error
     return ArtifactFile(

@@ -26,7 +26,7 @@ class RepeatFilter:
         self._kinds: dict[str, _Logged] = {}
 
     def knows(self, kind: str) -> bool:
-        """Say whether an event of this kind was logged before."""
+        """Return whether an event of this kind was logged before."""
         return kind in self._kinds
 
     def times_to_log(self, kind: str, now: float) -> int:

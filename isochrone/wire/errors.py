@@ -5,7 +5,7 @@ those of Workers AI where it documents one for the same error. Three errors shar
 limit (retry in seconds), a used-up quota (retry tomorrow), and a fleet without free capacity.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
@@ -105,6 +105,16 @@ class ApiError(Exception):
     def meaning(self) -> Meaning:
         """The HTTP status and number of this error's code."""
         return MEANINGS[self.code]
+
+
+def method_not_allowed(method: str, path: str, allowed: Sequence[str]) -> ApiError:
+    """Return the error for a method that a path does not have; `allowed` are those it has."""
+    useful = " or ".join(name for name in allowed if name != "HEAD")
+    return ApiError(
+        ErrorCode.METHOD_NOT_ALLOWED,
+        f"cannot use the method {method} for {path[:200]}: use {useful}",
+        headers={"allow": ", ".join(allowed)},
+    )
 
 
 def context_length_message(context_tokens: int, excess: str) -> str:

@@ -13,7 +13,12 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from isochrone.service.network.http_server import error_middleware, json_error, read_body
+from isochrone.service.network.http_server import (
+    error_middleware,
+    json_error,
+    json_response,
+    read_body,
+)
 from isochrone.service.tracing import names
 from isochrone.service.tracing.recorder import child_span, current_span
 from isochrone.wire.errors import ApiError, ErrorCode
@@ -24,7 +29,7 @@ from isochrone.wire.peers.report import ReplicaState
 from nodeagent import metrics
 from nodeagent.api.inference_paths import INFERENCE_PATHS, body_bytes_max
 from nodeagent.api.kv_address import KvAddressRoute
-from nodeagent.api.kv_sharing import KvSharingRoutes, SharingReplica
+from nodeagent.api.kv_sharing import KvSharingRoutes
 from nodeagent.api.metrics_page import add_metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.api.pop_loads import PopLoadReader
@@ -136,7 +141,7 @@ class DataPlaneServer:
         self._windows = WindowLeases(supervisor.replicas.get, monotonic)
         self._decode_legs = DecodeLegs(peer_replicas, quota, self._windows)
         self._kv_sharing = KvSharingRoutes(
-            self._find_sharing, peer_replicas, quota, self._windows, monotonic
+            supervisor.replicas, peer_replicas, quota, self._windows, monotonic
         )
         self.is_draining = False
 
@@ -157,20 +162,6 @@ class DataPlaneServer:
     async def _close(self, app: web.Application) -> None:
         await self._kv_sharing.close()
         await self._peer_replicas.close()
-
-    def _find_sharing(self, request: web.Request) -> SharingReplica:
-        """Return the engine of the replica that another node names, if it shares KV."""
-        name = ReplicaId(request.headers.get(headers.REPLICA, ""))
-        replica = self._supervisor.replicas.get(name)
-        engine = replica.engine if replica is not None else None
-        if (
-            replica is None
-            or engine is None
-            or replica.state is not ReplicaState.WARM
-            or not (engine.sends_kv and replica.spec.engine.share_kv)
-        ):
-            raise ApiError(ErrorCode.NOT_FOUND, f"cannot share KV: replica {name[:80]!r} has none")
-        return SharingReplica(engine, replica.spec.deployment_id, name)
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         """Main path of a request: find its replica, hand it off or admit it, relay the answer."""
@@ -288,9 +279,7 @@ class DataPlaneServer:
         target = handoff.target
         sent = {name: request.headers[name] for name in TO_PEER if name in request.headers}
         sent |= named_replicas(request.headers, target.replica_id)
-        sent[headers.REPLICA] = target.replica_id
-        sent[headers.PENDING_PREFILL_TOKENS] = str(target.pending_prefill_tokens)
-        sent[headers.PREFILL_MS] = str(target.prefill_ms)
+        sent |= target.estimate_headers
         sent[headers.QUEUE_TOKENS_MAX] = str(handoff.queue_tokens_max)
         self._supervisor.handoffs_in_progress += 1
         try:
@@ -340,13 +329,8 @@ class DataPlaneServer:
                 ErrorCode.INVALID_REQUEST,
                 "cannot count tokens: this engine offers no count; see `usage` of an answer",
             )
-        sent = {name: request.headers[name] for name in TO_ENGINE if name in request.headers}
-        lease = request.headers.get(kv_transfer.WINDOW, "")
-        sent |= self._windows.sent_headers(lease, replica.spec.replica_id)
-        # A router sends the tenant's id. The engine gets a salt that no tenant can guess.
-        salt = self._cache_salts.salt_of(request.headers.get(headers.CACHE_SALT, ""))
-        sent[headers.CACHE_SALT] = salt
-        priority = request.headers.get(headers.PRIORITY, "")
+        sent = self._headers_to_engine(request, replica)
+        salt, priority = sent[headers.CACHE_SALT], sent.get(headers.PRIORITY, "")
         body = with_adapter(body, running.adapter)
         if engine.model_name:
             content_type = request.headers.get("content-type", "")
@@ -381,6 +365,14 @@ class DataPlaneServer:
         finally:
             if leg is not None:
                 await leg.close()
+
+    def _headers_to_engine(self, request: web.Request, replica: ManagedReplica) -> dict[str, str]:
+        sent = {name: request.headers[name] for name in TO_ENGINE if name in request.headers}
+        lease = request.headers.get(kv_transfer.WINDOW, "")
+        sent |= self._windows.sent_headers(lease, replica.spec.replica_id)
+        # A router sends the tenant's id. The engine gets a salt that no tenant can guess.
+        sent[headers.CACHE_SALT] = self._cache_salts.salt_of(sent.get(headers.CACHE_SALT, ""))
+        return sent
 
     async def _relay_answer(
         self,
@@ -447,4 +439,4 @@ class DataPlaneServer:
         states = [replica.state.value for replica in self._supervisor.replicas.values()]
         status = "draining" if self.is_draining else "ok"
         counts = {state: states.count(state) for state in set(states)}
-        return web.json_response({"status": status, "replicas": counts})
+        return json_response({"status": status, "replicas": counts})

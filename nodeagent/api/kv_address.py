@@ -1,8 +1,8 @@
 """Tells other nodes where the engine of a replica listens for engines that fetch its KV."""
 
-import msgspec
 from aiohttp import web
 
+from isochrone.service.network.http_server import json_response
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http import headers
 from isochrone.wire.ids import ReplicaId
@@ -27,4 +27,4 @@ class KvAddressRoute:
         address = engine.record.command.kv_address if engine is not None else None
         if address is None:
             raise ApiError(ErrorCode.NOT_FOUND, f"cannot send KV: replica {name[:80]!r} does not")
-        return web.Response(body=msgspec.json.encode(address), content_type="application/json")
+        return json_response(address)

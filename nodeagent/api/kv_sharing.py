@@ -8,27 +8,30 @@ gets no copies for COPY_PAUSE_S.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Final, NamedTuple
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
-from isochrone.service.network.http_server import read_body
+from isochrone.service.network.http_server import json_response, read_body
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
 from isochrone.wire.kv import kv_sharing, kv_transfer
+from isochrone.wire.peers.report import ReplicaState
 from nodeagent import metrics
 from nodeagent.api.request.answer_relay import response_head
+from nodeagent.decide.pauses import Pauses
 from nodeagent.decide.requests.handoff import PeerReplicaLost
 from nodeagent.decide.requests.kv_quota import KvQuota, KvUser
 from nodeagent.disaggregation.kv_fetch import RelayToPeer, length_header
 from nodeagent.disaggregation.kv_windows import WindowLeases
 from nodeagent.disaggregation.store_copies import StoreCopies
 from nodeagent.host.engines.engine_process import EngineProcess
+from nodeagent.supervisor import ManagedReplica
 
 BODY_TIMEOUT_S: Final = 10.0
 COPIES_QUEUED_MAX: Final = 16
@@ -50,10 +53,6 @@ class SharingReplica(NamedTuple):
     replica_id: ReplicaId
 
 
-FindReplica = Callable[[web.Request], SharingReplica]
-"""Returns the replica that a request names, or raises ApiError."""
-
-
 class PrefixCopy(NamedTuple):
     """A prefix that `here` has, of which the replica `store` should keep a copy."""
 
@@ -67,14 +66,14 @@ class KvSharingRoutes:
 
     def __init__(
         self,
-        find_replica: FindReplica,
+        replicas: Mapping[ReplicaId, ManagedReplica],
         peers: RelayToPeer,
         quota: KvQuota,
         windows: WindowLeases,
         clock: Callable[[], float],
     ) -> None:
-        """`clock` returns monotonic seconds."""
-        self._find_replica = find_replica
+        """`replicas` are those of this node. `clock` returns monotonic seconds."""
+        self._replicas = replicas
         self._peers = peers
         self._quota = quota
         self._windows = windows
@@ -84,8 +83,8 @@ class KvSharingRoutes:
         self.store_copies = StoreCopies(quota, clock)
         """What goes to the PoP's store."""
         self._keeping = asyncio.Lock()
-        self._paused_until_s: dict[NodeId, float] = {}
-        """For each node, the time until which no copies are sent to it."""
+        self._pauses: Pauses[NodeId] = Pauses(COPY_PAUSE_S, NODES_MAX)
+        """The nodes that are sent no copies."""
 
     def attach(self, app: web.Application) -> None:
         """Add the routes."""
@@ -104,8 +103,7 @@ class KvSharingRoutes:
         """Have a copy made of a prefix, unless too many wait already."""
         if len(copy.digests) < COPY_BLOCKS_MIN:
             return
-        now_s = self._clock()
-        if self._copies.full() or self._paused_until_s.get(copy.store.node_id, now_s) > now_s:
+        if self._copies.full() or self._pauses.is_paused(copy.store.node_id, self._clock()):
             metrics.KV_COPIES.labels("dropped").inc()
             return
         self._copies.put_nowait(copy)
@@ -116,7 +114,7 @@ class KvSharingRoutes:
         while True:
             copy = await self._copies.get()
             node_id = copy.store.node_id
-            if self._paused_until_s.get(node_id, 0.0) > self._clock():
+            if self._pauses.is_paused(node_id, self._clock()):
                 metrics.KV_COPIES.labels("dropped").inc()
                 continue
             query = kv_sharing.KeepQuery(source=copy.here, digests=copy.digests)
@@ -131,11 +129,22 @@ class KvSharingRoutes:
             except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError):
                 outcome = "failed"
             if outcome != "kept":
-                if len(self._paused_until_s) >= NODES_MAX:
-                    # Routers name the nodes, so the table is bounded.
-                    self._paused_until_s.clear()
-                self._paused_until_s[node_id] = self._clock() + COPY_PAUSE_S
+                self._pauses.begin(node_id, self._clock())
             metrics.KV_COPIES.labels(outcome).inc()
+
+    def _find_replica(self, request: web.Request) -> SharingReplica:
+        """Return the engine of the replica that another node names, if it shares KV."""
+        name = ReplicaId(request.headers.get(headers.REPLICA, ""))
+        replica = self._replicas.get(name)
+        engine = replica.engine if replica is not None else None
+        if (
+            replica is None
+            or engine is None
+            or replica.state is not ReplicaState.WARM
+            or not (engine.sends_kv and replica.spec.engine.share_kv)
+        ):
+            raise ApiError(ErrorCode.NOT_FOUND, f"cannot share KV: replica {name[:80]!r} has none")
+        return SharingReplica(engine, replica.spec.deployment_id, name)
 
     async def _locate(self, request: web.Request) -> web.Response:
         """Relay a query to the engine."""
@@ -214,7 +223,7 @@ class KvSharingRoutes:
         if located.keep_blocks_max >= 0:
             lacking = lacking[: located.keep_blocks_max]
         if len(query.digests) == located.blocks:
-            return web.json_response(msgspec.to_builtins(located))
+            return json_response(located)
         if not lacking:
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY,

@@ -23,6 +23,7 @@ from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from nodeagent.api.request.answer_relay import request_data
+from nodeagent.decide.pauses import Pauses
 from nodeagent.decide.requests.handoff import PeerReplicaLost, queued_before
 
 PROBE_TIMEOUT_S: Final = 0.05
@@ -62,7 +63,7 @@ class PeerReplicaClient:
         )
         # By node: when its loads were read, and the loads.
         self._loads: dict[NodeId, tuple[float, Mapping[ReplicaId, headers.ReportedLoad]]] = {}
-        self._backoff_until_s: dict[NodeId, float] = {}
+        self._pauses: Pauses[NodeId] = Pauses(BACKOFF_S, NODES_MAX)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -191,15 +192,14 @@ class PeerReplicaClient:
         return loads
 
     def _may_probe(self, node_id: NodeId) -> bool:
-        if len(self._loads) + len(self._backoff_until_s) > NODES_MAX:
-            # Routers name the nodes, and nodes come and go, so the tables are bounded.
+        if len(self._loads) > NODES_MAX:
+            # Routers name the nodes, and nodes come and go, so the table is bounded.
             self._loads.clear()
-            self._backoff_until_s.clear()
-        return self._backoff_until_s.get(node_id, 0.0) <= self._clock()
+        return not self._pauses.is_paused(node_id, self._clock())
 
     def _back_off(self, node_id: NodeId) -> None:
         self._loads.pop(node_id, None)
-        self._backoff_until_s[node_id] = self._clock() + BACKOFF_S
+        self._pauses.begin(node_id, self._clock())
 
     async def _request(
         self, method: str, peer: PeerReplica, path: str, **options: Any

@@ -238,10 +238,8 @@ class HandshakeLeg:
         request = self._request
         sent = {
             **request.sent,
-            headers.REPLICA: candidate.replica_id,
+            **candidate.estimate_headers,
             headers.TOKENS: f"p={self.expected.prompt_tokens};o=0",
-            headers.PENDING_PREFILL_TOKENS: str(candidate.pending_prefill_tokens),
-            headers.PREFILL_MS: str(candidate.prefill_ms),
             kv_transfer.LEG: kv_transfer.PREFILL_LEG,
         }
         current_span().add_to(sent)

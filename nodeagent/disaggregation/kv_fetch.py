@@ -136,12 +136,7 @@ class PrefixFetcher:
 
         `deadline_s` is the time until which the request must have begun to answer, on the clock.
         """
-        missing = expected.digests[expected.held_blocks :]
         began_s = self._clock()
-        asked = [peer for peer in holders.others if self._rates.of(peer.node_id).may_ask(began_s)]
-        store = self._store if self._store is not None and self._store.may_ask() else None
-        if not missing or not (asked or store):
-            return None
         prompt = MissingPrefix(
             expected.held_blocks,
             expected.blocks,
@@ -149,28 +144,14 @@ class PrefixFetcher:
             expected.block_bytes,
             holders.here.token_us,
         )
-        timeout_s = prompt.locate_timeout_s
-        asking = [self._locate(peer, missing, expected, timeout_s) for peer in asked]
-        if store is not None:
-            asking.append(store.locate(missing, expected.held_blocks, timeout_s))
-        found = await asyncio.gather(*asking)
-        found = [
-            holder._replace(keeps_copy=True) if holder.peer.replica_id == holders.store else holder
-            for holder in found
-        ]
-        now_s = self._clock()
-        limits = FetchLimits(
-            self._quota.link_bytes(now_s),
-            self._quota.user_bytes(self._user, now_s),
-            self._rates.running,
-            deadline_s - now_s,
-            now_s,
-        )
-        plan, span = plan_fetch(prompt, found, limits), current_span()
+        found = await self._find_holders(expected, holders, prompt.locate_timeout_s)
+        if not found:
+            return None
+        plan, span = plan_fetch(prompt, found, self._limits(deadline_s)), current_span()
         if plan.peer is None:
             metrics.KV_FETCHES.labels(plan.choice).inc()
             span.set(names.KV_OUTCOME, plan.choice.value)
-            return FetchedPrefix("peer", 0, now_s - began_s)
+            return FetchedPrefix("peer", 0, self._clock() - began_s)
         span.set(names.REPLICA, plan.peer.replica_id)
         self._rates.running += 1
         try:
@@ -186,6 +167,35 @@ class PrefixFetcher:
         span.set(names.KV_PLACE, place)
         span.set(names.KV_BLOCKS, blocks)
         return FetchedPrefix(place, blocks, self._clock() - began_s, has_moved=True)
+
+    async def _find_holders(
+        self, expected: kv_transfer.ExpectedPrompt, holders: KvHolders, timeout_s: float
+    ) -> list[PrefixHolder]:
+        """Ask the replicas and the store what they have of the blocks that are missing here."""
+        missing, now_s = expected.digests[expected.held_blocks :], self._clock()
+        if not missing:
+            return []
+        questions = [
+            self._locate(peer, missing, expected, timeout_s)
+            for peer in holders.others
+            if self._rates.of(peer.node_id).may_ask(now_s)
+        ]
+        if self._store is not None and self._store.may_ask():
+            questions.append(self._store.locate(missing, expected.held_blocks, timeout_s))
+        return [
+            holder._replace(keeps_copy=True) if holder.peer.replica_id == holders.store else holder
+            for holder in await asyncio.gather(*questions)
+        ]
+
+    def _limits(self, deadline_s: float) -> FetchLimits:
+        now_s = self._clock()
+        return FetchLimits(
+            self._quota.link_bytes(now_s),
+            self._quota.user_bytes(self._user, now_s),
+            self._rates.running,
+            deadline_s - now_s,
+            now_s,
+        )
 
     async def _locate(
         self,
@@ -236,15 +246,29 @@ class PrefixFetcher:
         """Pass the blocks of a holder to the engine as they come; return how many came whole."""
         assert plan.peer is not None
         with self._lease_window(plan.peer.replica_id) as lease:
-            return await self._move_through(transfer, expected, plan, lease)
+            arriving = _ArrivingBlocks(plan, lease, expected.block_bytes, self._clock)
+            try:
+                moved = await self._relay(transfer, expected, plan, arriving)
+            except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError) as error:
+                is_senders = isinstance(error, PeerReplicaLost | TimeoutError)
+                moved = _Moved(arriving.kept_blocks, is_senders or arriving.is_broken)
+            except asyncio.CancelledError:
+                # The request is gone, which says nothing about the node.
+                self._quota.take(self._user, arriving.total, self._clock())
+                raise
+            if moved.blocks < plan.blocks and moved.tells_of_sender:
+                arriving.lease.record_failure()
+        self._record(plan, arriving, moved)
+        return moved.blocks
 
-    async def _move_through(
+    async def _relay(
         self,
         transfer: str,
         expected: kv_transfer.ExpectedPrompt,
         plan: FetchPlan,
-        lease: WindowLease,
-    ) -> int:
+        arriving: "_ArrivingBlocks",
+    ) -> "_Moved":
+        """Request the blocks, and pass them to the engine while the plan's time lasts."""
         assert plan.peer is not None
         first = expected.held_blocks
         wanted = expected.digests[first : first + plan.blocks]
@@ -252,61 +276,61 @@ class PrefixFetcher:
         sent = {
             headers.REPLICA: plan.peer.replica_id,
             kv_transfer.FIRST_BLOCK: str(first),
-            **lease.to_sender,
+            **arriving.lease.to_sender,
         }
         current_span().add_to(sent)
         path = f"{kv_transfer.TRANSFERS_PATH}{transfer}?shared=1"
-        began_s = self._clock()
-        received = _ArrivingBlocks(plan, began_s, expected.block_bytes, self._clock)
-        blocks, is_senders = 0, True
-        try:
-            async with asyncio.timeout(plan.timeout_s) as limit:
-                async with self._peers.relay(
-                    plan.peer, kv_sharing.BLOCKS_PATH, body, sent
-                ) as answer:
-                    if answer.status == 200 and answer.content_type == kv_transfer.CONTENT_TYPE:
-                        lease = lease.answered_with(answer.headers)
-                        pieces = received.count(answer.content, None if lease.name else limit)
-                        head = {**length_header(answer), **lease.to_receiver}
-                        engine = open_session(self._engine)
-                        async with engine.post(path, data=pieces, headers=head) as taken:
-                            blocks = _blocks_of(taken.status, await taken.read())
-                            is_senders = taken.status not in kv_transfer.RECEIVER_STATUSES
-        except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError) as error:
-            # Whole blocks that came are stored, and count, except for the last one: the engine did
-            # not say that it has all. Those of a window are not seen here.
-            blocks = 0 if lease.name else min(plan.blocks - 1, received.blocks)
-            is_senders = isinstance(error, PeerReplicaLost | TimeoutError) or received.is_broken
-        except asyncio.CancelledError:
-            # The request is gone, which says nothing about the node.
-            self._quota.take(self._user, received.total, self._clock())
-            raise
-        if blocks < plan.blocks and is_senders:
-            lease.record_failure()
+        async with (
+            asyncio.timeout(plan.timeout_s) as limit,
+            self._peers.relay(plan.peer, kv_sharing.BLOCKS_PATH, body, sent) as answer,
+        ):
+            if answer.status != 200 or answer.content_type != kv_transfer.CONTENT_TYPE:
+                return _Moved(0, tells_of_sender=True)
+            lease = arriving.lease = arriving.lease.answered_with(answer.headers)
+            pieces = arriving.count(answer.content, None if lease.name else limit)
+            head = {**length_header(answer), **lease.to_receiver}
+            engine = open_session(self._engine)
+            async with engine.post(path, data=pieces, headers=head) as taken:
+                blocks = _blocks_of(taken.status, await taken.read())
+                return _Moved(blocks, taken.status not in kv_transfer.RECEIVER_STATUSES)
+
+    def _record(self, plan: FetchPlan, arriving: "_ArrivingBlocks", moved: "_Moved") -> None:
+        """Learn the node's rate, and count the bytes against the limits of the link."""
+        assert plan.peer is not None
         now_s, rate = self._clock(), self._rates.of(plan.peer.node_id)
-        took_s = now_s - began_s
-        first_s = min(took_s, received.first_at_s - began_s)
-        learn = rate.record if blocks >= plan.blocks else rate.record_failure
-        moved_bytes = blocks * expected.block_bytes if lease.name else received.block_bytes
-        if is_senders:
+        took_s = now_s - arriving.began_s
+        moved_bytes = arriving.moved_bytes(moved.blocks)
+        if moved.tells_of_sender:
+            learn = rate.record if moved.blocks >= plan.blocks else rate.record_failure
+            first_s = min(took_s, arriving.first_at_s - arriving.began_s)
             learn(moved_bytes, took_s, first_s, now_s)
         # What goes through a window takes nothing of the link.
-        self._quota.take(self._user, received.total, now_s)
-        metrics.KV_FETCH_SECONDS.observe(now_s - began_s)
+        self._quota.take(self._user, arriving.total, now_s)
+        metrics.KV_FETCH_SECONDS.observe(took_s)
         metrics.KV_FETCH_BYTES.inc(moved_bytes)
         current_span().set(names.KV_BYTES, moved_bytes)
-        return blocks
+
+
+class _Moved(NamedTuple):
+    """What came of a fetch: the whole blocks that the engine has.
+
+    `tells_of_sender` is false if this node's engine was at fault.
+    """
+
+    blocks: int
+    tells_of_sender: bool
 
 
 class _ArrivingBlocks:
     """The stream of a fetch as it is passed on: what came, and when the first block did."""
 
     def __init__(
-        self, plan: FetchPlan, began_s: float, block_bytes: int, clock: Callable[[], float]
+        self, plan: FetchPlan, lease: WindowLease, block_bytes: int, clock: Callable[[], float]
     ) -> None:
         self._plan = plan
-        self._began_s = began_s
-        self._size_bytes = max(1, block_bytes)
+        self.began_s = clock()
+        self.lease = lease
+        self._block_bytes = block_bytes
         self._clock = clock
         self.total = 0
         """All bytes."""
@@ -317,8 +341,18 @@ class _ArrivingBlocks:
         """Whether the sender's stream broke."""
 
     @property
-    def block_bytes(self) -> int:
-        """The bytes that came, 0 before the first block."""
+    def kept_blocks(self) -> int:
+        """The whole blocks that the engine keeps of a stream that broke.
+
+        The last one does not count: the engine did not say that it has all. Those of a window are
+        not seen here.
+        """
+        return 0 if self.lease.name else min(self._plan.blocks - 1, self.blocks)
+
+    def moved_bytes(self, blocks: int) -> int:
+        """Return the bytes of `blocks` in a window; else those that came, with the first block."""
+        if self.lease.name:
+            return blocks * self._block_bytes
         return self.total if self.first_at_s < inf else 0
 
     async def count(
@@ -335,7 +369,7 @@ class _ArrivingBlocks:
                 self.total += len(piece)
                 if self.first_at_s == inf and self.total > head_bytes:
                     self.first_at_s = self._clock()
-                blocks = min(self.total // self._size_bytes, self._plan.blocks)
+                blocks = min(self.total // max(1, self._block_bytes), self._plan.blocks)
                 if limit is not None and blocks > self.blocks:
                     self.blocks = blocks
                     self._move(limit)
@@ -346,7 +380,7 @@ class _ArrivingBlocks:
 
     def _move(self, limit: asyncio.Timeout) -> None:
         """Let the fetch go on as long as the plan allows after this block."""
-        now_s, first_s = self._clock() - self._began_s, self.first_at_s - self._began_s
+        now_s, first_s = self._clock() - self.began_s, self.first_at_s - self.began_s
         left_s = self._plan.give_up_at_s(self.blocks, first_s, now_s) - now_s
         # The fetch may have been given up while this piece came.
         with suppress(RuntimeError):

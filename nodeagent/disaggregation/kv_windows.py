@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.kv import kv_transfer
+from nodeagent.decide.pauses import Pauses
 from nodeagent.supervisor import ManagedReplica
 
 PAUSE_S: Final = 30.0
@@ -62,7 +63,7 @@ class WindowLeases:
         self._find_replica = find_replica
         self._clock = clock
         self._issued: dict[str, ReplicaId] = {}
-        self._paused_until_s: dict[ReplicaId, float] = {}
+        self._pauses: Pauses[ReplicaId] = Pauses(PAUSE_S, PAUSES_MAX)
 
     @contextmanager
     def lease(self, source: ReplicaId, receiver: ManagedReplica) -> Iterator[WindowLease]:
@@ -71,7 +72,11 @@ class WindowLeases:
         if not socket:
             yield WindowLease()
             return
-        lease = WindowLease(secrets.token_hex(16), socket, lambda: self._pause(source))
+
+        def record_failure() -> None:
+            self._pauses.begin(source, self._clock())
+
+        lease = WindowLease(secrets.token_hex(16), socket, record_failure)
         self._issued[lease.name] = source
         try:
             yield lease
@@ -83,16 +88,11 @@ class WindowLeases:
         is_issued = bool(lease) and self._issued.get(lease) == replica
         return {kv_transfer.WINDOW: lease} if is_issued else {}
 
-    def _pause(self, source: ReplicaId) -> None:
-        if len(self._paused_until_s) >= PAUSES_MAX:
-            self._paused_until_s.clear()
-        self._paused_until_s[source] = self._clock() + PAUSE_S
-
     def _socket_of(self, source: ReplicaId, receiver: ManagedReplica) -> str:
         """Return the socket at which the engine of `source` gives windows away; "" for none."""
         replica = self._find_replica(source)
         engine = replica.engine if replica is not None else None
-        is_paused = self._paused_until_s.get(source, 0.0) > self._clock()
+        is_paused = self._pauses.is_paused(source, self._clock())
         if replica is None or engine is None or is_paused:
             return ""
         is_same = replica.spec.deployment_id == receiver.spec.deployment_id

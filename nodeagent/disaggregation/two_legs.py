@@ -256,10 +256,8 @@ class PrefillLeg:
         request = self._request
         sent = {
             **request.sent,
-            headers.REPLICA: candidate.replica_id,
+            **candidate.estimate_headers,
             headers.TOKENS: f"p={expected.prompt_tokens};o=0",
-            headers.PENDING_PREFILL_TOKENS: str(candidate.pending_prefill_tokens),
-            headers.PREFILL_MS: str(candidate.prefill_ms),
             kv_transfer.LEG: kv_transfer.PREFILL_LEG,
             kv_transfer.TRANSFER: request.transfer,
             kv_transfer.FIRST_BLOCK: str(expected.cached_blocks),

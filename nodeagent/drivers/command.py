@@ -1,13 +1,11 @@
 """An operator's own server that speaks OpenAI's API, as `[commands.NAME]` of the node says."""
 
-from typing import Any
-
 from isochrone.wire.engines.command_engine import CONCURRENCY_OPTION, NAME_OPTION, command_problem
 from isochrone.wire.engines.engine import EngineStats
-from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.drivers.configured_command import PLACEHOLDERS, filled
 from nodeagent.drivers.driver import (
     EngineCommand,
+    EngineDriver,
     EngineLaunch,
     UnknownOption,
     check_options,
@@ -15,24 +13,13 @@ from nodeagent.drivers.driver import (
     require_one_node,
     visible_devices,
 )
-from nodeagent.drivers.handshake import Handshake
 
 
-class CommandDriver:
+class CommandDriver(EngineDriver):
     """Starts a server on a loopback port. Nothing is known about it but its configured command."""
 
-    health_path = "/health"
-    stats_path = metrics_path = ""
-    resumes = ""
-    tokenize_path = ""
-    salted_paths: frozenset[str] = frozenset()
     sequences_option = CONCURRENCY_OPTION
     sequences_default = 4
-    is_queue_fair = False
-    has_spare_seats = False
-    kv_transfer = False
-    load_adapter_path = unload_adapter_path = ""
-    sleep_path = wake_path = is_asleep_path = ""
 
     def missing(self) -> str:
         """Return "": missing programs are found for each command."""
@@ -64,14 +51,6 @@ class CommandDriver:
             model_name=filled(configured.model_name, values),
             stall_s=configured.stall_s,
         )
-
-    def handshake(self, spec: ReplicaSpec) -> Handshake | None:
-        """Return None: whether it can send KV is not known."""
-        return None
-
-    def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
-        """Return no fields: whether it reads salts and priorities is not known."""
-        return {}
 
     def read_stats(self, body: bytes) -> EngineStats:
         """Return empty statistics: that the server answers is all that is known."""

@@ -2,12 +2,13 @@
 
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
@@ -137,55 +138,58 @@ class UnknownOption(Exception):
     """A deployment has an option, or a value of one, that its driver cannot use."""
 
 
-class EngineDriver(Protocol):
-    """How to start one kind of engine and read its statistics."""
+class EngineDriver(ABC):
+    """How to start one kind of engine and read its statistics.
 
-    health_path: str
-    stats_path: str
-    metrics_path: str
-    resumes: str
+    The defaults are those of an engine that can do none of these things.
+    """
+
+    health_path: str = "/health"
+    stats_path: str = ""
+    metrics_path: str = ""
+    resumes: str = ""
     """The interrupted answers that it can resume: `headers.INEXACT` (all, with another text),
     `headers.GREEDY`, `headers.SEEDED` (greedy and seeded), or "" for none."""
-    tokenize_path: str
+    tokenize_path: str = ""
     """The path at which it counts the tokens of a chat, as vLLM does; "" if it cannot."""
-    salted_paths: frozenset[str]
+    salted_paths: frozenset[str] = frozenset()
     """The paths whose request bodies get `body_fields`. The embedded engine reads the salt and the
     priority from headers instead."""
 
-    sequences_option: str
+    sequences_option: str = ""
     """The option with the limit of concurrent sequences, "" if there is none."""
-    sequences_default: int
+    sequences_default: int = 0
     """The limit without that option, 0 if it depends on the machine."""
 
-    kv_transfer: bool
+    kv_transfer: bool = False
     """Whether it sends the KV of a prompt over the nodes' API, and takes it."""
 
-    is_queue_fair: bool
+    is_queue_fair: bool = False
     """Whether the engine's own queue is fair between tenants."""
 
-    has_spare_seats: bool
+    has_spare_seats: bool = False
     """Whether it is started with more seats than `sequences_option` says (requests/seats.py)."""
-    load_adapter_path: str
-    unload_adapter_path: str
+    load_adapter_path: str = ""
+    unload_adapter_path: str = ""
     """Paths that load a LoRA adapter into the running engine and forget it, as vLLM's; "" if it
     cannot."""
-    sleep_path: str
-    wake_path: str
+    sleep_path: str = ""
+    wake_path: str = ""
     """Paths that drop the engine's model and load it again; "" if it cannot sleep."""
-    is_asleep_path: str
+    is_asleep_path: str = ""
     """The path that returns `{"is_sleeping": true}` while the model is dropped; "" if none does."""
 
+    @abstractmethod
     def missing(self) -> str:
         """Return what the engine lacks on this node, or "" if it can start. Blocks."""
-        ...
 
+    @abstractmethod
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """Return the process to start. Raises UnknownOption."""
-        ...
 
     def handshake(self, spec: ReplicaSpec) -> Handshake | None:
         """Return the engine's own protocol for sending KV; None if it has, or uses, none."""
-        ...
+        return None
 
     def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
         """Return the fields of a request body that the agent sets, replacing the client's.
@@ -193,11 +197,11 @@ class EngineDriver(Protocol):
         `salt` separates the prefix caches of tenants. `priority` is from 0 to 100. `command` is
         what the engine was started with.
         """
-        ...
+        return {}
 
+    @abstractmethod
     def read_stats(self, body: bytes) -> EngineStats:
         """Parse the engine's statistics. Raises msgspec.DecodeError."""
-        ...
 
 
 def missing_program(name: str) -> str:

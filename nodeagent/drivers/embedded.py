@@ -1,7 +1,7 @@
 """The driver of the embedded PyTorch engine (nodeagent/engine), which runs on any device."""
 
 import sys
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -9,12 +9,12 @@ from isochrone.wire.engines.engine import EngineConfig, EngineStats, KvStorePlac
 from isochrone.wire.engines.engine_options import ENGINE_OPTIONS
 from isochrone.wire.http import headers
 from isochrone.wire.kv.kv_store import uses_kv_store
-from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.drivers.driver import (
     LOAD_ADAPTER_PATH,
     TOKENIZE_PATH,
     UNLOAD_ADAPTER_PATH,
     EngineCommand,
+    EngineDriver,
     EngineLaunch,
     UnknownOption,
     check_options,
@@ -22,7 +22,6 @@ from nodeagent.drivers.driver import (
     require_store_ports,
     visible_devices,
 )
-from nodeagent.drivers.handshake import Handshake
 
 KV_BYTES_UNPLANNED: Final = 512 * 1024 * 1024
 """The KV cache of a replica without a planned size: the mock engine's, which needs none, or one
@@ -32,19 +31,16 @@ STORE_PACKAGE: Final = "mooncake"
 """The package that the engine imports to join a store of KV."""
 
 
-class EmbeddedDriver:
+class EmbeddedDriver(EngineDriver):
     """Starts `python -m nodeagent.engine`."""
 
-    health_path = "/health"
     stats_path = "/stats"
     metrics_path = "/metrics"
     resumes = headers.SEEDED
     tokenize_path = TOKENIZE_PATH
-    salted_paths: frozenset[str] = frozenset()
     sequences_option = "sequences_max"
     sequences_default = EngineConfig(model_path="", served_name="", socket="").sequences_max
     is_queue_fair = True
-    has_spare_seats = False
     kv_transfer = True
     load_adapter_path = LOAD_ADAPTER_PATH
     unload_adapter_path = UNLOAD_ADAPTER_PATH
@@ -73,14 +69,6 @@ class EmbeddedDriver:
             standby=(sys.executable, "-m", self.module, "--standby") if self.has_standby else (),
             files={"config.json": msgspec.json.encode(self._config(launch, socket))},
         )
-
-    def handshake(self, spec: ReplicaSpec) -> Handshake | None:
-        """Return None: its KV moves over the nodes' API."""
-        return None
-
-    def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
-        """Return none: this engine reads salt and priority from headers."""
-        return {}
 
     def read_stats(self, body: bytes) -> EngineStats:
         """Decode the statistics, which the engine reports as EngineStats."""

@@ -24,6 +24,7 @@ from nodeagent.drivers.driver import (
     CHAT_PATH,
     COMPLETIONS_PATH,
     EngineCommand,
+    EngineDriver,
     EngineLaunch,
     UnknownOption,
     check_options,
@@ -34,7 +35,6 @@ from nodeagent.drivers.driver import (
     require_one_node,
     visible_devices,
 )
-from nodeagent.drivers.handshake import Handshake
 from nodeagent.drivers.output_parsers import TOOLS_VARIABLE
 
 PROGRAM: Final = "llama-server"
@@ -70,22 +70,14 @@ CACHE_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_
 """The types of the KV cache."""
 
 
-class LlamaCppDriver:
+class LlamaCppDriver(EngineDriver):
     """Starts llama.cpp's server on a Unix socket."""
 
-    health_path = "/health"
     stats_path = metrics_path = "/metrics"
     # Quantised products depend on the batch.
     resumes = headers.INEXACT
-    tokenize_path = ""
     salted_paths: frozenset[str] = frozenset({CHAT_PATH, COMPLETIONS_PATH})
     sequences_option = "parallel"
-    sequences_default = 0
-    is_queue_fair = False
-    has_spare_seats = False
-    kv_transfer = False
-    load_adapter_path = unload_adapter_path = ""
-    sleep_path = wake_path = is_asleep_path = ""
 
     def missing(self) -> str:
         """Return an error message if llama-server is missing or cannot be used, else ""."""
@@ -134,10 +126,6 @@ class LlamaCppDriver:
             stall_s=CPU_STALL_S if on_cpu else 0.0,
         )
 
-    def handshake(self, spec: ReplicaSpec) -> Handshake | None:
-        """Return None: it has no way to send KV."""
-        return None
-
     def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
         """Return the fields that keep a tenant from the prompts of others. There is no priority."""
         return {"cache_prompt": NO_CACHE not in command.arguments, "id_slot": -1}
@@ -159,7 +147,7 @@ class LlamaCppDriver:
 
 
 def _knows_tools(model: Path) -> bool:
-    """Say whether a model's chat template has tools.
+    """Return whether a model's chat template has tools.
 
     If it has none, llama.cpp ignores a `tool_choice` that requires a call.
     """

@@ -12,7 +12,6 @@ class MockDriver(EmbeddedDriver):
     sequences_option = "sequences"
     sequences_default = 0
     is_queue_fair = False
-    has_spare_seats = False
     kv_transfer = False
     load_adapter_path = unload_adapter_path = ""
 

@@ -173,7 +173,7 @@ def with_parsers(engine: str, options: Mapping[str, str], model_path: Path) -> d
 
 
 def may_be_strict(engine: str, options: Mapping[str, str]) -> bool:
-    """Say whether calls of `strict` functions follow their schemas with these options.
+    """Return whether calls of `strict` functions follow their schemas with these options.
 
     Without a parser the engine refuses requests with tools itself.
     """
@@ -199,7 +199,7 @@ def output_parsers(engine: str, model_path: Path) -> OutputParsers:
 
 
 def _knows_no_tools(model_path: Path) -> bool:
-    """Say whether a model has a chat template without tools.
+    """Return whether a model has a chat template without tools.
 
     One with tools in a format that is not listed gets no parser: the wrong one would leave its
     calls in the text of answers.
@@ -216,7 +216,7 @@ def _template(model_path: Path) -> str:
 
 
 def _reasons(template: str, mark: str) -> bool:
-    """Say whether the answers of a model with this template begin with reasoning."""
+    """Return whether the answers of a model with this template begin with reasoning."""
     if mark != THINKING_SWITCH:
         return mark in template
     begins_with_think = "<think>" in template.rpartition(GENERATION_PROMPT)[2]

@@ -13,6 +13,7 @@ from nodeagent.drivers.driver import (
     CHAT_PATH,
     COMPLETIONS_PATH,
     EngineCommand,
+    EngineDriver,
     EngineLaunch,
     check_options,
     flags,
@@ -37,22 +38,14 @@ TRANSFER_OPTIONS: Final = frozenset({BACKEND_OPTION, "disaggregation_ib_device"}
 HANDSHAKE: Final = SglangHandshake()
 
 
-class SglangDriver:
+class SglangDriver(EngineDriver):
     """Starts SGLang's OpenAI server on a loopback port."""
 
-    health_path = "/health"
     stats_path = metrics_path = "/metrics"
     resumes = headers.INEXACT
-    tokenize_path = ""
     salted_paths = frozenset({CHAT_PATH, COMPLETIONS_PATH})
     sequences_option = "max_running_requests"
-    sequences_default = 0
-    is_queue_fair = False
     has_spare_seats = True
-    # The engines send KV themselves.
-    kv_transfer = False
-    load_adapter_path = unload_adapter_path = ""
-    sleep_path = wake_path = is_asleep_path = ""
 
     def missing(self) -> str:
         """Return an error message if SGLang is not installed, or of another version, else ""."""

@@ -8,6 +8,7 @@ from nodeagent.drivers import installed_version
 from nodeagent.drivers.driver import (
     CHAT_PATH,
     EngineCommand,
+    EngineDriver,
     EngineLaunch,
     UnknownOption,
     check_options,
@@ -42,21 +43,12 @@ BACKEND_OPTION: Final = "cache_transceiver_backend"
 HANDSHAKE: Final = TensorRtLlmHandshake()
 
 
-class TensorRtLlmDriver:
+class TensorRtLlmDriver(EngineDriver):
     """Starts TensorRT-LLM's OpenAI server on a loopback port."""
 
-    health_path = "/health"
     stats_path = metrics_path = "/prometheus/metrics"
-    resumes = ""
-    tokenize_path = ""
     salted_paths = frozenset({CHAT_PATH})
     sequences_option = "max_batch_size"
-    sequences_default = 0
-    is_queue_fair = False
-    has_spare_seats = False
-    kv_transfer = False
-    load_adapter_path = unload_adapter_path = ""
-    sleep_path = wake_path = is_asleep_path = ""
 
     def missing(self) -> str:
         """Return an error message if trtllm-serve is not installed, or too old, else ""."""

@@ -28,6 +28,7 @@ from nodeagent.drivers.driver import (
     TOKENIZE_PATH,
     UNLOAD_ADAPTER_PATH,
     EngineCommand,
+    EngineDriver,
     EngineLaunch,
     UnknownOption,
     check_options,
@@ -74,20 +75,16 @@ KEEPS_EVICTED: Final = frozenset({"kv_transfer_config", "kv_offloading_size"})
 """Options with which what the prefix cache evicts may still be found in a tier below it."""
 
 
-class VllmDriver:
+class VllmDriver(EngineDriver):
     """Starts vLLM's OpenAI server on a loopback port."""
 
-    health_path = "/health"
     stats_path = metrics_path = "/metrics"
     # In bf16 the result of a step depends on the batch, so that greedy answers do, too.
     resumes = headers.INEXACT
     tokenize_path = TOKENIZE_PATH
     salted_paths = frozenset({CHAT_PATH, COMPLETIONS_PATH})
     sequences_option = "max_num_seqs"
-    sequences_default = 0
-    is_queue_fair = False
     has_spare_seats = True
-    kv_transfer = False
     load_adapter_path = LOAD_ADAPTER_PATH
     unload_adapter_path = UNLOAD_ADAPTER_PATH
     sleep_path = "/sleep?level=1"

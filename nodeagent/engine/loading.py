@@ -131,7 +131,7 @@ def load_engine(config: EngineConfig, workers: WorkerGroup | None = None) -> Loa
 
 
 def can_sleep(config: EngineConfig) -> bool:
-    """Say whether the model of this process can be dropped and loaded again by itself."""
+    """Return whether the model of this process can be dropped and loaded again by itself."""
     return parallel_config(config).ranks == 1 and not config.draft_path
 
 

@@ -119,7 +119,7 @@ def _inherited_ruleset(rules: Sequence[FileRule]) -> Iterator[tuple[int, ...]]:
     if not rules:
         yield ()
         return
-    ruleset = open_ruleset(rules, forbids_signals=True)
+    ruleset = open_ruleset(rules)
     try:
         yield (ruleset,)
     finally:

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from aiohttp import web
 
-from isochrone.service.network.http_server import read_body
+from isochrone.service.network.http_server import json_response, read_body
 from isochrone.wire.errors import ApiError, ErrorCode
 
 AUDIO_BYTES_PER_WORD: Final = 1000
@@ -58,12 +58,12 @@ async def transcribe(request: web.Request) -> web.StreamResponse:
         seconds = len(transcript.words) * SECONDS_PER_WORD
         language = transcript.fields.get("language", "english")
         body |= {"task": "transcribe", "language": language, "duration": seconds, "segments": []}
-    return web.json_response(body)
+    return json_response(body)
 
 
 async def speak(request: web.Request) -> web.StreamResponse:
     """`POST /v1/audio/speech`: WAV, or events with its parts."""
-    fields = _decode(await _read(request, JSON_BYTES_MAX))
+    fields = _decode(await _read(request))
     words = str(fields.get("input", "")).split()
     parts = [_wav_header(), *(SILENCE for _ in words)]
     if fields.get("stream_format") != "sse":
@@ -84,7 +84,7 @@ async def speak(request: web.Request) -> web.StreamResponse:
 
 async def draw(request: web.Request) -> web.StreamResponse:
     """`POST /v1/images/generations`: the same pixel in each image."""
-    fields = _decode(await _read(request, JSON_BYTES_MAX))
+    fields = _decode(await _read(request))
     count, prompt = fields.get("n") or 1, str(fields.get("prompt", ""))
     image = base64.b64encode(_grey_pixel()).decode()
     inputs = len(prompt.split())
@@ -97,7 +97,7 @@ async def draw(request: web.Request) -> web.StreamResponse:
     settings = {"background": "opaque", "output_format": "png", "quality": "low", "size": "auto"}
     if not fields.get("stream"):
         data = [{"b64_json": image} for _ in range(count)]
-        return web.json_response({"created": 1, "data": data, "usage": usage, **settings})
+        return json_response({"created": 1, "data": data, "usage": usage, **settings})
     head = {"b64_json": image, "created_at": 1, **settings}
     partial = [
         {"type": "image_generation.partial_image", "partial_image_index": index, **head}
@@ -144,8 +144,8 @@ async def _send_events(request: web.Request, events: list[dict[str, Any]]) -> we
     return response
 
 
-async def _read(request: web.Request, bytes_max: int) -> bytes:
-    return await read_body(request, bytes_max=bytes_max, timeout_s=BODY_TIMEOUT_S)
+async def _read(request: web.Request) -> bytes:
+    return await read_body(request, bytes_max=JSON_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
 
 
 def _decode(body: bytes) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class AttackedEngine:
         return int(msgspec.json.decode(record.read_bytes())["pid"])
 
     def state(self) -> str:
-        """Say whether the process of the engine is alive."""
+        """Return whether the process of the engine is alive."""
         try:
             os.kill(self.pid(), 0)
         except ProcessLookupError:

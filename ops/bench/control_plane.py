@@ -86,19 +86,19 @@ class AdminProbe:
             return await response.json(content_type=None)
 
     async def acts(self, name: str) -> bool:
-        """Say whether scheduler `name` acts."""
+        """Return whether scheduler `name` acts."""
         with suppress(aiohttp.ClientError, TimeoutError):
             return bool((await self.ask(name, "GET", "/healthz")).get("acting"))
         return False
 
     async def is_accepted(self, key: str) -> bool:
-        """Say whether the real router accepts a key."""
+        """Return whether the real router accepts a key."""
         url = f"http://127.0.0.1:{ROUTER_PORTS[SERVED_BY]}/v1/models"
         async with self._http.get(url, headers={"authorization": f"Bearer {key}"}) as response:
             return response.status == 200
 
     async def router_is_ready(self, name: str) -> bool:
-        """Say whether a real router listens and has a table."""
+        """Return whether a real router listens and has a table."""
         with suppress(aiohttp.ClientError, TimeoutError):
             url = f"http://127.0.0.1:{ROUTER_PORTS[name]}/healthz"
             async with self._http.get(url) as response:

@@ -39,7 +39,7 @@ class CannotCompile(RuntimeError):
 
 
 def can_profile() -> bool:
-    """Say whether gcc is here; a line says what is slower without it."""
+    """Return whether gcc is here; a line says what is slower without it."""
     if shutil.which("gcc") is not None:
         return True
     sys.stderr.write("there is no gcc (package gcc): requests are not profiled, and cost more\n")

@@ -68,7 +68,7 @@ def files_of(index: str, name: str) -> list[dict[str, Any]]:
 
 
 def serves(filename: str) -> bool:
-    """Say whether a wheel may be installed on Linux by one of PYTHONS."""
+    """Return whether a wheel may be installed on Linux by one of PYTHONS."""
     if not filename.endswith(".whl"):
         return False
     python, abi, platforms = filename.removesuffix(".whl").split("-")[-3:]

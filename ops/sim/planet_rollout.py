@@ -38,7 +38,7 @@ class PlanetRollout:
         self._strata: dict[int, Stratum] = {}
 
     def is_done(self) -> bool:
-        """Say whether the new version serves all requests."""
+        """Return whether the new version serves all requests."""
         return self.rollout.state is RolloutState.DONE
 
     def advance_minute(self, demand: Floats, pops: tuple[Pop, ...], starts: StartCounts) -> str:

@@ -83,7 +83,7 @@ class SimulatedRouter:
         return self._own[replica].requests
 
     def has_capacity(self, believed: BelievedLoad, replica: int, request: TraceRequest) -> bool:
-        """Say whether the request fits there, as far as is known."""
+        """Return whether the request fits there, as far as is known."""
         needed = request.prompt_tokens + OUTPUT_TOKENS_ASSUMED
         limit = self.world.sites[replica].profile.kv_tokens_max
         return not believed.tokens or believed.tokens + needed <= limit

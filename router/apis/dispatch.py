@@ -12,7 +12,13 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire.errors import ApiError, ErrorCode, openai_error, openai_error_event
+from isochrone.wire.errors import (
+    ApiError,
+    ErrorCode,
+    method_not_allowed,
+    openai_error,
+    openai_error_event,
+)
 from isochrone.wire.http import headers
 from isochrone.wire.peers.routes import KeyEntry
 from router.apis.auxiliary_server import forward_to_auxiliary
@@ -154,32 +160,9 @@ class ApiDispatcher:
             request.sent_path = path
             request.path = path = _openai_path(path)
             if not _is_inference(path):
-                if is_batch_path(path):
-                    return relay_to_batch_service(self._batches, request, client)
-                if is_stored_path(path):
-                    return self._stored.answer(request, client)
-                if is_workers_ai(path):
-                    if finetunes := finetune_path(path):
-                        return relay_finetunes(
-                            *(self._batches, self._openai, finetunes, request, client)
-                        )
-                    if listed := auxiliary_path(path):
-                        request.path = listed
-                        return forward_to_auxiliary(self._upstream, request, client)
-                    raise _not_found(request, WORKERS_AI_ROUTES)
-                if is_messages(path):
-                    raise _not_found(request, "POST /v1/messages and /v1/messages/count_tokens")
-                if not path.startswith(MODELS_PATH):
-                    # The error for an unknown path names the one that the client sent.
-                    request.path = request.sent_path
-                return forward_to_auxiliary(self._upstream, request, client)
+                return self._dispatch_other(request, path, client)
         if request.method != b"POST":
-            method, named = request.method.decode(), request.named_path
-            raise ApiError(
-                ErrorCode.METHOD_NOT_ALLOWED,
-                f"cannot use the method {method} for {named}: use POST",
-                headers={"allow": "POST"},
-            )
+            raise method_not_allowed(request.method.decode(), request.named_path, ("POST",))
         if request.query and is_queued_run(request, path):
             assert request.key is not None
             self._openai.base_deployment(model_of(path) or "", request.key)
@@ -192,6 +175,27 @@ class ApiDispatcher:
         if path in MESSAGES_PATHS:
             return self._serve_message(request, inference, writer, client)
         return self._pipeline.serve(inference, writer)
+
+    def _dispatch_other(
+        self, request: HttpRequest, path: str, client: ClientConnection
+    ) -> Awaitable[None]:
+        """Return an awaitable that answers a request which no engine answers."""
+        if is_batch_path(path):
+            return relay_to_batch_service(self._batches, request, client)
+        if is_stored_path(path):
+            return self._stored.answer(request, client)
+        if finetunes := finetune_path(path):
+            return relay_finetunes(self._batches, self._openai, finetunes, request, client)
+        if listed := auxiliary_path(path):
+            request.path = listed
+        elif is_workers_ai(path):
+            raise _not_found(request, WORKERS_AI_ROUTES)
+        elif is_messages(path):
+            raise _not_found(request, "POST /v1/messages and /v1/messages/count_tokens")
+        elif not path.startswith(MODELS_PATH):
+            # The error for an unknown path names the one that the client sent.
+            request.path = request.sent_path
+        return forward_to_auxiliary(self._upstream, request, client)
 
     async def _serve_message(
         self,

@@ -1,11 +1,24 @@
 """Writes the pipeline's OpenAI responses to a client in the format of another API surface."""
 
 from collections.abc import Callable
+from typing import Any
 
+import msgspec
+
+from isochrone.wire.errors import ApiError, ErrorCode
 from router.dataplane import sse
 from router.dataplane.http_messages import HttpResponse, ResponseWriter
 
 Translate = Callable[[bytes], bytes]
+
+
+def read_token_count(body: bytes) -> int:
+    """Return an engine's count of tokens. Raises ApiError if there is none."""
+    answer: Any = msgspec.json.decode(body)
+    count = answer.get("count")
+    if not isinstance(count, int):
+        raise ApiError(ErrorCode.UPSTREAM, "cannot answer: the replica did not count the tokens")
+    return count
 
 
 class TranslatingWriter:

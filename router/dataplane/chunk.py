@@ -1,6 +1,6 @@
 """The parts of a response's JSON that the router reads: generated text and finish reasons."""
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -57,6 +57,17 @@ class ResponseChunk(msgspec.Struct):
     usage: Any = None
 
 
+class AnswerDelta(NamedTuple):
+    """What a frame adds to the first answer of a chat completion; all of it, if it is complete."""
+
+    reasoning: str
+    text: str
+    calls: list[ToolCallDelta]
+    finish_reason: str | None
+    stop_reason: str | int | None
+    usage: Any
+
+
 _CHUNK: Final = msgspec.json.Decoder(ResponseChunk)
 
 _TOOL_CALL: Final = msgspec.json.Decoder(ToolCallDelta)
@@ -70,14 +81,24 @@ def decode_chunk(data: bytes) -> ResponseChunk | None:
         return None
 
 
-def tool_calls(choice: ChunkChoice) -> list[ToolCallDelta] | None:
-    """Return the tool calls that a choice adds; None if they cannot be read."""
+def read_output(data: bytes) -> AnswerDelta | None:
+    """Return what the first answer gets from a frame's data, or from a complete response.
+
+    None if the data is neither, or its tool calls cannot be read.
+    """
+    chunk = decode_chunk(data)
+    if chunk is None:
+        return None
+    choice = chunk.choices[0] if chunk.choices else ChunkChoice()
     delta = choice.delta or choice.message or ChunkDelta()
     try:
         calls = [_TOOL_CALL.decode(raw) for raw in delta.tool_calls or ()]
     except msgspec.DecodeError:
         return None
-    if choice.message is None:
-        return calls
-    # Calls of a complete message have no index: each is a call of its own.
-    return [msgspec.structs.replace(call, index=n) for n, call in enumerate(calls)]
+    if choice.message is not None:
+        # Calls of a complete message have no index: each is a call of its own.
+        calls = [msgspec.structs.replace(call, index=n) for n, call in enumerate(calls)]
+    text = delta.content or ""
+    return AnswerDelta(
+        delta.reasoning_text, text, calls, choice.finish_reason, choice.stop_reason, chunk.usage
+    )

@@ -11,7 +11,7 @@ every state.
 from enum import StrEnum
 from typing import Final
 
-from isochrone.wire.errors import ApiError
+from isochrone.wire.errors import ApiError, ErrorCode
 
 
 class AttemptState(StrEnum):
@@ -72,6 +72,31 @@ OF_THE_NODE: Final = frozenset({FailureCause.UNREACHABLE, FailureCause.GONE})
 
 class NoNodeReached(ApiError):
     """All attempts failed because of their nodes: the request is not the cause."""
+
+
+class FailedAttempts:
+    """The attempts of one request that failed since it was last answered."""
+
+    __slots__ = ("_of_nodes", "count", "last_at_s")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last_at_s = 0.0
+        self._of_nodes = 0
+
+    def record(self, cause: FailureCause, now_s: float) -> None:
+        """Count an attempt that failed just now."""
+        self.count, self.last_at_s = self.count + 1, now_s
+        self._of_nodes += cause in OF_THE_NODE
+
+    def as_error(self, last: Exception) -> ApiError:
+        """Return the error for the client; `last` is that of the last attempt."""
+        kind = NoNodeReached if self._of_nodes == self.count else ApiError
+        return kind(
+            ErrorCode.UPSTREAM,
+            f"cannot answer, try again: {self.count} attempts failed, the last: {last}",
+            retry_after_s=1.0,
+        )
 
 
 TRANSITIONS: Final[dict[tuple[AttemptState, AttemptEvent], AttemptState]] = {

@@ -38,7 +38,7 @@ def confine() -> None:
         (resource.RLIMIT_NOFILE, FILES_MAX),
     ):
         resource.setrlimit(limit, (value, value))
-    restrict(open_ruleset(_rules(), forbids_tcp=True, forbids_signals=True))
+    restrict(open_ruleset(_rules(), forbids_tcp=True))
 
 
 def _rules() -> Iterable[FileRule]:

@@ -27,10 +27,10 @@ from isochrone.wire.peers.batches import (
 )
 from isochrone.wire.peers.routes import DeploymentEntry, Route
 from router.batch_client import BatchClient
-from router.decide.admission.batch_room import (
+from router.decide.admission.batch_capacity import (
     QUEUE_FACTOR,
     PreemptedItem,
-    ReplicaRoom,
+    ReplicaOccupancy,
     requests_max,
 )
 from router.fleet_state import FleetState
@@ -187,21 +187,22 @@ class AnswerBatches:
             return 0
         work = self._work.get(entry.name)
         now_s = self._fleet.clock()
-        rooms = [
-            self._room(route, now_s) for route in self._fleet.routing(entry.deployment_id).routes
+        replicas = [
+            self._occupancy(route, now_s)
+            for route in self._fleet.routing(entry.deployment_id).routes
         ]
         return requests_max(
-            rooms,
+            replicas,
             len(work.running) if work is not None else 0,
             work.item_tokens if work is not None else 2 * OUTPUT_TOKENS_ASSUMED,
             per_replica_max=self._per_replica_max,
         )
 
-    def _room(self, route: Route, now_s: float) -> ReplicaRoom:
+    def _occupancy(self, route: Route, now_s: float) -> ReplicaOccupancy:
         """Return what is in flight at a replica, and its limits."""
         in_flight = self._fleet.in_flight
         load = in_flight.load_of(route.replica_id)
-        return ReplicaRoom(
+        return ReplicaOccupancy(
             route.tokens_in_flight_max,
             in_flight.tokens_at(route.replica_id, now_s).tokens,
             load.sequences_max,

@@ -87,7 +87,7 @@ class CollectInTurns:
         return CollectedObjects(collected, walked=True)
 
     def _is_walk_due(self) -> bool:
-        """Say whether so many objects are frozen that all should be walked.
+        """Return whether so many objects are frozen that all should be walked.
 
         To count them Python goes through all of them: 10 ms, and in a busy process 30, for half a
         million. An object is at least one block of memory, and the number of blocks is known. So

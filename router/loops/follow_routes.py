@@ -1,4 +1,4 @@
-"""Follow the scheduler: check route tables, adopt the accepted ones, and keep the last on disk.
+"""Follows the scheduler: checks route tables, adopts accepted ones, and keeps the last on disk.
 
 The table in use is always whole: a delta is applied to the table it is based on, and a delta that
 does not fit asks for a snapshot. A refused table is quarantined and checked again, because the
@@ -10,16 +10,12 @@ used while they serve.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 
-from isochrone.service import files
 from isochrone.service.network.control_link import Progress
-from isochrone.service.threads import run_to_completion
-from isochrone.wire import codec
 from isochrone.wire.client_keys.key_table import KeyTable
 from isochrone.wire.ids import ClusterId, Epoch, Generation
 from isochrone.wire.peers.routes import (
@@ -30,7 +26,7 @@ from isochrone.wire.peers.routes import (
     SnapshotWanted,
     apply_delta,
 )
-from isochrone.wire.peers.table_parts import BadParts, TableAssembler, encode_table, read_table
+from isochrone.wire.peers.table_parts import BadParts, TableAssembler
 from router.decide.admission.limits import KeyLimiter
 from router.decide.routes.route_directory import TableIndexes
 from router.decide.routes.table_acceptance import (
@@ -42,15 +38,12 @@ from router.decide.routes.table_acceptance import (
 from router.decide.routes.withdrawn_routes import WithdrawnRoutes, with_route, with_routes
 from router.fleet_state import FleetState
 from router.recording.metrics import Metrics
+from router.table_file import TableFile
 
 log = logging.getLogger(__name__)
 
 KEYS_PER_SLICE: Final = 1_000
 """How many keys with limits are looked at before requests have their turn."""
-
-PERSIST_SHARE: Final = 0.05
-"""The share of the time that writing the table to disk may take: a large one changes all the time,
-and is written whole."""
 
 LOG_AGAIN_S: Final = 10.0
 """How often it is logged that a table is still refused: it may change many times a second."""
@@ -94,7 +87,7 @@ class TableFollower:
         self._limiter = limiter
         self._metrics = metrics
         self._cluster_id = cluster_id
-        self._snapshot = snapshot
+        self._file = TableFile(snapshot, cluster_id, clock)
         self._clock = clock
         self._started_at_s = clock()
         self._withdrawn = WithdrawnRoutes()
@@ -104,10 +97,8 @@ class TableFollower:
         self._held = KeyTable()
         """The keys that this router last reported to the scheduler."""
         self._parts_refusal = ""
-        self._persist_due_at_s = float("-inf")
         self._refusal_logged_at_s = float("-inf")
         self._confirmed_at_s: float | None = None
-        self._on_disk: RouteTable | None = None
         self._on_change: Callable[[], None] | None = None
         self._on_withdrawn: Callable[[], None] | None = None
 
@@ -177,24 +168,11 @@ class TableFollower:
 
     async def load(self, unix_now_s: float) -> bool:
         """Serve the table on disk; return False if there is none that can be used."""
-        payload = await asyncio.to_thread(files.read_snapshot, self._snapshot)
-        if payload is None:
+        stored = await self._file.read()
+        if stored is None:
             return False
-        try:
-            table = await asyncio.to_thread(read_table, payload)
-            if table.cluster_id != self._cluster_id:
-                # With this table in use, every table of the current cluster would be refused.
-                raise codec.MalformedFrame(f"it is of cluster {table.cluster_id}")
-        except codec.MalformedFrame as error:
-            log.error("cannot use the stored table", extra={"fields": {"error": str(error)}})
-            return False
-        written_at_s = 0.0
-        with suppress(FileNotFoundError):
-            # The current snapshot may be missing while the previous one exists.
-            written_at_s = await asyncio.to_thread(lambda: self._snapshot.stat().st_mtime)
-        self.accept(table)
-        self._confirmed_at_s = self._clock() - max(0.0, unix_now_s - written_at_s)
-        self._on_disk = table
+        self.accept(stored.table)
+        self._confirmed_at_s = self._clock() - max(0.0, unix_now_s - stored.written_at_s)
         return True
 
     def refusal(self) -> str:
@@ -258,8 +236,7 @@ class TableFollower:
         await self._forget_keys()
         while self._fleet.forget_removed():  # noqa: ASYNC110 - it waits for nothing
             await asyncio.sleep(0)
-        if self._on_disk is not self._fleet.directory.table:
-            await asyncio.sleep(max(0.0, self._persist_due_at_s - self._clock()))
+        await self._file.wait_until_due(self._fleet.directory.table)
         return await self.persist_now()
 
     async def _forget_keys(self) -> None:
@@ -275,12 +252,10 @@ class TableFollower:
     async def persist_now(self) -> int:
         """Write the table in use to disk if it changed; return its generation."""
         table = self._fleet.directory.table
-        if table is not None and self._on_disk is not table:
-            began_s = self._clock()
-            await run_to_completion(self._write, table)
-            now_s = self._clock()
-            self._persist_due_at_s = now_s + (now_s - began_s) / PERSIST_SHARE
-        return table.generation if table is not None else 0
+        if table is None:
+            return 0
+        await self._file.write(table, self._withdrawn.table_to_store)
+        return table.generation
 
     async def prepare(self, table: RouteTable) -> PreparedTable | None:
         """Index a table before it is served, in slices between which requests are served.
@@ -323,11 +298,6 @@ class TableFollower:
                 table: RouteTable | None = end.value
                 return table
             await asyncio.sleep(0)
-
-    def _write(self, table: RouteTable) -> None:
-        files.write_snapshot(self._snapshot, encode_table(self._withdrawn.table_to_store(table)))
-        # Set in the thread: if the wait is cancelled, the file is written all the same.
-        self._on_disk = table
 
     async def _add_part(self, part: RouteTablePart) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Probe every node: its round trip, the loads of its replicas, and whether it answers at all.
+"""Probes every node: its round trip, the loads of its replicas, and whether it answers at all.
 
 In a large fleet most nodes are not pinged in each round: one node of a PoP answers for the others
 (`pop_loads.py`). Only the router's own pings decide that a node is lost.

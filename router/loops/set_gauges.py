@@ -1,4 +1,4 @@
-"""Set the gauges of the metrics page."""
+"""Sets the gauges of the metrics page."""
 
 import asyncio
 from collections import Counter

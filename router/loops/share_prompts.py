@@ -1,4 +1,4 @@
-"""Share with the other processes of this router which prompts were read where, and suspicions.
+"""Shares with the other processes of this router which prompts were read where, and suspicions.
 
 Suspicions, and the use of keys, go to all other routers, too.
 """

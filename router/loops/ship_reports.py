@@ -1,4 +1,4 @@
-"""Ship demand, usage and round trips to the scheduler.
+"""Ships demand, usage and round trips to the scheduler.
 
 Round trips describe the present: a report that is not delivered is superseded by the next. Demand
 is kept in memory and sent until the store has it, or until it is too old to matter. Usage is
@@ -15,9 +15,9 @@ from isochrone.service.threads import run_to_completion
 from isochrone.wire.ids import BootId, Generation, RouterId
 from isochrone.wire.peers.usage import Demand, RoundTrips, Usage, UsageAck
 from router.fleet_state import FleetState
-from router.loops.usage_spool import UsageSpool
 from router.recording.metrics import Metrics
 from router.recording.record import Recorder
+from router.recording.usage_spool import UsageSpool
 
 log = logging.getLogger(__name__)
 

@@ -96,8 +96,8 @@ class Metrics(Collector):
             " no_replica, or suspended: engines failed while they processed it.",
             "cause",
         )
-        self.suspicions_told = self._counter(
-            "suspicions_told",
+        self.suspicions_received = self._counter(
+            "suspicions_received",
             "Engines that other routers or processes lost while they processed a request.",
         )
         self.waiting = gauge("waiting_requests", "Requests waiting for capacity.")

@@ -27,7 +27,7 @@ class DisconnectCounts(NamedTuple):
     """How many peers one turn disconnected, and how many nodes it sent new revocations."""
 
     peers: int = 0
-    nodes_told: int = 0
+    nodes_sent: int = 0
 
 
 class DisconnectRevoked:

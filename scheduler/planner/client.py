@@ -50,11 +50,9 @@ class PlannerFailed(Exception):
 class PlannerClient:
     """Sends requests to the planner process. `stop()` ends it."""
 
-    def __init__(
-        self, settings: PlannerSettings, *, answer_timeout_s: float = ANSWER_TIMEOUT_S
-    ) -> None:
+    def __init__(self, settings: PlannerSettings) -> None:
         self._settings = settings
-        self._answer_timeout_s = answer_timeout_s
+        self._answer_timeout_s = ANSWER_TIMEOUT_S
         self._starting = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None

@@ -34,12 +34,12 @@ class LeaseState:
 
     @property
     def is_acting(self) -> bool:
-        """Say whether this process may decide now."""
+        """Return whether this process may decide now."""
         return self._lease is not None and self.clock() < self._trusted_until
 
     @property
     def is_held(self) -> bool:
-        """Say whether this process took the lease and has not given it up, expired or not."""
+        """Return whether this process took the lease and has not given it up, expired or not."""
         return self._lease is not None
 
     @property

@@ -39,10 +39,10 @@ GIVEN_UP_FOR_S: Final = 3600.0
 
 
 async def read_cluster(
-    connection: Connection, heard: NodeContact, reports: NodeReportCache | None = None
+    connection: Connection, contact: NodeContact, reports: NodeReportCache | None = None
 ) -> ClusterState:
     """Return the cluster's state. The connection must be in a REPEATABLE READ transaction."""
-    fleet = await read_fleet(connection, heard, reports)
+    fleet = await read_fleet(connection, contact, reports)
     return msgspec.structs.replace(
         fleet,
         demand=await _read_demand(connection),
@@ -53,7 +53,7 @@ async def read_cluster(
 
 
 async def read_fleet(
-    connection: Connection, heard: NodeContact, reports: NodeReportCache | None = None
+    connection: Connection, contact: NodeContact, reports: NodeReportCache | None = None
 ) -> ClusterState:
     """Return PoPs, nodes, models, deployments, placements, profiles and rollouts.
 
@@ -63,13 +63,13 @@ async def read_fleet(
     reports = reports or NodeReportCache()
     reader = RowReader(reports.last_readable)
     row = await fetch_one(connection, "SELECT cluster_id, generation FROM cluster")
-    by_node, nodes = await read_nodes(connection, heard, reports)
+    by_node, nodes = await read_nodes(connection, contact, reports)
     reports.note_unreadable(reader)
     deployments, deleted = await _read_deployments(connection, reader)
     return ClusterState(
         cluster_id=ClusterId(row["cluster_id"]),
         generation=Generation(row["generation"]),
-        acting_for_s=heard.acting_for_s,
+        acting_for_s=contact.acting_for_s,
         pops=await read_pops(connection),
         nodes=nodes,
         models=reader.read_table(
@@ -91,14 +91,14 @@ async def read_fleet_nodes(
     connection: Connection,
     fleet: ClusterState,
     node_ids: Sequence[NodeId],
-    heard: NodeContact,
+    contact: NodeContact,
     reports: NodeReportCache,
 ) -> ClusterState:
     """Return `fleet` with only these nodes and their placements, read now."""
-    by_node, nodes = await read_nodes(connection, heard, reports, node_ids)
+    by_node, nodes = await read_nodes(connection, contact, reports, node_ids)
     placements = await _read_placements(connection, RowReader(), by_node, node_ids)
     return msgspec.structs.replace(
-        fleet, acting_for_s=heard.acting_for_s, nodes=nodes, placements=placements
+        fleet, acting_for_s=contact.acting_for_s, nodes=nodes, placements=placements
     )
 
 

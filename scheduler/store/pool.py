@@ -223,7 +223,7 @@ async def _connect(hosts: list[str], options: dict[str, Any]) -> asyncpg.Connect
 
 
 async def _has_transaction_pooler(hosts: list[str]) -> bool:
-    """Say whether a pooler assigns backends for the length of a transaction only.
+    """Return whether a pooler assigns backends for the length of a transaction only.
 
     An idle pooler gives a single client the same backend each time, as if there were no pooler. So
     a second client holds a transaction open meanwhile: through a pooler, either it gets the first

@@ -57,7 +57,7 @@ async def list_rollouts(
 
 
 async def conflicts_with_rollout(connection: Connection, deployment: Deployment) -> bool:
-    """Say whether this changes a deployment's model or engine during an active rollout."""
+    """Return whether this changes a deployment's model or engine during an active rollout."""
     return bool(
         await connection.fetchval(
             """

@@ -43,7 +43,7 @@ class Cabled:
         return self.to_control[f"{part} control"]
 
     async def is_whole(self) -> bool:
-        """Say whether everybody is heard, and what should run does."""
+        """Return whether everybody is heard, and what should run does."""
         try:
             status = await self.fleet.ask("GET", "/v1/status")
             is_warm = await self.fleet.is_warm(2)

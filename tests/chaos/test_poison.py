@@ -118,7 +118,7 @@ async def losses_told(fleet: Fleet, pop: str) -> float:
         http.get(f"{fleet.endpoint(pop)}/metrics") as response,
     ):
         text = await response.text()
-    name = "isochrone_router_suspicions_told_total"
+    name = "isochrone_router_suspicions_received_total"
     return sum(float(line.split()[1]) for line in text.splitlines() if line.startswith(name))
 
 

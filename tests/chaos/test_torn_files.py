@@ -31,8 +31,8 @@ from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.host.assignment_file import AssignmentFile
 from nodeagent.host.engines.engine_process import EngineProcesses
 from nodeagent.host.engines.engine_record import EngineRecord
-from router.loops.usage_spool import UsageSpool
 from router.recording.usage_journal import UsageJournal
+from router.recording.usage_spool import UsageSpool
 from tests.builders import a_spec
 from tests.integration.router.fleet_of import an_identity
 from tests.unit.nodeagent.test_decide import an_assignment

@@ -172,7 +172,7 @@ def group_members(group: int) -> list[int]:
 
 
 def is_running(pid: int, group: int | None = None) -> bool:
-    """Say whether a process runs, and is of `group` if one is given."""
+    """Return whether a process runs, and is of `group` if one is given."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -64,7 +64,7 @@ def simulated() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr("nodeagent.supervisor.trim_log", lambda path: None)
         patch.setattr("nodeagent.supervisor.last_error", lambda path: "")
         snapshots = SimpleNamespace(read_snapshot=_read_snapshot, write_snapshot=_write_snapshot)
-        patch.setattr("router.loops.follow_routes.files", snapshots)
+        patch.setattr("router.table_file.files", snapshots)
         yield patch
 
 

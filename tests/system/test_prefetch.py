@@ -95,7 +95,7 @@ async def test_a_city_prefetches_before_its_peak_and_starts_without_the_origin()
         # A new term goes on from what is stored.
         await fleet.kill("scheduler-a")
         await fleet.start_scheduler("a")
-        (wished,) = await until("wished", lambda: events(fleet, "weights.wished"))
+        (wished,) = await until("wished", lambda: events(fleet, "weights.planned"))
         assert wished["subject"] == "sin-1"
         assert "forecast for" in wished["reason"]
         held = fleet.folder / "node-sin" / "artifacts"

@@ -52,7 +52,7 @@ class RoleLoad:
         await until(f"{count} more answers", are_complete, WARM_S)
 
     async def is_running(self) -> bool:
-        """Say whether most streams are open."""
+        """Return whether most streams are open."""
         return 2 * self.open > STREAMS
 
 

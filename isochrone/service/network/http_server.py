@@ -65,6 +65,13 @@ class HttpServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout_s: float = 5.0
 
 
+def json_response(body: object, status: int = 200) -> web.Response:
+    """Return a response with `body` as JSON."""
+    return web.Response(
+        status=status, body=msgspec.json.encode(body), content_type="application/json"
+    )
+
+
 def json_error(error: ApiError) -> web.Response:
     """Encode an error in this project's JSON form, which the admin and control APIs use."""
     body = {"error": {"code": error.code.value, "message": error.message, "param": error.param}}

@@ -115,7 +115,7 @@ def _answer_of(query: NameQuery) -> list[AddressInfo] | Exception:
 
 
 def is_numeric(host: str | bytes) -> bool:
-    """Say whether a host is an IP address, with or without a scope, rather than a name."""
+    """Return whether a host is an IP address, with or without a scope, rather than a name."""
     text = host.decode("latin-1") if isinstance(host, bytes) else host
     try:
         ipaddress.ip_address(text.partition("%")[0])

@@ -147,7 +147,7 @@ class Authority:
         return hmac.digest(self._seal_key, payload, "sha256").hex()
 
     def verify_seal(self, payload: bytes, seal: str) -> bool:
-        """Say whether `seal` is the seal of `payload`. Takes constant time."""
+        """Return whether `seal` is the seal of `payload`. Takes constant time."""
         return hmac.compare_digest(self.seal(payload).encode(), seal.encode(errors="replace"))
 
     def cache_salt_secret(self, version: int) -> bytes:
@@ -250,7 +250,7 @@ def sign(key_pem: str, payload: bytes) -> bytes:
 
 
 def verify_signature(certificate_pem: str, payload: bytes, signature: bytes) -> bool:
-    """Say whether `signature` over `payload` was made with the key of the certificate."""
+    """Return whether `signature` over `payload` was made with the key of the certificate."""
     public_key = _load_certificate(certificate_pem).public_key()
     if not isinstance(public_key, ec.EllipticCurvePublicKey):
         return False
@@ -292,7 +292,7 @@ def read_certificate(certificate_pem: str) -> Certificate:
 
 
 def is_for_key(certificate_pem: str, key_pem: str) -> bool:
-    """Say whether the certificate was issued for this key."""
+    """Return whether the certificate was issued for this key."""
     return _load_certificate(certificate_pem).public_key() == _load_key(key_pem).public_key()
 
 

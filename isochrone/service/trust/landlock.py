@@ -66,14 +66,12 @@ def landlock_version() -> int:
     return max(0, int(_libc.syscall(_CREATE_RULESET, None, 0, _VERSION_FLAG)))
 
 
-def open_ruleset(
-    rules: Iterable[FileRule], *, forbids_tcp: bool = False, forbids_signals: bool = False
-) -> int:
+def open_ruleset(rules: Iterable[FileRule], *, forbids_tcp: bool = False) -> int:
     """Return the descriptor of a ruleset that allows only what the rules say.
 
-    Paths that do not exist, and symbolic links, are left out. TCP can be forbidden from Linux 6.7
-    on, and signals to processes outside of the confinement from 6.12 on; an older kernel allows
-    them. Raises CannotConfine.
+    Paths that do not exist, and symbolic links, are left out. Signals to processes outside of the
+    confinement are forbidden from Linux 6.12 on, and TCP, if it is to be, from 6.7 on; an older
+    kernel allows them. Raises CannotConfine.
     """
     version = landlock_version()
     if version < 1:
@@ -83,7 +81,7 @@ def open_ruleset(
     if version >= _TCP_VERSION:
         fields.append(_TCP if forbids_tcp else 0)
     if version >= _SIGNAL_VERSION:
-        fields.append(_SIGNALS if forbids_signals else 0)
+        fields.append(_SIGNALS)
     attributes = struct.pack(f"={len(fields)}Q", *fields)
     ruleset = _checked(_libc.syscall(_CREATE_RULESET, attributes, len(attributes), 0))
     try:

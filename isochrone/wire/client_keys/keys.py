@@ -16,20 +16,22 @@ PREFIX: Final = "iso"
 ALPHABET: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _HEAD: Final = f"{PREFIX}_"
 KEY_CHARS: Final = 67
+SECRET_DIGITS: Final = 43
+"""Base-62 digits that hold 256 bits."""
 _PAIRS: Final = tuple(high + low for high in ALPHABET for low in ALPHABET)
 
 
-def base62(number: int, width: int) -> str:
-    """Return the lowest `width` base-62 digits of `number`."""
-    digits = []
-    for _ in range(width):
+def encode_secret(secret_bytes: bytes) -> str:
+    """Return 32 random bytes as SECRET_DIGITS digits and letters."""
+    number, digits = int.from_bytes(secret_bytes), []
+    for _ in range(SECRET_DIGITS):
         number, digit = divmod(number, 62)
         digits.append(ALPHABET[digit])
     return "".join(reversed(digits))
 
 
 def _checksum(body: str) -> str:
-    # The same as base62(crc, 6), two digits at a time: this runs on every request.
+    # Six base-62 digits, two at a time: this runs on every request.
     rest, low = divmod(zlib.crc32(body.encode()), 3844)
     high, middle = divmod(rest, 3844)
     return _PAIRS[high] + _PAIRS[middle] + _PAIRS[low]
@@ -37,7 +39,7 @@ def _checksum(body: str) -> str:
 
 def format_key(key_id: KeyId, secret_bytes: bytes) -> str:
     """Return a key, which is shown to the operator once. `secret_bytes` are 32 random bytes."""
-    body = f"{PREFIX}_{key_id}_{base62(int.from_bytes(secret_bytes), 43)}"
+    body = f"{PREFIX}_{key_id}_{encode_secret(secret_bytes)}"
     return f"{body}_{_checksum(body)}"
 
 

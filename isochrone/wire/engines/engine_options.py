@@ -49,7 +49,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.values | self.flags | self.negatable
 
     def is_flag(self, name: str) -> bool:
-        """Say whether an option is true or false, without a value of its own."""
+        """Return whether an option is true or false, without a value of its own."""
         return name in self.flags or name in self.negatable
 
     def problem(self, options: Mapping[str, str]) -> str:

@@ -161,6 +161,15 @@ class PeerReplica(msgspec.Struct, frozen=True):
     prefill_ms: int
     token_us: int
 
+    @property
+    def estimate_headers(self) -> dict[str, str]:
+        """The headers with which a node sends it a request and the estimates for it."""
+        return {
+            REPLICA: self.replica_id,
+            PENDING_PREFILL_TOKENS: str(self.pending_prefill_tokens),
+            PREFILL_MS: str(self.prefill_ms),
+        }
+
 
 class ReportedLoad(msgspec.Struct, frozen=True):
     """A replica's load as each answer carries it: tokens in flight and requests, by phase.

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from math import inf
 from time import monotonic
-from typing import Final
+from typing import Final, NamedTuple
 
 from aiohttp import web
 
@@ -53,6 +53,16 @@ ONE_ENGINE_ONLY: Final = (headers.GENERATED_TOKENS, headers.SUSPECT)
 and a request that may make engines fail."""
 
 
+class NamedPeers(NamedTuple):
+    """The replicas that a router names beside the one that it chose.
+
+    `readers` could read the prompt; the first is the chosen one. `holders` may have its prefix.
+    """
+
+    readers: Sequence[PeerReplica]
+    holders: KvHolders | None
+
+
 class DecodeLegs:
     """Opens the prefill legs of the requests at this node's decode replicas."""
 
@@ -79,27 +89,8 @@ class DecodeLegs:
         Return None if the prompt is read here. `sent_on` are the request's headers that go to a
         prefill replica.
         """
-        named = named_replicas(request.headers, replica.spec.replica_id)
-        replicas = headers.parse_peer_replicas(named.get(headers.PREFILL_REPLICAS, ""))
-        handshake = engine.handshake
-        needs_prefill = handshake is not None and handshake.needs_prefill
-        holders = parse_holders(
-            named.get(kv_sharing.KV_HOLDERS, ""), named.get(kv_sharing.KV_STORE, "")
-        )
-        is_alone = any(name in request.headers for name in ONE_ENGINE_ONLY) and not needs_prefill
-        if is_alone or not (engine.sends_kv or handshake is not None):
-            return None
-        if kv_transfer.LEG in request.headers or request.path not in GENERATION_PATHS:
-            return None
-        if handshake is not None:
-            holders = None
-        elif holders is None and uses_kv_store(replica.spec.engine):
-            holders = _only_store(request, replica.spec.replica_id)
-        if len(replicas) > 1 and is_too_short(replicas[0]) and not needs_prefill:
-            metrics.PREFILL_LEGS.labels(LegChoice.SHORT).inc()
-            current_span().set(names.PREFILL_OUTCOME, LegChoice.SHORT.value)
-            replicas = []
-        if len(replicas) < 2 and holders is None and not needs_prefill:
+        others = _named_peers(request, replica, engine)
+        if others is None:
             return None
         own, admission = replica.spec.replica_id, replica.admission
 
@@ -112,7 +103,7 @@ class DecodeLegs:
             reservation.set_prefill_elsewhere(replica_id != own)
             await announce_prefill(request, replica_id)
 
-        if len(self._rates) > 2 * len(replicas) + 64:
+        if len(self._rates) > 2 * len(others.readers) + 64:
             # Replicas come and go.
             self._rates.clear()
             self._decoding.clear()
@@ -122,17 +113,17 @@ class DecodeLegs:
             path=request.path,
             body=body,
             sent={name: request.headers[name] for name in sent_on if name in request.headers},
-            replicas=replicas or [PeerReplica(own, NodeId(""), "", 0, 0, 0)],
+            replicas=others.readers or [PeerReplica(own, NodeId(""), "", 0, 0, 0)],
             load=load,
             announce=announce,
-            holders=holders,
+            holders=others.holders,
             deadline_s=_deadline_s(request),
             lease_window=lambda source: self._windows.lease(source, replica),
             set_waiting=reservation.set_prefill_elsewhere,
         )
         rate = self._rates.setdefault(own, TransferRate())
-        if handshake is not None:
-            return HandshakeLeg(handshake, self._peers, rate, leg_request, monotonic)
+        if engine.handshake is not None:
+            return HandshakeLeg(engine.handshake, self._peers, rate, leg_request, monotonic)
         fetcher = self._fetcher(request, replica, engine)
         return PrefillLeg(engine.http, self._peers, rate, leg_request, monotonic, fetcher)
 
@@ -171,6 +162,35 @@ class DecodeLegs:
 
 def _kv_user(request: web.Request, replica: ManagedReplica) -> KvUser:
     return KvUser(replica.spec.deployment_id, request.headers.get(headers.CACHE_SALT, ""))
+
+
+def _named_peers(
+    request: web.Request, replica: ManagedReplica, engine: EngineProcess
+) -> NamedPeers | None:
+    """Return the replicas that may help with the prompt; None if it is read here alone."""
+    handshake = engine.handshake
+    needs_prefill = handshake is not None and handshake.needs_prefill
+    is_alone = any(name in request.headers for name in ONE_ENGINE_ONLY) and not needs_prefill
+    if is_alone or not (engine.sends_kv or handshake is not None):
+        return None
+    if kv_transfer.LEG in request.headers or request.path not in GENERATION_PATHS:
+        return None
+    own = replica.spec.replica_id
+    named = named_replicas(request.headers, own)
+    holders = None
+    if handshake is None:
+        sent, store = named.get(kv_sharing.KV_HOLDERS, ""), named.get(kv_sharing.KV_STORE, "")
+        holders = parse_holders(sent, store)
+        if holders is None and uses_kv_store(replica.spec.engine):
+            holders = _only_store(request, own)
+    readers = headers.parse_peer_replicas(named.get(headers.PREFILL_REPLICAS, ""))
+    if len(readers) > 1 and is_too_short(readers[0]) and not needs_prefill:
+        metrics.PREFILL_LEGS.labels(LegChoice.SHORT).inc()
+        current_span().set(names.PREFILL_OUTCOME, LegChoice.SHORT.value)
+        readers = []
+    if len(readers) < 2 and holders is None and not needs_prefill:
+        return None
+    return NamedPeers(readers, holders)
 
 
 def _only_store(request: web.Request, own: ReplicaId) -> KvHolders | None:

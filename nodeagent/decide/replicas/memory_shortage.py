@@ -36,7 +36,7 @@ class ReplicaMemory(NamedTuple):
 
 
 def is_short(free_bytes: int, total_bytes: int) -> bool:
-    """Say whether a machine is short of memory."""
+    """Return whether a machine is short of memory."""
     return free_bytes < SHORT_SHARE * total_bytes
 
 

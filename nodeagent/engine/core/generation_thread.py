@@ -9,18 +9,16 @@ Rule 5: once the thread has ended, by an error or because it was stopped, calls 
 threads that wait for them would otherwise keep the process from exiting.
 """
 
-import asyncio
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from torch import Tensor
 
-from isochrone.service.threads import wait_to_completion
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.core.generation import Generation, GenerationDelta, StepOutput
 from nodeagent.engine.core.kv_calls import KvCalls
@@ -69,26 +67,8 @@ _Message = Generation | _PrefetchedGeneration | _Call | int
 Publish = Callable[[list[GenerationDelta]], None]
 Result = TypeVar("Result")
 
-
-SETTLE_S: Final = 10.0
-"""The longest wait for a call that runs: steps and copies take less, unless their thread hangs."""
-
-
 BLOCKED_WAIT_S: Final = 0.05
 """How long the thread waits for a message if no waiting sequence fits: deadlines may pass."""
-
-
-async def settled(call: Future[Result]) -> Result:
-    """Wait for a call of the step thread, also if the caller is cancelled while it runs.
-
-    After that the call reads and writes nothing.
-    """
-    try:
-        return await asyncio.wrap_future(call)
-    except asyncio.CancelledError:
-        if call.running():
-            await wait_to_completion(asyncio.to_thread(wait, [call], SETTLE_S))
-        raise
 
 
 class GenerationThread(StepThread):

@@ -47,7 +47,7 @@ class MooncakeClient:
             raise StoreLost(f"Mooncake's setup failed with {code}")
 
     def exist(self, names: Sequence[str]) -> list[bool]:
-        """Say which objects exist. Raises StoreLost."""
+        """Return which objects exist. Raises StoreLost."""
         found = self._store.batch_is_exist(list(names))
         if any(code < 0 for code in found):
             raise StoreLost("the master did not answer")

@@ -40,7 +40,7 @@ class StoreClient(Protocol):
     """The store of the PoP, by names of objects. Each call may block for seconds."""
 
     def exist(self, names: Sequence[str]) -> list[bool]:
-        """Say which objects exist. Raises StoreLost."""
+        """Return which objects exist. Raises StoreLost."""
         ...
 
     def get(self, names: Sequence[str], places: Sequence[Tensor]) -> list[bool]:

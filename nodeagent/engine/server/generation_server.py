@@ -13,6 +13,7 @@ from typing import Final
 
 from aiohttp import web
 
+from isochrone.service.network.http_server import json_response
 from isochrone.wire.engines.engine import EngineConfig
 from isochrone.wire.engines.engine_times import ENGINE_TIMES, format_times
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
@@ -26,7 +27,7 @@ from nodeagent.engine.kvcache.tier_setup import open_store
 from nodeagent.engine.loading import LoadedEngine
 from nodeagent.engine.scheduler.sequence import FinishReason
 from nodeagent.engine.server.adapters import AdapterRegistry
-from nodeagent.engine.server.http_routes import ModelServer, json_response
+from nodeagent.engine.server.http_routes import ModelServer
 from nodeagent.engine.server.kv.kv_reading import SHARED_BYTES_MAX
 from nodeagent.engine.server.kv.kv_receiving import KvReceiver
 from nodeagent.engine.server.kv.kv_sending import KvSender
@@ -179,7 +180,7 @@ class GenerationServer(ModelServer):
         return json_response({"is_sleeping": False, "wake_s": self.sleep.wake_s})
 
     async def is_sleeping(self, request: web.Request) -> web.Response:
-        """Say whether the model is dropped."""
+        """Return whether the model is dropped."""
         return json_response({"is_sleeping": self.sleep.is_dropped})
 
     async def load_adapter(self, request: web.Request) -> web.Response:

@@ -17,7 +17,12 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from isochrone.service.metrics import metrics_handler
-from isochrone.service.network.http_server import error_middleware, error_response, read_body
+from isochrone.service.network.http_server import (
+    error_middleware,
+    error_response,
+    json_response,
+    read_body,
+)
 from isochrone.wire.engines.engine import EngineConfig, EngineHealth
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.http.headers import REQUEST_ID
@@ -147,13 +152,6 @@ async def assign_request_id(request: web.Request, handler: Handler) -> web.Strea
     if not response.prepared:
         response.headers[REQUEST_ID] = request[REQUEST_ID]
     return response
-
-
-def json_response(body: Any, status: int = 200) -> web.Response:
-    """Return a response with `body` as JSON."""
-    return web.Response(
-        body=msgspec.json.encode(body), status=status, content_type="application/json"
-    )
 
 
 def openai_error_response(error: ApiError) -> web.Response:

@@ -45,5 +45,5 @@ def wait_for_order() -> StandbyOrder | None:
     os.close(log)
     os.close(null)
     if order.rules:
-        restrict(open_ruleset(order.rules, forbids_signals=True))
+        restrict(open_ruleset(order.rules))
     return order if os.getppid() == order.agent else None

@@ -78,10 +78,6 @@ class Constraint:
             self._matcher.rollback(consumed)
         return draft, forced
 
-    def count_allowed(self, tokens: list[int]) -> int:
-        """Return how many of `tokens`, one after the other, the grammar would accept."""
-        return int(self._matcher.validate_tokens(tokens)) if tokens else 0
-
     def _check(self) -> None:
         if self._matcher.is_error():
             raise ConstraintError(

@@ -132,7 +132,7 @@ class KnownHeader:
         self._stamps = self._read_stamps()
 
     def is_current(self) -> bool:
-        """Say whether the files are still those that were read."""
+        """Return whether the files are still those that were read."""
         try:
             return self._read_stamps() == self._stamps
         except OSError:

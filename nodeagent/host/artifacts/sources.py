@@ -92,7 +92,7 @@ def refuse_private(host: str) -> None:
 
 
 def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Say whether an address, and the IPv4 address that it may carry, is public.
+    """Return whether an address, and the IPv4 address that it may carry, is public.
 
     A NAT64 or 6to4 gateway sends packets for such an IPv6 address on to the IPv4 address in it.
     """

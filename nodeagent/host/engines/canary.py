@@ -91,7 +91,7 @@ def tokens_read(answer: bytes) -> int:
 
 
 def has_list(answer: bytes, name: str) -> bool:
-    """Say whether an answer is a JSON object with a list `name` that is not empty."""
+    """Return whether an answer is a JSON object with a list `name` that is not empty."""
     try:
         fields = msgspec.json.decode(answer)
     except (msgspec.DecodeError, UnicodeDecodeError):

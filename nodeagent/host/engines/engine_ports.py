@@ -61,7 +61,7 @@ def _listening_sockets(port: int) -> set[str]:
 
 
 def is_connected_to(port: int, group: int) -> bool:
-    """Say whether a process of a group has an open connection to a port of any host. Blocks."""
+    """Return whether a process of a group has an open connection to a port of any host. Blocks."""
     connections = set()
     for table in ("tcp", "tcp6"):
         with suppress(OSError):

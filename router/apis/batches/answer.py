@@ -18,7 +18,7 @@ from router.dataplane.http_messages import (
     PausableSource,
     ResponseWriter,
 )
-from router.decide.admission.batch_room import PreemptedItem
+from router.decide.admission.batch_capacity import PreemptedItem
 from router.decide.attempt import NoNodeReached
 from router.inference_request import InferenceRequest
 

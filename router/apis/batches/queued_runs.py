@@ -52,27 +52,27 @@ async def answer_queued_run(
     """Queue runs, or return the state of queued ones. Raises ApiError. An inline task."""
     client.require_batches()
     model = model_of(path) or ""
-    given = decode(request.body, _QUEUED)
-    if (given.requests is None) == (given.request_id is None):
+    queued = decode(request.body, _QUEUED)
+    if (queued.requests is None) == (queued.request_id is None):
         reason = "it needs either 'requests' to queue, or the 'request_id' of queued ones"
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use the request body: {reason}")
-    await in_a_task(_answer(client, request, given, model, writer))
+    await in_a_task(_answer(client, request, queued, model, writer))
 
 
 async def _answer(
     client: BatchClient,
     request: HttpRequest,
-    given: QueuedRequests,
+    queued: QueuedRequests,
     model: str,
     writer: ResponseWriter,
 ) -> None:
     key = request.key
     assert key is not None
     query = f"model={quote(model, safe='')}"
-    method, path, body = "GET", f"/ai/queued/{given.request_id}", None
-    if given.requests is not None:
+    method, path, body = "GET", f"/ai/queued/{queued.request_id}", None
+    if queued.requests is not None:
         method, path = "POST", "/ai/queued"
-        lines = [_line(number, run, model) for number, run in enumerate(given.requests)]
+        lines = [_line(number, run, model) for number, run in enumerate(queued.requests)]
         body = b"\n".join(lines)
     header_lines = f"{headers.REQUEST_ID}: {request.client_request_id}\r\n"
     async with client.relay(key, method, path, query=query, body=body) as response:

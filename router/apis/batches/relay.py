@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.errors import ApiError, ErrorCode, method_not_allowed
 from isochrone.wire.http import headers
 from router.batch_client import BatchClient
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
@@ -38,11 +38,7 @@ def check_route(method: str, path: str, named_path: str) -> None:
     for pattern, methods in _ROUTES:
         if pattern.fullmatch(path):
             if method not in methods:
-                raise ApiError(
-                    ErrorCode.METHOD_NOT_ALLOWED,
-                    f"cannot use the method {method} for {named_path}: use {' or '.join(methods)}",
-                    headers={"allow": ", ".join(methods)},
-                )
+                raise method_not_allowed(method, named_path, methods)
             return
     raise ApiError(ErrorCode.NOT_FOUND, f"cannot find {method} {named_path}: there is no such path")
 

@@ -35,7 +35,6 @@ from router.apis.openai.surface import (
     ttft_ms_of,
 )
 from router.dataplane.http_messages import HttpRequest
-from router.decide.caches.prefix_index import NO_KEYS
 from router.inference_request import InferenceRequest
 
 IMAGE_TOKENS: Final = 1056
@@ -101,14 +100,10 @@ def read_media_request(openai: OpenAiSurface, request: HttpRequest, path: str) -
         output_tokens_max=_expected_output(call, route, deployment),
         is_stream=call.is_stream,
         wants_usage=True,
-        session="",
         reject_if_busy=call.rejects_if_busy,
         arrived_s=request.arrived_s,
         started_at=openai.unix_clock(),
         encode_error_event=openai_error_event,
-        build_resume_body=None,
-        determinism="",
-        prefix_keys=NO_KEYS,
         relayed_headers=relayed_headers(request),
         traceparent=traceparent_of(request),
         ttft_ms=ttft_ms_of(request),

@@ -20,7 +20,7 @@ from router.apis.messages.schema import (
 from router.apis.messages.translate import to_chat, to_tokenize
 from router.apis.openai.decode import decode
 from router.apis.openai.surface import OpenAiSurface
-from router.apis.translating_writer import TranslatingWriter
+from router.apis.translating_writer import TranslatingWriter, read_token_count
 from router.dataplane.http_messages import HttpRequest, ResponseWriter
 from router.inference_request import InferenceRequest
 
@@ -113,11 +113,7 @@ def _read_count_request(
 
 def translate_count(body: bytes) -> bytes:
     """Translate an engine's count of tokens. Raises ApiError if there is none."""
-    answer: Any = msgspec.json.decode(body)
-    count = answer.get("count")
-    if not isinstance(count, int):
-        raise ApiError(ErrorCode.UPSTREAM, "cannot answer: the replica did not count the tokens")
-    return msgspec.json.encode({"input_tokens": count})
+    return msgspec.json.encode({"input_tokens": read_token_count(body)})
 
 
 def _request_id_line(request: HttpRequest) -> str:

@@ -12,7 +12,7 @@ import msgspec
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.apis.messages.errors import error_body
 from router.dataplane import sse
-from router.dataplane.chunk import ChunkChoice, ChunkDelta, ToolCallDelta, decode_chunk, tool_calls
+from router.dataplane.chunk import ToolCallDelta, read_output
 
 EVENT: Final = b"event: "
 UNPARSED_INPUT: Final = "unparsed"
@@ -109,23 +109,18 @@ class MessageEvents:
 
     def _read_chunk(self, data: bytes) -> bytes | None:
         """Return the events of a chunk's data; None if it is not a chunk."""
-        chunk = decode_chunk(data)
-        if chunk is None:
+        part = read_output(data)
+        if part is None:
             return None
-        choice = chunk.choices[0] if chunk.choices else ChunkChoice()
-        delta = choice.delta or choice.message or ChunkDelta()
-        calls = tool_calls(choice)
-        if calls is None:
-            return None
-        self._usage = chunk.usage or self._usage
-        self._finish_reason = choice.finish_reason or self._finish_reason
-        if isinstance(choice.stop_reason, str):
-            self._stop_sequence = choice.stop_reason
-        events = self._add_text("thinking", delta.reasoning_content)
-        events += self._add_text("text", delta.content)
-        return events + b"".join([self._add_call(call) for call in calls])
+        self._usage = part.usage or self._usage
+        self._finish_reason = part.finish_reason or self._finish_reason
+        if isinstance(part.stop_reason, str):
+            self._stop_sequence = part.stop_reason
+        events = self._add_text("thinking", part.reasoning)
+        events += self._add_text("text", part.text)
+        return events + b"".join([self._add_call(call) for call in part.calls])
 
-    def _add_text(self, kind: str, text: str | None) -> bytes:
+    def _add_text(self, kind: str, text: str) -> bytes:
         if not text:
             return b""
         events = b""

@@ -9,7 +9,12 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from isochrone.service.network.http_server import Handler, error_middleware, error_response
+from isochrone.service.network.http_server import (
+    Handler,
+    error_middleware,
+    error_response,
+    json_response,
+)
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.http import headers
 from isochrone.wire.peers.routes import DeploymentEntry, KeyEntry
@@ -166,10 +171,3 @@ def model_body(entry: DeploymentEntry) -> dict[str, Any]:
             "output_per_million": price.output_per_million,
         },
     }
-
-
-def json_response(body: object, status: int = 200) -> web.Response:
-    """Return a JSON response."""
-    return web.Response(
-        status=status, body=msgspec.json.encode(body), content_type="application/json"
-    )

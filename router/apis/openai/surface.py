@@ -245,19 +245,9 @@ class OpenAiSurface:
             deployment=deployment,
             path=TOKENIZE_PATH,
             body=body,
-            text_bytes=0,
-            answer_count=1,
-            output_tokens_max=1,
-            is_stream=False,
-            wants_usage=False,
-            session="",
-            reject_if_busy=False,
             arrived_s=request.arrived_s,
             started_at=self.unix_clock(),
             encode_error_event=openai_error_event,
-            build_resume_body=None,
-            determinism="",
-            prefix_keys=NO_KEYS,
         )
 
     def _check_images(self, request: ChatRequest, taken: Sequence[memoryview] = ()) -> None:

@@ -35,11 +35,15 @@ def read_responses_request(
     response_id = f"resp_{request.request_id}"
     events = ResponseEvents(new_response(responses_request, response_id, int(openai.unix_clock())))
     inference = openai.read_translated(request, to_chat(responses_request), events.failed, "input")
-    translating = TranslatingWriter(
+    return inference, responses_writer(writer, events)
+
+
+def responses_writer(writer: ResponseWriter, events: ResponseEvents) -> ResponseWriter:
+    """Return a writer that writes to `writer` what `events` makes of a chat completion."""
+    return TranslatingWriter(
         writer,
         translate_frame=events.translate_frame,
         translate_body=events.translate_body,
         # A refusal is in OpenAI's format already.
         translate_refusal=bytes,
     )
-    return inference, translating

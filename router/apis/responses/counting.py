@@ -1,11 +1,10 @@
 """`POST /v1/responses/input_tokens`: how many tokens the input of a response has."""
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
-from isochrone.wire.errors import ApiError, ErrorCode
 from router.apis.openai.decode import decode
 from router.apis.openai.schema import ModelField
 from router.apis.openai.surface import OpenAiSurface
@@ -19,7 +18,7 @@ from router.apis.responses.translate import (
     TextSettings,
     to_chat,
 )
-from router.apis.translating_writer import TranslatingWriter
+from router.apis.translating_writer import TranslatingWriter, read_token_count
 from router.dataplane.http_messages import HttpRequest, ResponseWriter
 from router.inference_request import InferenceRequest
 
@@ -73,8 +72,5 @@ def read_input_tokens_request(
 
 def translate_input_tokens(body: bytes) -> bytes:
     """Translate an engine's count of tokens. Raises ApiError if there is none."""
-    answer: Any = msgspec.json.decode(body)
-    count = answer.get("count")
-    if not isinstance(count, int):
-        raise ApiError(ErrorCode.UPSTREAM, "cannot answer: the replica did not count the tokens")
+    count = read_token_count(body)
     return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": count})

@@ -14,7 +14,7 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from router.apis.responses.tools import CalledName, called_names
 from router.apis.responses.translate import ReasoningSettings, ResponsesRequest, TextFormat
 from router.dataplane import sse
-from router.dataplane.chunk import ChunkChoice, ChunkDelta, ToolCallDelta, decode_chunk, tool_calls
+from router.dataplane.chunk import ToolCallDelta, read_output
 
 EVENT: Final = b"event: "
 IN_PROGRESS: Final = "in_progress"
@@ -164,21 +164,16 @@ class ResponseEvents:
 
     def _read_chunk(self, data: bytes) -> bytes | None:
         """Return the events of a chunk's data; None if it is not a chunk."""
-        chunk = decode_chunk(data)
-        if chunk is None:
+        part = read_output(data)
+        if part is None:
             return None
-        choice = chunk.choices[0] if chunk.choices else ChunkChoice()
-        delta = choice.delta or choice.message or ChunkDelta()
-        calls = tool_calls(choice)
-        if calls is None:
-            return None
-        self._usage = chunk.usage or self._usage
-        self._finish_reason = choice.finish_reason or self._finish_reason
-        events = self._add_text("reasoning_text", delta.reasoning_text)
-        events += self._add_text("output_text", delta.content)
-        return events + b"".join([self._add_call(call) for call in calls])
+        self._usage = part.usage or self._usage
+        self._finish_reason = part.finish_reason or self._finish_reason
+        events = self._add_text("reasoning_text", part.reasoning)
+        events += self._add_text("output_text", part.text)
+        return events + b"".join([self._add_call(call) for call in part.calls])
 
-    def _add_text(self, kind: str, text: str | None) -> bytes:
+    def _add_text(self, kind: str, text: str) -> bytes:
         if not text:
             return b""
         events = b""

@@ -21,11 +21,11 @@ from isochrone.wire.peers import responses as wire
 from router.apis.batches.relay import in_a_task
 from router.apis.openai.decode import decode
 from router.apis.openai.surface import OpenAiSurface
+from router.apis.responses.adapter import responses_writer
 from router.apis.responses.events import ResponseEvents, new_response
 from router.apis.responses.finishing_writer import FinishingWriter
 from router.apis.responses.items import input_of, parse_items
 from router.apis.responses.translate import RESPONSES_REQUEST, ResponsesRequest, to_chat
-from router.apis.translating_writer import TranslatingWriter
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
 from router.inference_request import InferenceRequest
 from router.recording.metrics import Metrics
@@ -116,7 +116,7 @@ class StoredResponses:
         events = ResponseEvents(response)
         inference = self._openai.read_translated(request, to_chat(whole), events.failed, "input")
         if not is_stored:
-            await self._serve(inference, _translating(writer, events))
+            await self._serve(inference, responses_writer(writer, events))
         else:
             await self._answer(ref, inference, events, writer)
         return None
@@ -162,7 +162,7 @@ class StoredResponses:
         holding = FinishingWriter(writer, lambda: events.final is not None)
         outcome = "cancelled"
         try:
-            await self._serve(inference, _translating(holding, events))
+            await self._serve(inference, responses_writer(holding, events))
             if holding.is_refused or events.final is None:
                 message = "cannot answer: the replica refused the request"
                 events.failed(ApiError(ErrorCode.INVALID_REQUEST, message))
@@ -231,22 +231,12 @@ def read_background(
     )
     events = ResponseEvents({**msgspec.json.decode(leased.body), "status": "in_progress"})
     inference = openai.read_translated(request, to_chat(whole), events.failed, "input")
-    return inference, _translating(writer, events), events
+    return inference, responses_writer(writer, events), events
 
 
 async def _result_of(task: asyncio.Task[bool]) -> bool:
     """Return a task's result; it goes on if this is cancelled."""
     return await asyncio.shield(task)
-
-
-def _translating(writer: ResponseWriter, events: ResponseEvents) -> ResponseWriter:
-    return TranslatingWriter(
-        writer,
-        translate_frame=events.translate_frame,
-        translate_body=events.translate_body,
-        # A refusal is in OpenAI's format already.
-        translate_refusal=bytes,
-    )
 
 
 def _has_state(given: ResponsesRequest) -> bool:

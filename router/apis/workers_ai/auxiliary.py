@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 import msgspec
 from aiohttp import web
 
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.errors import ApiError, method_not_allowed
 from isochrone.wire.http.invalid_field import invalid_field
 from isochrone.wire.peers.routes import DeploymentEntry, KeyEntry
 from router.apis.openai.auxiliary import key_of
@@ -80,11 +80,7 @@ class EnvelopeRoutes:
         async def handle(request: web.Request) -> web.Response:
             try:
                 if request.method != method:
-                    raise ApiError(
-                        ErrorCode.METHOD_NOT_ALLOWED,
-                        f"cannot use the method {request.method} for {path}: use {method}",
-                        headers={"allow": method},
-                    )
+                    raise method_not_allowed(request.method, path, (method,))
                 reply = await answer(request, key_of(self._surface, request))
                 body = msgspec.json.encode(reply.body)
                 return web.Response(body=body, content_type="application/json")

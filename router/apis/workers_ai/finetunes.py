@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.errors import ApiError, ErrorCode, method_not_allowed
 from isochrone.wire.http import headers
 from router.apis.batches.relay import body_of, content_type_of, in_a_task
 from router.apis.openai.decode import decode
@@ -46,11 +46,7 @@ async def relay_finetunes(
     method = request.method.decode()
     allowed = _allowed(path)
     if method not in allowed:
-        raise ApiError(
-            ErrorCode.METHOD_NOT_ALLOWED,
-            f"cannot use the method {method} for {request.named_path}: use {' or '.join(allowed)}",
-            headers={"allow": ", ".join(allowed)},
-        )
+        raise method_not_allowed(method, request.named_path, allowed)
     if not client.access.has_batches:
         raise ApiError(
             ErrorCode.UNAVAILABLE,

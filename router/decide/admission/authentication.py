@@ -57,7 +57,7 @@ class AuthenticationCache:
 
 
 def may_use(entry: KeyEntry, deployment: DeploymentEntry) -> bool:
-    """Say whether the key may use a deployment. Keys name deployments by their ids."""
+    """Return whether the key may use a deployment. Keys name deployments by their ids."""
     return not entry.deployments or deployment.deployment_id in entry.deployments
 
 

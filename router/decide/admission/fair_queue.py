@@ -196,7 +196,7 @@ class FairQueue(Generic[T]):
         self._get_or_create_lane(name).drain.record_full(now_s)
 
     def has_lane(self, name: str) -> bool:
-        """Say whether the lane was full recently."""
+        """Return whether the lane was full recently."""
         return name in self._lanes
 
     def note_started(self, ticket: T, now_s: float) -> None:

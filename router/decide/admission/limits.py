@@ -127,7 +127,7 @@ class _KeyUsage:
         self.day_tokens_max = math.inf
         self.day_spend = 0.0
         self.day_spend_max = math.inf
-        self.untold_requests = self.untold_tokens = 0
+        self.unshared_requests = self.unshared_tokens = 0
         """Drawn here, and not reported to other routers yet."""
 
     def set_limits(self, limits: KeyLimits, processes: int, now_s: float) -> None:
@@ -154,14 +154,14 @@ class _KeyUsage:
         self.day_tokens, self.day_spend = 0, 0.0
 
     def is_quota_spent(self) -> bool:
-        """Say whether a quota is used up.
+        """Return whether a quota is used up.
 
         Any remainder admits one more request: how much it takes is known only when it ends.
         """
         return self.day_tokens >= self.day_tokens_max or self.day_spend >= self.day_spend_max
 
     def can_admit(self, tokens: int, spent_until: float, now_s: float, unix_s: float) -> bool:
-        """Say whether a request of this many tokens may be admitted now."""
+        """Return whether a request of this many tokens may be admitted now."""
         requests, meter = self.requests, self.tokens
         return not (
             (requests is not None and requests.full_at_after(1, now_s) < 0)
@@ -222,7 +222,7 @@ class AdmittedRequest:
         usage.concurrent -= 1
         if self._token_meter is not None:
             self._token_meter.settle(used_tokens - self._estimate_tokens, now_s)
-            usage.untold_tokens += used_tokens - self._estimate_tokens
+            usage.unshared_tokens += used_tokens - self._estimate_tokens
         if usage.day_ends_s == self._day_ends_s:
             usage.day_tokens -= self._estimate_tokens
             usage.day_spend -= self._estimate_spend
@@ -238,7 +238,7 @@ class KeyLimiter:
         self._processes = processes
         self._usages: dict[KeyId, _KeyUsage] = {}
         self._drawn: dict[KeyId, _KeyUsage] = {}
-        """The keys from whose rates was drawn since the last `take_untold`."""
+        """The keys from whose rates was drawn since the last `take_unshared`."""
 
     def __len__(self) -> int:
         """Return how many keys have state here."""
@@ -292,11 +292,11 @@ class KeyLimiter:
         """Draw an admitted request from a key's limits or a tenant's budget."""
         if usage.requests is not None:
             usage.requests.settle(1, now_s)
-            usage.untold_requests += 1
+            usage.unshared_requests += 1
             self._drawn[key.key_id] = usage
         if usage.tokens is not None:
             usage.tokens.settle(tokens, now_s)
-            usage.untold_tokens += tokens
+            usage.unshared_tokens += tokens
             self._drawn[key.key_id] = usage
         usage.concurrent += 1
         usage.day_tokens += tokens
@@ -314,13 +314,13 @@ class KeyLimiter:
             usage.begin_day(unix_s)
         return usage
 
-    def take_untold(self) -> list[KeyUse]:
+    def take_unshared(self) -> list[KeyUse]:
         """Return what was drawn from rates and not returned by this before."""
         rows: list[KeyUse] = []
         for key_id, usage in list(self._drawn.items()):
-            if usage.untold_requests or usage.untold_tokens:
-                rows.append(KeyUse(key_id, usage.untold_requests, usage.untold_tokens))
-                usage.untold_requests = usage.untold_tokens = 0
+            if usage.unshared_requests or usage.unshared_tokens:
+                rows.append(KeyUse(key_id, usage.unshared_requests, usage.unshared_tokens))
+                usage.unshared_requests = usage.unshared_tokens = 0
             if not usage.concurrent:
                 del self._drawn[key_id]
         return rows

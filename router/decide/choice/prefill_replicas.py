@@ -19,6 +19,7 @@ from isochrone.wire.peers.assignment import Role
 from isochrone.wire.peers.routes import Route
 from router.decide.caches.prefix_index import NO_KEYS, PrefixIndex, PrefixKeys, SentPrompt
 from router.decide.choice.handoff import HANDOFF_MS_MIN
+from router.decide.choice.peer_replicas import peer_of_ranked, peer_of_route
 from router.decide.choice.ranking import RankedRoutes
 from router.decide.choice.route_query import RouteQuery
 from router.decide.replicas.latency import prefill_ms
@@ -142,19 +143,11 @@ class PrefillReplicas:
             queued = _queued_tokens(ledger, route, now_s)
             cached = matches.share_at(self.table.slots[route.replica_id])
             uncached = max(1, round(prompt_tokens * (1 - cached)))
-            peers.append(((queued + uncached) * token_ms, _peer(route, uncached, token_ms)))
+            peers.append(((queued + uncached) * token_ms, peer_of_route(route, uncached, token_ms)))
         if not peers:
             return []
         peers.sort(key=_first)
-        first = PeerReplica(
-            here.replica_id,
-            here.node_id,
-            here.address,
-            target.pending_prefill_tokens,
-            round(target.prefill_ms),
-            round(1000 * target.ms_per_token),
-        )
-        return [first, *[peer for _, peer in peers[: PEER_REPLICAS_MAX - 1]]]
+        return [peer_of_ranked(target), *[peer for _, peer in peers[: PEER_REPLICAS_MAX - 1]]]
 
 
 def has_lost_all(routes: RankedRoutes, snapshot: RoutingSnapshot) -> bool:
@@ -188,14 +181,3 @@ def _queued_tokens(ledger: InFlightLedger, route: Route, now_s: float) -> float:
 
 def _first(candidate: tuple[float, PeerReplica]) -> float:
     return candidate[0]
-
-
-def _peer(route: Route, uncached_tokens: int, token_ms: float) -> PeerReplica:
-    return PeerReplica(
-        route.replica_id,
-        route.node_id,
-        route.address,
-        uncached_tokens,
-        round(uncached_tokens * token_ms),
-        max(1, round(1000 * token_ms)),
-    )

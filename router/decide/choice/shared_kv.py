@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import PopId, ReplicaId
-from isochrone.wire.peers.routes import Route
 from router.decide.caches.affinity import hash64, rendezvous_winner
 from router.decide.caches.prefix_index import (
     NO_MATCHES,
@@ -22,6 +21,7 @@ from router.decide.caches.prefix_index import (
     PrefixMatches,
     slots_of,
 )
+from router.decide.choice.peer_replicas import peer_of_route
 from router.decide.replicas.ranked_route import RankedRoute
 from router.decide.replicas.replica_table import ReplicaTable
 
@@ -159,11 +159,11 @@ def shared_kv_peers(
         chosen = [*chosen[: HOLDERS_MAX - 1], store]
     if not chosen:
         return NO_SHARED_KV_PEERS
-    peers = [_peer(here, prompt_tokens, target.ms_per_token)]
+    peers = [peer_of_route(here, prompt_tokens, target.ms_per_token)]
     for slot in chosen:
         route = table.routes[slot]
         assert route is not None
-        peers.append(_peer(route, prompt_tokens, table.estimates[slot].ms_per_token))
+        peers.append(peer_of_route(route, prompt_tokens, table.estimates[slot].ms_per_token))
     kept = table.routes[store] if store >= 0 else None
     held_share = holders[0][0] if holders else 0.0
     return SharedKvPeers(peers, kept.replica_id if kept is not None else "", own_share, held_share)
@@ -172,14 +172,3 @@ def shared_kv_peers(
 def _stable_key(keys: PrefixKeys) -> int:
     """Return a key that does not change as a conversation grows; 0 for a short prompt."""
     return keys.keys[STABLE_KEY] if len(keys.keys) > STABLE_KEY else 0
-
-
-def _peer(route: Route, prompt_tokens: int, token_ms: float) -> PeerReplica:
-    return PeerReplica(
-        route.replica_id,
-        route.node_id,
-        route.address,
-        prompt_tokens,
-        round(prompt_tokens * token_ms),
-        max(1, round(1000 * token_ms)),
-    )

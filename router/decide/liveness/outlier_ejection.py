@@ -59,7 +59,7 @@ class HealthRecord:
 
     @property
     def is_ejected(self) -> bool:
-        """Say whether the replica is ejected, and not half-open."""
+        """Return whether the replica is ejected, and not half-open."""
         return self.until_s > 0 and not self.is_half_open
 
 

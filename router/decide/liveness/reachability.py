@@ -81,7 +81,7 @@ class NodeReachability:
             self._disowned.discard(replica_id)
 
     def is_disowned(self, replica_id: ReplicaId) -> bool:
-        """Say whether the replica's node has said that it no longer serves it."""
+        """Return whether the replica's node has said that it no longer serves it."""
         return replica_id in self._disowned
 
     def answering_test(

@@ -54,5 +54,5 @@ class SlowStart:
 
 
 def is_held_back(replica_id: ReplicaId, share: float, subject: str) -> bool:
-    """Say whether a session or request may not go to a replica that takes this share."""
+    """Return whether a session or request may not go to a replica that takes this share."""
     return hash64(f"{subject}/{replica_id}") >= share * 2**64

@@ -6,7 +6,7 @@ import msgspec
 
 from isochrone.service.trust.identity import format_join_token
 from isochrone.wire.admin import JoinTokenBody, JoinTokenView, RevocationBody, RevocationView
-from isochrone.wire.client_keys.keys import base62, secret_sha256
+from isochrone.wire.client_keys.keys import encode_secret, secret_sha256
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import PopId
 from scheduler.api.admin.endpoint import AdminRequest, Page, new_id
@@ -17,7 +17,7 @@ async def create_join_token(request: AdminRequest) -> JoinTokenView:
     """Create a join token for one or several uses; its text is shown only in this response."""
     body: JoinTokenBody = request.body
     token_id = new_id()
-    secret = base62(int.from_bytes(secrets.token_bytes(32)), 43)
+    secret = encode_secret(secrets.token_bytes(32))
     created = await identities.add_join_token(
         request.connection,
         token_id=token_id,

@@ -94,17 +94,17 @@ async def get_rollout(request: AdminRequest) -> RolloutView:
 
 async def pause_rollout(request: AdminRequest) -> RolloutView:
     """Pause a rollout at its step. A regression still reverts it."""
-    return await _apply(request, RolloutEvent.PAUSE_ASKED)
+    return await _apply(request, RolloutEvent.PAUSE)
 
 
 async def resume_rollout(request: AdminRequest) -> RolloutView:
     """Resume a rollout. The minimum time of its step starts again."""
-    return await _apply(request, RolloutEvent.RESUME_ASKED)
+    return await _apply(request, RolloutEvent.RESUME)
 
 
 async def abort_rollout(request: AdminRequest) -> RolloutView:
     """Abort a rollout: all requests go to the old version."""
-    return await _apply(request, RolloutEvent.ABORT_ASKED)
+    return await _apply(request, RolloutEvent.ABORT)
 
 
 ROLLOUT_ENDPOINTS: Final = (

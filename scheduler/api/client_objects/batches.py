@@ -6,7 +6,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
-from isochrone.service.network.http_server import read_body
+from isochrone.service.network.http_server import json_response, read_body
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http.invalid_field import decode_public
 from isochrone.wire.http.public_bodies import CreateBatch
@@ -70,7 +70,7 @@ class BatchEndpoints:
                 metadata=given.metadata or {},
                 expires_after_s=WINDOW_S,
             )
-        return web.json_response(batch_body(batch))
+        return json_response(batch_body(batch))
 
     async def list(self, request: web.Request, tenant_id: str) -> web.Response:
         """List a tenant's batches, the newest first."""
@@ -81,13 +81,13 @@ class BatchEndpoints:
             )
             if not batches and (after := request.query.get("after")):
                 require_after(await read_batch(connection, after, tenant_id=tenant_id), after)
-        return web.json_response(list_body([batch_body(batch) for batch in batches], limit))
+        return json_response(list_body([batch_body(batch) for batch in batches], limit))
 
     async def show(self, request: web.Request, tenant_id: str) -> web.Response:
         """Return a batch."""
         async with using(self._pool) as connection:
             batch = await read_batch(connection, _batch_id(request), tenant_id=tenant_id)
-        return web.json_response(batch_body(_found(batch, request)))
+        return json_response(batch_body(_found(batch, request)))
 
     async def cancel(self, request: web.Request, tenant_id: str) -> web.Response:
         """Let a batch begin no further items. A batch that has ended is refused."""
@@ -102,7 +102,7 @@ class BatchEndpoints:
                 )
             await cancel_batch(connection, batch_id)
             batch = _found(await read_batch(connection, batch_id), request)
-        return web.json_response(batch_body(batch))
+        return json_response(batch_body(batch))
 
 
 async def check_unanswered(connection: Connection, tenant_id: str, limits: BatchLimits) -> None:

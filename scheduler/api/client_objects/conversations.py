@@ -6,7 +6,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
-from isochrone.service.network.http_server import read_body
+from isochrone.service.network.http_server import json_response, read_body
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http.invalid_field import decode_public
 from isochrone.wire.http.public_bodies import AddItems, CreateConversation, UpdateConversation
@@ -57,13 +57,13 @@ class ConversationEndpoints:
             )
             conversation = await self._locked(connection, conversation_id, tenant_id)
             await self._add(connection, conversation, given.items or [])
-        return web.json_response(_body(conversation))
+        return json_response(_body(conversation))
 
     async def show(self, request: web.Request, tenant_id: str) -> web.Response:
         """Return a conversation."""
         async with using(self._pool) as connection:
             found = await read_conversation(connection, _id(request), tenant_id)
-        return web.json_response(_body(_found(found, _id(request))))
+        return json_response(_body(_found(found, _id(request))))
 
     async def update(self, request: web.Request, tenant_id: str) -> web.Response:
         """Replace a conversation's metadata."""
@@ -72,7 +72,7 @@ class ConversationEndpoints:
             await self._locked(connection, _id(request), tenant_id)
             await set_metadata(connection, _id(request), given.metadata or {})
             conversation = await self._locked(connection, _id(request), tenant_id)
-        return web.json_response(_body(conversation))
+        return json_response(_body(conversation))
 
     async def delete(self, request: web.Request, tenant_id: str) -> web.Response:
         """Delete a conversation with its items; responses stay."""
@@ -80,7 +80,7 @@ class ConversationEndpoints:
             if not await delete_conversation(connection, _id(request), tenant_id):
                 raise _not_found(_id(request))
         deleted = {"id": _id(request), "object": "conversation.deleted", "deleted": True}
-        return web.json_response(deleted)
+        return json_response(deleted)
 
     async def list_items(self, request: web.Request, tenant_id: str) -> web.Response:
         """List items, the newest first by default."""
@@ -125,7 +125,7 @@ class ConversationEndpoints:
             conversation = await self._locked(connection, _id(request), tenant_id)
             if not await delete_item(connection, _id(request), item_id):
                 raise _item_not_found(item_id)
-        return web.json_response(_body(conversation))
+        return json_response(_body(conversation))
 
     async def _read(self, request: web.Request, kind: type[Any]) -> Any:
         """Return the decoded body. Raises ApiError 400."""

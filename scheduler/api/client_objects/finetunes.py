@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from isochrone.service.network.http_server import FORM_ERRORS, read_body
+from isochrone.service.network.http_server import FORM_ERRORS, json_response, read_body
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http.invalid_field import decode_public
 from isochrone.wire.http.public_bodies import NewFinetune
@@ -168,7 +168,7 @@ def _time(unix_s: float) -> str:
 
 
 def _answer(result: Any) -> web.Response:
-    return web.json_response({"result": result, "success": True, "errors": [], "messages": []})
+    return json_response({"result": result, "success": True, "errors": [], "messages": []})
 
 
 def _invalid(reason: str) -> ApiError:

@@ -6,6 +6,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
+from isochrone.service.network.http_server import json_response
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers.responses import (
     MESSAGE_BYTES_MAX,
@@ -64,27 +65,27 @@ class ResponseWork:
 
     async def begin(self, body: bytes) -> BegunResponse:
         """Store a response before it is answered, and return what it builds on."""
-        given = _BEGIN.decode(body)
-        lease_id = "" if given.run else secrets.token_hex(8)
+        begin = _BEGIN.decode(body)
+        lease_id = "" if begin.run else secrets.token_hex(8)
         async with transaction(self._pool) as connection:
-            context_items = await self._context(connection, given)
-            new_bytes = len(context_items) + len(given.input_items)
-            self._check_context(given, new_bytes)
-            if not given.is_stored:
+            context_items = await self._context(connection, begin)
+            new_bytes = len(context_items) + len(begin.input_items)
+            self._check_context(begin, new_bytes)
+            if not begin.is_stored:
                 return BegunResponse(context_items=context_items)
-            new_bytes += len(given.body) + len(given.run)
-            await check_storage(connection, given.tenant_id, new_bytes, self._limits)
+            new_bytes += len(begin.body) + len(begin.run)
+            await check_storage(connection, begin.tenant_id, new_bytes, self._limits)
             # A router that repeats the message got no answer: it begins with another id.
-            if not await add_response(connection, given, context_items, lease_id, self._limits):
+            if not await add_response(connection, begin, context_items, lease_id, self._limits):
                 raise ApiError(
-                    ErrorCode.CONFLICT, f"cannot store {given.response_id}: it is stored already"
+                    ErrorCode.CONFLICT, f"cannot store {begin.response_id}: it is stored already"
                 )
         return BegunResponse(context_items=context_items, lease_id=lease_id)
 
     async def finish(self, body: bytes) -> FinishedResponse:
         """Store how a response ended, unless it had ended before."""
-        given = _FINISH.decode(body)
-        ref = given.ref
+        finish = _FINISH.decode(body)
+        ref = finish.ref
         async with transaction(self._pool) as connection:
             row = await read_response(connection, ref.response_id, lock=True)
             if row is None or not row.is_open:
@@ -92,24 +93,26 @@ class ResponseWork:
                     row is not None and bool(ref.lease_id) and row.lease_id == ref.lease_id
                 )
                 return FinishedResponse(is_stored=is_repeated)
-            if given.retry_after_s > 0:
-                if not await postpone_response(connection, given, self._limits.attempts_max):
+            if finish.retry_after_s > 0:
+                if not await postpone_response(connection, finish, self._limits.attempts_max):
                     message = f"cannot answer: {self._limits.attempts_max} attempts failed"
                     failed = ended_body(row.body, "failed", message)
                     await end_response(connection, ref.response_id, "failed", failed)
                 return FinishedResponse(is_stored=True)
-            await end_response(connection, ref.response_id, given.status, given.body, ref.lease_id)
-            if row.conversation_id and given.status in ("completed", "incomplete"):
-                await self._extend_conversation(connection, row, given.body)
+            await end_response(
+                connection, ref.response_id, finish.status, finish.body, ref.lease_id
+            )
+            if row.conversation_id and finish.status in ("completed", "incomplete"):
+                await self._extend_conversation(connection, row, finish.body)
         return FinishedResponse(is_stored=True)
 
     async def lease(self, body: bytes) -> LeasedResponses:
         """Renew a router's leases, and lease background responses to it."""
-        given = _LEASE.decode(body)
+        message = _LEASE.decode(body)
         async with transaction(self._pool) as connection:
-            lost = await renew_responses(connection, given.holds, self._limits.lease_s)
+            lost = await renew_responses(connection, message.holds, self._limits.lease_s)
             leased = await lease_responses(
-                connection, given.wanted, secrets.token_hex(8), self._limits.lease_s
+                connection, message.wanted, secrets.token_hex(8), self._limits.lease_s
             )
             keys = await live_keys(connection, sorted({one.key_id for one in leased}))
         valid = {key.key_id for key in keys}
@@ -123,11 +126,11 @@ class ResponseWork:
                 break
         return LeasedResponses(responses=tuple(leased), lost=tuple(lost))
 
-    async def _context(self, connection: Connection, given: BeginResponse) -> bytes:
+    async def _context(self, connection: Connection, begin: BeginResponse) -> bytes:
         """Return the items before a response's own. Raises ApiError."""
-        if given.conversation_id:
-            conversation_id = given.conversation_id
-            found = await read_conversation(connection, conversation_id, given.tenant_id)
+        if begin.conversation_id:
+            conversation_id = begin.conversation_id
+            found = await read_conversation(connection, conversation_id, begin.tenant_id)
             if found is None:
                 raise ApiError(
                     ErrorCode.NOT_FOUND,
@@ -135,13 +138,13 @@ class ResponseWork:
                     param="conversation",
                 )
             # Before its items are read: a conversation may be as large as all that a tenant stores.
-            self._check_context(given, found.size_bytes + len(given.input_items))
+            self._check_context(begin, found.size_bytes + len(begin.input_items))
             items = await all_items(connection, conversation_id)
             return msgspec.json.encode([msgspec.Raw(item) for item in items])
-        previous_id = given.previous_response_id
+        previous_id = begin.previous_response_id
         if not previous_id:
             return b"[]"
-        previous = await read_response(connection, previous_id, tenant_id=given.tenant_id)
+        previous = await read_response(connection, previous_id, tenant_id=begin.tenant_id)
         if previous is None:
             reason = f"there is no stored response {previous_id[:64]!r}"
         elif previous.status not in ("completed", "incomplete"):
@@ -156,14 +159,14 @@ class ResponseWork:
             param="previous_response_id",
         )
 
-    def _check_context(self, given: BeginResponse, context_bytes: int) -> None:
+    def _check_context(self, begin: BeginResponse, context_bytes: int) -> None:
         """Raise ApiError 400 if a response would build on too many bytes of items."""
         if context_bytes > self._limits.context_bytes_max:
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,
                 f"cannot continue: the items before this request and its own have {context_bytes}"
                 f" bytes, more than {self._limits.context_bytes_max}; start a new one",
-                param="previous_response_id" if given.previous_response_id else "input",
+                param="previous_response_id" if begin.previous_response_id else "input",
             )
 
     async def _extend_conversation(
@@ -196,7 +199,7 @@ class ResponseEndpoints:
             if not await delete_response(connection, response_id, tenant_id):
                 raise _not_found(response_id)
         deleted = {"id": response_id, "object": "response", "deleted": True}
-        return web.json_response(deleted)
+        return json_response(deleted)
 
     async def cancel(self, request: web.Request, tenant_id: str) -> web.Response:
         """Cancel a background response; one that is cancelled already stays so."""
@@ -267,7 +270,7 @@ def items_response(page: ItemPage) -> web.Response:
         "last_id": ids[-1] if ids else "",
         "has_more": page.has_more,
     }
-    return _json(msgspec.json.encode(body))
+    return json_response(body)
 
 
 def _body(row: ResponseRow) -> bytes:

@@ -137,7 +137,7 @@ class AgentEndpoint:
         return self._authority.verify_seal(sealed_fields(node_id, spec), spec.seal)
 
     def _is_stored(self, peer: PeerConnection, report: Report) -> bool:
-        """Say whether the store already holds what this report says, recently enough."""
+        """Return whether the store already holds what this report says, recently enough."""
         return (
             peer.has_reported
             and peer.stored_report is not None

@@ -7,7 +7,7 @@ import msgspec
 from aiohttp import web
 
 from isochrone.service.network.connection_count import ConnectionCount, client_network
-from isochrone.service.network.http_server import read_body
+from isochrone.service.network.http_server import json_response, read_body
 from isochrone.service.trust.identity import IdentityError, JoinToken, parse_join_token
 from isochrone.wire import codec
 from isochrone.wire.client_keys.keys import secret_sha256
@@ -144,4 +144,4 @@ class JoinEndpoint:
             certificate_pem=certificate_pem,
             ca_pem=self._issuer.authority.ca_pem,
         )
-        return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
+        return json_response(reply)

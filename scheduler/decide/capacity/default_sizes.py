@@ -79,7 +79,7 @@ class ReplicaSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def derives_kv(model: CatalogModel, engine: EngineSettings) -> bool:
-    """Say whether a replica's KV cache is what is left on its devices."""
+    """Return whether a replica's KV cache is what is left on its devices."""
     return not engine.kv_memory_bytes and not engine.memory_bytes and has_kv_cache(model, engine)
 
 

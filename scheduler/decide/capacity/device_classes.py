@@ -95,6 +95,6 @@ def _chip_and_size(name: str) -> tuple[str, int]:
 
 
 def is_named_by(device_class: str, names: Iterable[str]) -> bool:
-    """Say whether one of `names` is a device class or its chip: `h100-80g`, or any `H100`."""
+    """Return whether one of `names` is a device class or its chip: `h100-80g`, or any `H100`."""
     lowered = {name.lower() for name in names}
     return bool({device_class.lower(), _chip_and_size(device_class.lower())[0]} & lowered)

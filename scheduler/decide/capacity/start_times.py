@@ -79,7 +79,7 @@ class StartTimes:
         return load_s + self.fetch_s(node, model)
 
     def is_held_in(self, pop: PopId, digest: str) -> bool:
-        """Say whether any node of a PoP has these weights on its disk."""
+        """Return whether any node of a PoP has these weights on its disk."""
         return pop in self._pops_with.get(digest, ())
 
     def pops_with(self, model: CatalogModel) -> set[PopId]:

@@ -49,7 +49,7 @@ class LivenessView(msgspec.Struct, frozen=True, kw_only=True):
     frozen: str = ""
 
     def is_in_fleet(self, node: FleetNode) -> bool:
-        """Say whether a node is neither revoked nor lost."""
+        """Return whether a node is neither revoked nor lost."""
         return not node.revoked and self.by_node.get(node.node_id) is not Liveness.LOST
 
 

@@ -23,7 +23,7 @@ _replica_fields: Final = attrgetter("spec", "state", "reason", "restarts")
 
 
 def has_changed(written: Report, new: Report) -> bool:
-    """Say whether a report differs from the one that was written last."""
+    """Return whether a report differs from the one that was written last."""
     return (
         _node_fields(new) != _node_fields(written)
         or abs(new.disk_free_bytes - written.disk_free_bytes) > DISK_STEP_BYTES
@@ -38,7 +38,7 @@ def has_changed(written: Report, new: Report) -> bool:
 
 
 def rate_moved(old: float, new: float) -> bool:
-    """Say whether a rate has moved by more than a tenth."""
+    """Return whether a rate has moved by more than a tenth."""
     return abs(new - old) > RATE_STEP * old
 
 

@@ -29,9 +29,9 @@ class RolloutEvent(StrEnum):
     HARM_SHOWN = "harm_shown"
     COULD_NOT_START = "could_not_start"
     NOTHING_SHOWN = "nothing_shown"
-    PAUSE_ASKED = "pause_asked"
-    RESUME_ASKED = "resume_asked"
-    ABORT_ASKED = "abort_asked"
+    PAUSE = "pause"
+    RESUME = "resume"
+    ABORT = "abort"
 
 
 RUNNING, PAUSED = RolloutState.RUNNING, RolloutState.PAUSED
@@ -43,12 +43,12 @@ TRANSITIONS: Final = {
     (RUNNING, RolloutEvent.HARM_SHOWN): RolloutState.REVERTED,
     (RUNNING, RolloutEvent.COULD_NOT_START): RolloutState.REVERTED,
     (RUNNING, RolloutEvent.NOTHING_SHOWN): PAUSED,
-    (RUNNING, RolloutEvent.PAUSE_ASKED): PAUSED,
-    (RUNNING, RolloutEvent.ABORT_ASKED): RolloutState.ABORTED,
+    (RUNNING, RolloutEvent.PAUSE): PAUSED,
+    (RUNNING, RolloutEvent.ABORT): RolloutState.ABORTED,
     (PAUSED, RolloutEvent.HARM_SHOWN): RolloutState.REVERTED,
     (PAUSED, RolloutEvent.COULD_NOT_START): RolloutState.REVERTED,
-    (PAUSED, RolloutEvent.RESUME_ASKED): RUNNING,
-    (PAUSED, RolloutEvent.ABORT_ASKED): RolloutState.ABORTED,
+    (PAUSED, RolloutEvent.RESUME): RUNNING,
+    (PAUSED, RolloutEvent.ABORT): RolloutState.ABORTED,
 }
 
 
@@ -95,12 +95,12 @@ def apply_event(rollout: Rollout, event: RolloutEvent, reason: str = "") -> Roll
     """Return the rollout after an event; raise InvalidRolloutEvent if its state forbids it."""
     state = TRANSITIONS.get((rollout.state, event))
     if state is None:
-        action = event.value.removesuffix("_asked").replace("_", " ")
+        action = event.value.replace("_", " ")
         raise InvalidRolloutEvent(
             f"cannot {action} rollout {rollout.rollout_id}: it is {rollout.state.value}"
         )
     advances = event is RolloutEvent.STEP_PASSED
-    restarts = advances or event is RolloutEvent.RESUME_ASKED
+    restarts = advances or event is RolloutEvent.RESUME
     return msgspec.structs.replace(
         rollout,
         state=state,

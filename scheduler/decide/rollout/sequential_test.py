@@ -54,12 +54,12 @@ class Difference(NamedTuple):
 
     @property
     def is_harm(self) -> bool:
-        """Say whether the new version is shown to be worse than allowed."""
+        """Return whether the new version is shown to be worse than allowed."""
         return self.low > self.worst
 
     @property
     def is_fine(self) -> bool:
-        """Say whether it is shown to be no worse than allowed."""
+        """Return whether it is shown to be no worse than allowed."""
         return self.high <= self.worst
 
     def words(self) -> str:

@@ -80,7 +80,7 @@ def damp_flaps(
 
 
 def _is_too_soon(departures: Departures, now_s: float, hold_max_s: float) -> bool:
-    """Say whether a replica that returned must still wait."""
+    """Return whether a replica that returned must still wait."""
     if departures.times < 2:
         return False
     # The exponent is capped, or the power would overflow.

@@ -10,9 +10,9 @@ of the load that is reading. In such a PoP, prompts queue for the prefill replic
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf, log, sqrt
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from isochrone.wire.ids import DeploymentId, NodeId, PopId
 from isochrone.wire.models.model import Deployment
 from isochrone.wire.peers.assignment import Role
 from isochrone.wire.peers.report import ReplicaProfile, ReplicaState
+from scheduler.decide.arrays import Floats
 from scheduler.decide.capacity.distances import Distances
 from scheduler.decide.capacity.measured_rates import measured_rates
 from scheduler.decide.capacity.replica_capacity import is_measured, replica_rates
@@ -112,6 +113,15 @@ class _Share(msgspec.Struct, frozen=True):
     ttft_ms: float
 
 
+class _RoutedLoad(NamedTuple):
+    """The load of a row of demand that one site serves; with `site` None, no replica does."""
+
+    row: int
+    site: _Site | None
+    load: float
+    requests_per_s: float
+
+
 def predict_service(
     cluster: ClusterState, prices: Mapping[str, float] | None = None
 ) -> FleetPrediction:
@@ -201,7 +211,7 @@ class _WarmFleet:
         }
 
     def is_measured(self, deployment: Deployment) -> bool:
-        """Say whether rates were measured on every class that a deployment runs on.
+        """Return whether rates were measured on every class that a deployment runs on.
 
         If it does not run, measurements on any class count.
         """
@@ -229,54 +239,76 @@ def _serve(
     rates = fleet.rates(deployment)
     # Without the model in the catalogue, no rates are known.
     replicas = fleet.replicas(deployment) if rates else {}
-    is_pinned = has_pins(deployment.policy)
     load = demand_load(demand, rates)
-    city_load = load.replicas
+    is_pinned = has_pins(deployment.policy)
     speed = pinned_load(deployment.policy, demand, rates).speed if is_pinned else load.speed
-    reading = reading_share(demand, rates)
-    help_in = fleet.prefill_help(deployment, speed, reading) if rates else {}
+    help_in = fleet.prefill_help(deployment, speed, reading_share(demand, rates)) if rates else {}
     free = {
         site: FULL * count * speed[site[1]] * help_in.get(site[0], _NO_HELP).factor
         for site, count in replicas.items()
     }
-    taken: dict[_Site, float] = defaultdict(float)
-    routed: list[tuple[int, _Site | None, float]] = []
     names = list(fleet.distances.index)
-    # The busiest city first: its requests find free capacity at the nearest replicas most often.
+    cities = [names[number] for number in demand.cities]
+    routed = list(_route(fleet.distances, cities, demand, load.replicas, free, speed))
+    taken: dict[_Site, float] = defaultdict(float)
+    for part in routed:
+        if part.site is not None:
+            taken[part.site] += part.load
+    busy = {site: load / speed[site[1]] for site, load in taken.items()}
+    parts: dict[PopId, list[_Share]] = defaultdict(list)
+    for part in routed:
+        ttft_ms = inf
+        if part.site is not None:
+            tokens = demand.prompt_tokens_per_s[part.row] / demand.requests_per_s[part.row]
+            prompt_s = float(tokens) / rates[part.site[1]].prefill_tokens_per_s
+            wait_s = _queue_wait_s(part.site, prompt_s, busy, replicas, help_in)
+            rtt_ms = fleet.distances.between(cities[part.row], part.site[0])
+            ttft_ms = rtt_ms + 1000 * (prompt_s + P90_OF_MEAN * wait_s)
+        parts[cities[part.row]].append(_Share(part.requests_per_s, ttft_ms))
+    for (pop, _), count in busy.items():
+        used[pop] += count
+    return parts
+
+
+def _route(
+    distances: Distances,
+    cities: Sequence[PopId],
+    demand: DeploymentDemand,
+    city_load: Floats,
+    free: dict[_Site, float],
+    speed: Mapping[str, float],
+) -> Iterator[_RoutedLoad]:
+    """Send the load of each city to its nearest sites, as far as they are `free`.
+
+    The busiest city first: its requests find free capacity at the nearest replicas most often.
+    """
     for number in np.argsort(-city_load, kind="stable"):
-        requested = max(float(city_load[number]), LOAD_MIN)
-        requests = float(demand.requests_per_s[number])
-        city, left = names[int(demand.cities[number])], requested
-        for site in _nearest(fleet.distances, city, free, speed):
+        row = int(number)
+        requested = max(float(city_load[row]), LOAD_MIN)
+        requests, left = float(demand.requests_per_s[row]), requested
+        for site in _nearest(distances, cities[row], free, speed):
             share = min(left, free[site])
             if share > 0:
                 free[site] -= share
-                taken[site] += share
                 left -= share
-                routed.append((int(number), site, requests * share / requested))
+                yield _RoutedLoad(row, site, share, requests * share / requested)
         if left > LOAD_MIN / 2:
-            routed.append((int(number), None, requests * left / requested))
-    parts: dict[PopId, list[_Share]] = defaultdict(list)
-    for number, served_by, requests in routed:
-        city = names[int(demand.cities[number])]
-        if served_by is None:
-            parts[city].append(_Share(requests, inf))
-            continue
-        pop, device_class = served_by
-        prompt_tokens = demand.prompt_tokens_per_s[number] / demand.requests_per_s[number]
-        prompt_s = float(prompt_tokens) / rates[device_class].prefill_tokens_per_s
-        busy = taken[served_by] / speed[device_class]
-        helpers = help_in.get(pop, _NO_HELP)
-        if helpers.replicas:
-            in_pop = sum(taken[site] / speed[site[1]] for site in taken if site[0] == pop)
-            wait_s = _wait_s(prompt_s, helpers.reading * in_pop, helpers.replicas)
-        else:
-            wait_s = _wait_s(prompt_s, busy, replicas[served_by])
-        ttft_ms = fleet.distances.between(city, pop) + 1000 * (prompt_s + P90_OF_MEAN * wait_s)
-        parts[city].append(_Share(requests, ttft_ms))
-    for (pop, device_class), carried in taken.items():
-        used[pop] += carried / speed[device_class]
-    return parts
+            yield _RoutedLoad(row, None, left, requests * left / requested)
+
+
+def _queue_wait_s(
+    site: _Site,
+    prompt_s: float,
+    busy: Mapping[_Site, float],
+    replicas: Mapping[_Site, int],
+    help_in: Mapping[PopId, _PrefillHelp],
+) -> float:
+    """Return the mean wait of a prompt at a site; `busy` counts the replicas at work."""
+    helpers = help_in.get(site[0], _NO_HELP)
+    if not helpers.replicas:
+        return _wait_s(prompt_s, busy[site], replicas[site])
+    in_pop = sum(count for (pop, _), count in busy.items() if pop == site[0])
+    return _wait_s(prompt_s, helpers.reading * in_pop, helpers.replicas)
 
 
 def _prefill_help(

@@ -71,7 +71,7 @@ async def tenant_use(connection: Connection, tenant_id: str) -> TenantUse:
 
 async def add_response(
     connection: Connection,
-    given: BeginResponse,
+    message: BeginResponse,
     context_items: bytes,
     lease_id: str,
     limits: ResponseLimits,
@@ -88,10 +88,10 @@ async def add_response(
             now() + $12 * interval '1 day')
         ON CONFLICT DO NOTHING
         """,
-        *(given.response_id, given.tenant_id, given.key_id, given.conversation_id or None),
-        *(bool(given.run), given.body, context_items, given.input_items, given.run),
+        *(message.response_id, message.tenant_id, message.key_id, message.conversation_id or None),
+        *(bool(message.run), message.body, context_items, message.input_items, message.run),
         *(lease_id, limits.lease_s, limits.keep_days),
-        sum(map(len, (given.body, context_items, given.input_items, given.run))),
+        sum(map(len, (message.body, context_items, message.input_items, message.run))),
     )
     return affected_rows(added) == 1
 
@@ -125,7 +125,7 @@ async def end_response(
 
 
 async def postpone_response(
-    connection: Connection, given: FinishResponse, attempts_max: int
+    connection: Connection, message: FinishResponse, attempts_max: int
 ) -> bool:
     """Let a leased response be tried again later; return false if it has failed too often."""
     attempts = await connection.fetchval(
@@ -135,7 +135,12 @@ async def postpone_response(
                 * $4::float8 * (CASE WHEN $3 THEN $5 ^ attempts ELSE 1 END)
         WHERE response_id = $1 AND lease_id = $2 AND status = 'in_progress' RETURNING attempts
         """,
-        *(given.ref.response_id, given.ref.lease_id, given.counts_as_attempt, given.retry_after_s),
+        *(
+            message.ref.response_id,
+            message.ref.lease_id,
+            message.counts_as_attempt,
+            message.retry_after_s,
+        ),
         float(RETRY_GROWTH),
     )
     return attempts is None or int(attempts) < attempts_max

@@ -168,7 +168,7 @@ def _require_joinable(peer: asyncpg.Record, role: PeerRole, name: str, pop: PopI
 
 
 async def may_renew(connection: Connection, role: PeerRole, name: str, serial: str) -> bool:
-    """Say whether this certificate may be renewed; locks the peer's row for the transaction."""
+    """Return whether this certificate may be renewed; locks the peer's row for the transaction."""
     table, column = PEER_TABLES[role]
     found = await connection.fetchval(
         f"""
@@ -222,7 +222,7 @@ async def revoke(
 
 
 async def is_known_name(connection: Connection, role: PeerRole, name: str) -> bool:
-    """Say whether a peer of this name has joined; it may have been deleted since."""
+    """Return whether a peer of this name has joined; it may have been deleted since."""
     table, column = PEER_TABLES[role]
     found = await connection.fetchval(
         f"""

@@ -50,7 +50,7 @@ class NodeReportCache:
 
 async def read_nodes(
     connection: Connection,
-    heard: NodeContact,
+    contact: NodeContact,
     cache: NodeReportCache,
     node_ids: Sequence[NodeId] | None = None,
 ) -> tuple[dict[NodeId, Report], tuple[FleetNode, ...]]:
@@ -77,10 +77,10 @@ async def read_nodes(
             devices=by_node[row["node_id"]].devices,
             draining=row["draining"],
             revoked=row["revoked"],
-            silent_s=heard.silent_s.get(row["node_id"], row["silent_s"]),
+            silent_s=contact.silent_s.get(row["node_id"], row["silent_s"]),
             # A registration that this process heard may not be stored yet.
-            has_connected=row["has_connected"] or row["node_id"] in heard.silent_s,
-            back_s=heard.back_s.get(row["node_id"]),
+            has_connected=row["has_connected"] or row["node_id"] in contact.silent_s,
+            back_s=contact.back_s.get(row["node_id"]),
             generation=row["generation"],
             **_reported_fields(by_node[row["node_id"]].report, row["pop"]),
         )

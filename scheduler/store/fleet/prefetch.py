@@ -70,7 +70,7 @@ async def record_prefetch_changes(
             target.reason,
             target.due_s,
         )
-        await _note(connection, target, "weights.wished", target.reason)
+        await _note(connection, target, "weights.planned", target.reason)
     for target in decision.arrived:
         await connection.execute(
             """

@@ -463,6 +463,23 @@ async def test_a_400_is_not_counted_as_a_failure_or_as_demand(tmp_path: Path) ->
         assert demand.prompt_tokens == rows[1].prompt_tokens
 
 
+async def test_a_failed_attempt_counts_for_its_version_although_another_one_answers(
+    tmp_path: Path,
+) -> None:
+    async with a_bench(tmp_path, 2) as bench:
+        bad, good = bench.nodes
+        bad.status = 500
+        routes = [replace(a_route(bad), version=2), a_route(good)]
+        table = a_table(routes, generation=2, keys=[a_key()])
+        entry = replace(table.deployments[0], rollout=RolloutEntry(version=2, share=1.0))
+        bench.app.fleet.adopt(replace(table, deployments=(entry,)))
+        async with bench.chat() as response:
+            assert response.status == 200
+        trials = bench.app.recorder.trials.take()
+        counts = {row.version: (row.attempts, row.failures) for row in trials}
+        assert counts == {1: (1, 0), 2: (1, 1)}
+
+
 async def test_a_keys_rate_limits_are_enforced(tmp_path: Path) -> None:
     limits = KeyLimits(requests_per_min=2, tokens_per_min=100_000)
     async with a_bench(tmp_path, limits=limits) as bench:

@@ -102,7 +102,7 @@ async def send_demand(connection: Connection) -> None:
 async def roll_out(connection: Connection) -> None:
     if await add_rollout(connection, a_rollout()):
         assert await write_rollout(
-            connection, a_rollout(), apply_event(a_rollout(), RolloutEvent.PAUSE_ASKED, "test")
+            connection, a_rollout(), apply_event(a_rollout(), RolloutEvent.PAUSE, "test")
         )
 
 

@@ -74,5 +74,5 @@ async def test_a_lease_that_was_given_up_is_not_renewed(
 
 
 async def is_renewed(lease: LeaseState) -> bool:
-    """Say whether the lease is trusted for longer than its first request gave."""
+    """Return whether the lease is trusted for longer than its first request gave."""
     return lease._trusted_until > lease.last_attempt_at + TTL_S - 1.0

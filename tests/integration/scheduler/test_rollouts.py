@@ -128,11 +128,11 @@ async def test_one_of_two_writers_wins_and_an_old_epoch_never_does(pool: Pool) -
     with pytest.raises(EpochLost):
         await stale.run_once()
     assert (await current_rollout(pool)).state is RolloutState.RUNNING
-    paused = apply_event(rollout, RolloutEvent.PAUSE_ASKED)
+    paused = apply_event(rollout, RolloutEvent.PAUSE)
     async with transaction(pool) as connection:
         assert await write_rollout(connection, rollout, paused)
         assert not await write_rollout(
-            connection, rollout, apply_event(rollout, RolloutEvent.ABORT_ASKED)
+            connection, rollout, apply_event(rollout, RolloutEvent.ABORT)
         )
         assert [active.state for active in await active_rollouts(connection)] == [
             RolloutState.PAUSED

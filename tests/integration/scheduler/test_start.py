@@ -9,7 +9,7 @@ import pytest
 
 from isochrone.service.config import ConfigError
 from isochrone.service.files import write_atomic
-from scheduler import app
+from scheduler import batch_storage
 from scheduler.app import serve
 from scheduler.config import SchedulerConfig
 from scheduler.state.files.batch_folder import BatchFolder
@@ -84,7 +84,7 @@ async def test_a_scheduler_starts_while_the_folder_of_files_hangs(
     """A file system of another host may hang for hours; schedulers serve everything else."""
     may_end = threading.Event()
     monkeypatch.setattr(BatchFolder, "prepare", lambda _: may_end.wait(60))
-    monkeypatch.setattr(app, "PREPARE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(batch_storage, "PREPARE_TIMEOUT_S", 0.05)
     try:
         async with asyncio.timeout(30):
             assert await started(database_dsn, tmp_path, batch_folder=tmp_path / "files") == 0

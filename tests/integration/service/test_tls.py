@@ -18,10 +18,9 @@ from isochrone.service.network.control_link import ControlLink, Progress
 from isochrone.service.network.http_server import serve_http
 from isochrone.service.trust import identity as papers
 from isochrone.service.trust import tls
-from isochrone.service.trust.foreign_nodes import refuse_foreign_nodes
 from isochrone.service.trust.identity import Authority, Identity, IdentityError
 from isochrone.service.trust.joining import join
-from isochrone.service.trust.revocation import refuse_revoked
+from isochrone.service.trust.peer_refusal import refuse_peers
 from isochrone.wire.http import headers
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, PopId
 from isochrone.wire.peers.assignment import RevokedCertificate
@@ -109,7 +108,7 @@ async def test_a_node_refuses_a_revoked_certificate_on_an_open_connection_too(
     async def ping(request: web.Request) -> web.Response:
         return web.Response(status=204)
 
-    app = web.Application(middlewares=[refuse_revoked(lambda: revoked)])
+    app = web.Application(middlewares=[refuse_peers(PopId("ams"), lambda: revoked)])
     app.router.add_get("/ping", ping)
     async with serve_http(app, "127.0.0.1", 0, ssl_context=tls.node_server_context(node)) as port:
 
@@ -148,7 +147,7 @@ async def test_a_node_of_another_pop_only_fetches_artifacts(tmp_path: Path) -> N
     async def answer(request: web.Request) -> web.Response:
         return web.Response(status=204)
 
-    app = web.Application(middlewares=[refuse_foreign_nodes(PopId("ams"))])
+    app = web.Application(middlewares=[refuse_peers(PopId("ams"), tuple)])
     app.router.add_route("*", "/{path:.*}", answer)
     callers = {
         "near": a_peer(authority, "n2", PeerRole.AGENT),

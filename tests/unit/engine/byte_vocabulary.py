@@ -1,7 +1,10 @@
 """A vocabulary with one token per byte, for tests that need no model."""
 
+from collections.abc import Iterable
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from nodeagent.engine.structured.constraint import Constraint, ConstraintError
 from nodeagent.engine.tokenizer.vocabulary import _BYTE_OF_LETTER, Vocabulary
 
 LETTERS = {byte: letter for letter, byte in _BYTE_OF_LETTER.items()}
@@ -28,3 +31,13 @@ def byte_vocabulary(*marks: str) -> Vocabulary:
 
 
 VOCABULARY = byte_vocabulary()
+
+
+def accepts(constraint: Constraint, tokens: Iterable[int]) -> bool:
+    """Advance a constraint; return whether it takes all of `tokens`."""
+    try:
+        for token in tokens:
+            constraint.accept(token)
+    except ConstraintError:
+        return False
+    return True

@@ -40,6 +40,7 @@ from nodeagent.disaggregation.kv_fetch import (
     PrefixFetcher,
     _ArrivingBlocks,
 )
+from nodeagent.disaggregation.kv_windows import WindowLease
 
 MEBIBYTE = 1024 * 1024
 ENGINE_LOST, SENDER_LOST = 1, 2
@@ -330,7 +331,7 @@ async def test_a_head_says_nothing_of_when_blocks_come() -> None:
     """It taught latencies of 1 ms and rates of a thousandth, after waits for the sender's step."""
     now_s, limit = [10.0], Limit()
     plan = a_plan(4)
-    received = _ArrivingBlocks(plan, 10.0, 1000, lambda: now_s[0])
+    received = _ArrivingBlocks(plan, WindowLease(), 1000, lambda: now_s[0])
 
     class Content:
         async def iter_any(self) -> AsyncIterator[bytes]:
@@ -342,7 +343,7 @@ async def test_a_head_says_nothing_of_when_blocks_come() -> None:
     any_limit: Any = limit
     any_content: Any = Content()
     async for piece in received.count(any_content, any_limit):
-        sizes.append((len(piece), received.block_bytes, received.blocks))
+        sizes.append((len(piece), received.moved_bytes(0), received.blocks))
         moved.append(len(limit.moved_to_s))
     assert sizes == [(80, 0, 0), (500, 580, 0), (600, 1180, 1), (3500, 4680, 4)]
     # With each whole block, and not with each piece.

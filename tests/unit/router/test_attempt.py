@@ -4,13 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isochrone.wire.errors import ApiError
 from router.decide.attempt import (
     FAULTY,
     TRANSITIONS,
     AttemptEvent,
     AttemptState,
+    FailedAttempts,
     FailureCause,
     ImpossibleAttemptEvent,
+    NoNodeReached,
     after,
     event_of,
 )
@@ -70,3 +73,24 @@ def test_every_state_can_be_reached_and_only_the_last_ones_take_no_event() -> No
 def test_only_refusals_cost_no_retry() -> None:
     refusals = {cause for cause in FailureCause if event_of(cause) is E.REFUSED}
     assert refusals == {FailureCause.REFUSED, FailureCause.CANNOT_RESUME}
+
+
+@pytest.mark.parametrize(
+    ("causes", "kind"),
+    [
+        ((FailureCause.UNREACHABLE, FailureCause.GONE), NoNodeReached),
+        ((FailureCause.UNREACHABLE, FailureCause.SILENT), ApiError),
+        ((FailureCause.ENGINE_LOST,), ApiError),
+    ],
+    ids=["nodes", "a node and a replica", "an engine"],
+)
+def test_a_request_is_not_the_cause_if_only_nodes_failed(
+    causes: tuple[FailureCause, ...], kind: type[ApiError]
+) -> None:
+    failed = FailedAttempts()
+    for at_s, cause in enumerate(causes, 1):
+        failed.record(cause, float(at_s))
+    error = failed.as_error(ValueError("no answer"))
+    assert type(error) is kind
+    assert f"{len(causes)} attempts failed, the last: no answer" in error.message
+    assert (failed.count, failed.last_at_s) == (len(causes), float(len(causes)))

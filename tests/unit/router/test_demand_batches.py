@@ -10,8 +10,8 @@ from isochrone.wire.peers.usage import Demand, DemandRow, Usage, UsageRow
 from router.fleet_state import FleetState
 from router.loops import ship_reports
 from router.loops.ship_reports import ReportShipper
-from router.loops.usage_spool import UsageSpool
 from router.recording.metrics import Metrics
+from router.recording.usage_spool import UsageSpool
 from scheduler.decide.demand.intake import DEMAND_ROWS_MAX
 from tests.unit.scheduler.test_intake import a_usage
 

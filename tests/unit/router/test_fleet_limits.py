@@ -36,14 +36,14 @@ def test_what_was_drawn_is_told_once_and_corrected() -> None:
     limiter.admit(a_key("free"), 10, 0.0, NOON)
     first = limiter.admit(KEY, 100, 0.0, NOON)
     limiter.admit(KEY, 50, 0.0, NOON).settle(60, 0.0)
-    assert limiter.take_untold() == [KeyUse(ID, 2, 160)]
-    assert limiter.take_untold() == []
+    assert limiter.take_unshared() == [KeyUse(ID, 2, 160)]
+    assert limiter.take_unshared() == []
     first.settle(30, 1.0)
-    assert limiter.take_untold() == [KeyUse(ID, 0, -70)]
-    assert limiter.take_untold() == []
+    assert limiter.take_unshared() == [KeyUse(ID, 0, -70)]
+    assert limiter.take_unshared() == []
     is_admitted(limiter, 2.0)
     limiter.forget([ID])
-    assert limiter.take_untold() == []
+    assert limiter.take_unshared() == []
 
 
 @pytest.mark.parametrize("processes", [1, 4])
@@ -52,7 +52,7 @@ def test_use_elsewhere_is_drawn_by_the_share_of_each_process(processes: int) -> 
     limiter.draw_elsewhere(KEY, KeyUse(ID, 60, 0), 0.0, NOON)
     assert not is_admitted(limiter, 0.0)
     assert is_admitted(limiter, 1.0 * processes)
-    assert limiter.take_untold() == [KeyUse(ID, 1, 10)]
+    assert limiter.take_unshared() == [KeyUse(ID, 1, 10)]
     tokens = KeyLimiter(processes)
     tokens.draw_elsewhere(KEY, KeyUse(ID, 0, 6000), 0.0, NOON)
     assert not is_admitted(tokens, 0.0)
@@ -188,7 +188,7 @@ def test_a_key_gets_its_rate_and_at_most_a_burst_at_each_router(
         limiter = limiters[router % routers]
         admitted += sum(is_admitted(limiter, float(now_s), 1) for _ in range(count))
         for number, own in enumerate(limiters):
-            exchange.add(str(number), own.take_untold())
+            exchange.add(str(number), own.take_unshared())
         under_way.append(dict(exchange.take([str(number) for number in range(routers)])))
         for name, rows in under_way.pop(0).items():
             for row in rows:

@@ -38,8 +38,9 @@ from router.decide.routes.table_acceptance import EMPTY_TABLE_HELD_S, SILENCE_CO
 from router.decide.routes.withdrawn_routes import WITHDRAWN_MAX, WITHDRAWN_S, WithdrawnRoutes
 from router.fleet_state import FleetState
 from router.loops import follow_routes
-from router.loops.follow_routes import PERSIST_SHARE, TableFollower
+from router.loops.follow_routes import TableFollower
 from router.recording.metrics import Metrics
+from router.table_file import WRITE_SHARE
 from tests.unit.wire.test_table_parts import PART
 from tests.unit.wire.test_table_parts import a_table as keys_table
 
@@ -132,7 +133,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 async def test_the_last_of_two_changes_is_written_without_a_third(bench: Bench) -> None:
     await bench.offer("a", 1)
     await bench.follower.persist()
-    rest_s = bench.write_s * (1 / PERSIST_SHARE)
+    rest_s = bench.write_s * (1 / WRITE_SHARE)
     await bench.offer("ab", 2)
     # Less time has passed than writing the first one allows.
     assert rest_s > 0.0

@@ -321,7 +321,7 @@ def test_a_tenants_budget_holds_for_all_of_its_keys_together() -> None:
     with pytest.raises(LimitExceeded, match="the key's limit"):
         limiter.check(one, 0.0, NOON, budget)
     # The use of both keys is told to the other routers, and that of the tenant.
-    told = {use.key_id: (use.requests, use.tokens) for use in limiter.take_untold()}
+    told = {use.key_id: (use.requests, use.tokens) for use in limiter.take_unshared()}
     assert told == {"one": (2, 0), "tenant:t": (3, 900)}
 
 

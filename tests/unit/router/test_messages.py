@@ -413,14 +413,15 @@ def test_parallel_calls_without_streaming(finish: str) -> None:
     ]
 
 
-def test_a_stream_of_reasoning_text_and_calls() -> None:
+@pytest.mark.parametrize("reasoning", ["reasoning_content", "reasoning"])
+def test_a_stream_of_reasoning_text_and_calls(reasoning: str) -> None:
     def call(index: int, **function: str) -> dict[str, Any]:
         head = {"id": f"id{index}"} if "name" in function else {}
         return {"tool_calls": [{"index": index, "function": function, **head}]}
 
     events = events_of(
         frame({"role": "assistant", "content": ""}),
-        frame({"reasoning_content": "hm"}),
+        frame({reasoning: "hm"}),
         frame({"content": "he"}),
         frame({"content": "llo"}),
         frame(call(0, name="f")),

@@ -106,7 +106,7 @@ def test_packed_replicas_never_take_more_than_a_device_has(data: st.DataObject) 
 
 
 def fits_somehow(free: list[list[int]], items: list[ReplicaSize]) -> bool:
-    """Say whether replicas fit on nodes, by trying all devices."""
+    """Return whether replicas fit on nodes, by trying all devices."""
     if not items:
         return True
     count, memory = items[0]

@@ -257,7 +257,7 @@ class Life(RuleBasedStateMachine):
         self.rollout = apply_event(before, event, "because")
         assert self.rollout.etag == before.etag + 1
         assert self.rollout.step - before.step == (event is RolloutEvent.STEP_PASSED)
-        restarts = event in (RolloutEvent.STEP_PASSED, RolloutEvent.RESUME_ASKED)
+        restarts = event in (RolloutEvent.STEP_PASSED, RolloutEvent.RESUME)
         assert self.rollout.step_age_s == (0.0 if restarts else age_s)
 
     @invariant()

@@ -86,7 +86,6 @@ class DecodeGraphs:
         self._blocks_max = blocks_max
         self._window_tokens = window_tokens
         self._captured: dict[int, _CapturedGraph] = {}
-        self.replayed_total = 0
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -121,7 +120,6 @@ class DecodeGraphs:
         numbers = write_step(captured.sizes, batch, self._window_tokens, pinned)
         captured.numbers.copy_(numbers, non_blocking=True)
         captured.replay()
-        self.replayed_total += 1
         return captured.logits[: len(decodes)]
 
     def _capture_bucket(self, rows: int) -> _CapturedGraph:

@@ -21,6 +21,7 @@ from typing import Final
 import torch
 from aiohttp import web
 
+from isochrone.service.network.http_server import json_response
 from isochrone.service.shared_window import MappedWindows
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.kv import kv_transfer
@@ -35,7 +36,6 @@ from nodeagent.engine.kvcache.transfer_frames import (
     TransferReader,
     WrongTransfer,
 )
-from nodeagent.engine.server.http_routes import json_response
 from nodeagent.engine.server.kv.kv_reading import (
     SHARED_BYTES_MAX,
     STORE_BYTES_MAX,

@@ -24,6 +24,7 @@ import torch
 from aiohttp import web
 from torch import Tensor
 
+from isochrone.service.network.http_server import json_response
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.kv import kv_sharing, kv_transfer
 from nodeagent.engine.core.generation_thread import GenerationThread
@@ -39,7 +40,6 @@ from nodeagent.engine.kvcache.transfer_frames import (
     TransferReader,
     WrongTransfer,
 )
-from nodeagent.engine.server.http_routes import json_response
 from nodeagent.engine.server.kv.kv_reading import (
     SHARED_BYTES_MAX,
     STORE_BYTES_MAX,
@@ -100,7 +100,7 @@ class KvSharing:
         }
 
     async def _locate(self, request: web.Request) -> web.Response:
-        """Say how much of a chain's prefix this engine has."""
+        """Answer how much of a chain's prefix this engine has."""
         digests = await read_query(request)
         transfers = self._transfers
         fingerprint = await self._form.read_fingerprint()

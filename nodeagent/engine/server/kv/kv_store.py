@@ -15,12 +15,12 @@ from typing import Final, TypeVar
 
 from aiohttp import web
 
+from isochrone.service.network.http_server import json_response
 from isochrone.service.threads import run_to_completion, start_daemon_thread
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.kv import kv_sharing, kv_transfer
 from nodeagent.engine.kvcache.store_tier import CALLS_MAX, StoreTier
 from nodeagent.engine.kvcache.tier_setup import KvBlockForm
-from nodeagent.engine.server.http_routes import json_response
 from nodeagent.engine.server.kv.kv_reading import SHARED_BYTES_MAX
 from nodeagent.engine.server.kv.kv_receiving import KvReceiver
 from nodeagent.engine.server.kv.kv_sharing import KvSharing, read_query
@@ -60,7 +60,7 @@ class KvStoreRoutes:
         await asyncio.to_thread(self._store.close, CLOSE_S)
 
     async def _locate(self, request: web.Request) -> web.Response:
-        """Say how much of a chain's prefix the store has."""
+        """Answer how much of a chain's prefix the store has."""
         digests = await read_query(request)
         blocks = await self._run(self._store.count_prefix, digests)
         return json_response(

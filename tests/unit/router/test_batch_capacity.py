@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from isochrone.wire.peers.batches import ItemRef
-from router.decide.admission.batch_room import ReplicaRoom, requests_max
+from router.decide.admission.batch_capacity import ReplicaOccupancy, requests_max
 from router.loops.answer_batches import DeploymentWork
 
 
@@ -22,14 +22,14 @@ from router.loops.answer_batches import DeploymentWork
     ],
 )
 def test_items_leave_tokens_free(in_flight: list[int], running: int, expected: int) -> None:
-    rooms = [ReplicaRoom(10_000, tokens) for tokens in in_flight]
-    assert requests_max(rooms, running, 1_000) == expected
-    assert requests_max(rooms, running, 1_000, per_replica_max=4) == expected
+    replicas = [ReplicaOccupancy(10_000, tokens) for tokens in in_flight]
+    assert requests_max(replicas, running, 1_000) == expected
+    assert requests_max(replicas, running, 1_000, per_replica_max=4) == expected
 
 
 def test_without_a_replica_nothing_runs() -> None:
     assert requests_max([], 0, 1_000) == 0
-    assert requests_max([ReplicaRoom(10_000, 0)], 0, 0) == 4
+    assert requests_max([ReplicaOccupancy(10_000, 0)], 0, 0) == 4
 
 
 @pytest.mark.parametrize(
@@ -48,19 +48,19 @@ def test_without_a_replica_nothing_runs() -> None:
 def test_items_take_the_sequences_that_are_free(
     sequences: int, requests: int, running: int, expected: int
 ) -> None:
-    rooms = [ReplicaRoom(1_000_000, 0, sequences, requests)]
-    assert requests_max(rooms, running, 10) == expected
+    replicas = [ReplicaOccupancy(1_000_000, 0, sequences, requests)]
+    assert requests_max(replicas, running, 10) == expected
 
 
 def test_a_busy_replica_takes_nothing_from_another_one() -> None:
-    rooms = [ReplicaRoom(1_000_000, 0, 16, 30), ReplicaRoom(1_000_000, 0, 16, 5)]
-    assert requests_max(rooms, 3, 10) == 16
+    replicas = [ReplicaOccupancy(1_000_000, 0, 16, 30), ReplicaOccupancy(1_000_000, 0, 16, 5)]
+    assert requests_max(replicas, 3, 10) == 16
 
 
 def test_an_operators_limit_replaces_that_of_the_sequences() -> None:
-    rooms = [ReplicaRoom(1_000_000, 0, 16, 30)] * 2
-    assert requests_max(rooms, 0, 10, per_replica_max=3) == 6
-    assert requests_max(rooms, 0, 10, per_replica_max=0) == 0
+    replicas = [ReplicaOccupancy(1_000_000, 0, 16, 30)] * 2
+    assert requests_max(replicas, 0, 10, per_replica_max=3) == 6
+    assert requests_max(replicas, 0, 10, per_replica_max=0) == 0
 
 
 async def test_an_item_that_is_dropped_before_its_task_began_is_not_held() -> None:

@@ -29,7 +29,7 @@ class PreemptedItem(NamedTuple):
     preemptions: int
 
 
-class ReplicaRoom:
+class ReplicaOccupancy:
     """A replica: its limit of tokens in flight, and the tokens that are in flight there.
 
     Its engine runs `sequences_max` requests at once (0 if unknown); `requests` are there, of
@@ -47,14 +47,14 @@ class ReplicaRoom:
         self.requests = requests
 
 
-def free_places(replica: ReplicaRoom) -> int:
+def free_items(replica: ReplicaOccupancy) -> int:
     """Return how many more items a replica takes."""
     allowed = replica.sequences_max + max(1, int(SURPLUS_SHARE * replica.sequences_max))
     return max(0, allowed - replica.requests)
 
 
 def requests_max(
-    replicas: Sequence[ReplicaRoom],
+    replicas: Sequence[ReplicaOccupancy],
     running: int,
     item_tokens: int,
     *,
@@ -69,7 +69,7 @@ def requests_max(
     if per_replica_max is not None:
         limit = per_replica_max * len(replicas)
     elif all(replica.sequences_max for replica in replicas):
-        limit = running + sum([free_places(replica) for replica in replicas])
+        limit = running + sum([free_items(replica) for replica in replicas])
     else:
         limit = UNKNOWN_ITEMS * len(replicas)
     free_tokens = sum(
