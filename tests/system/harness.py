@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from datetime import datetime
 from math import ceil
 from pathlib import Path
@@ -422,7 +422,9 @@ class Fleet:
             lock = self.folder / "pg" / "data" / "postmaster.pid"
             server = int(lock.read_text().split()[0])
             os.kill(server, signal.SIGKILL)
-        os.kill(pid, signal.SIGKILL)
+        # The launcher may have seen its server's end, and ended, by now.
+        with suppress(ProcessLookupError) if name == "postgres" else nullcontext():
+            os.kill(pid, signal.SIGKILL)
         await self.processes.stop(name)
 
     def last_words(self) -> str:
