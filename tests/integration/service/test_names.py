@@ -46,7 +46,7 @@ class Place:
         self.told_to = ""
 
     def papers(self, name: str, role: PeerRole) -> ssl.SSLContext:
-        """Return what shows a certificate at a door, whatever it was issued for."""
+        """Return the TLS settings of a server that shows a certificate issued for any `role`."""
         identity = a_peer(self.authority, name, role)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_verify_locations(cadata=identity.ca_pem)
