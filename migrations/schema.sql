@@ -706,3 +706,7 @@ DROP INDEX batch_file_by_tenant;
 
 CREATE INDEX batch_listed ON batch (tenant_id, created_at, batch_id);
 DROP INDEX batch_by_tenant;
+
+-- When the scheduler planned it. No release names this column: a row gets its default.
+
+ALTER TABLE prefetch RENAME COLUMN wished_at TO planned_at;

@@ -3,7 +3,7 @@
 import asyncio
 import os
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import click
 
@@ -12,7 +12,9 @@ from isochrone.service.files import lock_state_folder
 from isochrone.service.logs import setup_logs
 from isochrone.service.run import run_service
 from nodeagent.app import serve
-from nodeagent.config import NodeConfig
+from nodeagent.config import OLD_NAMES, NodeConfig
+
+ENV_PREFIX: Final = "ISOCHRONE_NODE_"
 
 
 @click.command()
@@ -21,7 +23,8 @@ def main(config: Path | None) -> NoReturn:
     """Run on this server the replicas that the scheduler assigns to it."""
 
     async def run(stopping: asyncio.Event) -> int:
-        settings = load_config(NodeConfig, config, os.environ, "ISOCHRONE_NODE_")
+        setup_logs("nodeagent")  # for warnings about the configuration
+        settings = load_config(NodeConfig, config, os.environ, ENV_PREFIX, OLD_NAMES)
         setup_logs("nodeagent", settings.log_level)
         with lock_state_folder(settings.state):
             return await serve(settings, stopping, config)

@@ -87,8 +87,8 @@ async def serve(
     signers = await asyncio.to_thread(load_signers, config.model_signers)
     node = await _open_node(config)
     rng = random.Random()  # noqa: S311 - jitter, not secrets
-    server_tls = node_server_context(node.identity) if config.door_tls else None
-    client_tls = client_context(node.identity) if config.door_tls else None
+    server_tls = node_server_context(node.identity) if config.listen_tls else None
+    client_tls = client_context(node.identity) if config.listen_tls else None
     artifacts = _artifact_store(config, node, sources, rng, client_tls, signers)
     engines = _engine_processes(config, node, confinement)
     supervisor = _supervisor(config, node, artifacts, engines, rng)
@@ -217,7 +217,7 @@ async def _listeners(
     Yields the data-plane port.
     """
     async with AsyncExitStack() as stack:
-        data_plane = serve_http(app, config.door_host, config.door_port, ssl_context=context)
+        data_plane = serve_http(app, config.listen_host, config.listen_port, ssl_context=context)
         port = await stack.enter_async_context(data_plane)
         if config.plaintext_kv_store_ports is not None:
             listening = store_relay.listening(config.plaintext_kv_store_ports[0])
@@ -372,7 +372,7 @@ def _data_plane_app(
 ) -> web.Application:
     """Return the data-plane application: inference requests, and artifact uploads to nodes."""
     app = server.app()
-    if not config.door_tls:
+    if not config.listen_tls:
         # With mutual TLS a browser cannot connect.
         names = [urlsplit(config.address).hostname or "", *own_names()]
         app.middlewares.append(refuse_unknown_hosts(HostAllowList(names), "address"))

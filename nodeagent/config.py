@@ -19,6 +19,13 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Rate = Annotated[float, msgspec.Meta(ge=0)]
 ConfineEngines = Literal["auto", "always", "never"]
 
+OLD_NAMES: Final[dict[str, str]] = {
+    "door_host": "listen_host",
+    "door_port": "listen_port",
+    "door_tls": "listen_tls",
+}
+"""By its name in the release before: each setting's name. The next release drops the old ones."""
+
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of one node. Port 0 means any free port."""
@@ -31,9 +38,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     # The data-plane server, to which routers and other nodes connect.
     address: Url  # the address that they dial, such as http://10.0.0.7:9000
-    door_host: str = "127.0.0.1"
-    door_port: Port = 9000
-    door_tls: bool = False  # mutual TLS with the fleet's certificates
+    listen_host: str = "127.0.0.1"  # where this server itself listens, at `listen_port`
+    listen_port: Port = 9000
+    listen_tls: bool = False  # mutual TLS with the fleet's certificates
     private_host: str = ""  # a second listener for `/metrics` only, without TLS
     private_port: Port = 0
 
@@ -97,9 +104,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 f"cannot use private_port {self.private_port} without private_host: set it to the"
                 " address at which `/metrics` is to be served"
             )
-        if self.door_tls != self.address.startswith("https:"):
+        if self.listen_tls != self.address.startswith("https:"):
             raise ValueError(
-                f"cannot use address {self.address!r}: it must begin with https if door_tls is "
+                f"cannot use address {self.address!r}: it must begin with https if listen_tls is "
                 "set, and with http if it is not"
             )
         for name in ("plaintext_rank_ports", "plaintext_kv_store_ports"):

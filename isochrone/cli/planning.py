@@ -65,7 +65,7 @@ def plan(obj: CliContext, /, save: Path | None, snapshot: Path | None, **options
         flag = ignored[0].removesuffix("_to").replace("_", "-")
         raise click.UsageError(f"--{flag} needs --what-if FILE, a snapshot that --save has written")
     if save is not None:
-        saved = obj.api.ask("GET", "/v1/picture")
+        saved = obj.api.ask("GET", "/v1/snapshot")
         try:
             write_atomic(save, msgspec.json.encode(saved))
         except OSError as error:

@@ -3,12 +3,15 @@
 A secret is kept in a file of its own, which the configuration names.
 """
 
+import logging
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=msgspec.Struct)
 Url = Annotated[str, msgspec.Meta(pattern=r"^https?://[^/]+/?$")]
@@ -20,10 +23,18 @@ class ConfigError(Exception):
     """The configuration is missing or wrong; the message says where and what to write."""
 
 
-def load_config(kind: type[T], path: Path | None, env: Mapping[str, str], prefix: str) -> T:
+def load_config(
+    kind: type[T],
+    path: Path | None,
+    env: Mapping[str, str],
+    prefix: str,
+    old_names: Mapping[str, str] = {},
+) -> T:
     """Read `path`, overridden by the variables `{prefix}FIELD`, into `kind`; raises ConfigError.
 
-    A variable holds a plain string, or JSON where the field is not a string.
+    A variable holds a plain string, or JSON where the field is not a string. `old_names` has the
+    current name of each renamed setting; an old name is read, in the file and in variables, and a
+    warning is logged.
     """
     values: dict[str, Any] = {}
     if path is not None:
@@ -33,14 +44,15 @@ def load_config(kind: type[T], path: Path | None, env: Mapping[str, str], prefix
             raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read config {path}: {error}") from error
-    fields = {
-        f"{prefix}{field.encode_name.upper()}": field for field in msgspec.structs.fields(kind)
-    }
+    types = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    types |= {old: types[new] for old, new in old_names.items()}
+    settings = {f"{prefix}{setting.upper()}": setting for setting in types}
     for name in (name for name in env if name.startswith(prefix)):
-        if name not in fields:
+        if name not in settings:
             raise ConfigError(f"cannot use the variable {name}: there is no such setting")
-        field = fields[name]
-        values[field.encode_name] = env[name] if field.type is str else _json_or_text(env[name])
+        setting = settings[name]
+        values[setting] = env[name] if types[setting] is str else _json_or_text(env[name])
+    _replace_old_names(values, old_names)
     try:
         return msgspec.convert(values, kind, dec_hook=_convert_path)
     except msgspec.ValidationError as error:
@@ -65,6 +77,22 @@ def read_secret(path: Path, what: str, length_min: int = 1) -> str:
             f"{length_min} ASCII characters"
         )
     return secret
+
+
+def _replace_old_names(values: dict[str, Any], old_names: Mapping[str, str]) -> None:
+    for old, new in old_names.items():
+        if old not in values:
+            continue
+        if new in values:
+            raise ConfigError(
+                f"cannot use both {old} and {new}: {old} is the old name of {new}, so remove it"
+            )
+        values[new] = values.pop(old)
+        fields = {"old_name": old, "name": new}
+        log.warning(
+            "a setting has a new name; the next release refuses the old one",
+            extra={"fields": fields},
+        )
 
 
 def _json_or_text(text: str) -> Any:

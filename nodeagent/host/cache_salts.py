@@ -5,8 +5,8 @@ secret is the cluster's: a scheduler sends it to each node that registers, and a
 the same salts, so that they can use each other's cached prefixes. Routers do not have it.
 
 A node that has not got the secret from a scheduler yet uses one of its own, and shares no prefix
-with others (`is_shared`). The node stores both secrets, so that the cache on disk stays usable
-after a restart of the agent.
+with others. The node stores both secrets, so that the cache on disk stays usable after a restart of
+the agent.
 """
 
 import asyncio
@@ -37,11 +37,6 @@ class CacheSalts:
 
     def __repr__(self) -> str:
         return f"<CacheSalts {'of the cluster' if self._is_shared else 'of this node'}>"
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other nodes compute the same salts: only then may prefixes be shared."""
-        return self._is_shared
 
     def salt_of(self, tenant: str) -> str:
         """Return the tenant's salt: 64 hexadecimal digits."""

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.http.public_bodies import ReasoningEffort
 from nodeagent.mock.engine import MockPrompt, MockRequest
 from nodeagent.mock.json_schema import JsonSchema, UnsupportedSchemaError
 from nodeagent.mock.scripted_calls import (
@@ -87,7 +88,7 @@ class MockFields(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
-    reasoning_effort: str | None = None
+    reasoning_effort: ReasoningEffort | None = None
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] | None = None
     safety_identifier: Any = None
     seed: int | None = None

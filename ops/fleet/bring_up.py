@@ -186,7 +186,7 @@ class LocalFleet:
             write_atomic(config, layout.router_config(self.state, city).encode())
             await self.processes.start(f"router-{city.pop}", ("router", "--config", str(config)))
         for city in CITIES:
-            node = f"http://{city.door_host}:{layout.NODE_PORT}/healthz"
+            node = f"http://{city.listen_host}:{layout.NODE_PORT}/healthz"
             await self._wait_healthy(f"node-{city.pop}", node)
             await self._wait_healthy(f"router-{city.pop}", f"{layout.endpoint(city)}/healthz")
 

@@ -30,7 +30,7 @@ class City(NamedTuple):
         return f"{self.prefix}.2"
 
     @property
-    def door_host(self) -> str:
+    def listen_host(self) -> str:
         """The address on which the node listens."""
         return f"{self.prefix}.3"
 

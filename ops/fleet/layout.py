@@ -42,7 +42,7 @@ def addresses() -> list[tuple[str, int]]:
         listens += [
             (city.router_host, ROUTER_PORT),
             (city.node_host, NODE_PORT),
-            (city.door_host, NODE_PORT),
+            (city.listen_host, NODE_PORT),
         ]
     return listens
 
@@ -87,8 +87,8 @@ name = "{city.pop}-1"
 schedulers = ["{control_url()}"]
 state = "{state}/node-{city.pop}"
 address = "http://{city.node_host}:{NODE_PORT}"
-door_host = "{city.door_host}"
-door_port = {NODE_PORT}
+listen_host = "{city.listen_host}"
+listen_port = {NODE_PORT}
 join_token_file = "{state}/node-{city.pop}.token"
 cpu_memory_bytes = {NODE_MEMORY_BYTES}
 drain_timeout_s = 5.0

@@ -64,7 +64,7 @@ async def relay_connection(
     accepted = asyncio.get_running_loop().time()
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            far_reader, far_writer = await asyncio.open_connection(city.door_host, node_port)
+            far_reader, far_writer = await asyncio.open_connection(city.listen_host, node_port)
     except (OSError, TimeoutError):
         # A caller sees that a node is down by a reset, one round trip after connecting.
         await asyncio.sleep(rtt_s)

@@ -112,8 +112,8 @@ class CityClients:
     ) -> dict[str, Any]:
         """Send a request to one replica through its node, without a router or a delay."""
         sent = {headers.REPLICA: replica}
-        door = f"http://{city.door_host}:{layout.NODE_PORT}"
-        return await self._send(door, prompt, output, sent)
+        node = f"http://{city.listen_host}:{layout.NODE_PORT}"
+        return await self._send(node, prompt, output, sent)
 
     async def _send(
         self, base: str, prompt: str, output: int, sent: dict[str, str]

@@ -104,7 +104,7 @@ def settings_of(area: WideArea, fleet: Fleet) -> None:
         fleet.settings[node] = {
             "schedulers": [scheduler],
             "address": f"http://{node}.test:{fleet.ports[node]}",
-            "door_host": ANY,
+            "listen_host": ANY,
         }
         fleet.settings[f"router-{pop}"] = {
             "host": ANY,

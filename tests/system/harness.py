@@ -106,6 +106,8 @@ class Fleet:
         self.settings: dict[str, dict[str, Any]] = {}
         """By process: settings that override its configuration file."""
         self.environment: dict[str, dict[str, str]] = {}
+        self.listen_port = "listen_port"
+        """What the nodes call this setting."""
         self.prefixes: dict[str, tuple[str, ...]] = {}
         """By process: the command that runs it, for example in a network namespace."""
         self.databases = ["pg"]
@@ -243,7 +245,8 @@ class Fleet:
             write_atomic(token_file, made["token"].encode())
         text = (
             f'name = "{pop}-{number}"\nschedulers = {self.schedulers()}\nstate = "{state}"\n'
-            f'address = "http://127.0.0.1:{self.ports[name]}"\ndoor_port = {self.ports[name]}\n'
+            f'address = "http://127.0.0.1:{self.ports[name]}"\n'
+            f"{self.listen_port} = {self.ports[name]}\n"
             f'join_token_file = "{token_file}"\n{extra}'
             "canary_interval_s = 1.0\ndrain_timeout_s = 5.0\nprivate_sources = true\n"
         )

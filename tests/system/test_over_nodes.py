@@ -76,7 +76,7 @@ async def deployed(fleet: Fleet, model: Path, weights: int, nodes: int) -> None:
         "context_tokens_max": 128,
     }
     policy = {"replicas_min": 1, "replicas_max": 1, "allow": ["ams"]}
-    wished = {"model_id": "large", "engine": engine, "policy": policy}
+    deployment = {"model_id": "large", "engine": engine, "policy": policy}
     if nodes == 1:
         catalogued = {
             "model_id": "large",
@@ -86,9 +86,9 @@ async def deployed(fleet: Fleet, model: Path, weights: int, nodes: int) -> None:
             "weights_bytes": weights,
         }
         await fleet.ask("PUT", "/v1/models/large", catalogued)
-        await fleet.ask("POST", "/v1/deployments", {"deployment_id": "large", **wished})
+        await fleet.ask("POST", "/v1/deployments", {"deployment_id": "large", **deployment})
     else:
-        await fleet.ask("PUT", "/v1/deployments/large", wished)
+        await fleet.ask("PUT", "/v1/deployments/large", deployment)
 
 
 def ranks(fleet: Fleet) -> dict[str, int]:

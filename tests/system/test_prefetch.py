@@ -58,7 +58,7 @@ async def remembered(fleet: Fleet) -> None:
     await connection.close()
 
 
-def wished_in(*pops: str) -> dict[str, Any]:
+def replicas_in(*pops: str) -> dict[str, Any]:
     """Return a deployment that keeps replicas in these cities whatever the demand."""
     engine = {"driver": "mock", "kv_memory_bytes": 1_000_000, "context_tokens_max": 100_000}
     policy = {"replicas_min": len(pops), "replicas_max": 4, "keep_warm": list(pops)}
@@ -77,7 +77,7 @@ async def made_known(fleet: Fleet, url: str, folder: Path) -> None:
         "weights_bytes": len(BODY),
     }
     await fleet.ask("PUT", "/v1/models/m", model)
-    body = {"deployment_id": "d", **wished_in("ams")}
+    body = {"deployment_id": "d", **replicas_in("ams")}
     await fleet.ask("POST", "/v1/deployments", body)
     await until("warm in ams", lambda: fleet.is_warm(1))
 
@@ -95,9 +95,9 @@ async def test_a_city_prefetches_before_its_peak_and_starts_without_the_origin()
         # A new term goes on from what is stored.
         await fleet.kill("scheduler-a")
         await fleet.start_scheduler("a")
-        (wished,) = await until("wished", lambda: events(fleet, "weights.planned"))
-        assert wished["subject"] == "sin-1"
-        assert "forecast for" in wished["reason"]
+        (planned,) = await until("planned", lambda: events(fleet, "weights.planned"))
+        assert planned["subject"] == "sin-1"
+        assert "forecast for" in planned["reason"]
         held = fleet.folder / "node-sin" / "artifacts"
 
         async def is_there() -> bool:
@@ -107,6 +107,6 @@ async def test_a_city_prefetches_before_its_peak_and_starts_without_the_origin()
         answer = await fleet.ask("GET", "/v1/deployments/d/explain")
         assert answer["prefetches"][0].startswith("sin-1 ")
         assert [row["pop"] for row in answer["here"]] == ["ams"], "nothing was started"
-        await fleet.ask("PUT", "/v1/deployments/d", wished_in("ams", "sin"))
+        await fleet.ask("PUT", "/v1/deployments/d", replicas_in("ams", "sin"))
         await until("warm in both", lambda: fleet.is_warm(2))
         assert origin.asked == 1, "the other city had it from the first"

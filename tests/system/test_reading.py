@@ -45,13 +45,13 @@ async def serve(fleet: Fleet, name: str, folder: Path) -> None:
         "weights_bytes": 100_000_000,
     }
     await fleet.ask("PUT", f"/v1/models/{name}", model)
-    wish = {
+    body = {
         "deployment_id": name,
         "model_id": name,
         "engine": {"driver": "embedded", "kv_memory_bytes": 1_000_000},
         "policy": {"replicas_min": 1, "replicas_max": 1},
     }
-    await fleet.ask("POST", "/v1/deployments", wish)
+    await fleet.ask("POST", "/v1/deployments", body)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -243,7 +243,7 @@ async def check_explained(fleet: Fleet, nodes: dict[str, str]) -> None:
     assert "prefill" in words
     assert sorted(row["role"] for row in explained["here"])[-1:] == ["unified"] or "decode" in words
     assert {row["node_id"] for row in explained["here"]} == set(nodes.values())
-    snapshot = msgspec.convert(await fleet.ask("GET", "/v1/picture"), ClusterSnapshot)
+    snapshot = msgspec.convert(await fleet.ask("GET", "/v1/snapshot"), ClusterSnapshot)
     for role, node_id in nodes.items():
         gone = what_if(snapshot, [LoseNode(node_id=NodeId(node_id))])
         starts = [move for move in gone.moves if move.kind == "start"]

@@ -25,7 +25,7 @@ class TlsFleet(Fleet):
         port = self.ports.setdefault(name, free_port())
         self._private[name] = free_port()
         settings: dict[str, Any] = {
-            "door_tls": True,
+            "listen_tls": True,
             "address": f"https://127.0.0.1:{port}",
             "private_host": "127.0.0.1",
             "private_port": self._private[name],

@@ -18,6 +18,7 @@ from typing import Any
 import asyncpg
 import openai
 
+from nodeagent.config import OLD_NAMES
 from tests.postgres import a_folder
 from tests.system.harness import CITIES, ROOT, Fleet, until
 from tests.system.tls_fleet import TlsFleet
@@ -31,6 +32,11 @@ STREAMS = 2  # what two replicas carry: none begins or ends but by an order
 TOKENS = 30
 
 
+def old_name(setting: str) -> str:
+    """Return the name of a node's setting that both releases read."""
+    return next((old for old, new in OLD_NAMES.items() if new == setting), setting)
+
+
 class Mixed(TlsFleet):
     """A fleet in which each process runs from the checkout of its own release."""
 
@@ -38,8 +44,11 @@ class Mixed(TlsFleet):
         super().__init__(folder)
         for part in PARTS:
             self._runs_from(part, old)
+        self.listen_port = old_name("listen_port")
         for pop in CITIES:
-            self.settings[f"node-{pop}"]["keep_engines_on_stop"] = True
+            node = self.settings[f"node-{pop}"]
+            node[old_name("listen_tls")] = node.pop("listen_tls")
+            node["keep_engines_on_stop"] = True
 
     def _runs_from(self, part: str, checkout: Path) -> None:
         # Without the working directory first, what is imported is what is named.

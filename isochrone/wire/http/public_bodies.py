@@ -1,4 +1,4 @@
-"""Bodies of public requests that routers relay and the scheduler reads."""
+"""Bodies of public requests that routers relay, and values that their fields may have."""
 
 from typing import Annotated, Final, Literal
 
@@ -10,6 +10,9 @@ from isochrone.wire.peers.adapter import AdapterName
 
 ITEMS_MAX: Final = 20
 """The most items that one request may add to a conversation."""
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""The values of OpenAI's API, and of vLLM 0.32."""
 
 Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 

@@ -61,10 +61,10 @@ class ParkedModel:
         return True
 
     def restore(self) -> ModelRunner | None:
-        """Return the parked model, able to run again; None where it has to be loaded anew.
+        """Return the parked model, able to run again; None if it must be loaded from its files.
 
-        That is so if none is parked, or if its copy cannot be read: then none is parked any more.
-        Raises MemoryShortage if the memory for it is not there.
+        It must be if no model is parked or the parked copy cannot be read, which is then dropped.
+        Raises MemoryShortage if there is not enough memory for the model.
         """
         runner, copy = self._runner, self._copy
         if runner is None or copy is None:

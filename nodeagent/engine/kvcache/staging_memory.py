@@ -20,11 +20,6 @@ class StagingMemory:
         self._buffer_bytes = buffer_bytes
         self._free: list[np.ndarray] = []
 
-    @property
-    def free_buffers(self) -> int:
-        """How many buffers are kept for the next parts."""
-        return len(self._free)
-
     def take(self, size_bytes: int) -> np.ndarray:
         """Return `size_bytes` of memory with any content [bytes]. For any thread.
 

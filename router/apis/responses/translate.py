@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.http.public_bodies import ReasoningEffort
 from router.apis.openai.schema import (
     DataUrl,
     Fraction,
@@ -106,7 +107,7 @@ class ReasoningSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     The reasoning itself is returned, so `auto` needs no summary.
     """
 
-    effort: str | None = None
+    effort: ReasoningEffort | None = None
     summary: Literal["auto"] | None = None
     generate_summary: Literal["auto"] | UnsetType | None = UNSET
     """The older name of `summary`."""

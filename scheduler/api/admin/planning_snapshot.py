@@ -13,12 +13,18 @@ async def snapshot(request: AdminRequest) -> msgspec.Raw:
     return await request.context.planner.snapshot(request.context.heartbeats.observed())
 
 
+async def picture(request: AdminRequest) -> msgspec.Raw:
+    """Answer the commands of the release before, which have the old name of this endpoint."""
+    return await snapshot(request)
+
+
 SNAPSHOT_ENDPOINTS: Final = (
     Endpoint(
         "GET",
-        "/v1/picture",
+        "/v1/snapshot",
         snapshot,
         "Read the snapshot that placement decides from",
         ClusterSnapshot,
     ),
+    Endpoint("GET", "/v1/picture", picture, "The old name of /v1/snapshot", ClusterSnapshot),
 )

@@ -25,7 +25,7 @@ async def collector(settings: dict[str, Any], tmp_path: Path) -> AsyncIterator[C
 
 async def test_admin_requests_are_spans(collector: Collector, admin: Admin) -> None:
     await admin.pop()
-    assert (await admin.ask("GET", "/v1/picture", traceparent=CLIENT.traceparent)).status == 200
+    assert (await admin.ask("GET", "/v1/snapshot", traceparent=CLIENT.traceparent)).status == 200
     assert (await admin.ask("DELETE", "/v1/pops/nowhere")).status == 404
     # Neither of these is recorded.
     assert (await admin.ask("GET", "/v1/pops")).status == 200
@@ -42,7 +42,7 @@ async def test_admin_requests_are_spans(collector: Collector, admin: Admin) -> N
     (put,) = collector.named("PUT /v1/pops/{pop}")
     assert (put.parent, put.attributes[names.STATUS]) == ("", 200)
     assert put.attributes[names.SCHEDULER] == "s1"
-    (planned,) = collector.named("GET /v1/picture")
+    (planned,) = collector.named("GET /v1/snapshot")
     assert (planned.trace, planned.parent) == (CLIENT.trace_id, CLIENT.span_id)
     (planner,) = collector.named("planner")
     assert (planner.trace, planner.parent) == (CLIENT.trace_id, planned.id)

@@ -20,7 +20,7 @@ from isochrone.service.trust.identity import (
 )
 from isochrone.service.trust.joining import join
 from isochrone.wire.peers.control import JoinRequest, PeerRole
-from scheduler.api.control import join as join_door
+from scheduler.api.control import join as join_route
 from tests.builders import a_report
 from tests.faults import Faults
 from tests.integration.admin.conftest import Admin
@@ -262,8 +262,8 @@ async def test_clients_without_a_token_cannot_keep_the_database_busy(
     admin: Admin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database_dsn: str
 ) -> None:
     # Ten at once and then two a second, however long a hundred requests take.
-    monkeypatch.setattr(join_door, "JOINS_PER_S", 2.0)
-    monkeypatch.setattr(join_door, "BURST_S", 5.0)
+    monkeypatch.setattr(join_route, "JOINS_PER_S", 2.0)
+    monkeypatch.setattr(join_route, "BURST_S", 5.0)
     await admin.pop()
     token = await a_token(admin)
     faults = Faults(monkeypatch, database_dsn)

@@ -12,10 +12,10 @@ from tests.integration.admin.conftest import Admin
 from tests.integration.admin.test_cli import run_cli
 
 
-async def test_a_picture_is_saved_and_asked_what_would_follow(admin: Admin, tmp_path: Path) -> None:
+async def test_a_saved_snapshot_answers_what_would_follow(admin: Admin, tmp_path: Path) -> None:
     await admin.pop("ams")
     await admin.pop("fra", "DE")
-    file = str(tmp_path / "picture.json")
+    file = str(tmp_path / "snapshot.json")
     code, _, err = await run_cli(admin, "plan", "--save", file)
     assert code == 0, err
     saved = json.loads(Path(file).read_text())
@@ -105,3 +105,9 @@ def test_a_map_is_a_png(tmp_path: Path) -> None:
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(AdminError, match="cannot write"):
         draw(ANSWER, POPS, tmp_path / "nowhere" / "map.png")
+
+
+async def test_commands_of_the_release_before_read_the_snapshot(admin: Admin) -> None:
+    await admin.pop("ams")
+    answer = await admin.ask("GET", "/v1/picture")
+    assert (answer.status, [pop["pop"] for pop in answer.body["cluster"]["pops"]]) == (200, ["ams"])

@@ -111,7 +111,7 @@ async def test_an_agent_that_cannot_listen_stops_no_engine(
                 schedulers=("http://127.0.0.1:1",),
                 state=folder,
                 address="http://127.0.0.1:1",
-                door_port=taken.getsockname()[1],
+                listen_port=taken.getsockname()[1],
                 keep_engines_on_stop=keep_engines,
             )
             with pytest.raises(ConfigError, match="cannot listen"):

@@ -414,8 +414,8 @@ async def test_with_tls_only_nodes_of_the_cluster_get_artifacts(
     theirs = Authority.create(tmp_path / "theirs", "theirs", NOW)
     held = city.node("ams-9")
     await fetched(held, artifact)
-    door = tls.node_server_context(a_peer(ours, "ams-9", PeerRole.AGENT))
-    peer = await city.serving("ams-9", held, context=door)
+    context = tls.node_server_context(a_peer(ours, "ams-9", PeerRole.AGENT))
+    peer = await city.serving("ams-9", held, context=context)
     stranger = tls.client_context(a_peer(theirs, "ams-1", PeerRole.AGENT))
     empty(origin)
     with pytest.raises(ArtifactError, match="answered 404"):

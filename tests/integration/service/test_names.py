@@ -46,7 +46,7 @@ class Place:
         self.told_to = ""
 
     def papers(self, name: str, role: PeerRole) -> ssl.SSLContext:
-        """Return what shows a certificate at a door, whatever it was issued for."""
+        """Return the TLS settings of a server that shows a certificate issued for any `role`."""
         identity = a_peer(self.authority, name, role)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_verify_locations(cadata=identity.ca_pem)
@@ -149,25 +149,27 @@ async def test_whatever_a_node_may_be_called_is_proven(tmp_path: Path, name: str
         assert await ask(upstream, "10.1.0.8", place.address) == 0
 
 
-async def test_a_node_passes_nothing_on_to_another_at_a_siblings_address(tmp_path: Path) -> None:
+async def test_a_node_passes_nothing_on_to_another_at_a_peer_replicas_address(
+    tmp_path: Path,
+) -> None:
     async with a_place(tmp_path, "n2") as place:
-        siblings = PeerReplicaClient(place.client("n3", PeerRole.AGENT), time.monotonic)
+        peers = PeerReplicaClient(place.client("n3", PeerRole.AGENT), time.monotonic)
         one, other = (
             PeerReplica(ReplicaId("r1"), NodeId(name), place.address, 1, 1, 1)
             for name in ("n1", "n2")
         )
         try:
-            async with siblings.relay(other, NAME, BODY, {}) as answer:
+            async with peers.relay(other, NAME, BODY, {}) as answer:
                 assert await answer.read() == BODY
             with pytest.raises(PeerReplicaLost):
-                async with siblings.relay(one, NAME, BODY, {}):
+                async with peers.relay(one, NAME, BODY, {}):
                     pass
         finally:
-            await siblings.close()
+            await peers.close()
         assert place.asked == [NAME]
 
 
-async def test_a_sibling_cannot_send_a_node_elsewhere(tmp_path: Path) -> None:
+async def test_a_peer_replica_cannot_send_a_node_elsewhere(tmp_path: Path) -> None:
     """What a node can reach, its cloud's metadata among it, is not for others to ask through it."""
     inside = web.Application()
     met: list[str] = []
@@ -179,13 +181,13 @@ async def test_a_sibling_cannot_send_a_node_elsewhere(tmp_path: Path) -> None:
     inside.router.add_route("*", "/{path:.*}", meet)
     async with a_place(tmp_path) as place, serve_http(inside, "127.0.0.1", 0) as port:
         place.told_to = f"http://127.0.0.1:{port}/latest/meta-data"
-        siblings = PeerReplicaClient(place.client("n3", PeerRole.AGENT), time.monotonic)
-        sibling = PeerReplica(ReplicaId("r1"), NodeId("n1"), place.address, 1, 1, 1)
+        peers = PeerReplicaClient(place.client("n3", PeerRole.AGENT), time.monotonic)
+        replica = PeerReplica(ReplicaId("r1"), NodeId("n1"), place.address, 1, 1, 1)
         try:
-            async with siblings.relay(sibling, NAME, BODY, {}) as answer:
+            async with peers.relay(replica, NAME, BODY, {}) as answer:
                 assert answer.status == 307
         finally:
-            await siblings.close()
+            await peers.close()
         assert (place.asked, met) == ([NAME], [])
 
 

@@ -1,6 +1,7 @@
 """Chat templates: sandboxed, given what transformers gives them, and safe from special tokens."""
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -58,6 +59,25 @@ def test_a_template_gets_the_variables_that_transformers_gives(source: str, text
         ChatTemplate(source, "", "").render(template_messages(chat), (), template_arguments(chat))
         == text
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, ""),
+        ({"reasoning_effort": "none"}, "noneFalse"),
+        ({"reasoning_effort": "max"}, "maxTrue"),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            "noneTrue",
+        ),
+    ],
+)
+def test_an_effort_switches_thinking_as_in_vllm(fields: dict[str, Any], text: str) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    arguments = template_arguments(read_chat(json.dumps(body).encode(), 10_000))
+    template = ChatTemplate("{{ reasoning_effort }}{{ enable_thinking }}", "", "")
+    assert template.render([], (), arguments) == text
 
 
 @given(st.text("<end>|a", max_size=12), st.sampled_from(["{{ x }}", "{{ x | tojson }}"]))

@@ -78,6 +78,11 @@ def read_completely(body: bytes) -> None:
         (chat(include_stop_str_in_output=True), "include_stop_str_in_output"),
         (chat(web_search_options={"user_location": None}), "web_search_options"),
         (chat(chat_template_kwargs=[1]), "chat_template_kwargs"),
+        (
+            chat(reasoning_effort="extreme"),
+            "cannot use field 'reasoning_effort': 'extreme' is not one of 'high', 'low', 'max',"
+            " 'medium', 'minimal', 'none', 'xhigh'",
+        ),
         (chat(modalities=["text", "audio"]), "modalities"),
         (chat(tools=[{"type": "web_search"}]), "web_search"),
         (chat(tool_choice="perhaps"), "tool_choice"),

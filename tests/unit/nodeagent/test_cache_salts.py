@@ -15,7 +15,7 @@ from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import ClusterId, Epoch
 from isochrone.wire.peers.control import CacheSaltSecret, Welcome
 from nodeagent.drivers.driver import with_fields
-from nodeagent.host.cache_salts import load_cache_salts
+from nodeagent.host.cache_salts import CacheSalts, load_cache_salts
 
 SALT = "the tenant's salt"
 PIECES = (
@@ -101,7 +101,7 @@ async def test_nodes_with_the_clusters_secret_compute_equal_salts(tmp_path: Path
     for folder in folders:
         folder.mkdir()
     nodes = [load_cache_salts(folder) for folder in folders]
-    assert not any(salts.is_shared for salts in nodes)
+    assert nodes[0].salt_of("acme") != nodes[1].salt_of("acme")
     for version, secret in secrets.items():
         offered = CacheSaltSecret(version=version, secret=secret)
         welcome = Welcome(cluster_id=ClusterId("c"), epoch=Epoch(1), cache_salt=offered)
@@ -114,7 +114,7 @@ async def test_nodes_with_the_clusters_secret_compute_equal_salts(tmp_path: Path
     # A restart without a scheduler, and a scheduler of a release that sends no secret.
     restarted = load_cache_salts(folders[0])
     await restarted.take(None)
-    assert restarted.is_shared and restarted.salt_of("acme") == nodes[1].salt_of("acme")
+    assert restarted.salt_of("acme") == nodes[1].salt_of("acme")
     assert stat.S_IMODE((folders[0] / "cluster_cache_salt.key").stat().st_mode) == 0o600
 
 
@@ -124,7 +124,7 @@ async def test_a_full_disk_does_not_keep_a_node_from_the_clusters_salts(tmp_path
     salts = load_cache_salts(folder)
     shutil.rmtree(folder)
     await salts.take(CacheSaltSecret(version=1, secret=bytes(32)))
-    assert salts.is_shared
+    assert salts.salt_of("acme") == CacheSalts(bytes(32)).salt_of("acme")
 
 
 def test_salts_differ_by_tenant_and_node_and_survive_a_restart(tmp_path: Path) -> None:

@@ -1,14 +1,16 @@
 """Every field of the official SDK's request types is honoured, accepted or refused by decision."""
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
+from openai.types.shared_params.reasoning_effort import ReasoningEffort as SdkReasoningEffort
 
 from isochrone.wire.errors import ApiError
+from isochrone.wire.http.public_bodies import ReasoningEffort
 from router.apis.openai.decode import CHAT, decode, refuse_storing
 from router.apis.openai.schema import ChatRequest
 from router.apis.responses.translate import RESPONSES_REQUEST, ResponsesRequest, to_chat
@@ -114,6 +116,14 @@ def test_a_field_of_a_response_that_is_not_honoured_is_refused_by_name(field: st
     with pytest.raises(ApiError, match=f"cannot use field '{field}") as refused:
         to_chat(decode(json.dumps(body).encode(), RESPONSES_REQUEST))
     assert (refused.value.param or "").startswith(field)
+
+
+def test_a_reasoning_effort_is_one_of_openais() -> None:
+    assert get_args(SdkReasoningEffort)[0] == ReasoningEffort
+    body = {"model": "m", "input": "a", "reasoning": {"effort": "extreme"}}
+    words = "cannot use field 'reasoning.effort': 'extreme' is not one of 'high', 'low', 'max'"
+    with pytest.raises(ApiError, match=words):
+        decode(json.dumps(body).encode(), RESPONSES_REQUEST)
 
 
 def test_only_storing_is_refused() -> None:

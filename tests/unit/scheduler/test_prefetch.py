@@ -223,13 +223,13 @@ def test_targets_respect_residency_disks_and_links_and_become_stable(
     models = {model.model_id: model for model in state.models}
     for _ in range(len(nodes) * len(models) + 1):
         decision = plan_prefetch(state, due_s)
-        assert not decision.ended, "nothing has changed but what was wished"
+        assert not decision.ended, "nothing has changed but the prefetches"
         if not decision.new:
             break
-        wishes = (*state.prefetches, *decision.new)
-        state = msgspec.structs.replace(state, prefetches=wishes)
+        prefetches = (*state.prefetches, *decision.new)
+        state = msgspec.structs.replace(state, prefetches=prefetches)
     else:
-        raise AssertionError("wishes without end")
+        raise AssertionError("prefetches without end")
     taken: dict[str, float] = {}
     pending: dict[str, int] = {}
     for target in state.prefetches:

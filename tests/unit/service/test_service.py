@@ -2,6 +2,8 @@
 
 import errno
 import fcntl
+import json
+import logging
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,7 +21,8 @@ from isochrone.service.trust import identity
 from isochrone.service.trust.identity import Authority, IdentityError
 from isochrone.wire.ids import PopId
 from isochrone.wire.peers.control import PeerRole
-from nodeagent.config import NodeConfig
+from nodeagent.__main__ import main as node_command
+from nodeagent.config import OLD_NAMES, NodeConfig
 from router.__main__ import main as router_command
 from router.config import RouterConfig
 from router.processes import WorkerIdentity, worker_config
@@ -64,12 +67,15 @@ def test_an_unknown_environment_variable_is_refused_by_name() -> None:
         load_config(Config, None, {"X_STATE": "/a", "X_PROT": "3", "Y_PORT": "3"}, "X_")
 
 
+NODE = {"name": "n", "state": "/a", "schedulers": '["http://s:1"]', "address": "http://n:1"}
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"schedulers": '["10.0.0.5:7001"]'}, r"schedulers\[0\]"),
         ({"address": "10.0.0.7:9000"}, "address"),
-        ({"address": "http://10.0.0.7:9000", "door_tls": "true"}, "must begin with https"),
+        ({"address": "http://10.0.0.7:9000", "listen_tls": "true"}, "must begin with https"),
         ({"address": "https://10.0.0.7:9000"}, "must begin with https"),
         ({"private_port": "9101"}, "private_port 9101 without private_host"),
     ],
@@ -77,10 +83,52 @@ def test_an_unknown_environment_variable_is_refused_by_name() -> None:
 def test_an_address_at_which_nothing_would_answer_is_refused(
     settings: dict[str, str], words: str
 ) -> None:
-    given = {"name": "n", "state": "/a", "schedulers": '["http://s:1"]', "address": "http://n:1"}
-    env = {f"X_{name.upper()}": text for name, text in (given | settings).items()}
+    env = {f"X_{name.upper()}": text for name, text in (NODE | settings).items()}
     with pytest.raises(ConfigError, match=words):
         load_config(NodeConfig, None, env, "X_")
+
+
+OLD_NAMED: dict[str, Any] = {"name": "n", "state": "/a", "schedulers": ["https://s:1"]} | {
+    "address": "https://n:1", "door_host": "::1", "door_port": 9, "door_tls": True}  # fmt: skip
+
+
+@pytest.mark.parametrize("in_variables", [False, True], ids=["file", "variables"])
+def test_the_old_name_of_a_setting_is_read_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, in_variables: bool
+) -> None:
+    path, env = tmp_path / "node.toml", {}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in OLD_NAMED.items()]
+    path.write_text("\n".join(lines[:4] if in_variables else lines))
+    if in_variables:
+        env = {"X_DOOR_HOST": "::1", "X_DOOR_PORT": "9", "X_DOOR_TLS": "true"}
+    config = load_config(NodeConfig, path, env, "X_", OLD_NAMES)
+    assert (config.listen_host, config.listen_port, config.listen_tls) == ("::1", 9, True)
+    warned = [record.__dict__["fields"] for record in caplog.records]
+    assert [(one["old_name"], one["name"]) for one in warned] == list(OLD_NAMES.items())
+
+
+@pytest.mark.parametrize("variable", ["X_LISTEN_PORT", "X_DOOR_PORT"])
+def test_a_setting_under_both_of_its_names_is_refused(tmp_path: Path, variable: str) -> None:
+    path = tmp_path / "node.toml"
+    in_file = "listen_port" if variable == "X_DOOR_PORT" else "door_port"
+    path.write_text(f"{in_file} = 9")
+    with pytest.raises(ConfigError, match="cannot use both door_port and listen_port"):
+        load_config(NodeConfig, path, {variable: "9"}, "X_", OLD_NAMES)
+
+
+def test_an_agent_warns_of_an_old_name_in_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = logging.getLogger()  # the agent sets both of these
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    path = tmp_path / "node.toml"
+    path.write_text('log_level = "verbose"\ndoor_port = 9\n')
+    env = {f"ISOCHRONE_NODE_{name.upper()}": text for name, text in NODE.items()}
+    result = CliRunner().invoke(node_command, ["--config", str(path)], env=env)
+    warning, error = result.stderr.splitlines()
+    assert json.loads(warning)["old_name"] == "door_port"
+    assert error.startswith("cannot use log_level"), "the agent does not start in this test"
 
 
 def test_a_private_port_without_an_address_is_refused() -> None:

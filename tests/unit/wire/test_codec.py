@@ -134,13 +134,13 @@ def test_loads_survive_their_header_and_what_is_none_is_left_out() -> None:
     }
 
 
-def test_siblings_survive_their_header_and_what_is_none_is_left_out() -> None:
-    siblings = [
+def test_peer_replicas_survive_their_header_and_what_is_none_is_left_out() -> None:
+    peers = [
         headers.PeerReplica(ReplicaId(f"m-{n}"), NodeId(f"n{n}"), f"10.0.0.{n}:7000", 10 * n, n, 62)
         for n in range(headers.PEER_REPLICAS_MAX + 2)
     ]
-    read = headers.parse_peer_replicas(headers.format_peer_replicas(siblings))
-    assert read == siblings[: headers.PEER_REPLICAS_MAX]
+    read = headers.parse_peer_replicas(headers.format_peer_replicas(peers))
+    assert read == peers[: headers.PEER_REPLICAS_MAX]
     assert headers.parse_peer_replicas("") == []
     told = headers.parse_peer_replicas("a x:1 1 2 3,b n x:1 1 2 -3, n x:1 1 2 3,d n x:1 1 2 3")
     assert told == [headers.PeerReplica(ReplicaId("d"), NodeId("n"), "x:1", 1, 2, 3)]
@@ -153,7 +153,7 @@ def a_warm(replica_id: str = "r1") -> ReplicaReport:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        # Both go into headers that routers send to other nodes: the siblings of a request.
+        # Both go into headers that routers send to other nodes: the peer replicas of a request.
         ({"address": "http://10.0.0.7:9000\r\n"}, "an address such as"),
         ({"address": "10.0.0.7:9000 0 0 0,r2 n2 10.0.0.8:9000"}, "an address such as"),
         ({"replicas": (a_warm("r\r\nx-isochrone-cache-salt: b"),)}, "letters, digits"),
@@ -176,7 +176,7 @@ def test_what_a_node_says_of_itself_is_held_to_what_it_goes_into(
 
 
 @given(st.text(max_size=60))
-def test_any_siblings_header_is_read_or_ignored(text: str) -> None:
+def test_any_peer_replicas_header_is_read_or_ignored(text: str) -> None:
     assert all(one.token_us >= 0 for one in headers.parse_peer_replicas(text))
 
 

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http.invalid_field import decode_public
+from isochrone.wire.http.public_bodies import ReasoningEffort
 from nodeagent.engine.server.openai.request_errors import invalid_request, unsupported_field
 from nodeagent.engine.server.openai.structured_fields import StructuredOutputFields
 from nodeagent.engine.server.openai.tool_fields import (
@@ -152,7 +153,7 @@ class ChatBody(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     """vLLM's field: false only if the answer continues a message."""
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's field: values for further variables of the chat template."""
-    reasoning_effort: str | None = None
+    reasoning_effort: ReasoningEffort | None = None
     function_call: None = None
     verbosity: Literal["medium"] | None = None
     modalities: list[str] | None = None
@@ -241,9 +242,15 @@ def answer_prefix(chat: ChatBody) -> str:
 
 
 def template_arguments(chat: ChatBody) -> dict[str, Any]:
-    """Return the client's values for further variables of the chat template."""
-    effort = {"reasoning_effort": chat.reasoning_effort} if chat.reasoning_effort else {}
-    return {**effort, **(chat.chat_template_kwargs or {})}
+    """Return the client's values for further variables of the chat template.
+
+    As in vLLM, an effort switches thinking on, and `none` off, unless the client says otherwise.
+    """
+    effort = chat.reasoning_effort
+    variables: dict[str, Any] = {}
+    if effort is not None:
+        variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return variables | (chat.chat_template_kwargs or {})
 
 
 def predicted_text(chat: ChatBody) -> str:
