@@ -142,6 +142,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
             heartbeats=state.heartbeats,
             placement=state.placement,
             routes=state.routes,
+            peers=state.peers,
             nudge_place=nudges.place.set,
             nudge_disconnect=nudges.disconnect.set,
             adapters=AdapterIntake(batches.folder, config.adapters) if batches else None,
