@@ -312,7 +312,7 @@ def _loops(
         config=config, node=node, supervisor=supervisor, artifacts=artifacts, link=link
     )
     report = Loop("report", reporting.run_once, REPORT_INTERVAL_S, jitter=rng)
-    pulse = Loop("pulse", PulseJob(node, link).run_once, PULSE_INTERVAL_S, jitter=rng)
+    pulse = Loop("pulse", PulseJob(node, link, time).run_once, PULSE_INTERVAL_S, jitter=rng)
     converging = ConvergeJob(
         node,
         supervisor,

@@ -22,8 +22,9 @@ from router.scheduler_silence import SilenceWatch
 CONNECT_TIMEOUT_S: Final = 5.0
 BUSY_RETRY_AFTER_S: Final = 2.0
 READ_TIMEOUT_S: Final = 60.0
-"""How long a scheduler that runs may take for the next bytes. One that hangs is noticed earlier
-(`scheduler_silence.py`)."""
+"""How long a scheduler that runs may take for the next bytes, once it has the whole request. It may
+take longer if it stores a file before it answers (`wire.store_timeout_s`). One that hangs is
+noticed earlier (`scheduler_silence.py`)."""
 
 ERROR_BYTES_MAX: Final = 64 * 1024
 
@@ -53,8 +54,9 @@ class BatchAccess(msgspec.Struct, frozen=True, tag="batch_access"):
 class BatchClient:
     """Sends requests to the acting scheduler. Each process of a router has one."""
 
-    def __init__(self, ssl: SSLContext | None) -> None:
+    def __init__(self, ssl: SSLContext | None, read_timeout_s: float = READ_TIMEOUT_S) -> None:
         """Use the TLS context `ssl` for an https URL."""
+        self._read_timeout_s = read_timeout_s
         self.access = BatchAccess()
         self._ssl = ssl
         self._sessions: dict[int, aiohttp.ClientSession] = {}
@@ -88,10 +90,12 @@ class BatchClient:
         headers: Mapping[str, str] = MappingProxyType({}),
         query: str = "",
         body: Any = None,
+        stored_bytes: int = 0,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a client's request on behalf of its key. Raises ApiError, as `request` does.
 
-        Raises ApiError 429 while as many requests of its tenant are relayed as it may have.
+        The scheduler stores a file of `stored_bytes` before it answers. Raises ApiError 429 while
+        as many requests of its tenant are relayed as it may have.
         """
         if not self._relayed.take(key.tenant_id, 1):
             raise ApiError(
@@ -109,6 +113,7 @@ class BatchClient:
                 query=query,
                 body=body,
                 connections_max=0,
+                stored_bytes=stored_bytes,
             ) as response:
                 yield response
         finally:
@@ -124,9 +129,11 @@ class BatchClient:
         query: str = "",
         body: Any = None,
         connections_max: int = WORK_CONNECTIONS_MAX,
+        stored_bytes: int = 0,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request, over one of `connections_max` connections.
 
+        The scheduler stores a file of `stored_bytes` before it answers, which takes its time.
         Raises ApiError if the service refuses it or cannot be reached.
         """
         access = self.access
@@ -146,6 +153,7 @@ class BatchClient:
                     target,
                     data=body,
                     headers={**headers, wire.RELAY_TOKEN: access.token},
+                    timeout=self._timeout(stored_bytes),
                     **self._tls_options(),
                 ) as response,
             ):
@@ -164,13 +172,16 @@ class BatchClient:
         session = self._sessions.get(connections_max)
         if session is None:
             session = self._sessions[connections_max] = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=connections_max),
-                timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S
-                ),
-                auto_decompress=False,
+                connector=aiohttp.TCPConnector(limit=connections_max), auto_decompress=False
             )
         return session
+
+    def _timeout(self, stored_bytes: int) -> aiohttp.ClientTimeout:
+        """Return the limits of a request. None counts while its body is being sent."""
+        storing_s = wire.store_timeout_s(stored_bytes) if stored_bytes else 0.0
+        return aiohttp.ClientTimeout(
+            total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self._read_timeout_s + storing_s
+        )
 
     async def _is_answering(self, url: str, timeout_s: float) -> bool:
         """Return whether the scheduler `url` answers within a time."""

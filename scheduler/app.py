@@ -56,6 +56,7 @@ from scheduler.loops.renew_lease import LeaseRenewalThread
 from scheduler.loops.rotate_partitions import RotatePartitions
 from scheduler.loops.share_key_use import SHARE_KEY_USE_S, ShareKeyUse
 from scheduler.loops.sum_quotas import SumQuotas
+from scheduler.loops.sweep_contents import SweepContents
 from scheduler.planner.client import PlannerClient
 from scheduler.planner.messages import PlannerSettings
 from scheduler.state.scheduler_state import SchedulerState
@@ -69,6 +70,7 @@ log = logging.getLogger(__name__)
 ADMIN_TOKEN_LENGTH_MIN: Final = 16
 STALL_LOGGED_S: Final = 0.25
 ADVANCE_BATCHES_S: Final = 1.0
+SWEEP_CONTENTS_S: Final = 3600.0
 END_RESPONSES_S: Final = 5.0
 
 
@@ -140,6 +142,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
             heartbeats=state.heartbeats,
             placement=state.placement,
             routes=state.routes,
+            peers=state.peers,
             nudge_place=nudges.place.set,
             nudge_disconnect=nudges.disconnect.set,
             adapters=AdapterIntake(batches.folder, config.adapters) if batches else None,
@@ -361,12 +364,14 @@ def _upkeep_loops(parts: Composition) -> tuple[Loop, ...]:
             nudge=parts.nudges.batches.set,
         )
         parts.running.push_async_callback(advance.close)
+        sweep = SweepContents(pool=pool, lease=lease, folder=folder)
         batches = (
             Loop(
                 *("advance_batches", advance.run_once, ADVANCE_BATCHES_S),
                 share_max=0.5,
                 nudged=parts.nudges.batches,
             ),
+            Loop("sweep_contents", sweep.run_once, SWEEP_CONTENTS_S),
         )
     return (
         *batches,

@@ -337,7 +337,8 @@ class StatusView(msgspec.Struct, frozen=True, kw_only=True):
 
     `not_following` lists the routers that do not serve the current routes and keys, and the nodes
     that have not taken their assignment, with the reason. Listed routers and nodes do not count as
-    ready.
+    ready. `clocks` lists the connected peers whose clocks differ by more than a minute from the
+    acting scheduler's.
     """
 
     cluster_id: str
@@ -357,3 +358,4 @@ class StatusView(msgspec.Struct, frozen=True, kw_only=True):
     replicas: dict[str, int]
     unmet: tuple[str, ...]
     not_following: tuple[str, ...] = ()
+    clocks: tuple[str, ...] = ()

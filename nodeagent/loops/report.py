@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from isochrone import __version__
@@ -141,9 +141,10 @@ class ReportJob:
 class PulseJob:
     """Sends a pulse, the node's sign of life, every two seconds."""
 
-    def __init__(self, node: NodeState, link: ControlLink) -> None:
+    def __init__(self, node: NodeState, link: ControlLink, unix_clock: Callable[[], float]) -> None:
         self._node = node
         self._link = link
+        self._unix_clock = unix_clock
         self._seq = 0
 
     async def run_once(self) -> bool:
@@ -155,5 +156,6 @@ class PulseJob:
             seq=self._seq,
             generation=self._node.progress().generation,
             assignment_refusal=self._node.assignment_refusal,
+            sent_at=self._unix_clock(),
         )
         return await self._link.send(pulse)

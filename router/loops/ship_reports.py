@@ -202,13 +202,14 @@ class ReportShipper:
             self._windows[seq] = window._replace(sent_at_s=_NEVER_S)
 
     def _stamped(self, demand: Demand, age_s: float) -> Demand:
-        """Return `demand` with its age and the route table that is served now."""
+        """Return `demand` with its age, the time, and the route table that is served now."""
         table = self._fleet.directory.table
         return msgspec.structs.replace(
             demand,
             age_s=age_s,
             table_generation=Generation(0) if table is None else table.generation,
             table_refusal=self._table_refusal(),
+            sent_at=self._unix_clock(),
         )
 
     def _drop_old_windows(self, now_s: float) -> None:

@@ -30,11 +30,13 @@ async def read_status(
     unreadable: Sequence[str] = (),
     behind: Mapping[str, str] = MappingProxyType({}),
     nodes_behind: Mapping[NodeId, str] = MappingProxyType({}),
+    clocks: Sequence[str] = (),
 ) -> StatusView:
     """Return counts and problems; the arguments are what only the answering process knows.
 
     The silence of nodes that this process has not heard is taken from the store. Routers `behind`
     do not follow the route tables, `nodes_behind` not their assignment, for the reasons given.
+    `clocks` says which peers' clocks are wrong.
     """
     row = await fetch_one(
         connection,
@@ -71,6 +73,7 @@ async def read_status(
             *_shortened(lagging, "routers do not follow: see `isochrone routers list`"),
             *_shortened(unready, "nodes do not follow: see `isochrone nodes list`"),
         ),
+        clocks=tuple(_shortened(clocks, "clocks are wrong: see the scheduler's log")),
         frozen=frozen,
         replicas=await _replica_states(connection),
         unmet=(

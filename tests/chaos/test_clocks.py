@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from isochrone.service.trust.identity import CLOCK_SKEW
+from scheduler.decide.membership.peer_clock import SUSTAINED_S
 from tests.chaos.invariants import invariants
 from tests.system.harness import Fleet, a_fleet, until
 from tests.system.load import under_load, wait_ended
@@ -183,3 +184,9 @@ async def test_a_node_whose_clock_is_behind_serves_once_certificates_are_valid_t
 
             await until("the node is used", is_used, 2 * BEHIND_S)
         assert not load.failures(), load.failures()
+
+        async def is_shown() -> bool:
+            [problem] = (await fleet.ask("GET", "/v1/status"))["clocks"] or [""]
+            return "node sin-1: its clock is 3" in problem and " s behind " in problem
+
+        await until("status names the node", is_shown, 2 * SUSTAINED_S)

@@ -41,6 +41,21 @@ ANSWER_BYTES_MAX: Final = 16 * 1024 * 1024
 WORK_BYTES_MAX: Final = 64 * 1024 * 1024
 """The largest message of work or results."""
 
+STORE_TIMEOUT_S: Final = 120.0
+"""How long a disk or bucket may take for a file of any size: a request to a bucket has 60 s, and is
+repeated."""
+
+STORE_BYTES_PER_S: Final = 1_000_000
+"""A bucket that takes fewer bytes in a second counts as one that hangs."""
+
+
+def store_timeout_s(size_bytes: int) -> float:
+    """Return how long a scheduler may take to store a file after its last byte has arrived.
+
+    A file goes to a bucket only then, so this is no short time: 85 minutes for 5 GB.
+    """
+    return STORE_TIMEOUT_S + size_bytes / STORE_BYTES_PER_S
+
 
 class ItemRef(msgspec.Struct, frozen=True, array_like=True):
     """One leased item."""

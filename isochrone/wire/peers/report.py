@@ -121,7 +121,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
 class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag="pulse"):
     """The node's heartbeat, every 2 s. `generation` is that of its current assignment.
 
-    `assignment_refusal` says why the node has not taken a newer one that it was sent.
+    `assignment_refusal` says why the node has not taken a newer one that it was sent. `sent_at` is
+    Unix time by the node's clock, 0 if its version does not say.
     """
 
     node_id: NodeId
@@ -129,3 +130,4 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag="pulse"):
     seq: int
     generation: Generation
     assignment_refusal: str = ""
+    sent_at: float = 0.0

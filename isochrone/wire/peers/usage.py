@@ -77,7 +77,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True, tag="demand"):
     `age_s` is the time from the window's end to the sending, by the router's monotonic clock. With
     it, late demand is counted in its own window, whatever the router's wall clock says.
     `table_generation` is the route table that the router serves at the sending, and `table_refusal`
-    why it serves no newer one, empty if it follows.
+    why it serves no newer one, empty if it follows. `sent_at` is the sending's Unix time by the
+    router's wall clock, 0 if its version does not say.
     """
 
     router_id: RouterId
@@ -89,6 +90,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True, tag="demand"):
     trials: tuple[TrialRow, ...] = ()
     table_generation: Generation = Generation(0)
     table_refusal: str = ""
+    sent_at: float = 0.0
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -75,7 +75,9 @@ async def _answer(
         lines = [_line(number, run, model) for number, run in enumerate(queued.requests)]
         body = b"\n".join(lines)
     header_lines = f"{headers.REQUEST_ID}: {request.client_request_id}\r\n"
-    async with client.relay(key, method, path, query=query, body=body) as response:
+    async with client.relay(
+        key, method, path, query=query, body=body, stored_bytes=len(body or b"")
+    ) as response:
         if response.content_length is not None:
             whole = _ENVELOPE[0] + await response.read() + _ENVELOPE[1]
             writer.reply(HttpResponse(200, whole, header_lines))

@@ -84,6 +84,11 @@ def body_of(request: HttpRequest) -> Iterator[Any]:
         yield request.body or None
 
 
+def stored_bytes_of(request: HttpRequest) -> int:
+    """Return the size of the file that the scheduler stores for a request; 0 for none."""
+    return request.upload.size_bytes if isinstance(request.upload, SpooledBody) else 0
+
+
 def content_type_of(request: HttpRequest) -> dict[str, str]:
     """Return the header with the type of a request's body, if it has one."""
     given = request.headers.get(b"content-type")
@@ -105,6 +110,7 @@ async def _relay(client: BatchClient, request: HttpRequest, writer: ResponseWrit
             headers=content_type_of(request),
             query=request.query,
             body=body,
+            stored_bytes=stored_bytes_of(request),
         ) as response:
             if not _CONTENT.fullmatch(request.path):
                 answer = await response.read()

@@ -7,7 +7,7 @@ import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode, method_not_allowed
 from isochrone.wire.http import headers
-from router.apis.batches.relay import body_of, content_type_of, in_a_task
+from router.apis.batches.relay import body_of, content_type_of, in_a_task, stored_bytes_of
 from router.apis.openai.decode import decode
 from router.apis.openai.surface import OpenAiSurface
 from router.batch_client import BatchClient
@@ -81,6 +81,7 @@ async def _relay(
             headers=content_type_of(request),
             query=request.query,
             body=body,
+            stored_bytes=stored_bytes_of(request),
         ) as response:
             answer = await response.read()
     header_lines = f"{headers.REQUEST_ID}: {request.client_request_id}\r\n"

@@ -30,6 +30,7 @@ from scheduler.decide.membership import LivenessLimits
 from scheduler.planner.client import PlannerClient, PlannerFailed
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.peers.heartbeats import Heartbeats
+from scheduler.state.peers.peer_registry import PeerRegistry
 from scheduler.state.placement_status import PlacementStatus
 from scheduler.state.published_routes import PublishedRoutes
 from scheduler.store.catalogue import EtagMoved, StillUsed, bump_generation
@@ -64,6 +65,7 @@ class AdminContext(NamedTuple):
     heartbeats: Heartbeats
     placement: PlacementStatus
     routes: PublishedRoutes
+    peers: PeerRegistry
     nudge_place: Callable[[], None]
     nudge_disconnect: Callable[[], None]
     adapters: AdapterIntake | None = None

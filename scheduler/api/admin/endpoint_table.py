@@ -71,6 +71,7 @@ async def status(request: AdminRequest) -> StatusView:
         nodes_behind=context.heartbeats.following.behind(context.lease.clock())
         if is_acting
         else {},
+        clocks=context.peers.clock_problems(),
     )
 
 

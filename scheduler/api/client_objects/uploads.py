@@ -5,7 +5,9 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, BinaryIO, Final, ParamSpec, TypeVar
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.peers.batches import store_timeout_s
 from scheduler.state.files.batch_folder import CHUNK_BYTES, BatchFolder
+from scheduler.state.files.file_threads import no_answer
 from scheduler.store.client_objects.batch_files import has_file
 from scheduler.store.pool import IDLE_TIMEOUT_S, UNAVAILABLE, Connection, Pool, using
 
@@ -19,8 +21,8 @@ DECIDING_PAUSE_S: Final = IDLE_TIMEOUT_S + 1.0
 DECIDING_ATTEMPTS_MAX: Final = 1_000
 """How often, and with which pause, a database that did not answer is asked for a file's row."""
 
-_DECIDING: Final[set[asyncio.Task[None]]] = set()
-"""The tasks that ask. The event loop itself keeps none alive."""
+_UNDOING: Final[set[asyncio.Task[None]]] = set()
+"""The tasks that delete files later. The event loop itself keeps none alive."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,11 +40,13 @@ async def write_upload(
     *,
     bytes_max: int,
     on_chunk: Callable[[bytes], None] = lambda _: None,
+    timeout_s_of: Callable[[int], float] = store_timeout_s,
 ) -> int:
     """Write a file and return its size; `on_chunk` sees each part of it.
 
-    Raises ApiError for a file above `bytes_max`, for one that does not go on, and if the disk has
-    no room. Then no file is left.
+    Raises ApiError for a file above `bytes_max`, for one that does not go on, if the disk has no
+    room, and if the disk or bucket takes longer than `timeout_s_of` the file's size to complete it.
+    Then no file is left.
     """
     size_bytes, checked_at = 0, 0
     await _require_room(folder)
@@ -66,12 +70,43 @@ async def write_upload(
         if not isinstance(error, asyncio.CancelledError):
             await asyncio.wait([undone])
         raise
-    try:
-        await end_before_cancelling(_on_disk(folder, writing.__exit__, None, None, None))
-    except BaseException:
-        await folder.discard(file_id)
-        raise
+    completing = asyncio.create_task(_on_disk(folder, writing.__exit__, None, None, None))
+    await _complete_or_discard(folder, file_id, completing, timeout_s_of(size_bytes))
     return size_bytes
+
+
+async def _complete_or_discard(
+    folder: BatchFolder, file_id: str, completing: asyncio.Task[bool | None], timeout_s: float
+) -> None:
+    """Wait until a file is complete. Raises ApiError 503 if that takes too long.
+
+    A thread does not end because its caller does. So the file is deleted after `completing`, which
+    is not waited for if it hangs.
+    """
+    try:
+        await asyncio.wait([completing], timeout=timeout_s)
+        if not completing.done():
+            raise no_answer()
+        completing.result()
+    except BaseException as error:
+        undoing = _undo_later(_discard_after(folder, file_id, completing))
+        if completing.done() or isinstance(error, asyncio.CancelledError):
+            await asyncio.wait([undoing])
+        raise
+
+
+async def _discard_after(
+    folder: BatchFolder, file_id: str, completing: asyncio.Task[bool | None]
+) -> None:
+    await asyncio.gather(completing, return_exceptions=True)
+    await folder.discard(file_id)
+
+
+def _undo_later(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    task = asyncio.create_task(work)
+    _UNDOING.add(task)
+    task.add_done_callback(_UNDOING.discard)
+    return task
 
 
 async def end_before_cancelling(work: Coroutine[Any, Any, T]) -> T:
@@ -107,9 +142,7 @@ async def add_or_discard(
         is_refused = isinstance(error, ApiError)
         is_added = False if is_refused else await _is_added(pool, file_id, has_row)
         if is_added is None:
-            deciding = asyncio.create_task(_discard_unless_added(pool, folder, file_id, has_row))
-            _DECIDING.add(deciding)
-            deciding.add_done_callback(_DECIDING.discard)
+            _undo_later(_discard_unless_added(pool, folder, file_id, has_row))
         elif not is_added:
             await folder.discard(file_id)
         raise

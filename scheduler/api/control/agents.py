@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from time import time
 from typing import Final, NoReturn
 
 from aiohttp import web
@@ -63,7 +64,9 @@ class AgentEndpoint:
         assignments: AssignmentOutbox,
         routes: PublishedRoutes,
         nudge_place: Callable[[], None],
+        unix_clock: Callable[[], float] = time,
     ) -> None:
+        self._unix_clock = unix_clock
         self._untaken = RepeatedWarning(log, "report not taken")
         self._unwritten = RepeatedWarning(log, "report not written")
         self._impostors = PeerLimit(IMPOSTOR_EVENTS_MAX, IMPOSTOR_EVENT_EVERY_S)
@@ -91,6 +94,7 @@ class AgentEndpoint:
         if (message.node_id, message.boot_id) != (node_id, peer.boot_id):
             await self._refuse_impostor(peer, message.node_id)
         if isinstance(message, Pulse):
+            peer.record_clock(message.sent_at, self._unix_clock(), self._lease.clock())
             self._pulses.add(message)
             self._heartbeats.following.record_stored(
                 node_id, message.generation, message.assignment_refusal

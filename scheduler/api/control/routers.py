@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from time import time
 from typing import assert_never
 
 from aiohttp import web
@@ -49,10 +50,12 @@ class RouterEndpoint:
         nudge_place: Callable[[], None],
         key_use: KeyUseExchange,
         clock: Callable[[], float],
+        unix_clock: Callable[[], float] = time,
     ) -> None:
         """`clock` returns monotonic seconds."""
         self._key_use = key_use
         self._clock = clock
+        self._unix_clock = unix_clock
         self._unwritten = RepeatedWarning(log, "batch not written")
         self._server = server
         self._intake = intake
@@ -93,6 +96,7 @@ class RouterEndpoint:
         """Store a batch and acknowledge it, including rows that can never be stored."""
         if isinstance(batch, Demand) and batch.boot_id == peer.boot_id:
             # Only the router's main process reports its table.
+            peer.record_clock(batch.sent_at, self._unix_clock(), self._clock())
             following = self._routes.following
             following.record_served(peer.name, batch.table_generation, batch.table_refusal)
         # The router forgets what is acknowledged, so that must be on disk.

@@ -2,6 +2,7 @@
 
 `connection_admission`, `message_rate_limit` and `peer_limit` limit the cost of peers, `liveness`
 decides which nodes are lost, `following` which routers and nodes have old tables and assignments,
+`peer_clock` which peers have wrong clocks,
 `report_diff` which reports must be written, `placement_seal` what proves that a replica was placed
 on a node, and `store_master` which node of a PoP runs the master of its store of KV.
 """
@@ -15,6 +16,7 @@ from scheduler.decide.membership.liveness import (
     judge_liveness,
 )
 from scheduler.decide.membership.message_rate_limit import MessageRateLimit
+from scheduler.decide.membership.peer_clock import PeerClock, clock_problem
 from scheduler.decide.membership.peer_limit import PeerLimit
 from scheduler.decide.membership.placement_seal import sealed_fields
 from scheduler.decide.membership.report_diff import has_changed
@@ -27,10 +29,12 @@ __all__ = (
     "LivenessView",
     "MessageRateLimit",
     "NodeContact",
+    "PeerClock",
     "PeerLimit",
     "Places",
     "RouteFollowing",
     "StoreMember",
+    "clock_problem",
     "has_changed",
     "judge_liveness",
     "sealed_fields",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from scheduler.decide.unnamed_contents import StoredContents
 from scheduler.state.files.batch_folder import BatchFolder
 from scheduler.state.files.whole_objects import WholeObject
 
@@ -123,6 +124,21 @@ class BatchBucket(BatchFolder):
 
     def delete_unfinished(self) -> None:
         """Do nothing: a file that arrives has no name on disk."""
+
+    def list_contents(self, after: str, count: int) -> list[StoredContents]:
+        """Return the first `count` objects, by name, whose names come after `after`. Blocks."""
+        listed: list[StoredContents] = []
+        with self._failures():
+            for part in self._obstore.list(self._store, offset=after or None):
+                # Some servers send the names before `after`, too.
+                listed += (
+                    StoredContents(found["path"], found["last_modified"].timestamp())
+                    for found in part
+                    if found["path"] > after
+                )
+                if len(listed) >= count:
+                    break
+        return sorted(listed)[:count]
 
     @contextmanager
     def writing(self, file_id: str) -> Iterator[BinaryIO]:

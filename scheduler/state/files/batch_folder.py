@@ -9,7 +9,9 @@ those that the rest of the scheduler needs. Tenants share these threads (`file_t
 
 import asyncio
 import copy
+import heapq
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -21,6 +23,7 @@ from typing import BinaryIO, Final, ParamSpec, Self, TypeVar
 
 from isochrone.service.files import sync
 from isochrone.wire.errors import ApiError, ErrorCode
+from scheduler.decide.unnamed_contents import StoredContents
 from scheduler.state.files.file_threads import FairTurns, FileThreads, no_answer
 
 log = logging.getLogger(__name__)
@@ -137,6 +140,24 @@ class BatchFolder:
             with suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > UNFINISHED_S:
                     path.unlink()
+
+    def list_contents(self, after: str, count: int) -> list[StoredContents]:
+        """Return the first `count` files, by name, whose names come after `after`. Blocks."""
+        with os.scandir(self._folder) as entries:
+            names = (
+                entry.name
+                for entry in entries
+                if entry.name > after and entry.is_file(follow_symlinks=False)
+            )
+            first = heapq.nsmallest(count, names)
+        return [StoredContents(name, self._modified_at(name)) for name in first]
+
+    def _modified_at(self, file_id: str) -> float:
+        """Return when a file was modified last; infinity if it is gone by now."""
+        try:
+            return self._path(file_id).stat(follow_symlinks=False).st_mtime
+        except FileNotFoundError:
+            return math.inf
 
     def has_room(self) -> bool:
         """Return whether the disk has room for uploads. Blocks."""

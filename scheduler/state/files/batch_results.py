@@ -75,7 +75,7 @@ async def write_results(pool: Pool, folder: BatchFolder, batch: StoredBatch) -> 
     Raises ItemsMissing if another scheduler has ended the batch and deletes its items: while this
     process hung, and no longer acts. Its files would replace the whole ones.
     """
-    file_ids = [_file_id(batch.batch_id, kind) for kind in KINDS]
+    file_ids = result_file_ids(batch.batch_id)
     results: list[_OpenFile] = []
     item_count = 0
     files = ExitStack()
@@ -106,8 +106,10 @@ async def write_results(pool: Pool, folder: BatchFolder, batch: StoredBatch) -> 
     ]
 
 
-def _file_id(batch_id: str, kind: str) -> str:
-    return f"file-{hashlib.sha256(f'{batch_id} {kind}'.encode()).hexdigest()[:24]}"
+def result_file_ids(batch_id: str) -> list[str]:
+    """Return the ids of a batch's files of results, in the order of KINDS."""
+    digests = [hashlib.sha256(f"{batch_id} {kind}".encode()).hexdigest() for kind in KINDS]
+    return [f"file-{digest[:24]}" for digest in digests]
 
 
 def _line_of(batch: StoredBatch, item: AnsweredItem) -> bytes:

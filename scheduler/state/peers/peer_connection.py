@@ -14,6 +14,7 @@ from isochrone.wire.ids import BootId, Generation, PopId
 from isochrone.wire.peers.control import PeerRole, RegistrationRefused
 from isochrone.wire.peers.report import Report
 from scheduler import metrics
+from scheduler.decide.membership import PeerClock
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class PeerConnection:
         self.capabilities: frozenset[str] = frozenset()
         self.last_error = ""
         """Why the peer's previous connection ended, as the peer says."""
+        self.clock = PeerClock()
         self.relay_token = ""
         """The token with which a router uses the batch service; "" for an agent, or without that
         service."""
@@ -74,6 +76,14 @@ class PeerConnection:
         self._large_frame_slots = large_frame_slots
         self._queue: asyncio.Queue[msgspec.Struct | bytes | Frames] = asyncio.Queue()
         self._tables_queued = 0
+
+    def record_clock(self, sent_at: float, received_at: float, now: float) -> None:
+        """Note when a message was sent and received (`PeerClock.record`); log a wrong clock."""
+        if self.clock.record(sent_at, received_at, now):
+            fields = {"peer": self.name, "behind_s": round(self.clock.behind_s)}
+            log.warning(
+                "the clock of a peer differs from this scheduler's", extra={"fields": fields}
+            )
 
     def enqueue(self, message: msgspec.Struct | bytes | Frames) -> None:
         """Queue a message, an encoded frame, or a table in parts.

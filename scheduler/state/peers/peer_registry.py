@@ -7,6 +7,7 @@ from typing import Final
 from isochrone.wire.ids import NodeId
 from isochrone.wire.peers.control import PeerRole, RegistrationRefused
 from scheduler import metrics
+from scheduler.decide.membership import clock_problem
 from scheduler.state.peers.peer_connection import PeerConnection
 
 LARGE_FRAMES_AT_ONCE: Final = 32
@@ -54,6 +55,14 @@ class PeerRegistry:
     def routers(self) -> list[PeerConnection]:
         """Return the connections of routers."""
         return [peer for peer in self if peer.role is PeerRole.ROUTER]
+
+    def clock_problems(self) -> list[str]:
+        """Return in words whose clocks are wrong."""
+        words = {PeerRole.AGENT: "node", PeerRole.ROUTER: "router"}
+        problems = (
+            clock_problem(f"{words[peer.role]} {peer.name}", peer.clock.behind_s) for peer in self
+        )
+        return sorted(filter(None, problems))
 
     def forget_stored_reports(self) -> None:
         """Store every node's next report in full: a database that broke may have lost the last."""

@@ -148,6 +148,18 @@ async def has_adapter_file(connection: Connection, file_id: str) -> bool:
     return bool(await connection.fetchval(query, as_json([{"file_id": file_id}])))
 
 
+async def adapter_files_among(connection: Connection, file_ids: Sequence[str]) -> set[str]:
+    """Return those of the ids that are files of adapters."""
+    rows = await connection.fetch(
+        """
+        SELECT file ->> 'file_id' AS file_id FROM adapter, jsonb_array_elements(files) AS file
+        WHERE file ->> 'file_id' = ANY($1)
+        """,
+        file_ids,
+    )
+    return {row["file_id"] for row in rows}
+
+
 async def set_files(
     connection: Connection, adapter: StoredAdapter, files: tuple[AdapterFile, ...], rank: int
 ) -> StoredAdapter:

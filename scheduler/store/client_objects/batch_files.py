@@ -1,5 +1,7 @@
 """The rows of files of the public API. Their contents lie in the batch folder."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from scheduler.store.pool import Connection, as_struct
@@ -66,6 +68,14 @@ async def has_file(connection: Connection, file_id: str) -> bool:
     """Return whether there is a row of a file."""
     query = "SELECT EXISTS (SELECT FROM batch_file WHERE file_id = $1)"
     return bool(await connection.fetchval(query, file_id))
+
+
+async def files_among(connection: Connection, file_ids: Sequence[str]) -> set[str]:
+    """Return those of the ids that have a row."""
+    rows = await connection.fetch(
+        "SELECT file_id FROM batch_file WHERE file_id = ANY($1)", file_ids
+    )
+    return {row["file_id"] for row in rows}
 
 
 async def list_files(

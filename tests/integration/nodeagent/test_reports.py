@@ -10,11 +10,11 @@ import pytest
 
 from isochrone.service.network.control_link import Progress
 from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId
-from isochrone.wire.peers.report import Report
+from isochrone.wire.peers.report import Pulse, Report
 from nodeagent.config import NodeConfig
 from nodeagent.host.artifacts import tiers
 from nodeagent.host.artifacts.artifact_store import ArtifactStore
-from nodeagent.loops.report import ReportJob
+from nodeagent.loops.report import PulseJob, ReportJob
 from tests.integration.nodeagent.test_artifacts import a_folder, a_store, artifact_of, fetched
 
 CONFIG = NodeConfig(name="n1", schedulers=(), state=Path("x"), address="http://n1")
@@ -91,3 +91,19 @@ async def test_a_disk_that_cannot_be_read_does_not_prevent_a_report(
     assert [report.artifacts for report in link.sent] == [(artifact.digest,)] * 3
     warnings = [record for record in caplog.records if "cannot examine" in record.message]
     assert len(warnings) == 1
+
+
+async def test_a_pulse_says_when_it_was_sent() -> None:
+    """The scheduler compares the clocks."""
+    link: Any = Link()
+    node: Any = SimpleNamespace(
+        node_id=NodeId("n1"),
+        boot_id=BootId("b"),
+        assignment_refusal="",
+        progress=lambda: Progress(ClusterId("c"), Generation(1), Epoch(1)),
+    )
+    now = iter((1000.0, 1002.0))
+    job = PulseJob(node, link, now.__next__)
+    assert [await job.run_once() for _ in range(2)] == [True, True]
+    pulses: list[Pulse] = link.sent
+    assert [(pulse.seq, pulse.sent_at) for pulse in pulses] == [(1, 1000.0), (2, 1002.0)]

@@ -322,7 +322,7 @@ async def test_a_file_stays_until_the_database_says_whether_it_has_its_row(
     with pytest.raises(type(LOST)):
         await add_or_discard(turns.pool, turns.folder, "file-1", add(), has_row)
     assert path.exists()
-    await asyncio.gather(*uploads._DECIDING)
+    await asyncio.gather(*uploads._UNDOING)
     assert (path.exists(), asked) == (is_committed, 5)
 
 

@@ -84,6 +84,7 @@ class Link:
         self.sent.clear()
         self.now_s += 1.0
         await self.shipper.ship_demand()
+        assert all(demand.sent_at == self.now_s for demand in self.sent)
         return [demand.seq for demand in self.sent]
 
 

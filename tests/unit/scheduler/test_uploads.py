@@ -184,6 +184,26 @@ async def test_an_upload_whose_client_leaves_at_its_end_leaves_no_file(tmp_path:
     assert not list(tmp_path.iterdir())
 
 
+async def test_a_file_that_takes_too_long_to_complete_is_refused_and_not_kept(
+    tmp_path: Path,
+) -> None:
+    """A bucket may take long for a large file, but not for ever: its client asks again."""
+    disk, sizes = LateDisk(tmp_path), list[int]()
+
+    def no_time(size_bytes: int) -> float:
+        sizes.append(size_bytes)
+        return 0.0
+
+    reading = Sender(3).read_chunk
+    with pytest.raises(ApiError, match="does not answer") as refused:
+        await write_upload(disk, "file-1", reading, bytes_max=BYTES_MAX, timeout_s_of=no_time)
+    assert refused.value.code is ErrorCode.UNAVAILABLE
+    assert sizes == [3000]
+    disk.may_end.set()
+    await asyncio.gather(*uploads._UNDOING)
+    assert not list(tmp_path.iterdir())
+
+
 async def test_a_complete_file_survives_a_power_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

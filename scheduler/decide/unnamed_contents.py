@@ -1,0 +1,57 @@
+"""Decides which contents of clients' files are deleted because no row names them. Pure.
+
+A scheduler stores the contents first, then the row. One that dies in between leaves contents that
+no client can read or delete.
+"""
+
+import re
+from collections.abc import Iterable, Sequence, Set
+from typing import Final, NamedTuple
+
+AGE_MIN_S: Final = 7 * 86_400.0
+"""Younger contents stay: their row may still come. The slowest upload takes hours, and some stores
+date an object by the beginning of its upload."""
+
+FOREIGN_MIN: Final = 100
+"""So many contents without a row, which are also most of what is there, are another cluster's."""
+
+_ID: Final = re.compile(r"(?:file|adapter)-[0-9a-f]{24}")
+"""The form of the ids that schedulers make."""
+
+
+class StoredContents(NamedTuple):
+    """The contents of one file in the folder or bucket, last modified at a Unix time."""
+
+    file_id: str
+    modified_at: float
+
+
+class MostlyUnnamed(Exception):
+    """Most contents have no row: nothing may be deleted."""
+
+
+def old_contents(listed: Iterable[StoredContents], now: float) -> list[str]:
+    """Return the ids, in order, of contents that are old enough at the Unix time `now`.
+
+    Whatever has a name of another form is not ours.
+    """
+    return [
+        contents.file_id
+        for contents in listed
+        if _ID.fullmatch(contents.file_id) and now - contents.modified_at >= AGE_MIN_S
+    ]
+
+
+def unnamed_contents(old: Sequence[str], named: Set[str]) -> list[str]:
+    """Return those of the `old` contents that are to be deleted: no row names them.
+
+    Raises MostlyUnnamed if that cannot be right: the folder is another cluster's, too, or the
+    database is new or restored from a backup that is not complete.
+    """
+    unnamed = [file_id for file_id in old if file_id not in named]
+    if len(unnamed) >= FOREIGN_MIN and 2 * len(unnamed) > len(old):
+        raise MostlyUnnamed(
+            f"cannot delete files that no row names: these are {len(unnamed)} of {len(old)}. Does"
+            " another cluster use the same folder or bucket, or is the database not complete?"
+        )
+    return unnamed

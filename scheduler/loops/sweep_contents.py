@@ -1,0 +1,88 @@
+"""Deletes contents of clients' files that no row names, left by schedulers that died."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from scheduler.decide.unnamed_contents import old_contents, unnamed_contents
+from scheduler.state.files.batch_folder import BatchFolder
+from scheduler.state.files.batch_results import result_file_ids
+from scheduler.state.lease_state import LeaseState
+from scheduler.store.client_objects.adapters import adapter_files_among
+from scheduler.store.client_objects.batch_files import files_among
+from scheduler.store.client_objects.batches import open_batches
+from scheduler.store.history_clock import read_history_clock
+from scheduler.store.pool import Pool, transaction, using
+
+log = logging.getLogger(__name__)
+
+LISTED_MAX: Final = 10_000
+DELETED_MAX: Final = 100
+"""Of one turn. The next one goes on after the last name."""
+
+CHECKED_MAX: Final = 1_000
+"""Names in one statement."""
+
+LIST_TIMEOUT_S: Final = 300.0
+"""A disk or bucket that hangs longer fails the turn."""
+
+
+class SweptCounts(NamedTuple):
+    """How many contents one turn has listed, and how many it has deleted."""
+
+    listed: int = 0
+    deleted: int = 0
+
+
+class SweepContents:
+    """Walks over the folder in the order of names, a part in each turn."""
+
+    def __init__(self, *, pool: Pool, lease: LeaseState, folder: BatchFolder) -> None:
+        self._pool = pool
+        self._lease = lease
+        self._folder = folder
+        self._after = ""
+        """The last name of the turn before, empty at the start of the folder."""
+
+    async def run_once(self) -> SweptCounts:
+        """List some contents, and delete those that are old and that no row names.
+
+        Raises MostlyUnnamed, and ApiError if the disk or bucket fails.
+        """
+        if not self._lease.is_acting:
+            return SweptCounts()
+        async with asyncio.timeout(LIST_TIMEOUT_S):
+            listed = await self._folder.run(self._folder.list_contents, self._after, LISTED_MAX)
+        self._after = listed[-1].file_id if len(listed) == LISTED_MAX else ""
+        async with using(self._pool) as connection:
+            # Not this machine's clock: one that is ahead would make what is new look old.
+            now = (await read_history_clock(connection)).at_s
+        old = old_contents(listed, now)
+        unnamed = unnamed_contents(old, await self._named(old))
+        if len(unnamed) > DELETED_MAX:
+            del unnamed[DELETED_MAX:]
+            self._after = unnamed[-1]
+        return SweptCounts(len(listed), await self._delete(unnamed))
+
+    async def _named(self, file_ids: Sequence[str]) -> set[str]:
+        """Return those of the ids that a row names, or that an open batch will name."""
+        named: set[str] = set()
+        for start in range(0, len(file_ids), CHECKED_MAX):
+            page = file_ids[start : start + CHECKED_MAX]
+            async with transaction(self._pool, isolation="repeatable_read") as connection:
+                named |= await files_among(connection, page)
+                named |= await adapter_files_among(connection, page)
+                for batch in await open_batches(connection):
+                    named.update(result_file_ids(batch.batch_id))
+        return named
+
+    async def _delete(self, file_ids: Sequence[str]) -> int:
+        deleted = 0
+        for file_id in file_ids:
+            if not self._lease.is_acting:
+                break
+            await self._folder.delete(file_id)
+            deleted += 1
+            log.info("deleted contents that no row names", extra={"fields": {"file": file_id}})
+        return deleted
