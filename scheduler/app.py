@@ -364,7 +364,9 @@ def _upkeep_loops(parts: Composition) -> tuple[Loop, ...]:
             nudge=parts.nudges.batches.set,
         )
         parts.running.push_async_callback(advance.close)
-        sweep = SweepContents(pool=pool, lease=lease, folder=folder)
+        sweep = SweepContents(
+            pool=pool, lease=lease, folder=folder, cluster_id=parts.database.cluster_id
+        )
         batches = (
             Loop(
                 *("advance_batches", advance.run_once, ADVANCE_BATCHES_S),

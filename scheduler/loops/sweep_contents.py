@@ -5,7 +5,15 @@ import logging
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from scheduler.decide.unnamed_contents import old_contents, unnamed_contents
+from isochrone.wire.ids import ClusterId
+from scheduler.decide.unnamed_contents import (
+    MARK,
+    StoredContents,
+    is_old,
+    old_contents,
+    own_mark,
+    unnamed_contents,
+)
 from scheduler.state.files.batch_folder import BatchFolder
 from scheduler.state.files.batch_results import result_file_ids
 from scheduler.state.lease_state import LeaseState
@@ -24,6 +32,8 @@ DELETED_MAX: Final = 100
 CHECKED_MAX: Final = 1_000
 """Names in one statement."""
 
+MARKS_MAX: Final = 100
+
 LIST_TIMEOUT_S: Final = 300.0
 """A disk or bucket that hangs longer fails the turn."""
 
@@ -38,32 +48,53 @@ class SweptCounts(NamedTuple):
 class SweepContents:
     """Walks over the folder in the order of names, a part in each turn."""
 
-    def __init__(self, *, pool: Pool, lease: LeaseState, folder: BatchFolder) -> None:
+    def __init__(
+        self, *, pool: Pool, lease: LeaseState, folder: BatchFolder, cluster_id: ClusterId
+    ) -> None:
         self._pool = pool
         self._lease = lease
         self._folder = folder
+        self._cluster_id = cluster_id
         self._after = ""
         """The last name of the turn before, empty at the start of the folder."""
 
     async def run_once(self) -> SweptCounts:
         """List some contents, and delete those that are old and that no row names.
 
-        Raises MostlyUnnamed, and ApiError if the disk or bucket fails.
+        Raises MarkedByOthers, MostlyUnnamed, and ApiError if the disk or bucket fails.
         """
         if not self._lease.is_acting:
             return SweptCounts()
-        async with asyncio.timeout(LIST_TIMEOUT_S):
-            listed = await self._folder.run(self._folder.list_contents, self._after, LISTED_MAX)
-        self._after = listed[-1].file_id if len(listed) == LISTED_MAX else ""
         async with using(self._pool) as connection:
             # Not this machine's clock: one that is ahead would make what is new look old.
             now = (await read_history_clock(connection)).at_s
+        if not await self._is_long_marked(now):
+            return SweptCounts()
+        listed = await self._list(self._after, LISTED_MAX)
+        self._after = listed[-1].file_id if len(listed) == LISTED_MAX else ""
         old = old_contents(listed, now)
         unnamed = unnamed_contents(old, await self._named(old))
         if len(unnamed) > DELETED_MAX:
             del unnamed[DELETED_MAX:]
             self._after = unnamed[-1]
         return SweptCounts(len(listed), await self._delete(unnamed))
+
+    async def _is_long_marked(self, now: float) -> bool:
+        """Return whether other clusters have had the time to see this one's mark; leave it."""
+        names = await self._list(MARK, MARKS_MAX)
+        marks = [contents for contents in names if contents.file_id.startswith(MARK)]
+        mark = own_mark(marks, self._cluster_id)
+        if mark is None:
+            await self._folder.run(self._leave_mark)
+        return mark is not None and is_old(mark, now)
+
+    def _leave_mark(self) -> None:
+        with self._folder.writing(MARK + self._cluster_id) as output:
+            output.write(b"the files here are those of the cluster in this name\n")
+
+    async def _list(self, after: str, count: int) -> list[StoredContents]:
+        async with asyncio.timeout(LIST_TIMEOUT_S):
+            return await self._folder.run(self._folder.list_contents, after, count)
 
     async def _named(self, file_ids: Sequence[str]) -> set[str]:
         """Return those of the ids that a row names, or that an open batch will name."""

@@ -15,6 +15,7 @@ import pytest
 
 from scheduler.state.files.batch_folder import UNFINISHED
 from tests.chaos.slow_disk import SlowDisks
+from tests.stored_contents import stored_names
 from tests.system.harness import LEASE_S, Fleet, a_fleet, until
 
 ANSWER_S = 15.0
@@ -129,9 +130,9 @@ async def until_only_rows(client: Client, folder: Path, *, may_have_parts: bool 
     async def has_only_rows() -> bool:
         _, files, _ = await client.ask("GET", "/v1/files")
         stored = {
-            path.name
-            for path in folder.iterdir()
-            if not (may_have_parts and path.suffix == UNFINISHED)
+            name
+            for name in stored_names(folder)
+            if not (may_have_parts and name.endswith(UNFINISHED))
         }
         return stored == {file["id"] for file in files["data"]}
 

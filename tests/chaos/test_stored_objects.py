@@ -19,6 +19,7 @@ from isochrone.wire.peers.adapter import CONFIG_FILE, WEIGHTS_FILE
 from scheduler.state.files.batch_folder import FREE_BYTES_MIN
 from tests.chaos.disk import Disk, a_disk
 from tests.lora_files import DIMENSIONS, config_file, weights_file
+from tests.stored_contents import stored_names
 from tests.system.harness import Fleet, a_fleet, until
 
 OUTAGE_S = 30.0
@@ -174,11 +175,6 @@ async def hang_postgres(fleet: Fleet) -> Callable[[], Awaitable[None]]:
     return resume
 
 
-def contents(folder: Path) -> set[str]:
-    """Return the names of the stored contents of files."""
-    return {path.name for path in folder.iterdir()}
-
-
 async def check_rows(client: Client, folder: Path) -> None:
     """Check that each row of a file has its contents; no other contents stay."""
 
@@ -187,7 +183,7 @@ async def check_rows(client: Client, folder: Path) -> None:
         if listed.status != 200:  # the scheduler acts only soon
             return False
         files = {file["id"] for file in json.loads(listed.body)["data"]}
-        stored = contents(folder)
+        stored = stored_names(folder)
         adapters = {name for name in stored if name.startswith("adapter-")}
         assert files <= stored, "a row has no contents"
         return stored - files == adapters and len(adapters) in (0, 2)
@@ -236,7 +232,7 @@ async def test_an_outage_of_the_database(
                 "POST", "/v1/responses", json={"model": "mock", "input": "x", "store": True}
             ),
         }
-        before = contents(folder)
+        before = stored_names(folder)
         end = await fail(fleet)
         began_s = time.monotonic()
 
@@ -254,7 +250,7 @@ async def test_an_outage_of_the_database(
                 client.ask("POST", "/v1/chat/completions", json=chat),
             )
             assert answer.status == 200
-            assert contents(folder) == before, "an upload was written that cannot be stored"
+            assert stored_names(folder) == before, "an upload was written that cannot be stored"
         finally:
             await end()
 
@@ -271,7 +267,7 @@ async def test_a_disk_that_fills_up(disk: Disk) -> None:
     async with storing(disk.folder / "batches") as (_, client):
         folder = disk.folder / "batches"
         await check_rows(client, folder)
-        before = contents(folder)
+        before = stored_names(folder)
         for _ in range(3):
             answer = await client.upload(40 << 20)
             assert answer.is_refusal, answer
@@ -281,7 +277,7 @@ async def test_a_disk_that_fills_up(disk: Disk) -> None:
             await client.upload_adapter("mine", CONFIG_FILE, config_file()),
         ):
             assert answer.is_refusal, answer
-        assert contents(folder) == before
+        assert stored_names(folder) == before
         file_id = (await client.found("/v1/files"))["data"][0]["id"]
         batch = json.loads((await client.begin_batch(file_id)).body)
 

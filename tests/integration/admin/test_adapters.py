@@ -12,6 +12,7 @@ from tests.integration.admin.conftest import Admin
 from tests.integration.admin.test_cli import run_cli
 from tests.integration.router.test_finetunes import add_deployments
 from tests.lora_files import adapter_shapes, config_file, weights_file
+from tests.stored_contents import stored_names
 
 MODEL: Final = "@cf/meta/tiny"
 LIMITS: Final = AdapterLimits(tenant_adapters_max=2, file_bytes_max=200_000)
@@ -109,7 +110,7 @@ async def test_what_cannot_be_used_is_refused_and_leaves_nothing(
         assert code == status
         assert words in " ".join(err.replace("│", " ").split()), words
     assert await cli(admin, "list") == []
-    assert not list((tmp_path / "batches").iterdir())
+    assert not stored_names(tmp_path / "batches")
     body = {"tenant_id": "acme", "model": MODEL, "name": "one"}
     made = (await admin.ask("POST", "/v1/adapters", body)).body
     path = f"/v1/adapters/{made['adapter_id']}"
@@ -125,7 +126,7 @@ async def test_what_cannot_be_used_is_refused_and_leaves_nothing(
         assert answer.status == 412, answer
     nothing = await admin.ask("PUT", "/v1/adapters/ft-none/files/x", raw=b"x")
     assert nothing.status == 404
-    assert len(list((tmp_path / "batches").iterdir())) == 1
+    assert len(stored_names(tmp_path / "batches")) == 1
 
 
 async def test_an_adapter_needs_a_tenant_that_exists(admin: Admin, tmp_path: Path) -> None:

@@ -9,7 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from scheduler.decide.unnamed_contents import AGE_MIN_S, FOREIGN_MIN, MostlyUnnamed
+from isochrone.wire.ids import ClusterId
+from scheduler.decide.unnamed_contents import (
+    AGE_MIN_S,
+    FOREIGN_MIN,
+    MARK,
+    MarkedByOthers,
+    MostlyUnnamed,
+)
 from scheduler.loops import sweep_contents
 from scheduler.loops.sweep_contents import SweepContents, SweptCounts
 from scheduler.state.files.batch_folder import BatchFolder
@@ -31,6 +38,7 @@ from tests.integration.scheduler.test_quotas import KEY, with_key
 __all__ = ["server", "with_key"]
 
 OLD_S = AGE_MIN_S + 3600.0
+OWN = ClusterId("ours")
 
 
 def file_id(number: int, kind: str = "file") -> str:
@@ -47,6 +55,7 @@ class Sweeps:
             pool=pool,
             lease=self.lease,  # type: ignore[arg-type]
             folder=folder,
+            cluster_id=OWN,
         )
 
     async def write(self, *names: str) -> None:
@@ -61,7 +70,8 @@ class Sweeps:
 
     async def names(self) -> list[str]:
         found = await asyncio.to_thread(self.folder.list_contents, "", 1000)
-        return [contents.file_id for contents in found]
+        names = [contents.file_id for contents in found]
+        return [name for name in names if not name.startswith(MARK)]
 
     async def add_rows(self, *names: str) -> None:
         async with transaction(self.pool) as connection:
@@ -115,6 +125,9 @@ class Sweeps:
 
 @pytest.fixture
 def sweeps(with_key: Pool, tmp_path: Path) -> Sweeps:
+    """A folder with an old mark of this cluster."""
+    (tmp_path / (MARK + OWN)).touch()
+    age(tmp_path, [MARK + OWN])
     return Sweeps(with_key, BatchFolder(tmp_path))
 
 
@@ -137,7 +150,7 @@ async def test_only_old_contents_without_a_row_are_deleted(sweeps: Sweeps, tmp_p
     sweeps.lease.is_acting = False
     assert await sweeps.job.run_once() == SweptCounts()
     sweeps.lease.is_acting = True
-    assert await sweeps.job.run_once() == SweptCounts(listed=len(old) + 1, deleted=2)
+    assert await sweeps.job.run_once() == SweptCounts(listed=len(old) + 2, deleted=2)
     assert set(await sweeps.names()) == {young, *old} - set(lost)
     assert (await sweeps.job.run_once()).deleted == 0
 
@@ -152,11 +165,29 @@ async def test_a_turn_has_limits_and_the_next_goes_on(
     await sweeps.write(*names)
     await sweeps.add_rows(names[1], names[6])
     age(tmp_path, names)
-    # Of 0, 1, 2, 3 two are deleted; then of 3, 4, 5, 6; of 5, 6, 7, 8; and of 8.
+    # Of 0, 1, 2, 3 two are deleted; then of 3, 4, 5, 6; of 5, 6, 7, 8; and of 8 and the mark.
     turns = [await sweeps.job.run_once() for _ in range(4)]
-    assert turns == [SweptCounts(4, 2), SweptCounts(4, 2), SweptCounts(4, 2), SweptCounts(1, 1)]
+    assert turns == [SweptCounts(4, 2), SweptCounts(4, 2), SweptCounts(4, 2), SweptCounts(2, 1)]
     assert await sweeps.names() == [names[1], names[6]]
-    assert await sweeps.job.run_once() == SweptCounts(2, 0)
+    assert await sweeps.job.run_once() == SweptCounts(3, 0)
+
+
+async def test_clusters_that_share_a_folder_delete_nothing(with_key: Pool, tmp_path: Path) -> None:
+    """The rows of the other one are in its own database."""
+    sweeps = Sweeps(with_key, BatchFolder(tmp_path))
+    lost = file_id(1)
+    await sweeps.write(lost)
+    age(tmp_path, [lost])
+    for _ in range(2):
+        assert await sweeps.job.run_once() == SweptCounts(), "others have not seen the mark"
+    age(tmp_path, [MARK + OWN])
+    other = MARK + "theirs"
+    (tmp_path / other).touch()
+    with pytest.raises(MarkedByOthers, match=other):
+        await sweeps.job.run_once()
+    assert await sweeps.names() == [lost]
+    (tmp_path / other).unlink()
+    assert (await sweeps.job.run_once()).deleted == 1
 
 
 async def test_a_database_without_the_rows_deletes_nothing(sweeps: Sweeps, tmp_path: Path) -> None:

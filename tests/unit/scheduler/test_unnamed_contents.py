@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from scheduler.decide.unnamed_contents import (
     AGE_MIN_S,
     FOREIGN_MIN,
+    MARK,
+    MarkedByOthers,
     MostlyUnnamed,
     StoredContents,
     old_contents,
+    own_mark,
     unnamed_contents,
 )
 
@@ -83,3 +86,12 @@ def test_a_folder_of_another_cluster_is_left_alone(
         return
     with pytest.raises(MostlyUnnamed, match=f"{unnamed} of {unnamed + named}"):
         unnamed_contents(old, rows)
+
+
+def test_a_mark_of_another_cluster_is_named() -> None:
+    own, other = StoredContents(f"{MARK}a", NOW), StoredContents(f"{MARK}ab", NOW)
+    assert own_mark([], "a") is None
+    assert own_mark([own], "a") == own
+    for marks in ([other], [own, other], [other, own]):
+        with pytest.raises(MarkedByOthers, match=f"{MARK}ab"):
+            own_mark(marks, "a")
