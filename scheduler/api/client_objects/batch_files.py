@@ -72,11 +72,12 @@ class FileEndpoints:
                     )
             if size_bytes < 0:
                 raise _invalid("field 'file' is required", "file")
-        except FORM_ERRORS as error:
-            await folder.discard(file_id)
-            raise _invalid(str(error)[:200]) from error
-        except BaseException:
-            await folder.discard(file_id)
+        except BaseException as error:
+            if size_bytes >= 0:
+                # Else nothing was stored, or `write_upload` deletes it.
+                await folder.discard(file_id)
+            if isinstance(error, FORM_ERRORS):
+                raise _invalid(str(error)[:200]) from error
             raise
         adding = self._add(file_id, tenant_id, filename, size_bytes, fields)
         file = await add_or_discard(self._pool, folder, file_id, adding)
