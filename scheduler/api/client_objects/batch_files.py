@@ -6,6 +6,7 @@ from typing import Any, Final
 import aiohttp
 from aiohttp import web
 
+from isochrone.service.network.form_parts import form_parts
 from isochrone.service.network.http_server import FORM_ERRORS
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.api.client_objects.downloads import DownloadLimit, send_file
@@ -52,7 +53,7 @@ class FileEndpoints:
         fields: dict[str, str] = {}
         filename, size_bytes = "", -1
         try:
-            async for part in await request.multipart():
+            async for part in form_parts(request):
                 if not isinstance(part, aiohttp.BodyPartReader):
                     raise _invalid("it has a multipart part within another")
                 if part.name != "file":
