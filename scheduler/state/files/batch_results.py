@@ -80,7 +80,7 @@ async def write_results(pool: Pool, folder: BatchFolder, batch: StoredBatch) -> 
     item_count = 0
     files = ExitStack()
     try:
-        async with transaction(pool) as connection:
+        async with transaction(pool, by_index=True) as connection:
             for file_id in file_ids:
                 output = await folder.run(files.enter_context, folder.writing(file_id))
                 results.append(_OpenFile(folder, output))

@@ -141,6 +141,34 @@ def test_lines_of_output_and_error_files() -> None:
     assert failed["custom_id"] is None
 
 
+@pytest.mark.parametrize(
+    ("answer", "body"),
+    [
+        (b'{\n "x": 1.50\n}\n', {"x": 1.5}),
+        (b"<html>\r\nbad \xff gateway</html>\n", "<html>\r\nbad \ufffd gateway</html>\n"),
+        (b"", ""),
+        (b'{"x": NaN}', '{"x": NaN}'),
+        (b"[" * 5000 + b"]" * 5000, "[" * 5000 + "]" * 5000),
+    ],
+    ids=["pretty", "html", "empty", "not a number", "deep"],
+)
+def test_an_answer_of_any_form_is_one_line_of_json(answer: bytes, body: object) -> None:
+    """The lines after it could not be read, and no results of its queued runs."""
+    line = result_line(item_id="i", custom_id="0 x", status_code=200, request_id="r", body=answer)
+    assert line.count(b"\n") == 1
+    assert json.loads(line)["response"]["body"] == body
+    assert run_response(line)["success"] is False
+
+
+def test_an_answer_that_cannot_be_decoded_spoils_no_other_result() -> None:
+    line = result_line(
+        item_id="i", custom_id="7 x", status_code=200, request_id="r", body=b'{"x":1e999}'
+    )
+    response = run_response(line)
+    assert (response["id"], response["success"]) == (7, False)
+    assert "cannot read the answer" in response["errors"][0]["message"]
+
+
 async def test_an_input_is_read_in_parts_with_the_place_of_each_line() -> None:
     texts = [a_line(custom_id=str(number)) for number in range(12_000)]
     texts[7] = b"x" * (ITEM_BYTES_MAX + 20_000_000)

@@ -1,0 +1,61 @@
+"""What a tenant's batches take of the scheduler and its disk has limits."""
+
+import tracemalloc
+
+import pytest
+
+from isochrone.wire.peers.batches import ItemResult
+from scheduler.state.files.batch_results import write_results
+from scheduler.store.client_objects import batch_items
+from scheduler.store.client_objects.batch_items import each_item, lease_items, store_results
+from scheduler.store.client_objects.batches import begin_finalizing
+from scheduler.store.pool import transaction
+from tests.integration.scheduler.test_batch_turns import Turns, turns, with_key
+
+__all__ = ["turns", "with_key"]
+
+MIB = 1 << 20
+ANSWERS = 48
+
+
+async def answer_all(turns: Turns, sizes: list[int]) -> None:
+    """Begin a batch, and answer each item with so many bytes."""
+    await turns.begin("batch", lines=len(sizes))
+    await turns.until_begun("batch")
+    for size in sizes:
+        async with transaction(turns.pool) as connection:
+            leased = await lease_items(
+                connection, "batch", count=1, bytes_max=MIB, lease_id="lease", lease_s=60.0
+            )
+            body = b'"' + bytes([ord("a") + size % 26]) * (size - 2) + b'"'
+            results = [ItemResult(ref=one.ref, status_code=200, body=body) for one in leased]
+            await store_results(connection, results)
+
+
+async def test_large_answers_are_not_in_memory_together(turns: Turns) -> None:
+    """64 were, of up to 16 MiB each: the acting scheduler was killed for its memory."""
+    await answer_all(turns, [MIB] * ANSWERS)
+    async with transaction(turns.pool) as connection:
+        batch = await begin_finalizing(connection, "batch")
+    assert batch is not None
+    tracemalloc.start()
+    try:
+        output, _ = await write_results(turns.pool, turns.folder, batch)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert output.size_bytes > ANSWERS * MIB
+    assert peak_bytes < ANSWERS * MIB / 3
+
+
+async def test_all_answers_are_read_in_their_order_whatever_their_size(
+    turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_items, "PAGE_ITEMS", 3)
+    monkeypatch.setattr(batch_items, "PAGE_BYTES", 50)
+    sizes = [2, 2, 2, 2, 60, 70, 2, 49, 2, 50, 2]
+    await answer_all(turns, sizes)
+    async with transaction(turns.pool, by_index=True) as connection:
+        items = [item async for item in each_item(connection, "batch")]
+    assert [item.line for item in items] == list(range(1, len(sizes) + 1))
+    assert [len(item.result) for item in items] == sizes
