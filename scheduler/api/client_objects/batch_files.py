@@ -47,7 +47,7 @@ class FileEndpoints:
             raise _invalid("expected multipart/form-data with 'purpose' and 'file'")
         async with using(self._pool) as connection:
             # What cannot be stored in the end is not written first.
-            await self._check_stored(connection, tenant_id, 1)
+            await check_stored(connection, tenant_id, 1, self._limits)
         file_id = f"file-{secrets.token_hex(12)}"
         folder = self._folder.of_tenant(tenant_id)
         fields: dict[str, str] = {}
@@ -91,7 +91,7 @@ class FileEndpoints:
         if purpose not in PURPOSES:
             raise _invalid(f"field 'purpose' is {purpose[:40]!r}, expected 'batch'", "purpose")
         async with transaction(self._pool) as connection:
-            await self._check_stored(connection, tenant_id, size_bytes)
+            await check_stored(connection, tenant_id, size_bytes, self._limits)
             return await add_file(
                 connection,
                 file_id=file_id,
@@ -100,16 +100,6 @@ class FileEndpoints:
                 filename=filename,
                 size_bytes=size_bytes,
                 expires_after_s=_expiry(fields),
-            )
-
-    async def _check_stored(self, connection: Connection, tenant_id: str, size_bytes: int) -> None:
-        """Raise ApiError 429 if a tenant may not store so many further bytes."""
-        stored = await stored_bytes(connection, tenant_id)
-        if stored + size_bytes > self._limits.tenant_bytes_max:
-            raise ApiError(
-                ErrorCode.QUOTA_EXCEEDED,
-                f"cannot store {size_bytes} bytes: this tenant has {stored} of"
-                f" {self._limits.tenant_bytes_max} bytes in files; delete some",
             )
 
     async def list(self, request: web.Request, tenant_id: str) -> web.StreamResponse:
@@ -166,6 +156,19 @@ class FileEndpoints:
         if file is None:
             raise _not_found(file_id)
         return file
+
+
+async def check_stored(
+    connection: Connection, tenant_id: str, size_bytes: int, limits: BatchLimits
+) -> None:
+    """Raise ApiError 429 if a tenant may not store so many further bytes."""
+    stored = await stored_bytes(connection, tenant_id)
+    if stored + size_bytes > limits.tenant_bytes_max:
+        raise ApiError(
+            ErrorCode.QUOTA_EXCEEDED,
+            f"cannot store {size_bytes} bytes: this tenant has {stored} of"
+            f" {limits.tenant_bytes_max} bytes in files; delete some",
+        )
 
 
 def file_body(file: BatchFile) -> dict[str, Any]:

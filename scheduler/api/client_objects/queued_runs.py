@@ -15,6 +15,7 @@ from aiohttp import web
 
 from isochrone.service.network.http_server import read_body
 from isochrone.wire.errors import ApiError, ErrorCode
+from scheduler.api.client_objects.batch_files import check_stored
 from scheduler.api.client_objects.batches import WINDOW_S, check_unanswered
 from scheduler.api.client_objects.downloads import DownloadLimit, give_up
 from scheduler.api.client_objects.uploads import add_or_discard, write_upload
@@ -53,6 +54,9 @@ class QueuedRuns:
     async def create(self, request: web.Request, tenant_id: str, key_id: str) -> web.Response:
         """Begin a batch of the lines in the body, for the model in the query."""
         text = await read_body(request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
+        async with using(self._pool) as connection:
+            # What cannot be stored in the end is not written first.
+            await check_stored(connection, tenant_id, len(text), self._limits)
         file_id = f"file-{secrets.token_hex(12)}"
         folder, parts = self._folder.of_tenant(tenant_id), iter((text,))
 
@@ -69,6 +73,7 @@ class QueuedRuns:
         self, file_id: str, size_bytes: int, tenant_id: str, key_id: str, model: str
     ) -> StoredBatch:
         async with transaction(self._pool) as connection:
+            await check_stored(connection, tenant_id, size_bytes, self._limits)
             await check_unanswered(connection, tenant_id, self._limits)
             await add_file(
                 connection,

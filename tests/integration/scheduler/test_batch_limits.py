@@ -1,16 +1,28 @@
 """What a tenant's batches take of the scheduler and its disk has limits."""
 
+import io
 import tracemalloc
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 
+from isochrone.service.network.http_server import error_middleware, json_error
+from isochrone.wire.peers import batches as wire
 from isochrone.wire.peers.batches import ItemResult
+from scheduler.api.client_objects.batch_service import BatchService, BatchStorage
+from scheduler.decide.batch_limits import BatchLimits
 from scheduler.state.files.batch_results import write_results
 from scheduler.store.client_objects import batch_items
 from scheduler.store.client_objects.batch_items import each_item, lease_items, store_results
 from scheduler.store.client_objects.batches import begin_finalizing
 from scheduler.store.pool import transaction
 from tests.integration.scheduler.test_batch_turns import Turns, turns, with_key
+from tests.integration.scheduler.test_quotas import KEY
 
 __all__ = ["turns", "with_key"]
 
@@ -59,3 +71,33 @@ async def test_all_answers_are_read_in_their_order_whatever_their_size(
         items = [item async for item in each_item(connection, "batch")]
     assert [item.line for item in items] == list(range(1, len(sizes) + 1))
     assert [len(item.result) for item in items] == sizes
+
+
+@asynccontextmanager
+async def a_tenant(turns: Turns, limits: BatchLimits) -> AsyncIterator[Callable[..., Any]]:
+    """Yield a function that sends a tenant's request, and returns the status and the answer."""
+    app = web.Application(middlewares=[error_middleware(json_error)])
+    tokens: Any = SimpleNamespace(peer_of=lambda _: "router")
+    storage = BatchStorage(turns.folder, limits, lambda: None)
+    BatchService(turns.pool, storage, tokens).add_routes(app)
+    headers = {wire.TENANT: "acme", wire.KEY: KEY}
+    async with TestClient(TestServer(app)) as client:
+
+        async def ask(method: str, path: str, body: bytes = b"") -> tuple[int, Any]:
+            async with client.request(
+                method, f"{wire.PUBLIC_PREFIX}{path}", headers=headers, data=io.BytesIO(body)
+            ) as response:
+                return response.status, await response.json()
+
+        yield ask
+
+
+async def test_queued_runs_count_for_the_bytes_that_a_tenant_stores(turns: Turns) -> None:
+    """They were not limited, and each may have 16 MiB."""
+    async with a_tenant(turns, BatchLimits(tenant_bytes_max=1000)) as ask:
+        path = "/ai/queued?model=m"
+        assert [(await ask("POST", path, b"x" * 400))[0] for _ in range(3)] == [200, 200, 429]
+        status, answer = await ask("POST", path, b"x" * 201)
+    assert (status, answer["error"]["code"]) == (429, "insufficient_quota")
+    assert "this tenant has 800 of 1000 bytes" in answer["error"]["message"]
+    assert len(list(turns.folder._folder.iterdir())) == 2
