@@ -20,7 +20,7 @@ from scheduler.state.files.batch_results import result_file_ids
 from scheduler.state.lease_state import LeaseState
 from scheduler.store.client_objects.adapters import adapter_files_among
 from scheduler.store.client_objects.batch_files import files_among
-from scheduler.store.client_objects.batches import open_batches
+from scheduler.store.client_objects.batches import open_batch_ids
 from scheduler.store.history_clock import read_history_clock
 from scheduler.store.pool import Pool, transaction, using
 
@@ -123,8 +123,8 @@ class SweepContents:
             async with transaction(self._pool, isolation="repeatable_read") as connection:
                 named |= await files_among(connection, page)
                 named |= await adapter_files_among(connection, page)
-                for batch in await open_batches(connection):
-                    named.update(result_file_ids(batch.batch_id))
+                for batch_id in await open_batch_ids(connection):
+                    named.update(result_file_ids(batch_id))
         return named
 
     async def _delete(self, file_ids: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from aiohttp import web
 from isochrone.service.network.http_server import read_body
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.api.client_objects.batch_files import check_stored
-from scheduler.api.client_objects.batches import WINDOW_S, check_unanswered
+from scheduler.api.client_objects.batches import WINDOW_S, check_open
 from scheduler.api.client_objects.downloads import DownloadLimit, give_up
 from scheduler.api.client_objects.uploads import add_or_discard, write_upload
 from scheduler.decide.batch_limits import BatchLimits
@@ -74,7 +74,7 @@ class QueuedRuns:
     ) -> StoredBatch:
         async with transaction(self._pool) as connection:
             await check_stored(connection, tenant_id, size_bytes, self._limits)
-            await check_unanswered(connection, tenant_id, self._limits)
+            await check_open(connection, tenant_id, self._limits)
             await add_file(
                 connection,
                 file_id=file_id,

@@ -1,6 +1,7 @@
 """What a tenant's batches take of the scheduler and its disk has limits."""
 
 import io
+import time
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,8 +20,8 @@ from scheduler.decide.batch_limits import BatchLimits
 from scheduler.state.files.batch_results import write_results
 from scheduler.store.client_objects import batch_items
 from scheduler.store.client_objects.batch_items import each_item, lease_items, store_results
-from scheduler.store.client_objects.batches import begin_finalizing
-from scheduler.store.pool import transaction
+from scheduler.store.client_objects.batches import begin_finalizing, due_batches, read_batch
+from scheduler.store.pool import transaction, using
 from tests.integration.scheduler.test_batch_turns import Turns, turns, with_key
 from tests.integration.scheduler.test_quotas import KEY
 
@@ -101,3 +102,65 @@ async def test_queued_runs_count_for_the_bytes_that_a_tenant_stores(turns: Turns
     assert (status, answer["error"]["code"]) == (429, "insufficient_quota")
     assert "this tenant has 800 of 1000 bytes" in answer["error"]["message"]
     assert len(list(turns.folder._folder.iterdir())) == 2
+
+
+async def test_a_tenant_has_a_limit_of_batches_that_have_not_ended(turns: Turns) -> None:
+    """Two million were permitted, and each turn of the job read all of them."""
+    async with a_tenant(turns, BatchLimits(tenant_batches_max=2)) as ask:
+        path, body = "/ai/queued?model=m", b"x"
+        first = (await ask("POST", path, body))[1]["request_id"]
+        assert [(await ask("POST", path, body))[0] for _ in range(2)] == [200, 429]
+        created = await ask(
+            "POST",
+            "/v1/batches",
+            b'{"input_file_id": "%s", "endpoint": "/v1/completions", "completion_window": "24h"}'
+            % (await file_of(turns, first)).encode(),
+        )
+        assert created[0] == 429
+        assert (
+            "2 of this tenant have not ended, and the limit is 2" in created[1]["error"]["message"]
+        )
+        async with transaction(turns.pool) as connection:
+            await connection.execute(
+                "UPDATE batch SET status = 'failed' WHERE batch_id = $1", first
+            )
+        assert (await ask("POST", path, body))[0] == 200
+
+
+async def file_of(turns: Turns, batch_id: str) -> str:
+    async with using(turns.pool) as connection:
+        batch = await read_batch(connection, batch_id)
+    assert batch is not None
+    return batch.input_file_id
+
+
+async def test_a_turn_reads_no_batches_that_only_wait(turns: Turns) -> None:
+    now = time.time()
+    rows = (
+        # Of acme two are due before the others of its tenant; other's come in their order, too.
+        ("waits", "acme", "in_progress", 0, 60.0),
+        ("answered", "acme", "in_progress", 2, 60.0),
+        ("expired", "acme", "in_progress", 0, -60.0),
+        ("cancelled", "acme", "cancelling", 0, 60.0),
+        ("unread", "full", "validating", 0, 60.0),
+        ("unread-and-expired", "full", "validating", 0, -60.0),
+        ("running", "other", "finalizing", 0, 60.0),
+        ("ends", "other", "finalizing", 0, 60.0),
+        ("ended", "other", "completed", 2, 60.0),
+        ("new", "other", "validating", 0, 60.0),
+    )
+    async with transaction(turns.pool) as connection:
+        for name, tenant_id, status, completed, left_s in rows:
+            await connection.execute(
+                """
+                INSERT INTO batch (batch_id, tenant_id, key_id, endpoint, input_file_id, status,
+                    total, completed, created_at, expires_at)
+                VALUES ($1, $2, 'k', 'e', 'f', $3, 2, $4, clock_timestamp(), to_timestamp($5))
+                """,
+                *(name, tenant_id, status, completed, now + left_s),
+            )
+        due = await due_batches(
+            connection, now=now, full={"full"}, excluded=["running"], of_tenant_max=2
+        )
+    names = ["answered", "expired", "unread-and-expired", "ends", "new"]
+    assert [batch.batch_id for batch in due] == names
