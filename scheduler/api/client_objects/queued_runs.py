@@ -108,6 +108,11 @@ class QueuedRuns:
             raise ApiError(ErrorCode.NOT_FOUND, f"cannot find the request {batch_id[:64]!r}")
         if batch.status in _STATUS:
             return web.json_response(_queued(batch))
+        if batch.status == "failed":
+            reason = "; ".join(str(error.get("message")) for error in batch.errors)
+            raise ApiError(
+                ErrorCode.CONFLICT, f"cannot answer the requests: {reason}; queue them again"
+            )
         with self._downloads.counted(tenant_id):
             return await self._send_results(request, batch)
 

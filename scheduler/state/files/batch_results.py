@@ -95,9 +95,11 @@ async def write_results(pool: Pool, folder: BatchFolder, batch: StoredBatch) -> 
             for result in results:
                 await result.flush()
     except BaseException as error:
-        undone = folder.release(files.__exit__, type(error), error, error.__traceback__)
-        if not isinstance(error, asyncio.CancelledError):
-            await asyncio.wait([undone])
+        is_cancelled = isinstance(error, asyncio.CancelledError)
+        if results or is_cancelled:
+            undone = folder.release(files.__exit__, type(error), error, error.__traceback__)
+            if not is_cancelled:
+                await asyncio.wait([undone])
         raise
     await folder.run(files.close)
     return [

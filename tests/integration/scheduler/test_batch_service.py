@@ -1,6 +1,8 @@
-"""What a tenant's batches take of the scheduler and its disk has limits."""
+"""A tenant's batches and queued runs: what they may take of the scheduler, and how they fail."""
 
+import asyncio
 import io
+import threading
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
@@ -13,14 +15,22 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from isochrone.service.network.http_server import error_middleware, json_error
+from isochrone.wire.errors import ApiError
 from isochrone.wire.peers import batches as wire
 from isochrone.wire.peers.batches import ItemResult
 from scheduler.api.client_objects.batch_service import BatchService, BatchStorage
 from scheduler.decide.batch_limits import BatchLimits
+from scheduler.state.files import file_threads
 from scheduler.state.files.batch_results import write_results
+from scheduler.state.files.file_threads import THREADS_MAX
 from scheduler.store.client_objects import batch_items
 from scheduler.store.client_objects.batch_items import each_item, lease_items, store_results
-from scheduler.store.client_objects.batches import begin_finalizing, due_batches, read_batch
+from scheduler.store.client_objects.batches import (
+    begin_finalizing,
+    due_batches,
+    fail_batch,
+    read_batch,
+)
 from scheduler.store.pool import transaction, using
 from tests.integration.scheduler.test_batch_turns import Turns, turns, with_key
 from tests.integration.scheduler.test_quotas import KEY
@@ -59,6 +69,27 @@ async def test_large_answers_are_not_in_memory_together(turns: Turns) -> None:
         tracemalloc.stop()
     assert output.size_bytes > ANSWERS * MIB
     assert peak_bytes < ANSWERS * MIB / 3
+
+
+async def test_results_are_given_up_if_no_thread_is_free_for_their_files(
+    turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing files waits for a thread as long as it takes; here none is open."""
+    await answer_all(turns, [2])
+    async with transaction(turns.pool) as connection:
+        batch = await begin_finalizing(connection, "batch")
+    assert batch is not None
+    monkeypatch.setattr(file_threads, "TURN_TIMEOUT_S", 0.1)
+    folder, may_end = turns.folder.of_tenant("acme"), threading.Event()
+    hanging = [asyncio.create_task(folder.run(may_end.wait, 60)) for _ in range(THREADS_MAX)]
+    await asyncio.wait(hanging, timeout=0)
+    try:
+        async with asyncio.timeout(20):
+            with pytest.raises(ApiError, match="does not answer"):
+                await write_results(turns.pool, folder, batch)
+    finally:
+        may_end.set()
+        await asyncio.gather(*hanging, return_exceptions=True)
 
 
 async def test_all_answers_are_read_in_their_order_whatever_their_size(
@@ -125,6 +156,18 @@ async def test_a_tenant_has_a_limit_of_batches_that_have_not_ended(turns: Turns)
                 "UPDATE batch SET status = 'failed' WHERE batch_id = $1", first
             )
         assert (await ask("POST", path, body))[0] == 200
+
+
+async def test_queued_runs_whose_input_is_lost_fail(turns: Turns) -> None:
+    """The poll returned no responses and no error, so that the client asked for ever."""
+    async with a_tenant(turns, BatchLimits()) as ask:
+        run = (await ask("POST", "/ai/queued?model=m", b"x"))[1]["request_id"]
+        async with transaction(turns.pool) as connection:
+            error = {"code": "file_not_found", "message": "the input file was deleted"}
+            await fail_batch(connection, run, [error])
+        status, answer = await ask("GET", f"/ai/queued/{run}?model=m")
+    assert (status, answer["error"]["code"]) == (409, "conflict")
+    assert "the input file was deleted; queue them again" in answer["error"]["message"]
 
 
 async def file_of(turns: Turns, batch_id: str) -> str:
