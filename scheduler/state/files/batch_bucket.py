@@ -114,8 +114,11 @@ class BatchBucket(BatchFolder):
         )
         try:
             self._obstore.put(self._store, probe, b"1")
-            self._obstore.get(self._store, probe).bytes()
-            self._obstore.delete(self._store, probe)
+            # Another scheduler that starts may delete it meanwhile.
+            with suppress(FileNotFoundError):
+                self._obstore.get(self._store, probe).bytes()
+            with suppress(FileNotFoundError):
+                self._obstore.delete(self._store, probe)
         except refused as error:
             raise OSError(self._explain(error)) from error
         except self._exceptions.BaseError as error:
