@@ -24,6 +24,7 @@ from scheduler.decide.batch_lines import (
 )
 from scheduler.decide.batch_shares import WaitingBatch, share_items
 from scheduler.decide.batch_steps import DueStep, next_steps
+from scheduler.state.files import batch_input
 from scheduler.state.files.batch_folder import CHUNK_BYTES, BatchFolder
 from scheduler.state.files.batch_input import BatchInput, has_more_lines
 
@@ -220,6 +221,17 @@ async def test_an_input_may_begin_with_a_byte_order_mark() -> None:
 def test_lines_that_are_not_blank_are_counted(text: bytes, count: int) -> None:
     assert not has_more_lines(io.BytesIO(text), count)
     assert not count or has_more_lines(io.BytesIO(text), count - 1)
+
+
+def test_a_file_of_blank_lines_is_refused_before_it_takes_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """200 MB of them failed after a minute of CPU, for the length of a transaction, each minute."""
+    monkeypatch.setattr(batch_input, "BLANK_LINES_MAX", 3)
+    assert not has_more_lines(io.BytesIO(b"\n\n{}\n \n{}"), 9)
+    source = io.BytesIO(b"\n" * 99)
+    assert has_more_lines(source, 9)
+    assert source.tell() == 4
 
 
 def test_tenants_take_turns_and_the_oldest_batch_of_each_comes_first() -> None:
