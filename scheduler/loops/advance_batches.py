@@ -202,14 +202,11 @@ class AdvanceBatches:
                 of_tenant_max=DUE_OF_TENANT_MAX,
             )
         due: dict[str, StoredBatch] = {}
-        for batch in batches:
-            if batch.status == "validating" and batch.expires_at <= now:
+        for batch, is_expired in batches:
+            if batch.status == "validating" and is_expired:
                 await self._fail(batch, "batch_expired", "its input could not be read in time")
-            elif batch.status == "finalizing":
+            elif batch.status in ("finalizing", "validating"):
                 due[batch.batch_id] = batch
-            elif batch.status == "validating":
-                if batch.tenant_id not in full:
-                    due[batch.batch_id] = batch
             else:
                 finalizing = await self._begin_end(batch)
                 if finalizing is not None:

@@ -129,6 +129,13 @@ async def open_batch_ids(connection: Connection) -> list[str]:
     return [row["batch_id"] for row in rows]
 
 
+class DueBatch(NamedTuple):
+    """A batch, and whether its time has run out."""
+
+    batch: StoredBatch
+    is_expired: bool
+
+
 async def due_batches(
     connection: Connection,
     *,
@@ -136,22 +143,22 @@ async def due_batches(
     full: Collection[str],
     excluded: Collection[str],
     of_tenant_max: int,
-) -> list[StoredBatch]:
+) -> list[DueBatch]:
     """Return open batches that do not just wait for answers at the Unix time `now`, oldest first.
 
     Of each tenant they are the first `of_tenant_max`, without the batches `excluded`. Those of
-    tenants that are `full` are read once they have expired.
+    tenants that are `full` are read once they have expired. A batch has expired if the database's
+    clock says so, too: one that is ahead must not end all batches.
     """
     rows = await connection.fetch(
         f"""
-        SELECT {_COLUMNS} FROM (
+        SELECT {_COLUMNS}, is_expired FROM (
             SELECT *, row_number() OVER (PARTITION BY tenant_id ORDER BY created_at) AS place
-            FROM batch
-            WHERE status = ANY($1) AND batch_id <> ALL($2)
-                AND (status <> 'in_progress' OR completed + failed = total
-                    OR expires_at <= to_timestamp($3))
-                AND (status <> 'validating' OR tenant_id <> ALL($4)
-                    OR expires_at <= to_timestamp($3))) due
+            FROM (
+                SELECT *, expires_at <= least(now(), to_timestamp($3)) AS is_expired FROM batch
+                WHERE status = ANY($1) AND batch_id <> ALL($2)) listed
+            WHERE (status <> 'in_progress' OR completed + failed = total OR is_expired)
+                AND (status <> 'validating' OR tenant_id <> ALL($4) OR is_expired)) due
         WHERE place <= $5 ORDER BY due.created_at
         """,  # noqa: S608 - a constant
         OPEN,
@@ -160,7 +167,7 @@ async def due_batches(
         list(full),
         of_tenant_max,
     )
-    return [_batch(row) for row in rows]
+    return [DueBatch(_batch(row), row["is_expired"]) for row in rows]
 
 
 class OpenCounts(NamedTuple):

@@ -31,7 +31,7 @@ from scheduler.store.client_objects.batches import (
     fail_batch,
     read_batch,
 )
-from scheduler.store.pool import transaction, using
+from scheduler.store.pool import Connection, transaction, using
 from tests.integration.scheduler.test_batch_turns import Turns, turns, with_key
 from tests.integration.scheduler.test_quotas import KEY
 
@@ -202,8 +202,32 @@ async def test_a_turn_reads_no_batches_that_only_wait(turns: Turns) -> None:
                 """,
                 *(name, tenant_id, status, completed, now + left_s),
             )
-        due = await due_batches(
+        found = await due_batches(
             connection, now=now, full={"full"}, excluded=["running"], of_tenant_max=2
         )
     names = ["answered", "expired", "unread-and-expired", "ends", "new"]
-    assert [batch.batch_id for batch in due] == names
+    assert [one.batch.batch_id for one in found] == names
+    expired = [one.batch.batch_id for one in found if one.is_expired]
+    assert expired == ["expired", "unread-and-expired"]
+
+
+async def test_a_clock_that_is_ahead_ends_no_batch(turns: Turns) -> None:
+    """The answers that a batch had not got by then were lost."""
+    await turns.begin("batch")
+    turns.skipped_s = 2 * 3600.0
+    await turns.until_begun("batch")
+    for _ in range(3):
+        await turns.job.run_once()
+    assert await turns.statuses() == {"batch": "in_progress"}
+    async with using(turns.pool) as connection:
+        await connection.execute("UPDATE batch SET expires_at = now()")
+        # By a clock that is behind it has time left.
+        assert await due(connection, -3600.0) == []
+        assert await due(connection, 3600.0) == ["batch"]
+
+
+async def due(connection: Connection, ahead_s: float) -> list[str]:
+    found = await due_batches(
+        connection, now=time.time() + ahead_s, full=(), excluded=(), of_tenant_max=9
+    )
+    return [one.batch.batch_id for one in found]
