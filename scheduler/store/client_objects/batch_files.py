@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from scheduler.store.history_clock import HISTORY_AT
 from scheduler.store.pool import Connection, as_struct
 
 
@@ -121,18 +122,18 @@ async def delete_file(connection: Connection, tenant_id: str, file_id: str) -> b
 async def delete_expired_file(connection: Connection, after: str) -> str | None:
     """Delete the row of the first expired file after the id `after` that no open batch reads.
 
-    Return its id.
+    Return its id. A file expires by the time that schedulers have seen passing, as history does.
     """
     file_id: str | None = await connection.fetchval(
-        """
+        f"""
         DELETE FROM batch_file WHERE file_id IN (
             SELECT file_id FROM batch_file f
-            WHERE expires_at < now() AND file_id > $1 AND NOT EXISTS (
+            WHERE expires_at < least(now(), {HISTORY_AT}) AND file_id > $1 AND NOT EXISTS (
                 SELECT FROM batch b WHERE b.input_file_id = f.file_id
                     AND status IN ('validating', 'in_progress', 'finalizing', 'cancelling'))
             ORDER BY file_id LIMIT 1)
         RETURNING file_id
-        """,
+        """,  # noqa: S608 - a constant
         after,
     )
     return file_id

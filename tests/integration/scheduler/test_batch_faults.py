@@ -243,7 +243,7 @@ async def test_an_expired_file_that_cannot_be_deleted_delays_no_other(
                 purpose="batch",
                 filename=name,
                 size_bytes=1,
-                expires_after_s=-1,
+                expires_after_s=-86_400,
             )
 
     async def left() -> list[str]:

@@ -24,6 +24,7 @@ from scheduler.state.files import file_threads
 from scheduler.state.files.batch_results import write_results
 from scheduler.state.files.file_threads import THREADS_MAX
 from scheduler.store.client_objects import batch_items
+from scheduler.store.client_objects.batch_files import add_file, delete_expired_file
 from scheduler.store.client_objects.batch_items import each_item, lease_items, store_results
 from scheduler.store.client_objects.batches import (
     begin_finalizing,
@@ -224,6 +225,25 @@ async def test_a_clock_that_is_ahead_ends_no_batch(turns: Turns) -> None:
         # By a clock that is behind it has time left.
         assert await due(connection, -3600.0) == []
         assert await due(connection, 3600.0) == ["batch"]
+
+
+async def test_a_clock_that_is_ahead_deletes_no_file(turns: Turns) -> None:
+    """With Postgres a month ahead, all files that had less time left were deleted."""
+    passed = "UPDATE history_clock SET at = now() + $1 * interval '1 second'"
+    async with transaction(turns.pool) as connection:
+        await add_file(
+            connection,
+            file_id="a",
+            tenant_id="acme",
+            purpose="batch",
+            filename="a",
+            size_bytes=1,
+            expires_after_s=-3600,
+        )
+        await connection.execute(passed, -7200.0)
+        assert await delete_expired_file(connection, "") is None
+        await connection.execute(passed, -60.0)
+        assert await delete_expired_file(connection, "") == "a"
 
 
 async def due(connection: Connection, ahead_s: float) -> list[str]:
