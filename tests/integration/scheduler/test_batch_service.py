@@ -5,10 +5,10 @@ import io
 import threading
 import time
 import tracemalloc
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 from aiohttp import web
@@ -116,9 +116,10 @@ async def a_tenant(turns: Turns, limits: BatchLimits) -> AsyncIterator[Callable[
     headers = {wire.TENANT: "acme", wire.KEY: KEY}
     async with TestClient(TestServer(app)) as client:
 
-        async def ask(method: str, path: str, body: bytes = b"") -> tuple[int, Any]:
+        async def ask(method: str, path: str, body: Any = b"") -> tuple[int, Any]:
+            data = io.BytesIO(body) if isinstance(body, bytes) else body
             async with client.request(
-                method, f"{wire.PUBLIC_PREFIX}{path}", headers=headers, data=io.BytesIO(body)
+                method, f"{wire.PUBLIC_PREFIX}{path}", headers=headers, data=data
             ) as response:
                 return response.status, await response.json()
 
@@ -134,6 +135,44 @@ async def test_queued_runs_count_for_the_bytes_that_a_tenant_stores(turns: Turns
     assert (status, answer["error"]["code"]) == (429, "insufficient_quota")
     assert "this tenant has 800 of 1000 bytes" in answer["error"]["message"]
     assert len(list(turns.folder._folder.iterdir())) == 2
+
+
+async def test_queued_runs_are_not_in_memory_while_they_are_stored(
+    turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router relays up to 256 of 16 MiB; the disk may take its time."""
+    count, parts, part = 7, 12, b"x" * MIB
+    may_write, opened = threading.Event(), threading.Semaphore(0)
+    writing = turns.folder.writing
+
+    @contextmanager
+    def write_later(file_id: str) -> Iterator[BinaryIO]:
+        opened.release()
+        may_write.wait(60)
+        with writing(file_id) as output:
+            yield output
+
+    monkeypatch.setattr(turns.folder, "writing", write_later)
+    async with a_tenant(turns, BatchLimits()) as ask, asyncio.timeout(60):
+
+        async def body() -> AsyncIterator[bytes]:
+            for _ in range(parts):
+                yield part
+
+        tracemalloc.start()
+        try:
+            queued = [
+                asyncio.create_task(ask("POST", "/ai/queued?model=m", body())) for _ in range(count)
+            ]
+            for _ in range(count):
+                assert await asyncio.to_thread(opened.acquire, timeout=20)
+            may_write.set()
+            assert [(await one)[0] for one in queued] == [200] * count
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            may_write.set()
+            tracemalloc.stop()
+    assert peak_bytes < count * parts * MIB / 3
 
 
 async def test_a_tenant_has_a_limit_of_batches_that_have_not_ended(turns: Turns) -> None:
