@@ -19,7 +19,7 @@ from scheduler.store.client_objects.batch_files import (
     delete_file,
     list_files,
     read_file,
-    stored_bytes,
+    stored_files,
 )
 from scheduler.store.pool import Connection, Pool, storable_text, transaction, using
 
@@ -161,13 +161,19 @@ class FileEndpoints:
 async def check_stored(
     connection: Connection, tenant_id: str, size_bytes: int, limits: BatchLimits
 ) -> None:
-    """Raise ApiError 429 if a tenant may not store so many further bytes."""
-    stored = await stored_bytes(connection, tenant_id)
-    if stored + size_bytes > limits.tenant_bytes_max:
+    """Raise ApiError 429 if a tenant may not store a further file of so many bytes."""
+    stored = await stored_files(connection, tenant_id)
+    if stored.size_bytes + size_bytes > limits.tenant_bytes_max:
         raise ApiError(
             ErrorCode.QUOTA_EXCEEDED,
-            f"cannot store {size_bytes} bytes: this tenant has {stored} of"
+            f"cannot store {size_bytes} bytes: this tenant has {stored.size_bytes} of"
             f" {limits.tenant_bytes_max} bytes in files; delete some",
+        )
+    if stored.files >= limits.tenant_files_max:
+        raise ApiError(
+            ErrorCode.QUOTA_EXCEEDED,
+            f"cannot store the file: this tenant has {stored.files} of {limits.tenant_files_max}"
+            " files; delete some",
         )
 
 

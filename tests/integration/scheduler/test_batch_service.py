@@ -113,7 +113,8 @@ async def a_tenant(turns: Turns, limits: BatchLimits) -> AsyncIterator[Callable[
     tokens: Any = SimpleNamespace(peer_of=lambda _: "router")
     storage = BatchStorage(turns.folder, limits, lambda: None)
     BatchService(turns.pool, storage, tokens).add_routes(app)
-    headers = {wire.TENANT: "acme", wire.KEY: KEY}
+    of_key = {wire.TENANT: "acme", wire.KEY: KEY}
+    headers = {**of_key, "content-type": "multipart/form-data; boundary=b"}
     async with TestClient(TestServer(app)) as client:
 
         async def ask(method: str, path: str, body: Any = b"") -> tuple[int, Any]:
@@ -135,6 +136,20 @@ async def test_queued_runs_count_for_the_bytes_that_a_tenant_stores(turns: Turns
     assert (status, answer["error"]["code"]) == (429, "insufficient_quota")
     assert "this tenant has 800 of 1000 bytes" in answer["error"]["message"]
     assert len(list(turns.folder._folder.iterdir())) == 2
+
+
+async def test_a_tenant_has_a_limit_of_files_whatever_their_size(turns: Turns) -> None:
+    """Empty ones took no bytes, so that any number of them could be stored."""
+    form = (
+        b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n\r\n--b--\r\n'
+    )
+    async with a_tenant(turns, BatchLimits(tenant_files_max=2)) as ask:
+        stored = [await ask("POST", "/v1/files", form) for _ in range(3)]
+        assert [status for status, _ in stored] == [200, 200, 429]
+        assert "has 2 of 2 files" in stored[2][1]["error"]["message"]
+        assert (await ask("DELETE", f"/v1/files/{stored[0][1]['id']}"))[0] == 200
+        assert (await ask("POST", "/v1/files", form))[0] == 200
 
 
 async def test_queued_runs_are_not_in_memory_while_they_are_stored(
