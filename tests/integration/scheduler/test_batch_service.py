@@ -8,7 +8,7 @@ import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import pytest
 from aiohttp import web
@@ -19,6 +19,7 @@ from isochrone.wire.errors import ApiError
 from isochrone.wire.peers import batches as wire
 from isochrone.wire.peers.batches import ItemResult
 from scheduler.api.client_objects.batch_service import BatchService, BatchStorage
+from scheduler.api.client_objects.relayed import LARGE_AT_ONCE, LARGE_BYTES, work_route
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.state.files import file_threads
 from scheduler.state.files.batch_results import write_results
@@ -35,6 +36,7 @@ from scheduler.store.client_objects.batches import (
 from scheduler.store.pool import Connection, transaction, using
 from tests.integration.scheduler.test_batch_turns import Turns, turns, with_key
 from tests.integration.scheduler.test_quotas import KEY
+from tests.system.harness import until
 
 __all__ = ["turns", "with_key"]
 
@@ -188,6 +190,39 @@ async def test_queued_runs_are_not_in_memory_while_they_are_stored(
             may_write.set()
             tracemalloc.stop()
     assert peak_bytes < count * parts * MIB / 3
+
+
+async def test_few_large_messages_of_routers_are_in_memory_together() -> None:
+    """All were, of up to 64 MiB from each router."""
+    may_end, running, most = asyncio.Event(), 0, 0
+
+    async def handle(body: bytes) -> None:
+        nonlocal running, most
+        if len(body) > 9:
+            running += 1
+            most = max(most, running)
+            await may_end.wait()
+            running -= 1
+
+    app, tokens = web.Application(), SimpleNamespace(peer_of=lambda _: "router")
+    app.router.add_post("/", work_route(cast(Any, tokens), handle))
+    async with TestClient(TestServer(app)) as client, asyncio.timeout(60):
+
+        async def send(size: int) -> int:
+            async with client.post("/", data=io.BytesIO(b"x" * size)) as response:
+                return response.status
+
+        large = [asyncio.create_task(send(LARGE_BYTES)) for _ in range(3 * LARGE_AT_ONCE)]
+        # Small ones do not wait for them.
+        assert [await send(1) for _ in range(20)] == [200] * 20
+
+        async def are_read() -> bool:
+            return running == LARGE_AT_ONCE
+
+        await until("as many as may are read", are_read)
+        may_end.set()
+        assert [await one for one in large] == [200] * len(large)
+    assert most == LARGE_AT_ONCE
 
 
 async def test_a_tenant_has_a_limit_of_batches_that_have_not_ended(turns: Turns) -> None:
