@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 CHUNK_TIMEOUT_S: Final = 60.0
 """The longest pause between two chunks of an upload."""
 
+UNDO_TIMEOUT_S: Final = 5.0
+"""How long an upload that failed waits until its file is gone."""
+
 SPACE_CHECK_BYTES: Final = 16 * 1024 * 1024
 """The space on disk is looked at again after so many bytes."""
 
@@ -53,8 +56,8 @@ async def write_upload(
     """
     size_bytes, checked_at = 0, 0
     file = _ArrivingFile(folder, file_id, timeout_s_of)
-    await file.require_room(0)
     try:
+        await file.require_room(0)
         await file.open()
         while chunk := await _next_chunk(read_chunk):
             size_bytes += len(chunk)
@@ -71,7 +74,7 @@ async def write_upload(
     except BaseException as error:
         undoing = _undo_later(file.undo(error))
         if not file.is_hanging and not isinstance(error, asyncio.CancelledError):
-            await asyncio.wait([undoing])
+            await asyncio.wait([undoing], timeout=UNDO_TIMEOUT_S)
         raise
     completing = asyncio.create_task(_on_disk(folder, file.complete))
     await _complete_or_discard(folder, file_id, completing, timeout_s_of(size_bytes))

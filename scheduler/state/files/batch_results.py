@@ -12,6 +12,9 @@ from scheduler.store.client_objects.batches import StoredBatch
 from scheduler.store.pool import Pool, transaction
 
 BUFFER_BYTES: Final = 1024 * 1024
+UNDO_TIMEOUT_S: Final = 5.0
+"""How long results that failed wait until their files are gone."""
+
 KINDS: Final = ("output", "error")
 UNANSWERED: Final = {
     "expired": ("batch_expired", "the batch expired before this request was answered"),
@@ -99,7 +102,7 @@ async def write_results(pool: Pool, folder: BatchFolder, batch: StoredBatch) -> 
         if results or is_cancelled:
             undone = folder.release(files.__exit__, type(error), error, error.__traceback__)
             if not is_cancelled:
-                await asyncio.wait([undone])
+                await asyncio.wait([undone], timeout=UNDO_TIMEOUT_S)
         raise
     await folder.run(files.close)
     return [

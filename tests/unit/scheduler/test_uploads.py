@@ -180,6 +180,31 @@ async def test_an_upload_ends_if_the_disk_hangs_in_the_middle_of_it(tmp_path: Pa
     assert disk.file.closed
 
 
+async def test_an_upload_that_gets_no_thread_does_not_wait_to_be_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All threads hang from its middle on: its file is closed once one is free."""
+    monkeypatch.setattr(file_threads, "TURN_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(uploads, "UNDO_TIMEOUT_S", 0.0)
+    folder, may_end = BatchFolder(tmp_path), threading.Event()
+    hanging: list[asyncio.Task[bool]] = []
+
+    async def read_chunk(_size: int) -> bytes:
+        hanging.extend(
+            asyncio.create_task(folder.run(may_end.wait, 20)) for _ in range(THREADS_MAX)
+        )
+        await asyncio.wait(hanging, timeout=0)
+        return bytes(1000)
+
+    async with asyncio.timeout(10):
+        with pytest.raises(ApiError, match="does not answer"):
+            await write_upload(folder, "file-1", read_chunk, bytes_max=BYTES_MAX)
+    assert list(tmp_path.iterdir())
+    may_end.set()
+    await asyncio.gather(*uploads._UNDOING, *hanging, return_exceptions=True)
+    assert not list(tmp_path.iterdir())
+
+
 async def test_the_calls_of_an_upload_have_one_time_limit_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
