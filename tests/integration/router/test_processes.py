@@ -18,15 +18,20 @@ import psutil
 import pytest
 
 from isochrone.wire import codec
+from isochrone.wire.client_keys.key_use import KeyUse
 from isochrone.wire.client_keys.keys import format_key
 from isochrone.wire.ids import DeploymentId, KeyId, ReplicaId
-from isochrone.wire.peers.routes import RouteTablePart, diff
+from isochrone.wire.peers.routes import KeyLimits, RouteTablePart, diff
 from isochrone.wire.peers.table_parts import PART_BYTES_MAX, TableAssembler
 from isochrone.wire.peers.usage import Usage
 from router import build, processes
 from router.app import SHARE_INTERVAL_S, open_router
+from router.decide.admission.limits import KeyLimiter
+from router.loops.share_prompts import PromptSharer
 from router.processes import WorkerIdentity, WorkerPipe, WorkerPool
-from router.sharing.prompt_sharing import SharedPrompt, SharedPrompts
+from router.sharing.key_use_sharing import KeyUseOutbox, OwnKeyUse
+from router.sharing.prompt_sharing import PromptOutbox, SharedPrompt, SharedPrompts
+from router.sharing.suspicion_sharing import FleetSuspicionOutbox, SuspicionOutbox
 from tests.cuts import held
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import KEY, a_config, a_key, a_table, an_identity
@@ -118,6 +123,52 @@ async def test_a_worker_is_sent_only_what_changed(tmp_path: Path) -> None:
         assert app.fleet.directory.table == second
         main.close()
         await app.stopping.wait()
+
+
+async def test_a_worker_reports_what_its_requests_draw_from_a_keys_rates(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    main = WorkerPipe(ours, processes._FROM_WORKER)
+    await main.open()
+    key = a_key(limits=KeyLimits(requests_per_min=60, tokens_per_min=6000))
+
+    async def reported() -> KeyUse:
+        while True:
+            message = await main.read()
+            if isinstance(message, OwnKeyUse):
+                (row,) = message.rows
+                return row
+
+    worker = WorkerIdentity(1, theirs, 0)
+    async with open_router(a_config(tmp_path), an_identity(tmp_path), worker) as app:
+        app.limiter.admit(key, 100, 0.0, 0.0)
+        async with asyncio.timeout(30):
+            assert await reported() == KeyUse(key.key_id, 1, 100)
+        main.close()
+        await app.stopping.wait()
+
+
+async def test_use_that_the_main_process_does_not_take_is_reported_again() -> None:
+    taken: list[OwnKeyUse] = []
+
+    class BusyMainProcess:
+        async def send(self, message: msgspec.Struct) -> bool:
+            if isinstance(message, OwnKeyUse):
+                taken.append(message)
+            return len(taken) != 1
+
+    limiter = KeyLimiter()
+    key = a_key(limits=KeyLimits(requests_per_min=60))
+    busy: Any = BusyMainProcess()
+    sharer = PromptSharer(
+        *(PromptOutbox(), SuspicionOutbox(), busy, some_workers(), FleetSuspicionOutbox()),
+        *(busy.send, lambda: 0.0, limiter.take_unshared, KeyUseOutbox()),
+    )
+    for turn in range(3):
+        limiter.admit(key, 1, float(turn), 0.0)
+        await sharer.run_once()
+    assert [message.rows for message in taken] == [
+        (KeyUse(key.key_id, requests, 0),) for requests in (1, 2, 1)
+    ]
 
 
 def test_a_worker_is_sent_a_large_change_in_parts() -> None:
