@@ -1,5 +1,6 @@
 """Answers one item of a batch through the pipeline, like a request of its key's client."""
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Final, NamedTuple
 
@@ -21,6 +22,8 @@ from router.dataplane.http_messages import (
 from router.decide.admission.batch_capacity import PreemptedItem
 from router.decide.attempt import NoNodeReached
 from router.inference_request import InferenceRequest
+
+log = logging.getLogger(__name__)
 
 RETRY_AFTER_S: Final = 5.0
 RETRY_AFTER_MAX_S: Final = 60.0
@@ -133,6 +136,8 @@ class ItemAnswerer:
             if preemptions and error.code is ErrorCode.OUT_OF_CAPACITY:
                 return PreemptedItem(preemptions)
             return _result_of(item, request, error)
+        except Exception:
+            return _result_of(item, request, failed_here("an item of a batch", request))
         response = writer.response
         if response is None or len(response.body) > ANSWER_BYTES_MAX:
             too_large = ApiError(ErrorCode.TOO_LARGE, "cannot store the answer: it is too large")
@@ -165,6 +170,15 @@ def key_of_work(
     else:
         return key
     raise ApiError(ErrorCode.INVALID_KEY, f"cannot answer: the key that began the {kind} {reason}")
+
+
+def failed_here(what: str, request: HttpRequest) -> ApiError:
+    """Log the exception that is handled; return the error by which the attempt counts.
+
+    Without an answer the work would be leased again each minute, and counted as no attempt.
+    """
+    log.exception("%s failed", what, extra={"fields": {"request": request.request_id}})
+    return ApiError(ErrorCode.INTERNAL, "cannot answer: internal error")
 
 
 def later_attempt(error: ApiError, after_max_s: float) -> LaterAttempt | None:

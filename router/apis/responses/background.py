@@ -11,6 +11,7 @@ from isochrone.wire.peers.responses import FinishResponse, LeasedResponse
 from router.apis.batches.answer import (
     CollectingWriter,
     check_capacity,
+    failed_here,
     key_of_work,
     later_attempt,
 )
@@ -62,14 +63,9 @@ class BackgroundAnswerer:
                 raise ApiError(ErrorCode.INVALID_REQUEST, message)
             return finish_message(leased.ref, events.final)
         except ApiError as error:
-            later = later_attempt(error, RETRY_AFTER_MAX_S)
-            if later is not None:
-                return FinishResponse(
-                    ref=leased.ref, retry_after_s=later.after_s, counts_as_attempt=later.counts
-                )
-            failure = {"code": "invalid_prompt", "message": error.message}
-            body = {**msgspec.json.decode(leased.body), "status": "failed", "error": failure}
-            return finish_message(leased.ref, body)
+            return _end_of(leased, error)
+        except Exception:
+            return _end_of(leased, failed_here("a background response", request))
 
     def _request_of(self, leased: LeasedResponse) -> HttpRequest:
         run = _RUN.decode(leased.run)
@@ -81,3 +77,15 @@ class BackgroundAnswerer:
         request.arrived_s = self._clock()
         request.request_id, request.client_request_id = self._request_ids.next("")
         return request
+
+
+def _end_of(leased: LeasedResponse, error: ApiError) -> FinishResponse:
+    """Return a response's end by an error, or that it is to be tried again."""
+    later = later_attempt(error, RETRY_AFTER_MAX_S)
+    if later is not None:
+        return FinishResponse(
+            ref=leased.ref, retry_after_s=later.after_s, counts_as_attempt=later.counts
+        )
+    failure = {"code": "invalid_prompt", "message": error.message}
+    body = {**msgspec.json.decode(leased.body), "status": "failed", "error": failure}
+    return finish_message(leased.ref, body)
