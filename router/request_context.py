@@ -24,6 +24,7 @@ from router.decide.replicas.tokens_in_flight import Reservation
 from router.inference_request import InferenceRequest
 from router.recording.request_trace import RequestTrace
 
+COMPLETIONS_PATH: Final = "/v1/completions"
 NO_REPLICAS: Final[Set[ReplicaId]] = frozenset()
 EMBEDDED_ENGINE: Final = "embedded"
 """The driver of the engine that continues an answer after its reasoning."""
@@ -319,5 +320,7 @@ class RequestContext:
             return DONE_FRAME
         usage = UsageCount(self.prompt_tokens_estimate, self.stream.generated.tokens, 0)
         head = relay.head.fields() if relay else {}
-        head |= {"object": "chat.completion.chunk", "model": self.request.deployment.name}
+        is_chat = self.request.path != COMPLETIONS_PATH
+        kind = "chat.completion.chunk" if is_chat else "text_completion"
+        head |= {"object": kind, "model": self.request.deployment.name}
         return usage_frame(usage, head) + DONE_FRAME

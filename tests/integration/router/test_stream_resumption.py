@@ -202,6 +202,24 @@ async def test_one_complete_answer_of_two_does_not_complete_the_stream(
         assert ("error" in events[-1]) != is_complete
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt", "kind"),
+    [
+        ("chat/completions", {"messages": [{"role": "user"}]}, "chat.completion.chunk"),
+        ("completions", {"prompt": "hi"}, "text_completion"),
+    ],
+    ids=["chat", "completion"],
+)
+async def test_the_end_that_a_replica_did_not_send_is_of_the_streams_kind(
+    tmp_path: Path, path: str, prompt: dict[str, Any], kind: str
+) -> None:
+    body = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}, **prompt}
+    async with a_bench(tmp_path, [HalfAnsweringNode("bad")]) as bench:
+        async with bench.http.post(f"{bench.url}/v1/{path}", json=body) as response:
+            *_, end, done = frames(await response.text())
+        assert (end["object"], end["usage"]["completion_tokens"], done) == (kind, 1, "[DONE]")
+
+
 @pytest.mark.parametrize(("resumes", "is_exact"), [("inexact", False), ("greedy", True)])
 async def test_a_greedy_answer_of_an_inexact_engine_is_marked(
     tmp_path: Path, resumes: str, is_exact: bool
