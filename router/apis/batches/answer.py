@@ -1,7 +1,8 @@
 """Answers one item of a batch through the pipeline, like a request of its key's client."""
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import msgspec
@@ -120,24 +121,23 @@ class ItemAnswerer:
         request.headers = {headers.PRIORITY.encode(): headers.PRIORITY_LOWEST.encode()}
         request.arrived_s = self._clock()
         request.request_id, request.client_request_id = self._request_ids.next("")
+        writer = CollectingWriter()
         try:
-            request.key = self._key_of(item)
-            writer = CollectingWriter()
-            inference, translating = self._read(request, item.endpoint, writer)
-            # Interactive requests must not wait behind it.
-            inference.reject_if_busy = True
-            inference.preemptions = preemptions
-            try:
-                await self._serve(inference, translating)
-            finally:
-                preemptions = inference.preemptions
-            check_capacity(writer.response)
+            with unexpected_as_internal(request):
+                request.key = self._key_of(item)
+                inference, translating = self._read(request, item.endpoint, writer)
+                # Interactive requests must not wait behind it.
+                inference.reject_if_busy = True
+                inference.preemptions = preemptions
+                try:
+                    await self._serve(inference, translating)
+                finally:
+                    preemptions = inference.preemptions
+                check_capacity(writer.response)
         except ApiError as error:
             if preemptions and error.code is ErrorCode.OUT_OF_CAPACITY:
                 return PreemptedItem(preemptions)
             return _result_of(item, request, error)
-        except Exception:
-            return _result_of(item, request, failed_here("an item of a batch", request))
         response = writer.response
         if response is None or len(response.body) > ANSWER_BYTES_MAX:
             too_large = ApiError(ErrorCode.TOO_LARGE, "cannot store the answer: it is too large")
@@ -172,13 +172,19 @@ def key_of_work(
     raise ApiError(ErrorCode.INVALID_KEY, f"cannot answer: the key that began the {kind} {reason}")
 
 
-def failed_here(what: str, request: HttpRequest) -> ApiError:
-    """Log the exception that is handled; return the error by which the attempt counts.
+@contextmanager
+def unexpected_as_internal(request: HttpRequest) -> Iterator[None]:
+    """Turn every other exception into an ApiError, by which the attempt counts.
 
     Without an answer the work would be leased again each minute, and counted as no attempt.
     """
-    log.exception("%s failed", what, extra={"fields": {"request": request.request_id}})
-    return ApiError(ErrorCode.INTERNAL, "cannot answer: internal error")
+    try:
+        yield
+    except ApiError:
+        raise
+    except Exception as error:
+        log.exception("leased work failed", extra={"fields": {"request": request.request_id}})
+        raise ApiError(ErrorCode.INTERNAL, "cannot answer: internal error") from error
 
 
 def later_attempt(error: ApiError, after_max_s: float) -> LaterAttempt | None:
