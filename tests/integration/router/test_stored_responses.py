@@ -186,6 +186,21 @@ async def test_a_conversation_grows_with_its_responses(bench: BatchBench) -> Non
     assert (await bench.client.responses.retrieve(answer.id)).id == answer.id
 
 
+async def test_items_added_under_one_request_id_are_all_kept(bench: BatchBench) -> None:
+    """Clients may give all requests of a trace one id; an item needs one that is its own."""
+    conversations = bench.client.conversations
+    made = await conversations.create()
+    trace = {"x-request-id": "0f8fad5b.d9cd.469f.a165.70867728950e"}
+    for text in ("one", "two"):
+        item: Any = {"type": "message", "role": "user", "content": text}
+        await conversations.items.create(made.id, items=[item], extra_headers=trace)
+    items = [item async for item in conversations.items.list(made.id, order="asc")]
+    assert [item.to_dict()["content"][0]["text"] for item in items] == ["one", "two"]  # type: ignore[index]
+    for kept in items:
+        found = await conversations.items.retrieve(kept.id or "", conversation_id=made.id)
+        assert found == kept
+
+
 async def test_a_large_conversation_is_never_in_memory_as_a_whole(
     bench: BatchBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
