@@ -86,8 +86,9 @@ async def end_in_background(
     *, is_key_valid: bool, keys: Sequence[KeyEntry] = (), openai: Any = None
 ) -> FinishResponse:
     """Return how a background response ends, whose key the router does not know without `keys`."""
+    read: Any = openai or SimpleNamespace(unix_clock=lambda: 0.0)
     answerer = BackgroundAnswerer(
-        openai=openai or SimpleNamespace(unix_clock=lambda: 0.0),
+        openai=read,
         serve=fail,
         keys=lambda: KeyTable.of(keys),
         request_ids=RequestIds(BootId("boot")),
