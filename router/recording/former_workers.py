@@ -15,23 +15,31 @@ log = logging.getLogger(__name__)
 def adopt_usage(folder: Path, processes: int) -> int:
     """Move the usage of workers beyond `processes` into the main process's part of `folder`.
 
-    Return how many files were moved. Raises OSError.
+    Return how many files were moved. What cannot be moved stays for the next start.
     """
     moved = 0
     for former in sorted(folder.glob("worker-*")):
         number = former.name.removeprefix("worker-")
-        if not number.isdigit() or int(number) < processes:
+        if not (number.isascii() and number.isdecimal()) or int(number) < processes:
             continue
-        for part, pattern in (("usage", "*.usage"), ("journal", "rows*")):
-            for path in sorted((former / part).glob(pattern)):
-                (folder / part).mkdir(0o700, parents=True, exist_ok=True)
-                # Batches have names of their own; each process numbers its journal's files.
-                name = path.name if part == "usage" else f"{path.name}.{former.name}"
-                path.rename(_unused(folder / part / name))
+        try:
+            for path in (*(former / "usage").glob("*.usage"), *(former / "journal").glob("rows*")):
+                _move(path, folder / path.parent.name, former.name)
                 moved += 1
+        except OSError as error:
+            fields = {"folder": str(former), "reason": error.strerror}
+            log.error("cannot take usage of a former process", extra={"fields": fields})
     if moved:
         log.info("took usage of former processes", extra={"fields": {"files": moved}})
     return moved
+
+
+def _move(path: Path, folder: Path, former: str) -> None:
+    """Move a file of the process `former` into a folder of the main process."""
+    folder.mkdir(0o700, parents=True, exist_ok=True)
+    # Batches have names of their own; each process numbers the files of its journal.
+    name = path.name if path.suffix == ".usage" else f"{path.name}.{former}"
+    path.rename(_unused(folder / name))
 
 
 def _unused(path: Path) -> Path:

@@ -151,6 +151,10 @@ async def test_a_worker_reports_what_its_requests_draw_from_a_keys_rates(tmp_pat
         await app.stopping.wait()
 
 
+def refuse(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def leave_usage(folder: Path, first: int) -> None:
     """Leave two rows of usage in a process's state folder: in a batch, and in the journal."""
     batch = Usage(router_id=RouterId("r"), batch_id=f"b{first}", rows=(a_row(first),))
@@ -163,13 +167,19 @@ def leave_usage(folder: Path, first: int) -> None:
     journal.close()
 
 
-async def test_usage_of_processes_that_are_no_more_is_not_lost(tmp_path: Path) -> None:
+async def test_usage_of_processes_that_are_no_more_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A machine with fewer cores runs fewer processes."""
     config = a_config(tmp_path, processes=1, usage_interval_s=3600)
     state = config.state_folder
     for number in range(1, 4):
         leave_usage(state / f"worker-{number}", 10 * number)
-    (state / "worker-x").mkdir()
+    for other in ("worker-x", "worker-\u00b2"):
+        (state / other).mkdir()
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(Path, "rename", refuse)
+        assert adopt_usage(state, 1) == 0
     assert (adopt_usage(state, 2), adopt_usage(state, 2)) == (4, 0)
     # The files of the next start may have the names of those that were taken.
     leave_usage(state / "worker-3", 40)
