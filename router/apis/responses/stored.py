@@ -180,7 +180,6 @@ class StoredResponses:
             else:
                 outcome = "lost"
                 outcome = await self._store_end(ref, events, holding)
-            await writer.drained()
         except ApiError:
             outcome, is_error = "failed", True
             raise
