@@ -158,8 +158,12 @@ async def answer_bytes(reader: asyncio.StreamReader) -> tuple[int, int]:
 
 async def test_a_tenants_unread_answers_use_limited_memory(tmp_path: Path) -> None:
     node = FakeNode()
-    limits = {"answers_held_bytes_max": 32 * 2**20, "first_byte_timeout_s": 30.0}
-    async with a_bench(tmp_path, [node], write_timeout_s=60, **limits) as bench:
+    async with a_bench(
+        *(tmp_path, [node]),
+        answers_held_bytes_max=32 * 2**20,
+        first_byte_timeout_s=30,
+        write_timeout_s=60,
+    ) as bench:
         unread = bench.app.server.bodies.unread
         body = BODY.replace(b'"stream":true,', b"") % ANSWER_TOKENS
         clients = []
