@@ -57,6 +57,7 @@ from router.processes import (
     WorkerIdentity,
     WorkerPool,
 )
+from router.recording.former_workers import adopt_usage
 from router.recording.metrics import Metrics
 from router.recording.record import Recorder
 from router.recording.tracing import request_tracer, router_exporter
@@ -389,6 +390,8 @@ async def open_router(
     """Run a router. On exit, stop accepting, finish open requests, and write usage to disk."""
     async with AsyncExitStack() as stack:
         try:
+            if worker is None:
+                await asyncio.to_thread(adopt_usage, config.state_folder, config.processes or 1)
             app = RouterApp(config, identity, worker)
             stack.callback(app.journal.close)
             await asyncio.to_thread(config.state_folder.mkdir, 0o700, parents=True, exist_ok=True)

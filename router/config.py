@@ -79,7 +79,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # Added to first_byte_timeout_s per output token if the answer is not streamed.
     token_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.25
     answer_bytes_max: Bytes = 64 * 1024 * 1024
-    # Complete answers in a process's memory; of one node at most as much as is free.
+    # Complete answers in a process's memory; of one node at most as much as is free. As much again
+    # for answers that clients have not read; a tenant whose clients leave more unread than is free
+    # has its next answer broken off.
     answers_held_bytes_max: Bytes = 1024 * 1024 * 1024
     attempts_max: Annotated[int, msgspec.Meta(ge=1, le=10)] = 3
     # The retry budget: retries per request.

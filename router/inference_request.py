@@ -16,6 +16,9 @@ JSON: Final = "application/json"
 CONTEXT_UNKNOWN_TOKENS: Final = 1 << 21
 """Assumed where the table does not say what the engine's context is: longer than any."""
 
+NOTHING_LEFT: Final = b""
+"""In place of the body for the rest of an answer that is as long as it may be."""
+
 INPUT_BYTES_MIN: Final = 4
 """The least bytes of a body for each of several inputs: quotes, a letter and a comma."""
 
@@ -32,8 +35,8 @@ class InferenceRequest:
     - `traceparent` is the client's own, in the form of the standard; empty if it sent none.
     - `encode_error_event` encodes an error as an event within a stream.
     - `build_resume_body(text, tokens)` returns a body that asks for the rest of the answer after
-      `text`, which has `tokens` tokens, or None. The attribute is None if the request cannot be
-      resumed.
+      `text`, which has `tokens` tokens, NOTHING_LEFT, or None. The attribute is None if the request
+      cannot be resumed.
     - `ttft_ms` is within how many ms the client needs the first token; 0 if it does not say.
     - `adapter` is the LoRA adapter of the deployment's model that the request names, if any.
     - `determinism` is `headers.GREEDY` or `headers.SEEDED` if every replica would generate the same

@@ -435,11 +435,11 @@ class RequestPipeline:
 
         If only the end of the stream is missing, no replica is needed: it is made here.
         """
-        request, stream = context.request, context.stream
+        stream = context.stream
         relay = stream.relay
         assert relay is not None
-        stream.generated = generated = relay.generated()
-        if generated.finish_reason is not None and request.answer_count == 1:
+        stream.generated = relay.generated()
+        if context.lacks_only_end():
             stream.ending = context.missing_end()
             relay.is_done = True
             return True

@@ -334,6 +334,6 @@ class ParentLink:
 
     async def send(self, message: msgspec.Struct) -> bool:
         """Send what the main process forwards. It measures round trips itself."""
-        if isinstance(message, Demand | Usage | Shared):
+        if isinstance(message, Demand | Usage | OwnKeyUse | Shared):
             return self._pipe.write(message)
         return False

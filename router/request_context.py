@@ -1,7 +1,7 @@
 """The state of one request in the pipeline: its attempts, its stream, its times and its usage."""
 
 from collections.abc import Set
-from typing import Final
+from typing import Any, Final
 
 from isochrone.native_class import mypyc_attr
 from isochrone.wire.http import headers
@@ -12,7 +12,13 @@ from isochrone.wire.peers.usage import RequestOutcome
 from router.admission_queue import QueueEntry
 from router.dataplane.exchange import NodeExchange, ResponseHead
 from router.dataplane.media_relay import MediaRelay
-from router.dataplane.sse import DONE_FRAME, GeneratedOutput, StreamRelay, usage_frame
+from router.dataplane.sse import (
+    DONE_FRAME,
+    GeneratedOutput,
+    StreamRelay,
+    data_frame,
+    usage_frame,
+)
 from router.dataplane.usage import UsageCount
 from router.decide.attempt import FAULTY, TRANSITIONS, AttemptEvent, AttemptState, after
 from router.decide.caches.prefix_index import SentPrompt
@@ -21,9 +27,10 @@ from router.decide.choice.shared_kv import NO_SHARED_KV_PEERS
 from router.decide.replicas.full_replicas import RequestGroup
 from router.decide.replicas.ranked_route import RankedRoute
 from router.decide.replicas.tokens_in_flight import Reservation
-from router.inference_request import InferenceRequest
+from router.inference_request import NOTHING_LEFT, InferenceRequest
 from router.recording.request_trace import RequestTrace
 
+COMPLETIONS_PATH: Final = "/v1/completions"
 NO_REPLICAS: Final[Set[ReplicaId]] = frozenset()
 EMBEDDED_ENGINE: Final = "embedded"
 """The driver of the engine that continues an answer after its reasoning."""
@@ -171,7 +178,7 @@ class ResumableStream:
         if build is None or not generated.is_plain or self.failovers_left <= 0:
             return False
         body = build(generated.text, generated.tokens)
-        if body is None:
+        if not body:
             return False
         self.failovers_left -= 1
         self.body = body
@@ -312,12 +319,27 @@ class RequestContext:
             return resumed != headers.INEXACT
         return determinism == headers.SEEDED and resumed == headers.SEEDED
 
+    def lacks_only_end(self) -> bool:
+        """Return whether the stream has the whole answer, and no replica need continue it."""
+        request, generated = self.request, self.stream.generated
+        if request.answer_count != 1 or generated.finish_reason is not None:
+            return request.answer_count == 1
+        build = request.build_resume_body if generated.is_plain else None
+        return build is not None and build(generated.text, generated.tokens) == NOTHING_LEFT
+
     def missing_end(self) -> bytes:
         """Return the end of a stream whose replica failed after its last token."""
-        relay = self.stream.relay
-        if not self.request.wants_usage or (relay and relay.usage):
-            return DONE_FRAME
-        usage = UsageCount(self.prompt_tokens_estimate, self.stream.generated.tokens, 0)
+        relay, generated = self.stream.relay, self.stream.generated
         head = relay.head.fields() if relay else {}
-        head |= {"object": "chat.completion.chunk", "model": self.request.deployment.name}
-        return usage_frame(usage, head) + DONE_FRAME
+        is_chat = self.request.path != COMPLETIONS_PATH
+        kind = "chat.completion.chunk" if is_chat else "text_completion"
+        head |= {"object": kind, "model": self.request.deployment.name}
+        end = b""
+        if generated.finish_reason is None:
+            output: dict[str, Any] = {"delta": {}} if is_chat else {"text": ""}
+            choice = {"index": 0, **output, "finish_reason": "length"}
+            end = data_frame({**head, "choices": [choice]})
+        if self.request.wants_usage and not (relay and relay.usage):
+            usage = UsageCount(self.prompt_tokens_estimate, generated.tokens, 0)
+            end += usage_frame(usage, head)
+        return end + DONE_FRAME

@@ -6,7 +6,9 @@ from typing import Final
 import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.peers import batches
 from isochrone.wire.peers import responses as wire
+from isochrone.wire.peers.routes import KeyEntry
 from router.batch_client import BatchClient
 
 FINISH_ATTEMPTS: Final = 60
@@ -46,6 +48,23 @@ class ResponseClient:
             try:
                 stored = await self._client.post(wire.FINISH_PATH, message)
                 return _FINISHED.decode(stored).is_stored
+            except ApiError as error:
+                if error.code is not ErrorCode.UNAVAILABLE:
+                    return False
+                await asyncio.sleep(FINISH_PAUSE_S)
+        return False
+
+    async def discard(self, response_id: str, key: KeyEntry) -> bool:
+        """Delete a response of which its client does not know; return whether that was done.
+
+        While no scheduler can be reached the message is sent again for a minute.
+        """
+        path = f"{batches.PUBLIC_PREFIX}/v1/responses/{response_id}"
+        of_key = {batches.TENANT: key.tenant_id, batches.KEY: key.key_id}
+        for _ in range(FINISH_ATTEMPTS):
+            try:
+                async with self._client.request("DELETE", path, headers=of_key):
+                    return True
             except ApiError as error:
                 if error.code is not ErrorCode.UNAVAILABLE:
                     return False

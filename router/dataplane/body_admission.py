@@ -1,11 +1,14 @@
-"""Admits request bodies within a process's limits: while they arrive, and before they are parsed.
+"""Admits bodies within a process's limits: requests while they arrive, and before they are parsed;
+answers while their clients do not read them.
 
 The limits are decided in `decide/admission/body_limits.py`.
 """
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
+from isochrone.fair_shares import FairShares
+from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers.routes import KeyEntry
 from router.config import RouterConfig
 from router.dataplane import http1
@@ -28,6 +31,17 @@ KEYLESS_BODY_BYTES_MAX: Final = 64 * 1024
 COMPRESSED: Final = (b"gzip", b"deflate")
 
 
+class AnsweredClient(Protocol):
+    """A client to which an answer was written."""
+
+    @property
+    def unread_bytes(self) -> int:
+        """How many of the bytes written to it the client has not read."""
+
+    async def drained(self) -> None:
+        """Wait until the client has read what was written."""
+
+
 class BodyAdmission:
     """The bodies of all connections of one process."""
 
@@ -37,6 +51,8 @@ class BodyAdmission:
         self._clock = clock
         self._bytes_max = config.body_bytes_max
         self._budget = ParseBudget(config.parse_bytes_per_key_per_s)
+        self.unread = FairShares(config.answers_held_bytes_max)
+        """The bytes of answers that each tenant's clients have not read."""
         self.held = HeldBytes(
             _process_share(config, config.held_bytes_per_key_max),
             _process_share(config, config.held_bytes_per_network_max),
@@ -92,6 +108,23 @@ class BodyAdmission:
             if key is not None and body and inflater.inflated_bytes < bytes_max:
                 unused = charged - inflated_charge(len(body), inflater.inflated_bytes)
                 self._budget.charge(key.key_id, -unused, self._clock())
+
+    async def until_read(self, request: HttpRequest, client: AnsweredClient) -> None:
+        """Wait until a client has read its answer, which is in memory until then.
+
+        Raises ApiError if its tenant has as many bytes of such answers as it may have.
+        """
+        tenant_id = "" if request.key is None else request.key.tenant_id
+        count = client.unread_bytes
+        if not self.unread.take(tenant_id, count):
+            raise ApiError(
+                ErrorCode.OUT_OF_CAPACITY,
+                "cannot keep the answer: the clients of this tenant do not read theirs",
+            )
+        try:
+            await client.drained()
+        finally:
+            self.unread.give_back(tenant_id, count)
 
     def _inflated_max(self, request: HttpRequest) -> int:
         """Return how many bytes a compressed body may have when inflated, 0 for any other."""

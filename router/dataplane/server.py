@@ -154,9 +154,9 @@ class ClientConnection:
         self.due_s = NEVER
 
     @property
-    def is_answering(self) -> bool:
-        """Whether a request is being answered."""
-        return self._task is not None
+    def unread_bytes(self) -> int:
+        """How many of the bytes written to it the client has not read."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     # Called by the transport.
 
@@ -392,7 +392,7 @@ class ClientConnection:
                 await self._server.bodies.inflate(request)
             await self._server.handler(request, self)
             if self._is_paused:
-                await self.drained()
+                await self._server.bodies.until_read(request, self)
         except ApiError as error:
             self._answer_error(request, error)
         except Exception:

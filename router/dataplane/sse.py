@@ -186,6 +186,9 @@ class StreamRelay:
         start = 0
         while start < len(whole):
             begin, end = start, whole.find(b"\n\n", start) + 2
+            if end < 2:
+                # A frame had more than one blank line behind it.
+                end = len(whole)
             if self.has_begun and not self._skips_role:
                 special = _SPECIAL.search(whole, start)
                 if special is None:

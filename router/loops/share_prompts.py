@@ -31,9 +31,9 @@ class PromptSharer:
     ) -> None:
         """A worker process has a `parent`; the main process has `workers`.
 
-        The main process sends `fleet_suspicions` and `key_use` to the scheduler with `send`, and
-        `take_key_use` returns what this process has to add to it. `clock` returns monotonic
-        seconds.
+        The main process sends `fleet_suspicions` and `key_use` to the scheduler with `send`, a
+        worker `key_use` to the main process. `take_key_use` returns what this process has to add to
+        it. `clock` returns monotonic seconds.
         """
         self._take_key_use = take_key_use
         self._key_use = key_use
@@ -48,10 +48,11 @@ class PromptSharer:
     async def run_once(self) -> int:
         """Send the prompts since the last turn; return how many."""
         rows, suspicions = self._outbox.take(), self._suspicions.take()
-        key_use = self._take_key_use()
+        self._key_use.add(self._take_key_use())
         if self._parent is not None:
-            if key_use:
-                await self._parent.send(OwnKeyUse(tuple(key_use)))
+            use = self._key_use.take()
+            if use is not None and not await self._parent.send(OwnKeyUse(use.rows)):
+                self._key_use.add(use.rows)
             if suspicions is not None:
                 await self._parent.send(suspicions)
             # Sent even if empty: the main process replaces a worker that sends nothing.
@@ -62,7 +63,6 @@ class PromptSharer:
                 self._fleet_suspicions.add(suspicions)
             if rows:
                 self._workers.broadcast(SharedPrompts(rows))
-            self._key_use.add(key_use)
             await self._tell_fleet()
         return len(rows)
 

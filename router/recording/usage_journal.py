@@ -146,12 +146,17 @@ class UsageJournal:
 
 
 def _read_rows(path: Path) -> list[UsageRow]:
-    """Return the complete rows of a file; the last one is torn if the process was killed."""
+    """Return the complete rows of a file; the last one is torn if the process was killed.
+
+    After a power cut, what stands behind them may be anything.
+    """
     rows: list[UsageRow] = []
     with path.open("rb") as file:
         unpacker = msgpack.Unpacker(file, max_buffer_size=BYTES_MAX * 2)
         try:
-            rows += [msgspec.convert(fields, UsageRow) for fields in unpacker]
+            # One at a time: what is no row must not lose those before it.
+            for fields in unpacker:
+                rows.append(msgspec.convert(fields, UsageRow))  # noqa: PERF401
         except (msgpack.UnpackException, msgspec.ValidationError, ValueError) as error:
             log.warning("torn journal", extra={"fields": {"path": path.name, "why": str(error)}})
     return rows

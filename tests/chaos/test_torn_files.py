@@ -117,6 +117,24 @@ def test_all_complete_rows_of_a_torn_journal_are_read(folder: Path) -> None:
         assert UsageJournal(life, time.monotonic).open() == ()
 
 
+@pytest.mark.parametrize(
+    "rest",
+    [b"\0" * 64, b"\xc1", b"\x93\x01\x02\x03", b"\xff" * 9],
+    ids=["zeros", "no msgpack", "another list", "negative numbers"],
+)
+def test_what_is_no_row_does_not_lose_the_rows_before_it(folder: Path, rest: bytes) -> None:
+    """A power cut may leave a file at its full length, with blocks that were never written."""
+    journal = UsageJournal(folder, time.monotonic)
+    journal.open()
+    for number in range(3):
+        journal.append(a_row(number))
+    journal.close()
+    with (folder / "rows.000000001").open("ab") as file:
+        file.write(rest)
+    rows = UsageJournal(folder, time.monotonic).open()
+    assert [row.request_id for row in rows] == ["req-0", "req-1", "req-2"]
+
+
 def test_a_torn_usage_batch_does_not_block_others(folder: Path) -> None:
     spool = UsageSpool(folder, 1 << 20)
     spool.open()

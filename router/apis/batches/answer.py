@@ -1,6 +1,8 @@
 """Answers one item of a batch through the pipeline, like a request of its key's client."""
 
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import msgspec
@@ -21,6 +23,8 @@ from router.dataplane.http_messages import (
 from router.decide.admission.batch_capacity import PreemptedItem
 from router.decide.attempt import NoNodeReached
 from router.inference_request import InferenceRequest
+
+log = logging.getLogger(__name__)
 
 RETRY_AFTER_S: Final = 5.0
 RETRY_AFTER_MAX_S: Final = 60.0
@@ -117,18 +121,19 @@ class ItemAnswerer:
         request.headers = {headers.PRIORITY.encode(): headers.PRIORITY_LOWEST.encode()}
         request.arrived_s = self._clock()
         request.request_id, request.client_request_id = self._request_ids.next("")
+        writer = CollectingWriter()
         try:
-            request.key = self._key_of(item)
-            writer = CollectingWriter()
-            inference, translating = self._read(request, item.endpoint, writer)
-            # Interactive requests must not wait behind it.
-            inference.reject_if_busy = True
-            inference.preemptions = preemptions
-            try:
-                await self._serve(inference, translating)
-            finally:
-                preemptions = inference.preemptions
-            check_capacity(writer.response)
+            with unexpected_as_internal(request):
+                request.key = self._key_of(item)
+                inference, translating = self._read(request, item.endpoint, writer)
+                # Interactive requests must not wait behind it.
+                inference.reject_if_busy = True
+                inference.preemptions = preemptions
+                try:
+                    await self._serve(inference, translating)
+                finally:
+                    preemptions = inference.preemptions
+                check_capacity(writer.response)
         except ApiError as error:
             if preemptions and error.code is ErrorCode.OUT_OF_CAPACITY:
                 return PreemptedItem(preemptions)
@@ -165,6 +170,21 @@ def key_of_work(
     else:
         return key
     raise ApiError(ErrorCode.INVALID_KEY, f"cannot answer: the key that began the {kind} {reason}")
+
+
+@contextmanager
+def unexpected_as_internal(request: HttpRequest) -> Iterator[None]:
+    """Turn every other exception into an ApiError, by which the attempt counts.
+
+    Without an answer the work would be leased again each minute, and counted as no attempt.
+    """
+    try:
+        yield
+    except ApiError:
+        raise
+    except Exception as error:
+        log.exception("leased work failed", extra={"fields": {"request": request.request_id}})
+        raise ApiError(ErrorCode.INTERNAL, "cannot answer: internal error") from error
 
 
 def later_attempt(error: ApiError, after_max_s: float) -> LaterAttempt | None:

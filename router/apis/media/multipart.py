@@ -60,9 +60,10 @@ def read_form(content_type: str, body: bytes) -> UploadForm:
         if head_end < 0 or end < 0:
             raise _invalid("a part of it has no head of at most 1 KiB, or no end")
         name, filename = _read_head(body[start + 2 : head_end])
-        size = end - head_end - 4
+        # The line end behind the head of an empty part may be that before its boundary.
+        size = max(0, end - head_end - 4)
         if filename is None:
-            _add_field(fields, name, body[head_end + 4 : max(end, head_end + 4)])
+            _add_field(fields, name, body[head_end + 4 : head_end + 4 + size])
         elif file_field:
             raise _invalid(f"it has two files, '{file_field}' and '{name}'")
         else:

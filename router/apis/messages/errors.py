@@ -21,6 +21,8 @@ _KINDS: Final = {
 }
 """The type of an error by its status. Other statuses from 500 on are `api_error`."""
 
+_CODES: Final = {code.value: code for code in ErrorCode}
+
 _DETAILS: Final[dict[str, dict[str, Any]]] = {
     "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
 }
@@ -50,6 +52,7 @@ def error_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]
 def translate_refusal(body: bytes, request_id: str) -> bytes:
     """Translate a replica's 4xx answer, which has OpenAI's format."""
     error = msgspec.json.decode(body)["error"]
-    message = error.get("message") if isinstance(error, dict) else error
-    refused = ApiError(ErrorCode.INVALID_REQUEST, str(message)[:400])
+    fields = error if isinstance(error, dict) else {"message": error}
+    code = _CODES.get(str(fields.get("code")), ErrorCode.INVALID_REQUEST)
+    refused = ApiError(code, str(fields.get("message"))[:400])
     return msgspec.json.encode(error_body(refused, request_id))

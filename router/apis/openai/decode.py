@@ -27,6 +27,7 @@ from router.apis.openai.schema import (
     RequestStreamOptions,
     RerankRequest,
 )
+from router.inference_request import NOTHING_LEFT
 
 R = TypeVar("R")
 
@@ -170,7 +171,8 @@ def resume_body_builder(
 
     The function takes the generated text and its number of tokens. The result, or that of the
     function, is None if the request cannot be resumed. Only plain text can: tool calls, grammars,
-    several answers and log probabilities have a state that text does not hold.
+    several answers and log probabilities have a state that text does not hold. It is NOTHING_LEFT
+    if the text has all tokens that it may have.
     """
     if isinstance(request, EmbeddingRequest | RerankRequest) or count_answers(request) != 1:
         return None
@@ -185,7 +187,7 @@ def resume_body_builder(
             limit = getattr(request, name, None)
             if limit is not None:
                 if limit <= tokens:
-                    return None
+                    return NOTHING_LEFT
                 fields[name] = limit - tokens
         if isinstance(request, CompletionRequest):
             assert isinstance(request.prompt, str)

@@ -13,6 +13,7 @@ from router.apis.batches.answer import (
     check_capacity,
     key_of_work,
     later_attempt,
+    unexpected_as_internal,
 )
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
@@ -48,19 +49,9 @@ class BackgroundAnswerer:
         Without capacity, or over a limit of its key, it waits and is tried again.
         """
         request = self._request_of(leased)
-        writer = CollectingWriter()
         try:
-            now = self._openai.unix_clock()
-            request.key = key_of_work(self._keys(), leased, now, "response")
-            inference, translating, events = read_background(self._openai, request, leased, writer)
-            await self._serve(inference, translating)
-            response = writer.response
-            check_capacity(response)
-            if response is None or response.status != 200 or events.final is None:
-                text = b"" if response is None else response.body[:300]
-                message = f"cannot answer: the replica refused it: {text.decode(errors='replace')}"
-                raise ApiError(ErrorCode.INVALID_REQUEST, message)
-            return finish_message(leased.ref, events.final)
+            with unexpected_as_internal(request):
+                return await self._answer(leased, request)
         except ApiError as error:
             later = later_attempt(error, RETRY_AFTER_MAX_S)
             if later is not None:
@@ -70,6 +61,20 @@ class BackgroundAnswerer:
             failure = {"code": "invalid_prompt", "message": error.message}
             body = {**msgspec.json.decode(leased.body), "status": "failed", "error": failure}
             return finish_message(leased.ref, body)
+
+    async def _answer(self, leased: LeasedResponse, request: HttpRequest) -> FinishResponse:
+        """Return the end of a response that is answered. Raises ApiError for any other."""
+        writer, now = CollectingWriter(), self._openai.unix_clock()
+        request.key = key_of_work(self._keys(), leased, now, "response")
+        inference, translating, events = read_background(self._openai, request, leased, writer)
+        await self._serve(inference, translating)
+        response = writer.response
+        check_capacity(response)
+        if response is None or response.status != 200 or events.final is None:
+            text = b"" if response is None else response.body[:300]
+            message = f"cannot answer: the replica refused it: {text.decode(errors='replace')}"
+            raise ApiError(ErrorCode.INVALID_REQUEST, message)
+        return finish_message(leased.ref, events.final)
 
     def _request_of(self, leased: LeasedResponse) -> HttpRequest:
         run = _RUN.decode(leased.run)

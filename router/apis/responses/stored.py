@@ -9,7 +9,7 @@ Rule 3: only requests that ask for it wait for the scheduler.
 import asyncio
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
 import msgspec
@@ -110,15 +110,21 @@ class StoredResponses:
                 )
                 return None
             return ref
-        context_items = msgspec.json.decode(begun.context_items, type=list[msgspec.Raw])
-        earlier = parse_items(context_items, "previous_response_id")
-        whole = msgspec.structs.replace(given, input=[*earlier, *parse_items(items, "input")])
         events = ResponseEvents(response)
-        inference = self._openai.read_translated(request, to_chat(whole), events.failed, "input")
+        try:
+            context_items = msgspec.json.decode(begun.context_items, type=list[msgspec.Raw])
+            earlier = parse_items(context_items, "previous_response_id")
+            whole = msgspec.structs.replace(given, input=[*earlier, *parse_items(items, "input")])
+            chat = to_chat(whole)
+            inference = self._openai.read_translated(request, chat, events.failed, "input")
+        except ApiError:
+            if is_stored:
+                self._discard_in_a_task(ref, request)
+            raise
         if not is_stored:
             await self._serve(inference, responses_writer(writer, events))
         else:
-            await self._answer(ref, inference, events, writer)
+            await self._answer(ref, inference, events, request, writer)
         return None
 
     async def _begin(
@@ -155,57 +161,78 @@ class StoredResponses:
         ref: wire.ResponseRef,
         inference: InferenceRequest,
         events: ResponseEvents,
+        request: HttpRequest,
         writer: ResponseWriter,
     ) -> None:
-        """Answer a response that has begun, and store its end before the client gets it."""
+        """Answer a response that has begun, and store its end before the client gets it.
+
+        If the client gets an error, with which no id comes, the response is deleted: at a limit, or
+        without capacity, such responses would soon be all that their tenant may store.
+        """
         self.open.add(ref)
         holding = FinishingWriter(writer, lambda: events.final is not None)
-        outcome = "cancelled"
+        outcome, is_error = "cancelled", False
         try:
             await self._serve(inference, responses_writer(holding, events))
-            if holding.is_refused or events.final is None:
-                message = "cannot answer: the replica refused the request"
-                events.failed(ApiError(ErrorCode.INVALID_REQUEST, message))
-            outcome = "lost"
-            assert events.final is not None
-            # A client that leaves now must not end this.
-            is_stored = await in_a_task(_result_of(self._finish_in_a_task(ref, events.final)))
-            if is_stored or holding.is_refused:
-                outcome = events.final["status"]
+            if holding.is_refused:
+                outcome, is_error = "failed", True
                 holding.release()
             else:
-                lost = ApiError(
-                    ErrorCode.UNAVAILABLE,
-                    "cannot store the response: it was deleted, or no scheduler was reachable;"
-                    " send the request again",
-                    retry_after_s=1.0,
-                )
-                holding.fail(lost, events.failed(lost))
-            await writer.drained()
-        except ApiError as error:
-            outcome = "failed"
-            events.failed(error)
+                outcome = "lost"
+                outcome = await self._store_end(ref, events, holding)
+        except ApiError:
+            outcome, is_error = "failed", True
             raise
         finally:
             self._metrics.stored_responses.labels(outcome).inc()
-            if outcome in ("cancelled", "failed"):
-                # The client has left, or gets an error: no client waits for the end.
-                self._finish_soon(ref, events, outcome)
+            if is_error:
+                self._discard_in_a_task(ref, request)
+            elif outcome == "cancelled":
+                self._finish_soon(ref, events)
 
-    def _finish_soon(self, ref: wire.ResponseRef, events: ResponseEvents, status: str) -> None:
-        """Store the end of a response without waiting for it."""
+    async def _store_end(
+        self, ref: wire.ResponseRef, events: ResponseEvents, holding: FinishingWriter
+    ) -> str:
+        """Store how a response ended, then send its end; return its status, or "lost"."""
+        if events.final is None:
+            message = "cannot answer: the replica sent no end"
+            events.failed(ApiError(ErrorCode.UPSTREAM, message))
+        assert events.final is not None
+        # A client that leaves now must not end this.
+        if await in_a_task(_result_of(self._finish_in_a_task(ref, events.final))):
+            holding.release()
+            return str(events.final["status"])
+        lost = ApiError(
+            ErrorCode.UNAVAILABLE,
+            "cannot store the response: it was deleted, or no scheduler was reachable;"
+            " send the request again",
+            retry_after_s=1.0,
+        )
+        holding.fail(lost, events.failed(lost))
+        return "lost"
+
+    def _finish_soon(self, ref: wire.ResponseRef, events: ResponseEvents) -> None:
+        """Store that a client has left, without waiting for it."""
         if events.final is None:
             events.failed(ApiError(ErrorCode.REQUEST_TIMEOUT, "the client disconnected"))
-        final = {**(events.final or {}), "status": status}
-        self._finish_in_a_task(ref, final)
+        self._finish_in_a_task(ref, {**(events.final or {}), "status": "cancelled"})
+
+    def _discard_in_a_task(self, ref: wire.ResponseRef, request: HttpRequest) -> None:
+        """Delete a response whose client gets an error; its lease is renewed until then."""
+        assert request.key is not None
+        self._keep(ref, self._client.discard(ref.response_id, request.key))
 
     def _finish_in_a_task(
         self, ref: wire.ResponseRef, response: dict[str, Any]
     ) -> asyncio.Task[bool]:
         """Store the end of a response; its lease is renewed until then."""
-        task = asyncio.get_running_loop().create_task(
-            self._client.finish(finish_message(ref, response))
-        )
+        return self._keep(ref, self._client.finish(finish_message(ref, response)))
+
+    def _keep(
+        self, ref: wire.ResponseRef, message: Coroutine[Any, Any, bool]
+    ) -> asyncio.Task[bool]:
+        """Send a response's last message in a task, and renew its lease until that has ended."""
+        task = asyncio.get_running_loop().create_task(message)
         self._finishing.add(task)
         task.add_done_callback(self._finishing.discard)
         task.add_done_callback(lambda _: self.open.discard(ref))

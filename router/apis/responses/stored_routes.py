@@ -127,7 +127,10 @@ def _with_ids(request: HttpRequest) -> bytes:
     if items is None:
         return request.body
     parse_items(items, "items")
-    stored = identified(items, request.request_id[:32], "items")
+    # The router's own part of the id: the client's may be that of other requests, or no part of a
+    # path.
+    own_id = "-".join(request.request_id.rsplit("-", 2)[1:])
+    stored = identified(items, own_id, "items")
     return msgspec.json.encode(_FIELDS.decode(request.body) | {"items": stored})
 
 

@@ -350,6 +350,6 @@ def _run_tool_call(function: dict[str, Any]) -> dict[str, Any]:
     """Return a function call with its arguments as an object, as Workers AI does."""
     try:
         arguments = msgspec.json.decode(function.get("arguments") or "{}")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         arguments = function.get("arguments")
     return {"name": function.get("name"), "arguments": arguments}

@@ -3,6 +3,7 @@
 import asyncio
 import resource
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from isochrone.wire.peers.usage import RequestOutcome
@@ -22,15 +23,22 @@ def a_node() -> FakeNode:
     return node
 
 
-async def open_unread_stream(bench: Bench) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def open_unread_stream(bench: Bench) -> Client:
     """Request a stream of 20 MB and read nothing."""
+    return await open_unread(bench, BODY % TOKENS)
+
+
+async def open_unread(bench: Bench, body: bytes) -> Client:
+    """Send a request and read nothing."""
     client = socket.socket()
     # Before it connects: otherwise the kernel lets it grow to megabytes.
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
     client.setblocking(False)
     await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", bench.app.port))
     reader, writer = await asyncio.open_connection(sock=client, limit=4096)
-    body = BODY % TOKENS
     writer.write(
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
         b"Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n" % (KEY.encode(), len(body))
@@ -131,3 +139,46 @@ async def test_a_client_that_reads_slowly_ejects_no_replica(tmp_path: Path) -> N
         node.cuts_all = True
         await asyncio.gather(*reading)
         assert bench.app.fleet.health.unhealthy()
+
+
+ANSWER_TOKENS = 1_200_000
+"""They make an answer of nine megabytes, more than the buffers of sockets hold."""
+
+
+async def answer_bytes(reader: asyncio.StreamReader) -> tuple[int, int]:
+    """Read an answer to its end; return how many bytes its body has, and how many it should."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    (length,) = (line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+    got = 0
+    with suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            got += len(data)
+    return got, int(length.partition(b":")[2])
+
+
+async def test_a_tenants_unread_answers_use_limited_memory(tmp_path: Path) -> None:
+    node = FakeNode()
+    async with a_bench(
+        *(tmp_path, [node]),
+        answers_held_bytes_max=32 * 2**20,
+        first_byte_timeout_s=30,
+        write_timeout_s=60,
+    ) as bench:
+        unread = bench.app.server.bodies.unread
+        body = BODY.replace(b'"stream":true,', b"") % ANSWER_TOKENS
+        clients = []
+        for number in range(1, 5):
+            clients.append(await open_unread(bench, body))
+            async with asyncio.timeout(30):
+                while node.requests < number or bench.app.fleet.in_flight.requests:
+                    await asyncio.sleep(0.05)
+            assert unread.total <= 24 * 2**20
+        assert unread.total > 4 * 2**20
+        answers = [await answer_bytes(reader) for reader, _ in clients]
+        whole = [got == length for got, length in answers]
+        assert whole[0] and not whole[-1], answers
+        async with asyncio.timeout(30):
+            while unread.total:
+                await asyncio.sleep(0.05)
+        for _, writer in clients:
+            writer.close()

@@ -18,15 +18,24 @@ import psutil
 import pytest
 
 from isochrone.wire import codec
+from isochrone.wire.client_keys.key_use import KeyUse
 from isochrone.wire.client_keys.keys import format_key
-from isochrone.wire.ids import DeploymentId, KeyId, ReplicaId
-from isochrone.wire.peers.routes import RouteTablePart, diff
+from isochrone.wire.ids import DeploymentId, KeyId, ReplicaId, RouterId
+from isochrone.wire.peers.routes import KeyLimits, RouteTablePart, diff
 from isochrone.wire.peers.table_parts import PART_BYTES_MAX, TableAssembler
 from isochrone.wire.peers.usage import Usage
 from router import build, processes
 from router.app import SHARE_INTERVAL_S, open_router
+from router.decide.admission.limits import KeyLimiter
+from router.loops.share_prompts import PromptSharer
 from router.processes import WorkerIdentity, WorkerPipe, WorkerPool
-from router.sharing.prompt_sharing import SharedPrompt, SharedPrompts
+from router.recording.former_workers import adopt_usage
+from router.recording.usage_journal import UsageJournal
+from router.recording.usage_spool import UsageSpool
+from router.sharing.key_use_sharing import KeyUseOutbox, OwnKeyUse
+from router.sharing.prompt_sharing import PromptOutbox, SharedPrompt, SharedPrompts
+from router.sharing.suspicion_sharing import FleetSuspicionOutbox, SuspicionOutbox
+from tests.chaos.test_torn_files import a_row
 from tests.cuts import held
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import KEY, a_config, a_key, a_table, an_identity
@@ -118,6 +127,94 @@ async def test_a_worker_is_sent_only_what_changed(tmp_path: Path) -> None:
         assert app.fleet.directory.table == second
         main.close()
         await app.stopping.wait()
+
+
+async def test_a_worker_reports_what_its_requests_draw_from_a_keys_rates(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    main = WorkerPipe(ours, processes._FROM_WORKER)
+    await main.open()
+    key = a_key(limits=KeyLimits(requests_per_min=60, tokens_per_min=6000))
+
+    async def reported() -> KeyUse:
+        while True:
+            message = await main.read()
+            if isinstance(message, OwnKeyUse):
+                (row,) = message.rows
+                return row
+
+    worker = WorkerIdentity(1, theirs, 0)
+    async with open_router(a_config(tmp_path), an_identity(tmp_path), worker) as app:
+        app.limiter.admit(key, 100, 0.0, 0.0)
+        async with asyncio.timeout(30):
+            assert await reported() == KeyUse(key.key_id, 1, 100)
+        main.close()
+        await app.stopping.wait()
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def leave_usage(folder: Path, first: int) -> None:
+    """Leave two rows of usage in a process's state folder: in a batch, and in the journal."""
+    batch = Usage(router_id=RouterId("r"), batch_id=f"b{first}", rows=(a_row(first),))
+    spool = UsageSpool(folder / "usage", 1 << 20)
+    spool.open()
+    spool.add(batch)
+    journal = UsageJournal(folder / "journal", lambda: 0.0)
+    journal.open()
+    journal.append(a_row(first + 1))
+    journal.close()
+
+
+async def test_usage_of_processes_that_are_no_more_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine with fewer cores runs fewer processes."""
+    config = a_config(tmp_path, processes=1, usage_interval_s=3600)
+    state = config.state_folder
+    for number in range(1, 4):
+        leave_usage(state / f"worker-{number}", 10 * number)
+    for other in ("worker-x", "worker-\u00b2"):
+        (state / other).mkdir()
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(Path, "rename", refuse)
+        assert adopt_usage(state, 1) == 0
+    assert (adopt_usage(state, 2), adopt_usage(state, 2)) == (4, 0)
+    # The files of the next start may have the names of those that were taken.
+    leave_usage(state / "worker-3", 40)
+    async with open_router(config, an_identity(tmp_path)):
+        pass
+    spool = UsageSpool(state / "usage", 1 << 20)
+    spool.open()
+    batches = [spool.read(batch_id) for batch_id in spool.batch_ids]
+    found = [row.request_id for batch in batches if batch is not None for row in batch.rows]
+    assert sorted(found) == [f"req-{n}" for n in (10, 11, 20, 21, 30, 31, 40, 41)]
+    assert adopt_usage(state, 1) == 0
+
+
+async def test_use_that_the_main_process_does_not_take_is_reported_again() -> None:
+    taken: list[OwnKeyUse] = []
+
+    class BusyMainProcess:
+        async def send(self, message: msgspec.Struct) -> bool:
+            if isinstance(message, OwnKeyUse):
+                taken.append(message)
+            return len(taken) != 1
+
+    limiter = KeyLimiter()
+    key = a_key(limits=KeyLimits(requests_per_min=60))
+    busy: Any = BusyMainProcess()
+    sharer = PromptSharer(
+        *(PromptOutbox(), SuspicionOutbox(), busy, some_workers(), FleetSuspicionOutbox()),
+        *(busy.send, lambda: 0.0, limiter.take_unshared, KeyUseOutbox()),
+    )
+    for turn in range(3):
+        limiter.admit(key, 1, float(turn), 0.0)
+        await sharer.run_once()
+    assert [message.rows for message in taken] == [
+        (KeyUse(key.key_id, requests, 0),) for requests in (1, 2, 1)
+    ]
 
 
 def test_a_worker_is_sent_a_large_change_in_parts() -> None:

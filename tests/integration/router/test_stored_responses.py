@@ -6,13 +6,17 @@ from typing import Any
 import openai
 import pytest
 
+from isochrone.wire.peers.routes import KeyLimits
 from scheduler.api.client_objects import responses as response_endpoints
 from scheduler.decide.response_limits import ResponseLimits
 from tests.integration.admin.conftest import admin
+from tests.integration.router.fleet_of import a_key, a_route, a_table
 from tests.integration.router.test_batches import WAIT_S, BatchBench, bench
 from tests.system.harness import until
 
 __all__ = ["admin", "bench"]
+
+GIF = "R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAAAIBRAA7"
 
 
 @pytest.fixture
@@ -186,6 +190,21 @@ async def test_a_conversation_grows_with_its_responses(bench: BatchBench) -> Non
     assert (await bench.client.responses.retrieve(answer.id)).id == answer.id
 
 
+async def test_items_added_under_one_request_id_are_all_kept(bench: BatchBench) -> None:
+    """Clients may give all requests of a trace one id; an item needs one that is its own."""
+    conversations = bench.client.conversations
+    made = await conversations.create()
+    trace = {"x-request-id": "0f8fad5b.d9cd.469f.a165.70867728950e"}
+    for text in ("one", "two"):
+        item: Any = {"type": "message", "role": "user", "content": text}
+        await conversations.items.create(made.id, items=[item], extra_headers=trace)
+    items = [item async for item in conversations.items.list(made.id, order="asc")]
+    assert [item.to_dict()["content"][0]["text"] for item in items] == ["one", "two"]  # type: ignore[index]
+    for kept in items:
+        found = await conversations.items.retrieve(kept.id or "", conversation_id=made.id)
+        assert found == kept
+
+
 async def test_a_large_conversation_is_never_in_memory_as_a_whole(
     bench: BatchBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +250,46 @@ async def test_what_cannot_be_stored_is_refused(bench: BatchBench) -> None:
     await create(model="tiny", input="a")
     await responses.delete(last.id)
     await create(model="tiny", input="a", store=True)
+
+
+@pytest.mark.parametrize("fault", ["an error", "declined", "rate limit", "its context"])
+async def test_a_response_that_is_refused_takes_no_space(
+    bench: BatchBench, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client has no id to delete it by, and a tenant may store six."""
+    create: Any = bench.client.responses.create
+    fields: dict[str, Any] = {"model": "tiny", "input": "a", "store": True}
+    if fault == "an error":
+        bench.node.status = 500
+    elif fault == "declined":
+        bench.node.status = 400
+    elif fault == "rate limit":
+        limited = a_key(limits=KeyLimits(requests_per_min=1))
+        bench.app.fleet.adopt(a_table([a_route(bench.node)], generation=1_001, keys=[limited]))
+    else:
+        # The images of a request and of what it continues are too many together.
+        monkeypatch.setattr("router.apis.openai.images.IMAGES_MAX", 1)
+        image = {"type": "input_image", "image_url": f"data:image/gif;base64,{GIF}"}
+        fields["input"] = [{"role": "user", "content": [image]}]
+    answered = 0
+    if fault in ("rate limit", "its context"):
+        fields["previous_response_id"] = (await create(**fields)).id
+        answered = 1
+    for _ in range(8):
+        with pytest.raises(openai.APIStatusError) as refused:
+            await create(**fields)
+        assert "delete some" not in str(refused.value)
+    bench.node.status = 200
+    bench.app.fleet.adopt(a_table([a_route(bench.node)], generation=1_002, keys=bench.keys))
+
+    async def is_free() -> bool:
+        return not bench.app.stored.routes._stored._finishing
+
+    await until("what was refused is deleted", is_free, WAIT_S)
+    for _ in range(6 - answered):
+        await create(model="tiny", input="a", store=True)
+    with pytest.raises(openai.RateLimitError, match="delete some"):
+        await create(model="tiny", input="a", store=True)
 
 
 async def test_another_router_answers_what_a_dead_one_has_begun(bench: BatchBench) -> None:

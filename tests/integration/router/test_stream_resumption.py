@@ -202,6 +202,70 @@ async def test_one_complete_answer_of_two_does_not_complete_the_stream(
         assert ("error" in events[-1]) != is_complete
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt", "kind"),
+    [
+        ("chat/completions", {"messages": [{"role": "user"}]}, "chat.completion.chunk"),
+        ("completions", {"prompt": "hi"}, "text_completion"),
+    ],
+    ids=["chat", "completion"],
+)
+async def test_the_end_that_a_replica_did_not_send_is_of_the_streams_kind(
+    tmp_path: Path, path: str, prompt: dict[str, Any], kind: str
+) -> None:
+    body = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}, **prompt}
+    async with a_bench(tmp_path, [HalfAnsweringNode("bad")]) as bench:
+        async with bench.http.post(f"{bench.url}/v1/{path}", json=body) as response:
+            *_, end, done = frames(await response.text())
+        assert (end["object"], end["usage"]["completion_tokens"], done) == (kind, 1, "[DONE]")
+
+
+class SpentNode(FakeNode):
+    """A node that fails after the last token that the answer may have."""
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """Stream all tokens, then abort."""
+        body = await request.json()
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for n in range(body["max_tokens"]):
+            text = f"t{n} "
+            output: Any = {"delta": {"content": text}} if "messages" in body else {"text": text}
+            choice = {"index": 0, **output, "finish_reason": None}
+            event = {"id": "c-1", "created": 7, "choices": [choice]}
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "messages"])
+async def test_an_answer_of_all_its_tokens_is_ended_without_another_replica(
+    tmp_path: Path, path: str
+) -> None:
+    nodes = [SpentNode("bad"), FakeNode("good")]
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+    if path == "completions":
+        prompt = {"prompt": "hi"}
+    if path != "messages":
+        prompt["stream_options"] = {"include_usage": True}
+    body = {"model": "tiny", "stream": True, "max_tokens": 3, **prompt}
+    async with a_bench(tmp_path, nodes, usage_interval_s=3600) as bench:
+        prefer_first_node(bench)
+        async with bench.http.post(f"{bench.url}/v1/{path}", json=body) as response:
+            text = await response.text()
+        assert nodes[1].requests == 0 and "t2 " in text
+        (row,) = await usage(bench)
+        assert (row.outcome, row.output_tokens) == (RequestOutcome.COMPLETE, 3)
+        if path == "messages":
+            assert '"stop_reason":"max_tokens"' in text and "message_stop" in text
+            return
+        *_, finish, counted, done = frames(text)
+        assert finish["choices"][0]["finish_reason"] == "length"
+        assert (finish["id"], finish["created"], done) == ("c-1", 7, "[DONE]")
+        assert counted["usage"]["completion_tokens"] == 3
+
+
 @pytest.mark.parametrize(("resumes", "is_exact"), [("inexact", False), ("greedy", True)])
 async def test_a_greedy_answer_of_an_inexact_engine_is_marked(
     tmp_path: Path, resumes: str, is_exact: bool

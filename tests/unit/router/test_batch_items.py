@@ -1,6 +1,7 @@
 """What becomes of an item of a batch that is not answered."""
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ from isochrone.wire.peers.responses import (
     LeaseResponses,
     ResponseRef,
 )
+from isochrone.wire.peers.routes import KeyEntry
 from router.apis.batches.answer import ItemAnswerer, later_attempt
 from router.apis.request_ids import RequestIds
 from router.apis.responses.background import BackgroundAnswerer
@@ -32,12 +34,22 @@ def not_read(*given: Any) -> NoReturn:
     raise AssertionError(f"read although its key is not known: {given}")
 
 
-async def answer(*, is_key_valid: bool) -> ItemResult:
-    """Return the result of an item whose key the router does not know."""
+A_KEY = KeyEntry(key_id=KeyId("k"), secret_sha256="", tenant_id=TenantId("acme"))
+
+
+async def fail(*given: Any) -> NoReturn:
+    """Fail in a way that the router does not expect, as with an answer of another shape."""
+    raise KeyError("index")
+
+
+async def answer(
+    *, is_key_valid: bool, keys: Sequence[KeyEntry] = (), read: Any = not_read
+) -> ItemResult:
+    """Return the result of an item, whose key the router does not know without `keys`."""
     answerer = ItemAnswerer(
-        keys=lambda: KeyTable.of([]),
-        read=not_read,
-        serve=not_read,
+        keys=lambda: KeyTable.of(keys),
+        read=read,
+        serve=fail,
         request_ids=RequestIds(BootId("boot")),
         clock=lambda: 0.0,
         unix_clock=lambda: 0.0,
@@ -63,12 +75,22 @@ async def test_an_item_waits_until_its_router_knows_its_key() -> None:
     assert (ends.status_code, ends.retry_after_s) == (401, 0.0)
 
 
-async def end_in_background(*, is_key_valid: bool) -> FinishResponse:
-    """Return how a background response ends whose key the router does not know."""
+async def test_an_item_that_fails_unexpectedly_counts_as_an_attempt() -> None:
+    """Without a result it was leased, answered and paid for each minute again."""
+    inference = SimpleNamespace(preemptions=-1)
+    result = await answer(is_key_valid=True, keys=[A_KEY], read=lambda *_: (inference, None))
+    assert (result.retry_after_s, result.counts_as_attempt) == (5.0, True)
+
+
+async def end_in_background(
+    *, is_key_valid: bool, keys: Sequence[KeyEntry] = (), openai: Any = None
+) -> FinishResponse:
+    """Return how a background response ends, whose key the router does not know without `keys`."""
+    read: Any = openai or SimpleNamespace(unix_clock=lambda: 0.0)
     answerer = BackgroundAnswerer(
-        openai=SimpleNamespace(unix_clock=lambda: 0.0),  # type: ignore[arg-type]
-        serve=not_read,
-        keys=lambda: KeyTable.of([]),
+        openai=read,
+        serve=fail,
+        keys=lambda: KeyTable.of(keys),
         request_ids=RequestIds(BootId("boot")),
         clock=lambda: 0.0,
     )
@@ -78,7 +100,7 @@ async def end_in_background(*, is_key_valid: bool) -> FinishResponse:
         key_id=KeyId("k"),
         body=b"{}",
         context_items=b"[]",
-        run=msgspec.msgpack.encode(BackgroundRun(b"{}", {})),
+        run=msgspec.msgpack.encode(BackgroundRun(b'{"model":"tiny","input":"hi"}', {})),
         is_key_valid=is_key_valid,
     )
     return await answerer.answer(leased)
@@ -88,6 +110,12 @@ async def test_a_background_response_waits_until_its_router_knows_its_key() -> N
     waits = await end_in_background(is_key_valid=True)
     assert (waits.status, waits.retry_after_s, waits.counts_as_attempt) == ("", 5.0, False)
     assert (await end_in_background(is_key_valid=False)).status == "failed"
+
+
+async def test_a_background_response_that_fails_unexpectedly_counts_as_an_attempt() -> None:
+    openai = SimpleNamespace(unix_clock=lambda: 0.0, read_translated=lambda *_: None)
+    ended = await end_in_background(is_key_valid=True, keys=[A_KEY], openai=openai)
+    assert (ended.status, ended.retry_after_s, ended.counts_as_attempt) == ("", 5.0, True)
 
 
 class Renewals:

@@ -40,6 +40,7 @@ def test_a_form_is_read() -> None:
     form = read_form(TYPE, body)
     assert form.fields == {"model": ["größe"], "t[]": ["a", "b"]}
     assert (form.file_field, form.file_name, form.file_bytes) == ("file", "a.wav", 8)
+    assert read_form(TYPE, FILE[: FILE.index(b"\0")] + END).file_bytes == 0
     quoted = read_form('Multipart/Form-Data; boundary="b"', body.rstrip())
     assert quoted == form
 

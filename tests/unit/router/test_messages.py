@@ -3,6 +3,7 @@
 import json
 from typing import Any, get_args, get_type_hints
 
+import msgspec
 import pytest
 from anthropic.types import (
     Message,
@@ -19,12 +20,12 @@ from anthropic.types.beta.beta_content_block_param import BetaContentBlockParam
 from anthropic.types.beta.beta_tool_union_param import BetaToolUnionParam
 from anthropic.types.user_message_param import UserMessageParam
 
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.models.model import Deprecation
 from isochrone.wire.peers.routes import DeploymentEntry
 from router.apis.messages import schema
-from router.apis.messages.errors import error_body, error_status
+from router.apis.messages.errors import error_body, error_status, translate_refusal
 from router.apis.messages.events import MessageEvents, signature_of
 from router.apis.messages.models import model_info
 from router.apis.messages.schema import COUNT_TOKENS_REQUEST, MESSAGES_REQUEST
@@ -498,7 +499,10 @@ def test_comments_and_errors_within_a_stream_stay_as_they_are() -> None:
 def test_errors(code: ErrorCode, status: int, kind: str) -> None:
     error = ApiError(code, "m")
     assert error_status(error) == status
-    assert error_body(error, "r")["error"]["type"] == kind
+    body = error_body(error, "r")
+    assert body["error"]["type"] == kind
+    # A replica's refusal has OpenAI's format, and the same code.
+    assert json.loads(translate_refusal(msgspec.json.encode(openai_error(error)), "r")) == body
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
 
     @property
     def is_busy(self) -> bool:
-        return any(connection.is_answering for connection in self.router.server.connections)
+        return any(connection._task is not None for connection in self.router.server.connections)
 
     def let_all_continue(self) -> None:
         """Let every client and node continue for less than a second.

@@ -70,6 +70,19 @@ def test_a_stream_split_anywhere_is_relayed_byte_exact(
     assert split_frames(whole) == sent
 
 
+@pytest.mark.parametrize("more", [b"\n", b"\n\n", b"\n\n\n"], ids=["one", "two", "three"])
+@pytest.mark.parametrize("first", [FRAMES[0], FRAMES[2], FRAMES[4]], ids=["role", "ping", "usage"])
+def test_more_than_one_blank_line_behind_a_frame_is_relayed(first: bytes, more: bytes) -> None:
+    stream = first + more
+    for cut in range(len(stream) + 1):
+        relay = StreamRelay(wants_usage=True)
+        relayed = relay.feed(stream[:cut]) + relay.feed(stream[cut:])
+        assert relayed + relay.feed(token("a")) == stream + token("a")
+        relay.resume()
+        assert relay.feed(token("b") + more + token("c")) == token("b") + more + token("c")
+        assert relay.generated().text == "abc"
+
+
 @pytest.mark.parametrize("blank", [b"\n\n", b"\r\n\r\n", b"\r\r"], ids=["lf", "crlf", "cr"])
 @pytest.mark.parametrize("piece_bytes", [1, 2, 3, 7])
 def test_any_blank_line_ends_a_frame_that_comes_in_small_pieces(

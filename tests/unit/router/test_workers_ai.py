@@ -120,6 +120,10 @@ def test_complete_responses_become_results() -> None:
         "finish_reason": "tool_calls",
         "usage": usage,
     }
+    # Arguments that are no JSON, or nested too deeply to be read, stay text.
+    for arguments in ("{", "[" * 5000):
+        call["function"] = {"name": "f", "arguments": arguments}
+        assert result_of(json.dumps(chat).encode())["tool_calls"] == [call["function"]]
     listed = {"object": "list", "data": [{"embedding": [0.5, 1.0]}]}
     assert result_of(json.dumps(listed).encode()) == {"shape": [1, 2], "data": [[0.5, 1.0]]}
 
