@@ -201,6 +201,7 @@ class FleetState:
         replica_id = route.replica_id
         self.in_flight.record_wake(replica_id, float(load.wake_ms))
         self.record_cache_age(route, load, reported_at_s)
+        self.routing(route.deployment_id).record_pace(replica_id, load.prefill_ns_per_token)
         if load.others_pending_prefill_tokens > NOT_REPORTED:
             self.in_flight.record_other_routers(
                 replica_id,

@@ -107,3 +107,58 @@ def test_the_limit_of_sequences_is_the_engine_s_option(
 ) -> None:
     engine = EngineSettings(driver=driver, options=options)
     assert sequences_max(a_spec(engine=engine)) == expected
+
+
+def read_prompt(admission: ReplicaAdmission, tokens: int, at_s: float, took_s: float) -> None:
+    reservation = admission.admit(
+        tokens, 10, pending_prefill_tokens=tokens, generates_for="a", now_s=at_s
+    )
+    assert reservation is not None
+    reservation.begin_prefill(at_s)
+    reservation.first_token(at_s + took_s, is_timely=True)
+    reservation.release(at_s + took_s + 1.0)
+
+
+def test_loads_have_the_time_per_token_of_the_prompts_that_were_read() -> None:
+    admission = ReplicaAdmission(1_000_000, sequences_max=4)
+    for number in range(5):
+        assert bool(admission.load(now_s=10.0 * number).prefill_ns_per_token) == (number >= 3)
+        read_prompt(admission, 1000 * (number + 1), 10.0 * number, 0.5 * (number + 1))
+    assert admission.load(now_s=50.0).prefill_ns_per_token == pytest.approx(500_000, rel=1e-3)
+    assert admission.load(now_s=500.0).prefill_ns_per_token == 0, "long ago"
+
+
+def test_a_prompt_counts_from_the_end_of_the_one_before_it() -> None:
+    admission = ReplicaAdmission(1_000_000, sequences_max=16)
+    waiting = []
+    for _ in range(4):
+        reservation = admission.admit(1000, 10, generates_for="a", now_s=1.0)
+        assert reservation is not None
+        reservation.begin_prefill(1.0)
+        waiting.append(reservation)
+    for number, reservation in enumerate(waiting, 1):
+        reservation.first_token(1.0 + number, is_timely=True)
+    assert admission.load(now_s=6.0).prefill_ns_per_token == 1_000_000
+
+
+def test_what_says_nothing_of_the_engines_pace_is_not_measured() -> None:
+    admission = ReplicaAdmission(1_000_000, sequences_max=1)
+    for number in range(8):
+        now_s = 10.0 * number
+        item = BatchItem(0) if number % 2 else None
+        running = [
+            admission.admit(1000, 10, generates_for="a", now_s=now_s, item=item) for _ in range(2)
+        ]
+        for reservation in running:
+            if reservation is not None:
+                # The second one waits for the engine's only sequence.
+                if reservation is running[1] or item is not None:
+                    reservation.begin_prefill(now_s)
+                reservation.first_token(now_s + 5.0, is_timely=True)
+                reservation.release(now_s + 6.0)
+    whole_answer = admission.admit(1000, 10, generates_for="a", now_s=90.0)
+    assert whole_answer is not None
+    whole_answer.begin_prefill(90.0)
+    whole_answer.release(99.0)
+    assert admission._pace.ns_per_token(99.0) == 0
+    assert not admission._pace._prompts
