@@ -143,22 +143,20 @@ def test_a_prompt_counts_from_the_end_of_the_one_before_it() -> None:
 
 def test_what_says_nothing_of_the_engines_pace_is_not_measured() -> None:
     admission = ReplicaAdmission(1_000_000, sequences_max=1)
-    for number in range(8):
-        now_s = 10.0 * number
-        item = BatchItem(0) if number % 2 else None
-        running = [
-            admission.admit(1000, 10, generates_for="a", now_s=now_s, item=item) for _ in range(2)
-        ]
-        for reservation in running:
-            if reservation is not None:
-                # The second one waits for the engine's only sequence.
-                if reservation is running[1] or item is not None:
-                    reservation.begin_prefill(now_s)
-                reservation.first_token(now_s + 5.0, is_timely=True)
-                reservation.release(now_s + 6.0)
-    whole_answer = admission.admit(1000, 10, generates_for="a", now_s=90.0)
+    item = admission.admit(1000, 10, generates_for="a", item=BatchItem(0))
+    assert item is not None
+    first, waiting = admit(admission, "a"), admit(admission, "b")
+    assert first is not None
+    assert waiting is not None
+    for reservation in (item, waiting):
+        reservation.begin_prefill(1.0)
+    for reservation in (item, first, waiting):
+        reservation.first_token(9.0, is_timely=True)
+        reservation.release(10.0)
+    whole_answer, cancelled = admit(admission, "a"), admit(admission, "b")
     assert whole_answer is not None
-    whole_answer.begin_prefill(90.0)
-    whole_answer.release(99.0)
-    assert admission._pace.ns_per_token(99.0) == 0
+    assert cancelled is not None
+    whole_answer.begin_prefill(10.0)
+    whole_answer.first_token(19.0)
+    cancelled.release(20.0)
     assert not admission._pace._prompts
