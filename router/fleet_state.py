@@ -201,7 +201,6 @@ class FleetState:
         replica_id = route.replica_id
         self.in_flight.record_wake(replica_id, float(load.wake_ms))
         self.record_cache_age(route, load, reported_at_s)
-        self.routing(route.deployment_id).record_pace(replica_id, load.prefill_ns_per_token)
         if load.others_pending_prefill_tokens > NOT_REPORTED:
             self.in_flight.record_other_routers(
                 replica_id,
@@ -215,6 +214,12 @@ class FleetState:
             replicas = self.routing(route.deployment_id).replicas
             pending = round(load.prefill_tokens * replicas.uncached_share)
         self.in_flight.record_report(replica_id, pending, load.decode_tokens, reported_at_s)
+
+    def record_pace(self, route: Route, load: ReportedLoad, reported_at_s: float) -> None:
+        """Note how fast a replica works, which only answers to pings say."""
+        self.in_flight.record_sequences(route.replica_id, load, reported_at_s)
+        replicas = self.routing(route.deployment_id)
+        replicas.record_prefill_pace(route.replica_id, load.prefill_ns_per_token)
 
     def record_cache_age(self, route: Route, load: ReportedLoad, reported_at_s: float) -> None:
         """Note how far back a replica's prefix cache reached at `reported_at_s`, if it says so."""

@@ -182,9 +182,8 @@ class ReportedLoad(msgspec.Struct, frozen=True):
     has the others. -1 means that the node does not report the value. A replica that sleeps needs
     `wake_ms` before it can serve. Only answers to pings have `sequences_max`, the number of
     requests that the engine runs at once, `sequence_ms`, after which one of them ends when it runs
-    that many, and `batch_items`, the requests of batches among `running`; 0 if that is unknown.
-    `prefill_ns_per_token` is how long the replica has taken lately to read a token, in the same
-    unit as the pending ones; 0 if that is unknown.
+    that many, `batch_items`, the requests of batches among `running`, and `prefill_ns_per_token`,
+    how long the replica has taken lately to read a token of those pending; 0 if that is unknown.
     """
 
     prefill_tokens: int

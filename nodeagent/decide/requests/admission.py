@@ -178,7 +178,8 @@ class ReplicaAdmission:
     def load(self, router: str = "", now_s: float = 0.0, *, is_ping: bool = False) -> ReportedLoad:
         """Return the load that answers carry; with `router`, also the load of all other routers.
 
-        Answers to pings also say how many requests the engine runs at once, and how soon one ends.
+        Answers to pings also say how many requests the engine runs at once, how soon one ends, and
+        how long a token of a prompt takes.
         A closed replica reports its whole token limit as taken, so that no router sees capacity.
         """
         decode_tokens = self._decode_tokens + (self.tokens_max if self.is_closed else 0)
@@ -199,7 +200,7 @@ class ReplicaAdmission:
             sequences_max=self.sequences_max if is_ping else 0,
             sequence_ms=round(self._sequence_ms()) if is_ping else 0,
             batch_items=len(self._items) if is_ping else 0,
-            prefill_ns_per_token=self._pace.ns_per_token(now_s),
+            prefill_ns_per_token=self._pace.ns_per_token(now_s) if is_ping else 0,
         )
 
     def sequence_wait_ms(self) -> float:

@@ -183,7 +183,7 @@ class ReplicaTable:
             depth = ranked.cached_tokens + ranked.uncached_tokens / 2
             self.depth_cost.learn(ranked.prefill_ms, depth, error_ms)
 
-    def record_pace(self, slot: int, ns_per_token: int) -> bool:
+    def record_prefill_pace(self, slot: int, ns_per_token: int) -> bool:
         """Take the node's measurement of how long a replica takes to read a token, 0 if unknown.
 
         Return whether the replica's estimate changes.

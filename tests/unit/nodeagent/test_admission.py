@@ -119,13 +119,18 @@ def read_prompt(admission: ReplicaAdmission, tokens: int, at_s: float, took_s: f
     reservation.release(at_s + took_s + 1.0)
 
 
+def ns_per_token(admission: ReplicaAdmission, now_s: float) -> int:
+    return admission.load(now_s=now_s, is_ping=True).prefill_ns_per_token
+
+
 def test_loads_have_the_time_per_token_of_the_prompts_that_were_read() -> None:
     admission = ReplicaAdmission(1_000_000, sequences_max=4)
     for number in range(5):
-        assert bool(admission.load(now_s=10.0 * number).prefill_ns_per_token) == (number >= 3)
+        assert bool(ns_per_token(admission, 10.0 * number)) == (number >= 3)
         read_prompt(admission, 1000 * (number + 1), 10.0 * number, 0.5 * (number + 1))
-    assert admission.load(now_s=50.0).prefill_ns_per_token == pytest.approx(500_000, rel=1e-3)
-    assert admission.load(now_s=500.0).prefill_ns_per_token == 0, "long ago"
+    assert ns_per_token(admission, 50.0) == pytest.approx(500_000, rel=1e-3)
+    assert admission.load(now_s=50.0).prefill_ns_per_token == 0, "only pings have it"
+    assert ns_per_token(admission, 500.0) == 0, "long ago"
 
 
 def test_a_prompt_counts_from_the_end_of_the_one_before_it() -> None:
@@ -138,7 +143,7 @@ def test_a_prompt_counts_from_the_end_of_the_one_before_it() -> None:
         waiting.append(reservation)
     for number, reservation in enumerate(waiting, 1):
         reservation.first_token(1.0 + number, is_timely=True)
-    assert admission.load(now_s=6.0).prefill_ns_per_token == 1_000_000
+    assert ns_per_token(admission, 6.0) == 1_000_000
 
 
 def test_what_says_nothing_of_the_engines_pace_is_not_measured() -> None:
