@@ -73,6 +73,8 @@ def admin_app(
     async def show_metrics(request: web.Request) -> web.Response:
         # Trust in the lease runs out by time alone, which sets no gauge.
         metrics.ACTING.set(context.lease.is_acting)
+        for role, count in context.peers.wrong_clocks().items():
+            metrics.WRONG_CLOCKS.labels(role.value).set(count)
         for loop in loops:
             metrics.JOB_TURNS.labels(loop.name, "ended").set(loop.turns)
             metrics.JOB_TURNS.labels(loop.name, "failed").set(loop.failures)

@@ -20,6 +20,11 @@ PEERS_WAITING = Gauge(
     "Peers that connected and wait for their turn to register.",
     registry=REGISTRY,
 )
+WRONG_CLOCKS = Gauge(
+    "isochrone_scheduler_wrong_clocks",
+    "Connected peers whose clocks differ from this scheduler's by more than a minute, by role.",
+    ["role"], registry=REGISTRY,
+)  # fmt: skip
 FROZEN = Gauge(
     "isochrone_scheduler_frozen",
     "1 while placement is frozen because many nodes are silent.",

@@ -30,6 +30,21 @@ class BatchLine(msgspec.Struct, frozen=True):
     body: dict[str, msgspec.Raw]
 
 
+class AnswerInLine(msgspec.Struct, frozen=True):
+    """The answer to one request, in an output file."""
+
+    status_code: int
+    body: msgspec.Raw
+
+
+class ResultLine(msgspec.Struct, frozen=True):
+    """One line of an output or error file."""
+
+    custom_id: str | None
+    response: AnswerInLine | None
+    error: dict[str, str] | None
+
+
 class ParsedLine(NamedTuple):
     """A line's id and deployment; or its error, which answers it without a request."""
 
@@ -40,6 +55,7 @@ class ParsedLine(NamedTuple):
 
 
 _LINE: Final = msgspec.json.Decoder(BatchLine)
+_RESULT: Final = msgspec.json.Decoder(ResultLine)
 _TEXT: Final = msgspec.json.Decoder(str)
 UNANSWERED_NUMBER: Final = 5000
 """The error number of a queued run that was cancelled, that expired, or that could not be read."""
@@ -111,8 +127,15 @@ def request_body(line: bytes) -> bytes:
 def result_line(
     *, item_id: str, custom_id: str, status_code: int, request_id: str, body: bytes
 ) -> bytes:
-    """Return the line of an output file for an answer, whether it is a success or an error."""
-    response = {"status_code": status_code, "request_id": request_id, "body": msgspec.Raw(body)}
+    """Return the line of an output file for an answer, whether it is a success or an error.
+
+    An engine may have answered with line breaks, or with what is no JSON: that becomes a text.
+    """
+    try:
+        answer = msgspec.json.format(body, indent=-1)
+    except (msgspec.DecodeError, RecursionError):
+        answer = msgspec.json.encode(body.decode(errors="replace"))
+    response = {"status_code": status_code, "request_id": request_id, "body": msgspec.Raw(answer)}
     line = {"id": item_id, "custom_id": custom_id, "response": response, "error": None}
     return msgspec.json.encode(line) + b"\n"
 
@@ -129,18 +152,22 @@ def run_response(line: bytes) -> dict[str, Any]:
 
     The custom id is the number of the request and the client's own reference.
     """
-    given = msgspec.json.decode(line)
-    number, _, reference = (given["custom_id"] or "0 ").partition(" ")
+    given = _RESULT.decode(line)
+    number, _, reference = (given.custom_id or "0 ").partition(" ")
     response = {"id": int(number), "external_reference": reference or None}
-    if given["error"] is not None:
-        number = _NUMBERS.get(given["error"]["code"], UNANSWERED_NUMBER)
-        error = {"code": number, "message": f"AiError: {given['error']['message']}"}
+    if given.response is None:
+        told = given.error or {}
+        code = _NUMBERS.get(told.get("code", ""), UNANSWERED_NUMBER)
+        error = {"code": code, "message": f"AiError: {told.get('message')}"}
         return {**response, "result": None, "success": False, "errors": [error]}
-    body = given["response"]["body"]
+    try:
+        body = msgspec.json.decode(given.response.body)
+    except (msgspec.DecodeError, RecursionError) as unreadable:
+        body = f"cannot read the answer: {unreadable}"
     if not isinstance(body, dict) or "success" not in body:
         openai_error = (body.get("error") or {}) if isinstance(body, dict) else {"message": body}
-        number = _NUMBERS.get(str(openai_error.get("code")), given["response"]["status_code"])
-        error = {"code": number, "message": f"AiError: {openai_error.get('message')}"}
+        code = _NUMBERS.get(str(openai_error.get("code")), given.response.status_code)
+        error = {"code": code, "message": f"AiError: {openai_error.get('message')}"}
         return {**response, "result": None, "success": False, "errors": [error]}
     return {
         **response,

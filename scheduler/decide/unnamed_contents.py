@@ -32,6 +32,10 @@ class StoredContents(NamedTuple):
     modified_at: float
 
 
+class ListingRefused(Exception):
+    """The scheduler may not list what is there."""
+
+
 class MostlyUnnamed(Exception):
     """Most contents have no row: nothing may be deleted."""
 

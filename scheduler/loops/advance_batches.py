@@ -33,10 +33,10 @@ from scheduler.store.client_objects.batch_items import (
 from scheduler.store.client_objects.batches import (
     StoredBatch,
     begin_finalizing,
+    due_batches,
     end_batch,
     fail_batch,
     full_tenants,
-    open_batches,
     start_batch,
 )
 from scheduler.store.deployments import deployment_names
@@ -54,6 +54,13 @@ UNFINISHED_INTERVAL_S: Final = 3_600.0
 RETRY_MIN_S: Final = 2.0
 RETRY_MAX_S: Final = 60.0
 """A step that failed is repeated after a time that doubles with each failure, between these two."""
+
+FORGET_FAILED_S: Final = 600.0
+"""For so long after it was due, a step that failed may wait for its turn. Later it is another's
+scheduler's, or its batch has ended."""
+
+DUE_OF_TENANT_MAX: Final = 64
+"""The batches of a tenant that one turn looks at."""
 
 
 class BatchCounts(NamedTuple):
@@ -177,32 +184,30 @@ class AdvanceBatches:
 
     async def _due(self) -> dict[str, StoredBatch]:
         """Return the batches of which a file is to be read or written, in the order of creation."""
+        now = self._unix_clock()
+        self._failed = {
+            batch_id: failed
+            for batch_id, failed in self._failed.items()
+            if failed.repeat_at + FORGET_FAILED_S > now
+        }
+        waiting = [batch_id for batch_id, failed in self._failed.items() if failed.repeat_at > now]
         async with using(self._pool) as connection:
-            batches = await open_batches(connection)
             # Unread batches wait: their items would be too many for the database.
             full = await full_tenants(connection, self._limits.tenant_items_max)
-        self._failed = {
-            batch.batch_id: self._failed[batch.batch_id]
-            for batch in batches
-            if batch.batch_id in self._failed
-        }
-        now = self._unix_clock()
+            batches = await due_batches(
+                connection,
+                now=now,
+                full=full,
+                excluded=[*self._steps, *waiting],
+                of_tenant_max=DUE_OF_TENANT_MAX,
+            )
         due: dict[str, StoredBatch] = {}
-        for batch in batches:
-            if batch.batch_id in self._steps:
-                continue
-            if batch.status == "validating" and batch.expires_at <= now:
+        for batch, is_expired in batches:
+            if batch.status == "validating" and is_expired:
                 await self._fail(batch, "batch_expired", "its input could not be read in time")
-                continue
-            failed = self._failed.get(batch.batch_id)
-            if failed is not None and failed.repeat_at > now:
-                continue
-            if batch.status == "finalizing":
+            elif batch.status in ("finalizing", "validating"):
                 due[batch.batch_id] = batch
-            elif batch.status == "validating":
-                if batch.tenant_id not in full:
-                    due[batch.batch_id] = batch
-            elif batch.status == "cancelling" or batch.unanswered == 0 or batch.expires_at <= now:
+            else:
                 finalizing = await self._begin_end(batch)
                 if finalizing is not None:
                     due[batch.batch_id] = finalizing

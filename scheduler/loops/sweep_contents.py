@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 from isochrone.wire.ids import ClusterId
 from scheduler.decide.unnamed_contents import (
     MARK,
+    ListingRefused,
     StoredContents,
     is_old,
     old_contents,
@@ -19,7 +20,7 @@ from scheduler.state.files.batch_results import result_file_ids
 from scheduler.state.lease_state import LeaseState
 from scheduler.store.client_objects.adapters import adapter_files_among
 from scheduler.store.client_objects.batch_files import files_among
-from scheduler.store.client_objects.batches import open_batches
+from scheduler.store.client_objects.batches import open_batch_ids
 from scheduler.store.history_clock import read_history_clock
 from scheduler.store.pool import Pool, transaction, using
 
@@ -57,6 +58,8 @@ class SweepContents:
         self._cluster_id = cluster_id
         self._after = ""
         """The last name of the turn before, empty at the start of the folder."""
+        self._is_refused = False
+        """Whether the bucket refused the last list."""
 
     async def run_once(self) -> SweptCounts:
         """List some contents, and delete those that are old and that no row names.
@@ -65,6 +68,22 @@ class SweepContents:
         """
         if not self._lease.is_acting:
             return SweptCounts()
+        try:
+            counts = await self._sweep()
+        except ListingRefused as refused:
+            # An operator may want it so: everything else works without.
+            if not self._is_refused:
+                log.warning(
+                    "cannot look for files that no row names: the bucket refuses lists of its"
+                    " objects. Permit s3:ListBucket; until then such files stay",
+                    extra={"fields": {"reason": str(refused)}},
+                )
+            self._is_refused = True
+            return SweptCounts()
+        self._is_refused = False
+        return counts
+
+    async def _sweep(self) -> SweptCounts:
         async with using(self._pool) as connection:
             # Not this machine's clock: one that is ahead would make what is new look old.
             now = (await read_history_clock(connection)).at_s
@@ -104,8 +123,8 @@ class SweepContents:
             async with transaction(self._pool, isolation="repeatable_read") as connection:
                 named |= await files_among(connection, page)
                 named |= await adapter_files_among(connection, page)
-                for batch in await open_batches(connection):
-                    named.update(result_file_ids(batch.batch_id))
+                for batch_id in await open_batch_ids(connection):
+                    named.update(result_file_ids(batch_id))
         return named
 
     async def _delete(self, file_ids: Sequence[str]) -> int:

@@ -31,7 +31,13 @@ from isochrone.wire.peers.control import PeerRole
 CERTIFICATE_LIFETIME_S: Final = 90 * 24 * 3600.0
 AUTHORITY_LIFETIME_DAYS: Final = 3650
 CLOCK_SKEW: Final = timedelta(minutes=5)
-"""The largest difference between the clocks of two machines. Certificates are dated back by it."""
+"""How much longer a certificate counts as valid than it says, before and after. It is dated back by
+this time, and by BACKDATED_MAX beyond it."""
+
+BACKDATED_MAX: Final = timedelta(days=1)
+BACKDATED_SHARE: Final = 1 / 10
+"""Certificates are dated back by this time, as those of public authorities are, but by no larger
+share of their lifetime: TLS knows no CLOCK_SKEW, and a machine may have the wrong time zone."""
 
 FINGERPRINT_DIGITS: Final = 32
 """How many hex digits of the authority's fingerprint a join token carries."""
@@ -61,7 +67,11 @@ class CertificateSubject(NamedTuple):
 
 
 class Certificate(NamedTuple):
-    """The contents of a certificate. `serial` is in hex."""
+    """The contents of a certificate. `serial` is in hex.
+
+    `issued_at` is what it is dated: up to BACKDATED_MAX before it was issued, but after each
+    revocation of its name at that time. A later revocation of the name refuses it.
+    """
 
     subject: CertificateSubject
     serial: str
@@ -113,7 +123,7 @@ class Authority:
             .issuer_name(name)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - CLOCK_SKEW)
+            .not_valid_before(now - BACKDATED_MAX - CLOCK_SKEW)
             .not_valid_after(now + timedelta(days=AUTHORITY_LIFETIME_DAYS))
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .sign(key, hashes.SHA256())
@@ -172,7 +182,7 @@ class Authority:
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
             # As old as the authority: a scheduler that has just started must be trusted by peers
-            # whose clocks are behind by more than CLOCK_SKEW. Its key is new with each start.
+            # whose clocks are far behind. Its key is new with each start.
             .not_valid_before(self._certificate.not_valid_before_utc)
             .not_valid_after(now + timedelta(days=AUTHORITY_LIFETIME_DAYS))
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -193,10 +203,12 @@ class Authority:
         pop: PopId,
         now: datetime,
         lifetime_s: float = CERTIFICATE_LIFETIME_S,
+        dated_after: datetime | None = None,
     ) -> str:
         """Return a PEM certificate for the key of `csr_pem`; raises IdentityError.
 
-        The subject is made of the arguments; names in the request are ignored.
+        The subject is made of the arguments; names in the request are ignored. It is dated back,
+        but not before `dated_after`.
         """
         if not is_name(name) or not is_pop(pop):
             raise IdentityError(
@@ -209,14 +221,18 @@ class Authority:
             raise IdentityError(f"cannot read the certificate request: {error}") from error
         if not csr.is_signature_valid or not isinstance(public_key, ec.EllipticCurvePublicKey):
             raise IdentityError("cannot accept the certificate request: not a signed P-256 key")
+        lifetime = timedelta(seconds=lifetime_s)
+        dated = now - min(BACKDATED_MAX, lifetime * BACKDATED_SHARE)
+        if dated_after is not None:
+            dated = max(dated, dated_after)
         certificate = (
             x509.CertificateBuilder()
             .subject_name(_x509_subject(CertificateSubject(role, name, pop)))
             .issuer_name(self._certificate.subject)
             .public_key(public_key)
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - CLOCK_SKEW)
-            .not_valid_after(now + timedelta(seconds=lifetime_s))
+            .not_valid_before(dated - CLOCK_SKEW)
+            .not_valid_after(now + lifetime)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName(_alternative_names(name)), critical=False)
             .add_extension(x509.ExtendedKeyUsage(_USAGES[role]), critical=False)
@@ -328,7 +344,6 @@ def _contents(certificate: x509.Certificate) -> Certificate:
     return Certificate(
         subject=_parse_subject(certificate.subject),
         serial=f"{certificate.serial_number:x}",
-        # not_valid_before is dated back by CLOCK_SKEW.
         issued_at=certificate.not_valid_before_utc + CLOCK_SKEW,
         expires_at=certificate.not_valid_after_utc,
     )

@@ -63,7 +63,7 @@ def _is_revoked(
     revocations: Sequence[RevokedCertificate],
 ) -> bool:
     serial = f"{int(peercert.get('serialNumber', '0'), 16):x}"
-    # notBefore is dated back by CLOCK_SKEW, for clocks that are behind.
+    # As `Certificate.issued_at`.
     issued_at = ssl.cert_time_to_seconds(peercert["notBefore"]) + CLOCK_SKEW.total_seconds()
     return any(
         (revoked.role, revoked.name) == (role, name)

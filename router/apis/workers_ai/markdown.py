@@ -9,6 +9,7 @@ from uuid import uuid4
 import msgspec
 from aiohttp import BodyPartReader, web
 
+from isochrone.service.network.form_parts import form_parts
 from isochrone.service.network.http_server import FORM_ERRORS
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import TenantId
@@ -111,7 +112,7 @@ def _check_region(key: KeyEntry, fleet: FleetState) -> None:
 async def _uploads(request: web.Request) -> AsyncIterator[UploadedDocument]:
     """Yield the documents of a form. Raises ApiError 400."""
     try:
-        reader = await request.multipart()
+        reader = form_parts(request)
     except (AssertionError, ValueError) as error:
         raise _invalid("it must be a form (multipart/form-data) with fields 'files'") from error
     count = 0

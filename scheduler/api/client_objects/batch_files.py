@@ -6,6 +6,7 @@ from typing import Any, Final
 import aiohttp
 from aiohttp import web
 
+from isochrone.service.network.form_parts import form_parts
 from isochrone.service.network.http_server import FORM_ERRORS
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.api.client_objects.downloads import DownloadLimit, send_file
@@ -18,7 +19,7 @@ from scheduler.store.client_objects.batch_files import (
     delete_file,
     list_files,
     read_file,
-    stored_bytes,
+    stored_files,
 )
 from scheduler.store.pool import Connection, Pool, storable_text, transaction, using
 
@@ -46,13 +47,13 @@ class FileEndpoints:
             raise _invalid("expected multipart/form-data with 'purpose' and 'file'")
         async with using(self._pool) as connection:
             # What cannot be stored in the end is not written first.
-            await self._check_stored(connection, tenant_id, 1)
+            await check_stored(connection, tenant_id, 1, self._limits)
         file_id = f"file-{secrets.token_hex(12)}"
         folder = self._folder.of_tenant(tenant_id)
         fields: dict[str, str] = {}
         filename, size_bytes = "", -1
         try:
-            async for part in await request.multipart():
+            async for part in form_parts(request):
                 if not isinstance(part, aiohttp.BodyPartReader):
                     raise _invalid("it has a multipart part within another")
                 if part.name != "file":
@@ -72,11 +73,12 @@ class FileEndpoints:
                     )
             if size_bytes < 0:
                 raise _invalid("field 'file' is required", "file")
-        except FORM_ERRORS as error:
-            await folder.discard(file_id)
-            raise _invalid(str(error)[:200]) from error
-        except BaseException:
-            await folder.discard(file_id)
+        except BaseException as error:
+            if size_bytes >= 0:
+                # Else nothing was stored, or `write_upload` deletes it.
+                await folder.discard(file_id)
+            if isinstance(error, FORM_ERRORS):
+                raise _invalid(str(error)[:200]) from error
             raise
         adding = self._add(file_id, tenant_id, filename, size_bytes, fields)
         file = await add_or_discard(self._pool, folder, file_id, adding)
@@ -89,7 +91,7 @@ class FileEndpoints:
         if purpose not in PURPOSES:
             raise _invalid(f"field 'purpose' is {purpose[:40]!r}, expected 'batch'", "purpose")
         async with transaction(self._pool) as connection:
-            await self._check_stored(connection, tenant_id, size_bytes)
+            await check_stored(connection, tenant_id, size_bytes, self._limits)
             return await add_file(
                 connection,
                 file_id=file_id,
@@ -98,16 +100,6 @@ class FileEndpoints:
                 filename=filename,
                 size_bytes=size_bytes,
                 expires_after_s=_expiry(fields),
-            )
-
-    async def _check_stored(self, connection: Connection, tenant_id: str, size_bytes: int) -> None:
-        """Raise ApiError 429 if a tenant may not store so many further bytes."""
-        stored = await stored_bytes(connection, tenant_id)
-        if stored + size_bytes > self._limits.tenant_bytes_max:
-            raise ApiError(
-                ErrorCode.QUOTA_EXCEEDED,
-                f"cannot store {size_bytes} bytes: this tenant has {stored} of"
-                f" {self._limits.tenant_bytes_max} bytes in files; delete some",
             )
 
     async def list(self, request: web.Request, tenant_id: str) -> web.StreamResponse:
@@ -164,6 +156,25 @@ class FileEndpoints:
         if file is None:
             raise _not_found(file_id)
         return file
+
+
+async def check_stored(
+    connection: Connection, tenant_id: str, size_bytes: int, limits: BatchLimits
+) -> None:
+    """Raise ApiError 429 if a tenant may not store a further file of so many bytes."""
+    stored = await stored_files(connection, tenant_id)
+    if stored.size_bytes + size_bytes > limits.tenant_bytes_max:
+        raise ApiError(
+            ErrorCode.QUOTA_EXCEEDED,
+            f"cannot store {size_bytes} bytes: this tenant has {stored.size_bytes} of"
+            f" {limits.tenant_bytes_max} bytes in files; delete some",
+        )
+    if stored.files >= limits.tenant_files_max:
+        raise ApiError(
+            ErrorCode.QUOTA_EXCEEDED,
+            f"cannot store the file: this tenant has {stored.files} of {limits.tenant_files_max}"
+            " files; delete some",
+        )
 
 
 def file_body(file: BatchFile) -> dict[str, Any]:

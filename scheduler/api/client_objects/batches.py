@@ -19,8 +19,8 @@ from scheduler.store.client_objects.batches import (
     add_batch,
     cancel_batch,
     list_batches,
+    open_counts,
     read_batch,
-    unanswered_items,
 )
 from scheduler.store.pool import Connection, Pool, transaction, using
 
@@ -59,7 +59,7 @@ class BatchEndpoints:
                     f"cannot find the file {given.input_file_id!r}",
                     param="input_file_id",
                 )
-            await check_unanswered(connection, tenant_id, self._limits)
+            await check_open(connection, tenant_id, self._limits)
             batch = await add_batch(
                 connection,
                 batch_id=f"batch_{secrets.token_hex(12)}",
@@ -105,9 +105,17 @@ class BatchEndpoints:
         return json_response(batch_body(batch))
 
 
-async def check_unanswered(connection: Connection, tenant_id: str, limits: BatchLimits) -> None:
-    """Raise ApiError 429 if too many items of a tenant wait for their answer."""
-    if await unanswered_items(connection, tenant_id) >= limits.tenant_items_max:
+async def check_open(connection: Connection, tenant_id: str, limits: BatchLimits) -> None:
+    """Raise ApiError 429 if too many batches or items of a tenant wait for their end."""
+    counts = await open_counts(connection, tenant_id)
+    if counts.batches >= limits.tenant_batches_max:
+        raise ApiError(
+            ErrorCode.QUOTA_EXCEEDED,
+            f"cannot begin a batch: {counts.batches} of this tenant have not ended, and the limit"
+            f" is {limits.tenant_batches_max}; begin it when some have, or put more requests into"
+            " one",
+        )
+    if counts.unanswered >= limits.tenant_items_max:
         raise ApiError(
             ErrorCode.QUOTA_EXCEEDED,
             f"cannot begin a batch: {limits.tenant_items_max} items of this tenant wait for their"

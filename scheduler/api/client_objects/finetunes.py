@@ -8,6 +8,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from isochrone.service.network.form_parts import form_parts
 from isochrone.service.network.http_server import FORM_ERRORS, json_response, read_body
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http.invalid_field import decode_public
@@ -101,7 +102,7 @@ class FinetuneEndpoints:
         uploaded: UploadedFile | None = None
         try:
             try:
-                async for part in await request.multipart():
+                async for part in form_parts(request):
                     if not isinstance(part, aiohttp.BodyPartReader):
                         raise _invalid("it has a multipart part within another")
                     if part.name == "file_name":

@@ -13,9 +13,9 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
-from isochrone.service.network.http_server import read_body
 from isochrone.wire.errors import ApiError, ErrorCode
-from scheduler.api.client_objects.batches import WINDOW_S, check_unanswered
+from scheduler.api.client_objects.batch_files import check_stored
+from scheduler.api.client_objects.batches import WINDOW_S, check_open
 from scheduler.api.client_objects.downloads import DownloadLimit, give_up
 from scheduler.api.client_objects.uploads import add_or_discard, write_upload
 from scheduler.decide.batch_limits import BatchLimits
@@ -26,7 +26,6 @@ from scheduler.store.client_objects.batches import StoredBatch, add_batch, read_
 from scheduler.store.pool import Pool, transaction, using
 
 BODY_BYTES_MAX: Final = 16 * 1024 * 1024
-BODY_TIMEOUT_S: Final = 30.0
 INPUT_EXPIRES_S: Final = 2 * 86_400
 PURPOSE: Final = "batch"
 _COUNTS: Final = {
@@ -52,16 +51,17 @@ class QueuedRuns:
 
     async def create(self, request: web.Request, tenant_id: str, key_id: str) -> web.Response:
         """Begin a batch of the lines in the body, for the model in the query."""
-        text = await read_body(request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
+        async with using(self._pool) as connection:
+            # What cannot be stored in the end is not written first.
+            size_bytes = request.content_length or 1
+            await check_stored(connection, tenant_id, size_bytes, self._limits)
         file_id = f"file-{secrets.token_hex(12)}"
-        folder, parts = self._folder.of_tenant(tenant_id), iter((text,))
-
-        async def read_chunk(_: int) -> bytes:
-            return next(parts, b"")
-
-        await write_upload(folder, file_id, read_chunk, bytes_max=BODY_BYTES_MAX)
+        folder = self._folder.of_tenant(tenant_id)
+        size_bytes = await write_upload(
+            folder, file_id, request.content.read, bytes_max=BODY_BYTES_MAX
+        )
         model = request.query.get("model", "")
-        adding = self._add(file_id, len(text), tenant_id, key_id, model)
+        adding = self._add(file_id, size_bytes, tenant_id, key_id, model)
         batch = await add_or_discard(self._pool, folder, file_id, adding)
         return web.json_response(_queued(batch))
 
@@ -69,7 +69,8 @@ class QueuedRuns:
         self, file_id: str, size_bytes: int, tenant_id: str, key_id: str, model: str
     ) -> StoredBatch:
         async with transaction(self._pool) as connection:
-            await check_unanswered(connection, tenant_id, self._limits)
+            await check_stored(connection, tenant_id, size_bytes, self._limits)
+            await check_open(connection, tenant_id, self._limits)
             await add_file(
                 connection,
                 file_id=file_id,
@@ -103,6 +104,11 @@ class QueuedRuns:
             raise ApiError(ErrorCode.NOT_FOUND, f"cannot find the request {batch_id[:64]!r}")
         if batch.status in _STATUS:
             return web.json_response(_queued(batch))
+        if batch.status == "failed":
+            reason = "; ".join(str(error.get("message")) for error in batch.errors)
+            raise ApiError(
+                ErrorCode.CONFLICT, f"cannot answer the requests: {reason}; queue them again"
+            )
         with self._downloads.counted(tenant_id):
             return await self._send_results(request, batch)
 

@@ -4,6 +4,7 @@ A router has authenticated its client, and names its tenant. Only the acting sch
 routes, as only its routers hold a token.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -17,6 +18,11 @@ from scheduler.state.peers.relay_tokens import RelayTokens
 from scheduler.store.pool import BAD_DATA, UNAVAILABLE
 
 WORK_TIMEOUT_S: Final = 30.0
+
+LARGE_BYTES: Final = 1024 * 1024
+LARGE_AT_ONCE: Final = 4
+"""So many messages of LARGE_BYTES or more are in memory at a time: a router sends up to 64 MiB. The
+others wait unread; a router repeats what waits for longer than a minute."""
 
 PublicHandler = Callable[[web.Request, str], Awaitable[web.StreamResponse]]
 """(request, tenant id) to the response."""
@@ -51,9 +57,17 @@ def work_route(
     tokens: RelayTokens, handler: WorkHandler, bytes_max: int = wire.WORK_BYTES_MAX
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Return the aiohttp handler of a message of a router's own work."""
+    slots = asyncio.Semaphore(LARGE_AT_ONCE)
 
     async def handle(request: web.Request) -> web.Response:
         tokens.peer_of(request.headers.get(wire.RELAY_TOKEN, ""))
+        size_bytes = request.content_length
+        if size_bytes is not None and size_bytes < LARGE_BYTES:
+            return await answer(request)
+        async with slots:
+            return await answer(request)
+
+    async def answer(request: web.Request) -> web.Response:
         body = await read_body(request, bytes_max=bytes_max, timeout_s=WORK_TIMEOUT_S)
         try:
             answer = await handler(body)

@@ -1,8 +1,10 @@
 """Writes an uploaded file to the batch folder while it arrives: it is never whole in memory."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, BinaryIO, Final, ParamSpec, TypeVar
+from functools import partial
+from typing import Any, BinaryIO, Final, TypeVar
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers.batches import store_timeout_s
@@ -11,8 +13,13 @@ from scheduler.state.files.file_threads import no_answer
 from scheduler.store.client_objects.batch_files import has_file
 from scheduler.store.pool import IDLE_TIMEOUT_S, UNAVAILABLE, Connection, Pool, using
 
+log = logging.getLogger(__name__)
+
 CHUNK_TIMEOUT_S: Final = 60.0
 """The longest pause between two chunks of an upload."""
+
+UNDO_TIMEOUT_S: Final = 5.0
+"""How long an upload that failed waits until its file is gone."""
 
 SPACE_CHECK_BYTES: Final = 16 * 1024 * 1024
 """The space on disk is looked at again after so many bytes."""
@@ -24,7 +31,6 @@ DECIDING_ATTEMPTS_MAX: Final = 1_000
 _UNDOING: Final[set[asyncio.Task[None]]] = set()
 """The tasks that delete files later. The event loop itself keeps none alive."""
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 HasRow = Callable[[Connection, str], Awaitable[bool]]
@@ -45,14 +51,14 @@ async def write_upload(
     """Write a file and return its size; `on_chunk` sees each part of it.
 
     Raises ApiError for a file above `bytes_max`, for one that does not go on, if the disk has no
-    room, and if the disk or bucket takes longer than `timeout_s_of` the file's size to complete it.
-    Then no file is left.
+    room, and if the disk or bucket takes longer than `timeout_s_of` the file's size: for all that
+    is written while it arrives, and again to complete it. Then no file is left.
     """
     size_bytes, checked_at = 0, 0
-    await _require_room(folder)
-    writing = folder.writing(file_id)
-    output: BinaryIO = await _on_disk(folder, writing.__enter__)
+    file = _ArrivingFile(folder, file_id, timeout_s_of)
     try:
+        await file.require_room(0)
+        await file.open()
         while chunk := await _next_chunk(read_chunk):
             size_bytes += len(chunk)
             if size_bytes > bytes_max:
@@ -62,21 +68,92 @@ async def write_upload(
                 )
             on_chunk(chunk)
             if size_bytes - checked_at > SPACE_CHECK_BYTES:
-                await _require_room(folder)
+                await file.require_room(size_bytes)
                 checked_at = size_bytes
-            await _on_disk(folder, output.write, chunk)
+            await file.write(size_bytes, chunk)
     except BaseException as error:
-        undone = folder.release(writing.__exit__, type(error), error, error.__traceback__)
-        if not isinstance(error, asyncio.CancelledError):
-            await asyncio.wait([undone])
+        undoing = _undo_later(file.undo(error))
+        if not file.is_hanging and not isinstance(error, asyncio.CancelledError):
+            await asyncio.wait([undoing], timeout=UNDO_TIMEOUT_S)
         raise
-    completing = asyncio.create_task(_on_disk(folder, writing.__exit__, None, None, None))
+    completing = asyncio.create_task(_on_disk(folder, file.complete))
     await _complete_or_discard(folder, file_id, completing, timeout_s_of(size_bytes))
     return size_bytes
 
 
+class _ArrivingFile:
+    """A file while it arrives: its calls to the disk come one after the other.
+
+    A thread does not end because its caller does. So a call that hangs keeps its thread, and the
+    file is closed after it: closing it would hang in a second thread.
+    """
+
+    def __init__(
+        self, folder: BatchFolder, file_id: str, timeout_s_of: Callable[[int], float]
+    ) -> None:
+        self._folder = folder
+        self._file_id = file_id
+        self._writing = folder.writing(file_id)
+        self._output: BinaryIO | None = None
+        self._timeout_s_of = timeout_s_of
+        self._spent_s = 0.0
+        self._call: asyncio.Task[Any] | None = None
+
+    @property
+    def is_hanging(self) -> bool:
+        """Whether the last call has not ended."""
+        return self._call is not None and not self._call.done()
+
+    async def open(self) -> None:
+        """Open the file. Raises ApiError, as `write` does."""
+        await self._run(0, self._enter)
+
+    async def write(self, size_bytes: int, chunk: bytes) -> None:
+        """Write a part. Raises ApiError if the disk fails or hangs.
+
+        All calls together may take as long as a file of `size_bytes`, which have arrived.
+        """
+        assert self._output is not None
+        await self._run(size_bytes, partial(self._output.write, chunk))
+
+    async def require_room(self, size_bytes: int) -> None:
+        """Raise ApiError if the disk is almost full, or as `write` does."""
+        if not await self._run(size_bytes, self._folder.has_room):
+            raise ApiError(
+                ErrorCode.UNAVAILABLE,
+                "cannot store the file now: the disk for files is almost full",
+                retry_after_s=60.0,
+            )
+
+    def complete(self) -> None:
+        """Make the file appear under its name. Blocks."""
+        self._writing.__exit__(None, None, None)
+
+    async def undo(self, error: BaseException) -> None:
+        """Close and delete the file, whose writing ended with an error, after the last call."""
+        if self._call is not None:
+            await asyncio.gather(self._call, return_exceptions=True)
+        if self._output is not None:
+            leave = self._writing.__exit__
+            await self._folder.release(leave, type(error), error, error.__traceback__)
+
+    def _enter(self) -> None:
+        self._output = self._writing.__enter__()
+
+    async def _run(self, size_bytes: int, call: Callable[[], T]) -> T:
+        clock = asyncio.get_running_loop().time
+        began_at_s = clock()
+        self._call = calling = asyncio.create_task(_on_disk(self._folder, call))
+        timeout_s = max(0.0, self._timeout_s_of(size_bytes) - self._spent_s)
+        await asyncio.wait([calling], timeout=timeout_s)
+        self._spent_s += clock() - began_at_s
+        if not calling.done():
+            raise _hanging(self._file_id, timeout_s)
+        return calling.result()
+
+
 async def _complete_or_discard(
-    folder: BatchFolder, file_id: str, completing: asyncio.Task[bool | None], timeout_s: float
+    folder: BatchFolder, file_id: str, completing: asyncio.Task[None], timeout_s: float
 ) -> None:
     """Wait until a file is complete. Raises ApiError 503 if that takes too long.
 
@@ -86,7 +163,7 @@ async def _complete_or_discard(
     try:
         await asyncio.wait([completing], timeout=timeout_s)
         if not completing.done():
-            raise no_answer()
+            raise _hanging(file_id, timeout_s)
         completing.result()
     except BaseException as error:
         undoing = _undo_later(_discard_after(folder, file_id, completing))
@@ -95,9 +172,7 @@ async def _complete_or_discard(
         raise
 
 
-async def _discard_after(
-    folder: BatchFolder, file_id: str, completing: asyncio.Task[bool | None]
-) -> None:
+async def _discard_after(folder: BatchFolder, file_id: str, completing: asyncio.Task[None]) -> None:
     await asyncio.gather(completing, return_exceptions=True)
     await folder.discard(file_id)
 
@@ -176,21 +251,20 @@ async def _discard_unless_added(
             return
 
 
-async def _require_room(folder: BatchFolder) -> None:
-    if not await _on_disk(folder, folder.has_room):
-        raise ApiError(
-            ErrorCode.UNAVAILABLE,
-            "cannot store the file now: the disk for files is almost full",
-            retry_after_s=60.0,
-        )
+def _hanging(file_id: str, waited_s: float) -> ApiError:
+    """Log that a call for an upload hangs; return the error for the client."""
+    fields = {"file": file_id, "waited_s": round(waited_s, 1)}
+    log.error(
+        "cannot store an upload: its disk or bucket hangs, and so does a thread until it answers",
+        extra={"fields": fields},
+    )
+    return no_answer()
 
 
-async def _on_disk(
-    folder: BatchFolder, call: Callable[P, T], *arguments: P.args, **named: P.kwargs
-) -> T:
+async def _on_disk(folder: BatchFolder, call: Callable[[], T]) -> T:
     """Return what `call` returns in a thread. Raises ApiError if the disk fails."""
     try:
-        return await folder.run(call, *arguments, **named)
+        return await folder.run(call)
     except FileNotFoundError as error:
         raise ApiError(
             ErrorCode.UNAVAILABLE,

@@ -20,16 +20,17 @@ class CertificateIssuer:
     ) -> str:
         """Return a PEM certificate for the key of `csr_pem`; raises IdentityError.
 
-        The certificate is dated after the name's newest revocation, which refuses older
-        certificates.
+        The certificate is dated after the name's newest revocation, which refuses what is dated
+        before it.
         """
         now = utc_now()
-        not_before = await issue_not_before(connection, role, name)
+        dated_after = await issue_not_before(connection, role, name)
         return self.authority.issue(
             csr_pem,
             role=role,
             name=name,
             pop=pop,
-            now=now if not_before is None else max(now, not_before),
+            now=now if dated_after is None else max(now, dated_after),
             lifetime_s=self._lifetime_s,
+            dated_after=dated_after,
         )

@@ -1,6 +1,6 @@
 """Finds peers whose clocks are wrong, by the messages that say when they were sent.
 
-A clock that is minutes behind makes its machine refuse the certificates of peers that have just
+A clock that is a day behind makes its machine refuse the certificates of peers that have just
 joined. A message may also be late. But while each message for some time says the same, it is the
 clock.
 """
@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Final
 
 WRONG_S: Final = 60.0
-"""A clock that is off by more is wrong. Certificates allow for five minutes (CLOCK_SKEW)."""
+"""A clock that is off by more is wrong, long before certificates seem not to be valid yet."""
 
 SUSTAINED_S: Final = 20.0
 """For so long all messages must say so: those that waited while a process hung arrive at once."""

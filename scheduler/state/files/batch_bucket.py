@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from scheduler.decide.unnamed_contents import StoredContents
+from scheduler.decide.unnamed_contents import ListingRefused, StoredContents
 from scheduler.state.files.batch_folder import BatchFolder
 from scheduler.state.files.whole_objects import WholeObject
 
@@ -37,6 +37,9 @@ RETRY_TIMEOUT_S: Final = 20
 
 NO_PARTIAL_CONTENT: Final = "non-partial response"
 """The error that obstore reports if a server answers a request for a range with status 200."""
+
+REFUSED: Final = "status code: 403"
+"""In the error that obstore reports if the credentials may not list."""
 
 SCHEME: Final = "s3://"
 
@@ -111,8 +114,11 @@ class BatchBucket(BatchFolder):
         )
         try:
             self._obstore.put(self._store, probe, b"1")
-            self._obstore.get(self._store, probe).bytes()
-            self._obstore.delete(self._store, probe)
+            # Another scheduler that starts may delete it meanwhile.
+            with suppress(FileNotFoundError):
+                self._obstore.get(self._store, probe).bytes()
+            with suppress(FileNotFoundError):
+                self._obstore.delete(self._store, probe)
         except refused as error:
             raise OSError(self._explain(error)) from error
         except self._exceptions.BaseError as error:
@@ -126,9 +132,12 @@ class BatchBucket(BatchFolder):
         """Do nothing: a file that arrives has no name on disk."""
 
     def list_contents(self, after: str, count: int) -> list[StoredContents]:
-        """Return the first `count` objects, by name, whose names come after `after`. Blocks."""
+        """Return the first `count` objects, by name, whose names come after `after`. Blocks.
+
+        Raises ListingRefused, and ApiError 503.
+        """
         listed: list[StoredContents] = []
-        with self._failures():
+        with self._failures(), self._listing():
             for part in self._obstore.list(self._store, offset=after or None):
                 # Some servers send the names before `after`, too.
                 listed += (
@@ -139,6 +148,16 @@ class BatchBucket(BatchFolder):
                 if len(listed) >= count:
                     break
         return sorted(listed)[:count]
+
+    @contextmanager
+    def _listing(self) -> Iterator[None]:
+        """Raise ListingRefused if the credentials may not list."""
+        try:
+            yield
+        except (self._exceptions.GenericError, self._exceptions.PermissionDeniedError) as error:
+            if isinstance(error, self._exceptions.GenericError) and REFUSED not in str(error):
+                raise
+            raise ListingRefused(_reason(error)) from error
 
     @contextmanager
     def writing(self, file_id: str) -> Iterator[BinaryIO]:

@@ -112,12 +112,16 @@ class BatchFolder:
         """Start to close files in a thread by `call`; the task returned raises nothing.
 
         If a call on a file hangs, closing it hangs, too. So whoever is cancelled meanwhile neither
-        closes it on the event loop nor waits for it.
+        closes it on the event loop nor waits for it. The task waits for a thread as long as it
+        takes: a file that it let go of would be closed by the event loop.
         """
+
+        def call_once() -> None:
+            call(*arguments, **named)
 
         async def close() -> None:
             try:
-                await self.run(call, *arguments, **named)
+                await self._threads.run(self._tenant_id, call_once, is_patient=True)
             except (ApiError, OSError) as error:
                 reason = str(error) or type(error).__name__
                 log.warning("cannot close a file", extra={"fields": {"reason": reason}})

@@ -13,14 +13,23 @@ PART_BYTES_MAX: Final = 16 * 1024 * 1024
 """A part has at most this many lines, and ends with the line that makes it this large."""
 
 
+BLANK_LINES_MAX: Final = 1_000_000
+"""Blank lines are read, too, and none of them ends a part: these take a thread half a second."""
+
+
 def has_more_lines(source: BinaryIO, lines_max: int) -> bool:
-    """Return whether a file has more than `lines_max` lines that are not blank. Blocks."""
-    lines = 0
+    """Return whether a file has more than `lines_max` lines, or too many blank ones. Blocks."""
+    lines = blank_lines = 0
     is_line_begin = True
-    while lines <= lines_max and (line := source.readline(PART_BYTES_MAX)):
-        lines += is_line_begin and not line.isspace()
+    while line := source.readline(PART_BYTES_MAX):
+        if is_line_begin and line.isspace():
+            blank_lines += 1
+        else:
+            lines += is_line_begin
+        if lines > lines_max or blank_lines > BLANK_LINES_MAX:
+            return True
         is_line_begin = line.endswith(b"\n")
-    return lines > lines_max
+    return False
 
 
 class BatchInput:

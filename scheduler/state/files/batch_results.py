@@ -12,6 +12,9 @@ from scheduler.store.client_objects.batches import StoredBatch
 from scheduler.store.pool import Pool, transaction
 
 BUFFER_BYTES: Final = 1024 * 1024
+UNDO_TIMEOUT_S: Final = 5.0
+"""How long results that failed wait until their files are gone."""
+
 KINDS: Final = ("output", "error")
 UNANSWERED: Final = {
     "expired": ("batch_expired", "the batch expired before this request was answered"),
@@ -80,7 +83,7 @@ async def write_results(pool: Pool, folder: BatchFolder, batch: StoredBatch) -> 
     item_count = 0
     files = ExitStack()
     try:
-        async with transaction(pool) as connection:
+        async with transaction(pool, by_index=True) as connection:
             for file_id in file_ids:
                 output = await folder.run(files.enter_context, folder.writing(file_id))
                 results.append(_OpenFile(folder, output))
@@ -95,9 +98,11 @@ async def write_results(pool: Pool, folder: BatchFolder, batch: StoredBatch) -> 
             for result in results:
                 await result.flush()
     except BaseException as error:
-        undone = folder.release(files.__exit__, type(error), error, error.__traceback__)
-        if not isinstance(error, asyncio.CancelledError):
-            await asyncio.wait([undone])
+        is_cancelled = isinstance(error, asyncio.CancelledError)
+        if results or is_cancelled:
+            undone = folder.release(files.__exit__, type(error), error, error.__traceback__)
+            if not is_cancelled:
+                await asyncio.wait([undone], timeout=UNDO_TIMEOUT_S)
         raise
     await folder.run(files.close)
     return [

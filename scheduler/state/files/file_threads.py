@@ -34,14 +34,17 @@ class FairTurns:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """The tenant that had no turn for the longest time is first."""
 
-    async def take(self, holder: str) -> None:
-        """Wait for a turn of the tenant `holder`. Raises ApiError 503 if it does not come soon."""
+    async def take(self, holder: str, *, is_patient: bool = False) -> None:
+        """Wait for a turn of the tenant `holder`: with `is_patient` for as long as it takes.
+
+        Raises ApiError 503 if it does not come soon.
+        """
         if holder not in self._waiting and self._shares.take(holder, 1):
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(holder, deque()).append(turn)
         try:
-            async with asyncio.timeout(TURN_TIMEOUT_S):
+            async with asyncio.timeout(None if is_patient else TURN_TIMEOUT_S):
                 # Not cancelled itself: it may be given in the moment in which this is.
                 await asyncio.shield(turn)
         except BaseException as error:
@@ -87,13 +90,13 @@ class FileThreads:
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="files")
         self._turns = FairTurns(THREADS_MAX)
 
-    async def run(self, holder: str, call: Callable[[], T]) -> T:
+    async def run(self, holder: str, call: Callable[[], T], *, is_patient: bool = False) -> T:
         """Return what a call of the tenant `holder` returns.
 
-        Raises ApiError 503 if it gets no thread in time. Once it runs, it runs to its end, even if
-        this is cancelled.
+        Raises ApiError 503 if it gets no thread in time, unless it `is_patient`. Once it runs, it
+        runs to its end, even if this is cancelled.
         """
-        await self._turns.take(holder)
+        await self._turns.take(holder, is_patient=is_patient)
         loop = asyncio.get_running_loop()
 
         def free_thread(_: Future[T]) -> None:

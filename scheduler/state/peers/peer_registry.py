@@ -64,6 +64,13 @@ class PeerRegistry:
         )
         return sorted(filter(None, problems))
 
+    def wrong_clocks(self) -> dict[PeerRole, int]:
+        """Return how many peers of each role have wrong clocks."""
+        counts = dict.fromkeys(PeerRole, 0)
+        for peer in self:
+            counts[peer.role] += bool(peer.clock.behind_s)
+        return counts
+
     def forget_stored_reports(self) -> None:
         """Store every node's next report in full: a database that broke may have lost the last."""
         for peer in self:

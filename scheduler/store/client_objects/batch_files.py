@@ -1,10 +1,12 @@
 """The rows of files of the public API. Their contents lie in the batch folder."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from scheduler.store.pool import Connection, as_struct
+from scheduler.store.history_clock import HISTORY_AT
+from scheduler.store.pool import Connection, as_struct, fetch_one
 
 
 class BatchFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,32 +123,42 @@ async def delete_file(connection: Connection, tenant_id: str, file_id: str) -> b
 async def delete_expired_file(connection: Connection, after: str) -> str | None:
     """Delete the row of the first expired file after the id `after` that no open batch reads.
 
-    Return its id.
+    Return its id. A file expires by the time that schedulers have seen passing, as history does.
     """
     file_id: str | None = await connection.fetchval(
-        """
+        f"""
         DELETE FROM batch_file WHERE file_id IN (
             SELECT file_id FROM batch_file f
-            WHERE expires_at < now() AND file_id > $1 AND NOT EXISTS (
+            WHERE expires_at < least(now(), {HISTORY_AT}) AND file_id > $1 AND NOT EXISTS (
                 SELECT FROM batch b WHERE b.input_file_id = f.file_id
                     AND status IN ('validating', 'in_progress', 'finalizing', 'cancelling'))
             ORDER BY file_id LIMIT 1)
         RETURNING file_id
-        """,
+        """,  # noqa: S608 - a constant
         after,
     )
     return file_id
 
 
-async def stored_bytes(connection: Connection, tenant_id: str) -> int:
-    """Return the size of all files of a tenant.
+class StoredFiles(NamedTuple):
+    """How many files a tenant has, and their size."""
+
+    files: int
+    size_bytes: int
+
+
+async def stored_files(connection: Connection, tenant_id: str) -> StoredFiles:
+    """Count all files of a tenant.
 
     Other transactions that ask for the same tenant wait until this one ends.
     """
     await connection.execute(
         "SELECT pg_advisory_xact_lock(hashtextextended('files ' || $1, 0))", tenant_id
     )
-    size = await connection.fetchval(
-        "SELECT coalesce(sum(size_bytes), 0) FROM batch_file WHERE tenant_id = $1", tenant_id
+    row = await fetch_one(
+        connection,
+        "SELECT count(*) AS files, coalesce(sum(size_bytes), 0)::bigint AS size_bytes"
+        " FROM batch_file WHERE tenant_id = $1",
+        tenant_id,
     )
-    return int(size)
+    return StoredFiles(**row)

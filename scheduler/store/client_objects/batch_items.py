@@ -23,6 +23,10 @@ minute, and it does not fail because a node has."""
 REPEATED_AT_ONCE: Final = 1_000
 """Items with a repeated id that are answered by one statement."""
 
+PAGE_ITEMS: Final = 256
+PAGE_BYTES: Final = 4 * 1024 * 1024
+"""How many results are in memory while the files of a batch are written: one has up to 16 MiB."""
+
 _ITEM_COLUMNS: Final = ("batch_id", "line", "custom_id", "byte_offset", "byte_length")
 _ANSWERED_COLUMNS: Final = (*_ITEM_COLUMNS, "is_done", "error_code", "result")
 
@@ -359,14 +363,31 @@ async def leased_items(connection: Connection, batch_id: str) -> int:
 
 
 async def each_item(connection: Connection, batch_id: str) -> AsyncIterator[AnsweredItem]:
-    """Yield the items of a batch in the order of their lines, within a transaction."""
-    async for row in connection.cursor(
-        "SELECT line, custom_id, is_done, status_code, request_id, coalesce(result, '') AS result,"
-        " error_code FROM batch_item WHERE batch_id = $1 ORDER BY line",
+    """Yield the items of a batch in the order of their lines, in a transaction `by_index`.
+
+    They are read in pages of results of PAGE_BYTES, and one that may be larger.
+    """
+    line = -1
+    while rows := await connection.fetch(
+        """
+        SELECT line, custom_id, is_done, status_code, request_id, coalesce(result, '') AS result,
+            error_code
+        FROM (
+            SELECT *, sum(octet_length(result)) OVER (
+                ORDER BY line ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
+            FROM (
+                SELECT * FROM batch_item WHERE batch_id = $1 AND line > $2
+                ORDER BY line LIMIT $3) listed) sized
+        WHERE coalesce(bytes_before, 0) < $4 ORDER BY line
+        """,
         batch_id,
-        prefetch=64,
+        line,
+        PAGE_ITEMS,
+        PAGE_BYTES,
     ):
-        yield AnsweredItem(**row)
+        line = rows[-1]["line"]
+        for row in rows:
+            yield AnsweredItem(**row)
 
 
 async def delete_items(connection: Connection, limit: int) -> int:

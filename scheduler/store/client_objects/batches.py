@@ -1,11 +1,11 @@
 """The rows of batches. A batch's row is locked before the rows of its items."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from scheduler.store.pool import Connection, affected_rows, as_json, as_struct
+from scheduler.store.pool import Connection, affected_rows, as_json, as_struct, fetch_one
 
 OPEN: Final = ("validating", "in_progress", "finalizing", "cancelling")
 
@@ -123,24 +123,70 @@ async def list_batches(
     return [_batch(row) for row in rows]
 
 
-async def open_batches(connection: Connection) -> list[StoredBatch]:
-    """Return all batches that have not ended, the oldest first."""
+async def open_batch_ids(connection: Connection) -> list[str]:
+    """Return the ids of all batches that have not ended."""
+    rows = await connection.fetch("SELECT batch_id FROM batch WHERE status = ANY($1)", OPEN)
+    return [row["batch_id"] for row in rows]
+
+
+class DueBatch(NamedTuple):
+    """A batch, and whether its time has run out."""
+
+    batch: StoredBatch
+    is_expired: bool
+
+
+async def due_batches(
+    connection: Connection,
+    *,
+    now: float,
+    full: Collection[str],
+    excluded: Collection[str],
+    of_tenant_max: int,
+) -> list[DueBatch]:
+    """Return open batches that do not just wait for answers at the Unix time `now`, oldest first.
+
+    Of each tenant they are the first `of_tenant_max`, without the batches `excluded`. Those of
+    tenants that are `full` are read once they have expired. A batch has expired if the database's
+    clock says so, too: one that is ahead must not end all batches.
+    """
     rows = await connection.fetch(
-        f"SELECT {_COLUMNS} FROM batch WHERE status = ANY($1) ORDER BY batch.created_at",  # noqa: S608
+        f"""
+        SELECT {_COLUMNS}, is_expired FROM (
+            SELECT *, row_number() OVER (PARTITION BY tenant_id ORDER BY created_at) AS place
+            FROM (
+                SELECT *, expires_at <= least(now(), to_timestamp($3)) AS is_expired FROM batch
+                WHERE status = ANY($1) AND batch_id <> ALL($2)) listed
+            WHERE (status <> 'in_progress' OR completed + failed = total OR is_expired)
+                AND (status <> 'validating' OR tenant_id <> ALL($4) OR is_expired)) due
+        WHERE place <= $5 ORDER BY due.created_at
+        """,  # noqa: S608 - a constant
         OPEN,
+        list(excluded),
+        now,
+        list(full),
+        of_tenant_max,
     )
-    return [_batch(row) for row in rows]
+    return [DueBatch(_batch(row), row["is_expired"]) for row in rows]
 
 
-async def unanswered_items(connection: Connection, tenant_id: str) -> int:
-    """Return how many items of a tenant's open batches have no answer."""
-    count = await connection.fetchval(
-        "SELECT coalesce(sum(total - completed - failed), 0) FROM batch"
-        " WHERE tenant_id = $1 AND status = ANY($2)",
+class OpenCounts(NamedTuple):
+    """How many batches of a tenant have not ended, and how many of their items have no answer."""
+
+    batches: int
+    unanswered: int
+
+
+async def open_counts(connection: Connection, tenant_id: str) -> OpenCounts:
+    """Count a tenant's open batches."""
+    row = await fetch_one(
+        connection,
+        "SELECT count(*) AS batches, coalesce(sum(total - completed - failed), 0)::bigint"
+        " AS unanswered FROM batch WHERE tenant_id = $1 AND status = ANY($2)",
         tenant_id,
         OPEN,
     )
-    return int(count)
+    return OpenCounts(**row)
 
 
 async def full_tenants(connection: Connection, items_max: int) -> set[str]:

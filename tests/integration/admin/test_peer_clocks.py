@@ -21,6 +21,13 @@ async def shown_clocks(admin: Admin) -> list[str]:
     return shown
 
 
+async def counted_clocks(admin: Admin, role: str) -> float:
+    page: str = (await admin.ask("GET", "/metrics")).body
+    name = f'isochrone_scheduler_wrong_clocks{{role="{role}"}} '
+    [line] = [line for line in page.splitlines() if line.startswith(name)]
+    return float(line.removeprefix(name))
+
+
 async def test_a_node_whose_clock_is_behind_is_shown_until_it_is_right(
     admin: Admin,
     tmp_path: Path,
@@ -48,17 +55,21 @@ async def test_a_node_whose_clock_is_behind_is_shown_until_it_is_right(
 
         await pulse(0.0)
         assert await clocks() == []
+        assert await counted_clocks(admin, "agent") == 0
         with caplog.at_level(logging.WARNING):
             await pulse(600.0)
             await until("it is shown", clocks)
         assert [word for word in await clocks() if "node n1: its clock is 600 s behind" in word]
         assert "the clock of a peer differs" in caplog.text
+        assert await counted_clocks(admin, "agent") == 1
+        assert await counted_clocks(admin, "router") == 0
         await pulse(0.0)
 
         async def is_right() -> bool:
             return not await clocks()
 
         await until("it is not shown any more", is_right)
+        assert await counted_clocks(admin, "agent") == 0
 
 
 async def test_a_router_whose_clock_is_ahead_is_shown_while_it_is_connected(
@@ -77,8 +88,10 @@ async def test_a_router_whose_clock_is_ahead_is_shown_while_it_is_connected(
         await router.say(demand)
         [problem] = await shown_clocks(admin)
         assert "router r: its clock is 600 s ahead of" in problem
+        assert await counted_clocks(admin, "router") == 1
 
     async def is_gone() -> bool:
         return not await shown_clocks(admin)
 
     await until("it is not shown any more", is_gone)
+    assert await counted_clocks(admin, "router") == 0

@@ -24,6 +24,7 @@ from tests.system.harness import until
 
 KEY: Final = "key-of-the-test"
 SECRET: Final = "secret-of-the-test"
+ACCESS_DENIED: Final = "<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
 CHUNK_BYTES: Final = 256 * 1024
 PASSED_BY: Final = ("content-length", "content-range", "etag", "content-type", "last-modified")
 
@@ -56,10 +57,14 @@ def serve(program: str, folder: Path) -> Iterator[tuple[str, subprocess.Popen[by
 
 
 class RangeProxy:
-    """Passes requests on; with `holds_parts` a part of an upload waits, and `part_came` is set."""
+    """Passes requests on; with `holds_parts` a part of an upload waits, and `part_came` is set.
+
+    With `refuses_lists` it answers like S3 if the credentials may do everything but list.
+    """
 
     def __init__(self, server: str) -> None:
         self.holds_parts = False
+        self.refuses_lists = False
         self.part_came = asyncio.Event()
         self.ranges = 0
         self.url = ""
@@ -90,6 +95,8 @@ class RangeProxy:
         if self.holds_parts and "partNumber" in request.query:
             self.part_came.set()
             await asyncio.Event().wait()
+        if self.refuses_lists and "list-type" in request.query:
+            return web.Response(status=403, content_type="application/xml", text=ACCESS_DENIED)
         async with self._client.request(
             request.method,
             URL(f"{self._server}{request.raw_path}", encoded=True),

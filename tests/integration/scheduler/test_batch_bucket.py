@@ -237,3 +237,20 @@ def test_a_url_of_no_bucket_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("obstore", reason="pip install 'isochrone[s3]'")
     with pytest.raises(OSError, match="s3://bucket/prefix"):
         BatchBucket("https://example.net/b", tmp_path, endpoint="", region="")
+
+
+async def test_schedulers_that_start_together_do_not_refuse_the_bucket(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One deletes what the other one has written to see whether it may."""
+    first, second = a_bucket(server), a_bucket(server)
+    put = first._obstore.put
+
+    def put_before_the_other_ends(*arguments: object, **named: object) -> object:
+        monkeypatch.setattr(first._obstore, "put", put)
+        done = put(*arguments, **named)
+        second.prepare()
+        return done
+
+    monkeypatch.setattr(first._obstore, "put", put_before_the_other_ends)
+    await asyncio.to_thread(first.prepare)

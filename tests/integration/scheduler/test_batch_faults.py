@@ -27,7 +27,7 @@ from scheduler.loops import advance_batches
 from scheduler.state.files import file_threads
 from scheduler.state.files.batch_folder import RELEASES, UNFINISHED, UNFINISHED_S
 from scheduler.state.files.batch_results import ItemsMissing, write_results
-from scheduler.store.client_objects.batch_files import add_file, stored_bytes
+from scheduler.store.client_objects.batch_files import add_file, stored_files
 from scheduler.store.client_objects.batch_items import lease_items, store_results
 from scheduler.store.client_objects.batches import (
     StoredBatch,
@@ -93,7 +93,9 @@ async def test_steps_that_fail_for_ever_delay_no_other_of_their_tenant(turns: Tu
 async def test_an_input_that_cannot_be_read_in_time_ends_its_batch(turns: Turns) -> None:
     await turns.begin("broken")
     await turn(turns)
-    turns.skipped_s += 2 * 3600.0
+    turns.skipped_s += 60.0
+    async with using(turns.pool) as connection:
+        await connection.execute("UPDATE batch SET expires_at = now()")
     batch = await until_status(turns, "broken", "failed")
     assert [error["code"] for error in batch.errors] == ["batch_expired"]
 
@@ -241,7 +243,7 @@ async def test_an_expired_file_that_cannot_be_deleted_delays_no_other(
                 purpose="batch",
                 filename=name,
                 size_bytes=1,
-                expires_after_s=-1,
+                expires_after_s=-86_400,
             )
 
     async def left() -> list[str]:
@@ -278,11 +280,11 @@ async def test_a_tenant_has_no_more_items_in_the_database_than_its_limit(turns: 
 async def test_uploads_at_the_same_time_are_counted_one_after_another(turns: Turns) -> None:
     """Each saw none of the others, so together they passed the tenant's limit."""
     async with transaction(turns.pool) as first:
-        assert await stored_bytes(first, "acme") == 0
+        assert await stored_files(first, "acme") == (0, 0)
 
         async def count(tenant_id: str) -> int:
             async with transaction(turns.pool) as second:
-                return await stored_bytes(second, tenant_id)
+                return (await stored_files(second, tenant_id)).size_bytes
 
         counting = asyncio.create_task(count("acme"))
         assert await count("other") == 0

@@ -201,6 +201,26 @@ async def test_a_database_without_the_rows_deletes_nothing(sweeps: Sweeps, tmp_p
     assert await sweeps.names() == names
 
 
+async def test_a_bucket_that_refuses_lists_is_logged_once_and_not_swept(
+    with_key: Pool, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each turn failed, and was logged twice, while everything else worked."""
+    sweeps = Sweeps(with_key, a_bucket(server, server.proxy.url))
+
+    def logged() -> int:
+        return sum("cannot look for files" in record.message for record in caplog.records)
+
+    for refusals in (1, 2):
+        server.proxy.refuses_lists = True
+        for _ in range(3):
+            assert await sweeps.job.run_once() == SweptCounts()
+        assert logged() == refusals
+        # The operator permits it, and forbids it again.
+        server.proxy.refuses_lists = False
+        assert await sweeps.job.run_once() == SweptCounts()
+    assert len(caplog.records) == 2
+
+
 @pytest.mark.parametrize("is_listed_after", [True, False], ids=["rclone", "without start-after"])
 async def test_a_bucket_is_swept_too(
     with_key: Pool, server: Server, monkeypatch: pytest.MonkeyPatch, is_listed_after: bool

@@ -34,10 +34,12 @@ from tests.system.harness import until
 NOW = datetime.now(UTC)
 
 
-def a_peer(authority: Authority, name: str, role: PeerRole, pop: str = "ams") -> Identity:
+def a_peer(
+    authority: Authority, name: str, role: PeerRole, pop: str = "ams", now: datetime = NOW
+) -> Identity:
     key = papers.new_key_pem()
     certificate = authority.issue(
-        papers.make_csr(key, name), role=role, name=name, pop=PopId(pop), now=NOW
+        papers.make_csr(key, name), role=role, name=name, pop=PopId(pop), now=now
     )
     return Identity(
         name=name,
@@ -195,6 +197,35 @@ async def test_a_peer_whose_clock_is_behind_trusts_a_scheduler_that_has_just_sta
             ssl=tls.client_context(a_peer(authority, "n1", PeerRole.AGENT)),
             server_hostname=papers.SCHEDULER_NAME,
         ) as response,
+    ):
+        assert response.status == 204
+
+
+@pytest.mark.parametrize("who_is_behind", ["router", "node"])
+async def test_a_clock_that_is_a_day_behind_trusts_a_peer_that_has_just_joined(
+    tmp_path: Path, who_is_behind: str
+) -> None:
+    """In a cluster that has just been made. Beyond five minutes it trusted none."""
+    tomorrow = NOW + timedelta(days=1)
+    authority = Authority.create(tmp_path / "a", "ours", tomorrow)
+    node = a_peer(authority, "n1", PeerRole.AGENT, now=tomorrow)
+    router = a_peer(authority, "r1", PeerRole.ROUTER, now=tomorrow)
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=204)
+
+    app = web.Application()
+    app.router.add_get("/ping", answer)
+    server, client = tls.node_server_context(node), tls.client_context(router)
+    # This process is behind. So the other one of the two verifies nothing.
+    if who_is_behind == "router":
+        server.verify_mode = ssl.CERT_NONE
+    else:
+        client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    async with (
+        serve_http(app, "127.0.0.1", 0, ssl_context=server) as port,
+        aiohttp.ClientSession() as http,
+        http.get(f"https://127.0.0.1:{port}/ping", ssl=client, server_hostname="n1") as response,
     ):
         assert response.status == 204
 

@@ -24,6 +24,7 @@ from scheduler.decide.batch_lines import (
 )
 from scheduler.decide.batch_shares import WaitingBatch, share_items
 from scheduler.decide.batch_steps import DueStep, next_steps
+from scheduler.state.files import batch_input
 from scheduler.state.files.batch_folder import CHUNK_BYTES, BatchFolder
 from scheduler.state.files.batch_input import BatchInput, has_more_lines
 
@@ -141,6 +142,34 @@ def test_lines_of_output_and_error_files() -> None:
     assert failed["custom_id"] is None
 
 
+@pytest.mark.parametrize(
+    ("answer", "body"),
+    [
+        (b'{\n "x": 1.50\n}\n', {"x": 1.5}),
+        (b"<html>\r\nbad \xff gateway</html>\n", "<html>\r\nbad \ufffd gateway</html>\n"),
+        (b"", ""),
+        (b'{"x": NaN}', '{"x": NaN}'),
+        (b"[" * 5000 + b"]" * 5000, "[" * 5000 + "]" * 5000),
+    ],
+    ids=["pretty", "html", "empty", "not a number", "deep"],
+)
+def test_an_answer_of_any_form_is_one_line_of_json(answer: bytes, body: object) -> None:
+    """The lines after it could not be read, and no results of its queued runs."""
+    line = result_line(item_id="i", custom_id="0 x", status_code=200, request_id="r", body=answer)
+    assert line.count(b"\n") == 1
+    assert json.loads(line)["response"]["body"] == body
+    assert run_response(line)["success"] is False
+
+
+def test_an_answer_that_cannot_be_decoded_spoils_no_other_result() -> None:
+    line = result_line(
+        item_id="i", custom_id="7 x", status_code=200, request_id="r", body=b'{"x":1e999}'
+    )
+    response = run_response(line)
+    assert (response["id"], response["success"]) == (7, False)
+    assert "cannot read the answer" in response["errors"][0]["message"]
+
+
 async def test_an_input_is_read_in_parts_with_the_place_of_each_line() -> None:
     texts = [a_line(custom_id=str(number)) for number in range(12_000)]
     texts[7] = b"x" * (ITEM_BYTES_MAX + 20_000_000)
@@ -192,6 +221,17 @@ async def test_an_input_may_begin_with_a_byte_order_mark() -> None:
 def test_lines_that_are_not_blank_are_counted(text: bytes, count: int) -> None:
     assert not has_more_lines(io.BytesIO(text), count)
     assert not count or has_more_lines(io.BytesIO(text), count - 1)
+
+
+def test_a_file_of_blank_lines_is_refused_before_it_takes_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """200 MB of them failed after a minute of CPU, for the length of a transaction, each minute."""
+    monkeypatch.setattr(batch_input, "BLANK_LINES_MAX", 3)
+    assert not has_more_lines(io.BytesIO(b"\n\n{}\n \n{}"), 9)
+    source = io.BytesIO(b"\n" * 99)
+    assert has_more_lines(source, 9)
+    assert source.tell() == 4
 
 
 def test_tenants_take_turns_and_the_oldest_batch_of_each_comes_first() -> None:

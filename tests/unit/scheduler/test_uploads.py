@@ -5,7 +5,7 @@ import io
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -17,10 +17,13 @@ from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
 from isochrone.service.network.http_server import error_middleware, json_error
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.peers.batches import store_timeout_s
 from scheduler.api.client_objects import uploads
 from scheduler.api.client_objects.downloads import send_file
 from scheduler.api.client_objects.uploads import write_upload
+from scheduler.state.files import file_threads
 from scheduler.state.files.batch_folder import CHUNK_BYTES, RELEASES, BatchFolder
+from scheduler.state.files.file_threads import THREADS_MAX
 
 BYTES_MAX = 1 << 20
 
@@ -45,9 +48,19 @@ class Sender:
         return bytes(1000) if self.left >= 0 else b""
 
 
-async def refusal(folder: BatchFolder, sender: Sender) -> str:
+async def refusal(
+    folder: BatchFolder,
+    sender: Sender,
+    timeout_s_of: Callable[[int], float] = store_timeout_s,
+) -> str:
     with pytest.raises(ApiError) as refused:
-        await write_upload(folder, "file-1", sender.read_chunk, bytes_max=BYTES_MAX)
+        await write_upload(
+            folder,
+            "file-1",
+            sender.read_chunk,
+            bytes_max=BYTES_MAX,
+            timeout_s_of=timeout_s_of,
+        )
     assert refused.value.code is ErrorCode.UNAVAILABLE
     return refused.value.message
 
@@ -149,8 +162,88 @@ async def test_a_client_that_leaves_a_hanging_disk_does_not_stop_the_scheduler(
     assert not disk.file.may_end.is_set()
     answers_late.cancel()
     disk.file.may_end.set()
-    await asyncio.gather(*RELEASES)
+    await asyncio.gather(*uploads._UNDOING, *RELEASES)
     assert disk.file.closed
+
+
+async def test_an_upload_ends_if_the_disk_hangs_in_the_middle_of_it(tmp_path: Path) -> None:
+    """It hung with the disk, and so did its client."""
+    disk = HangingDisk(tmp_path)
+    async with asyncio.timeout(10):
+        # The first part gets no time; what comes before it has enough.
+        reason = await refusal(disk, Sender(9), lambda size_bytes: 0.0 if size_bytes else 20.0)
+    assert "does not answer" in reason
+    assert await asyncio.to_thread(disk.file.has_begun.wait, 20)
+    assert not RELEASES, "the file is not closed in a second thread, which would hang, too"
+    disk.file.may_end.set()
+    await asyncio.gather(*uploads._UNDOING)
+    assert disk.file.closed
+
+
+async def test_an_upload_that_gets_no_thread_does_not_wait_to_be_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All threads hang from its middle on: its file is closed once one is free."""
+    monkeypatch.setattr(file_threads, "TURN_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(uploads, "UNDO_TIMEOUT_S", 0.0)
+    folder, may_end = BatchFolder(tmp_path), threading.Event()
+    hanging: list[asyncio.Task[bool]] = []
+
+    async def read_chunk(_size: int) -> bytes:
+        hanging.extend(
+            asyncio.create_task(folder.run(may_end.wait, 20)) for _ in range(THREADS_MAX)
+        )
+        await asyncio.wait(hanging, timeout=0)
+        return bytes(1000)
+
+    async with asyncio.timeout(10):
+        with pytest.raises(ApiError, match="does not answer"):
+            await write_upload(folder, "file-1", read_chunk, bytes_max=BYTES_MAX)
+    assert list(tmp_path.iterdir())
+    may_end.set()
+    await asyncio.gather(*uploads._UNDOING, *hanging, return_exceptions=True)
+    assert not list(tmp_path.iterdir())
+
+
+async def test_the_calls_of_an_upload_have_one_time_limit_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk on which each part takes long, but not too long, would hold it for hours."""
+    loop, folder = asyncio.get_running_loop(), BatchFolder(tmp_path)
+    clock, slow_s = loop.time, 0.0
+    monkeypatch.setattr(loop, "time", lambda: clock() + slow_s)
+    run = folder.run
+
+    async def run_slowly(call: Any, *arguments: Any, **named: Any) -> Any:
+        nonlocal slow_s
+        result = await run(call, *arguments, **named)
+        slow_s += 70.0
+        return result
+
+    monkeypatch.setattr(folder, "run", run_slowly)
+    sender = Sender(9)
+    assert "does not answer" in await refusal(folder, sender)
+    assert sender.left == 8, "two calls came before the first part"
+    await asyncio.gather(*uploads._UNDOING)
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_file_is_never_closed_by_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While all threads hung, its closing was given up, and the garbage collector closed it."""
+    monkeypatch.setattr(file_threads, "TURN_TIMEOUT_S", 0.0)
+    folder, may_end = BatchFolder(tmp_path), threading.Event()
+    async with asyncio.timeout(20):
+        hanging = [asyncio.create_task(folder.run(may_end.wait, 20)) for _ in range(THREADS_MAX)]
+        await asyncio.wait(hanging, timeout=0)
+        closed = threading.Event()
+        closing = folder.release(closed.set)
+        with pytest.raises(ApiError, match="does not answer"):
+            await folder.run(threading.get_ident)
+        may_end.set()
+        await asyncio.gather(closing, *hanging, return_exceptions=True)
+    assert closed.is_set()
 
 
 class LateDisk(BatchFolder):
@@ -190,15 +283,13 @@ async def test_a_file_that_takes_too_long_to_complete_is_refused_and_not_kept(
     """A bucket may take long for a large file, but not for ever: its client asks again."""
     disk, sizes = LateDisk(tmp_path), list[int]()
 
-    def no_time(size_bytes: int) -> float:
+    def no_time_to_complete(size_bytes: int) -> float:
         sizes.append(size_bytes)
-        return 0.0
+        # First asked for the write of the last part.
+        return 0.0 if sizes.count(3000) == 2 else 20.0
 
-    reading = Sender(3).read_chunk
-    with pytest.raises(ApiError, match="does not answer") as refused:
-        await write_upload(disk, "file-1", reading, bytes_max=BYTES_MAX, timeout_s_of=no_time)
-    assert refused.value.code is ErrorCode.UNAVAILABLE
-    assert sizes == [3000]
+    await refusal(disk, Sender(3), no_time_to_complete)
+    assert sizes[-2:] == [3000, 3000]
     disk.may_end.set()
     await asyncio.gather(*uploads._UNDOING)
     assert not list(tmp_path.iterdir())

@@ -18,7 +18,7 @@ from isochrone.service.config import ConfigError, load_config
 from isochrone.service.files import write_atomic
 from isochrone.service.logs import setup_logs
 from isochrone.service.trust import identity
-from isochrone.service.trust.identity import Authority, IdentityError
+from isochrone.service.trust.identity import BACKDATED_MAX, Authority, IdentityError
 from isochrone.wire.ids import PopId
 from isochrone.wire.peers.control import PeerRole
 from nodeagent.__main__ import main as node_command
@@ -242,7 +242,7 @@ def test_a_certificate_names_its_peer_and_verifies_its_signatures(tmp_path: Path
     key, certificate = issued(Authority.load(tmp_path / "ca"))
     read = identity.verify_certificate(certificate, authority.ca_pem, NOW)
     assert read.subject == (PeerRole.AGENT, "gpu-1", "ams")
-    assert (read.issued_at, read.expires_at) == (NOW, NOW + timedelta(days=90))
+    assert (read.issued_at, read.expires_at) == (NOW - BACKDATED_MAX, NOW + timedelta(days=90))
     assert identity.is_for_key(certificate, key)
     assert not identity.is_for_key(certificate, identity.new_key_pem())
     assert identity.verify_signature(certificate, b"nonce", identity.sign(key, b"nonce"))
@@ -287,7 +287,33 @@ def test_a_foreign_or_expired_certificate_is_refused(tmp_path: Path) -> None:
     with pytest.raises(IdentityError, match="join again"):
         identity.verify_certificate(certificate, ours.ca_pem, NOW + timedelta(days=100))
     with pytest.raises(IdentityError, match="check clocks"):
-        identity.verify_certificate(certificate, ours.ca_pem, NOW - timedelta(days=1))
+        identity.verify_certificate(certificate, ours.ca_pem, NOW - timedelta(days=2))
+
+
+def test_a_certificate_is_dated_back_but_not_before_a_revocation(tmp_path: Path) -> None:
+    """Revocations of a name are compared with its date, by nodes of the release before, too."""
+    authority = Authority.create(tmp_path / "a", "ours", NOW)
+
+    def dated(lifetime_s: float, dated_after: datetime | None) -> timedelta:
+        csr = identity.make_csr(identity.new_key_pem(), "n")
+        certificate = authority.issue(
+            csr,
+            role=PeerRole.AGENT,
+            name="n",
+            pop=PopId("ams"),
+            now=NOW,
+            lifetime_s=lifetime_s,
+            dated_after=dated_after,
+        )
+        return identity.read_certificate(certificate).issued_at - NOW
+
+    day_s, hour = 86_400.0, timedelta(hours=1)
+    assert dated(90 * day_s, None) == -timedelta(days=1)
+    assert dated(90 * day_s, NOW - 30 * hour) == -timedelta(days=1)
+    assert dated(90 * day_s, NOW - hour) == -hour
+    assert dated(90 * day_s, NOW) == timedelta(0)
+    # One of a short life is not renewed as soon as it is issued.
+    assert dated(10 * 3600.0, None) == -hour
 
 
 def test_a_join_token_is_parsed_only_in_its_exact_form() -> None:

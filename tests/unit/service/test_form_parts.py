@@ -1,0 +1,48 @@
+"""A form of nothing but parts, or of lines without one, is refused and not read for minutes."""
+
+import asyncio
+from typing import Final
+from unittest import mock
+
+import pytest
+from aiohttp import BodyPartReader, StreamReader, web
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.test_utils import make_mocked_request
+
+from isochrone.service.network.form_parts import LINES_MAX, form_parts
+from isochrone.service.network.http_server import FORM_ERRORS
+
+PART: Final = b'--b\r\nContent-Disposition: form-data; name="f"\r\n\r\nx\r\n'
+END: Final = b"--b--\r\n"
+
+
+def a_form(body: bytes) -> web.Request:
+    loop = asyncio.get_running_loop()
+    content = StreamReader(mock.create_autospec(BaseProtocol, instance=True), 2**16, loop=loop)
+    content.feed_data(body)
+    content.feed_eof()
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    return make_mocked_request("POST", "/", headers=headers, payload=content)
+
+
+async def read(body: bytes) -> list[bytes]:
+    contents: list[bytes] = []
+    async for part in form_parts(a_form(body)):
+        assert isinstance(part, BodyPartReader)
+        contents.append(bytes(await part.read()))
+    return contents
+
+
+async def test_a_form_is_read_and_its_contents_have_any_number_of_lines() -> None:
+    lines = b"\r\n" * (2 * LINES_MAX)
+    assert await read(b"\r\n" + PART + PART.replace(b"x", lines) + END) == [b"x", lines]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [PART * LINES_MAX + END, b"\r\n" * LINES_MAX + PART + END, b"\r\n" * (2 * LINES_MAX)],
+    ids=["parts", "lines before them", "lines"],
+)
+async def test_a_form_of_many_lines_beside_its_contents_is_refused(body: bytes) -> None:
+    with pytest.raises(FORM_ERRORS, match="more than 1000 lines"):
+        await read(body)
