@@ -219,7 +219,7 @@ class ProbeFeedback:
             load, route = loads.get(replica_id), fleet.directory.route(replica_id)
             if load is not None and route is not None:
                 fleet.record_load(route, load, answered_at_s)
-                fleet.in_flight.record_sequences(replica_id, load, answered_at_s)
+                fleet.record_pace(route, load, answered_at_s)
 
     def record_relayed(
         self, node_id: NodeId, age_s: float, loads: Mapping[ReplicaId, ReportedLoad]
@@ -239,7 +239,7 @@ class ProbeFeedback:
             deployment_ids.add(route.deployment_id)
             reported_at_s = now_s - age_s - fleet.nodes.rtt_ms(route) / 2000
             fleet.record_cache_age(route, load, reported_at_s)
-            fleet.in_flight.record_sequences(replica_id, load, reported_at_s)
+            fleet.record_pace(route, load, reported_at_s)
             if load.others_pending_prefill_tokens < 0:
                 continue
             fleet.in_flight.record_report(

@@ -215,6 +215,12 @@ class FleetState:
             pending = round(load.prefill_tokens * replicas.uncached_share)
         self.in_flight.record_report(replica_id, pending, load.decode_tokens, reported_at_s)
 
+    def record_pace(self, route: Route, load: ReportedLoad, reported_at_s: float) -> None:
+        """Note how fast a replica works, which only answers to pings say."""
+        self.in_flight.record_sequences(route.replica_id, load, reported_at_s)
+        replicas = self.routing(route.deployment_id)
+        replicas.record_prefill_pace(route.replica_id, load.prefill_ns_per_token)
+
     def record_cache_age(self, route: Route, load: ReportedLoad, reported_at_s: float) -> None:
         """Note how far back a replica's prefix cache reached at `reported_at_s`, if it says so."""
         if load.cache_age_ms > NOT_REPORTED:

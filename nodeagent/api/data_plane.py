@@ -37,6 +37,7 @@ from nodeagent.api.request.answer_relay import (
     FROM_ENGINE,
     FROM_PEER,
     count_bytes,
+    is_first_token,
     loss_headers,
     refusal,
     relay_body,
@@ -341,6 +342,8 @@ class DataPlaneServer:
             return traced_answer(partial(engine.http.post, request.path, data=data), sent)
 
         leg = self._decode_legs.open(request, replica, engine, body, reservation, TO_PEER)
+        if leg is None and headers.GENERATED_TOKENS not in request.headers:
+            reservation.begin_prefill(monotonic())
         try:
             async with answer_context(leg, post, body, sent) as answer:
                 response = await self._relay_answer(
@@ -396,7 +399,8 @@ class DataPlaneServer:
         current_span().set_elapsed(names.FIRST_CHUNK_S)
         if kv_transfer.LEG not in request.headers:
             # The KV of a prompt begins to arrive before all of it is read.
-            reservation.first_token(monotonic())
+            is_timely = is_first_token(answer, reservation.output_tokens)
+            reservation.first_token(monotonic(), is_timely=is_timely)
         if reservation.item is not None:
             reservation.item.keep()
         running.record_token()

@@ -300,3 +300,4 @@ class IsochronePolicy:
                 continue
             load = router.replicas[replica].load_at(reported_at_s, router.pop)
             self.fleet.record_load(route, self.believe(load), reported_at_s)
+            self.fleet.record_pace(route, load, reported_at_s)

@@ -17,6 +17,7 @@ from math import inf
 from typing import Final, NamedTuple
 
 from isochrone.wire.http.headers import ReportedLoad
+from nodeagent.decide.requests.prefill_pace import PrefillPace
 from ops.sim.replica_job import ALL_ROUTERS, EngineLoad, ReplicaJob, SimulatedLoadReport
 from ops.sim.replica_memory import SharedPrefixEvent, replica_memory
 from ops.sim.traces import TraceRequest
@@ -69,6 +70,7 @@ class SimulatedReplica:
         self._pending_by_pop: Counter[int] = Counter()
         self._decode_by_pop: Counter[int] = Counter()
         self._last_prefill_end_s = 0.0
+        self._pace = PrefillPace()
         self._history_at_s = [-1.0]
         self._history = [SimulatedLoadReport(ReportedLoad(0, 0, 0, 0, 0), {}, {})]
 
@@ -302,10 +304,16 @@ class SimulatedReplica:
             self.prefill_tokens -= job.request.prompt_tokens
             self.pending_prefill_tokens -= job.pending_prefill_tokens
             self._pending_by_pop[job.pop] -= job.pending_prefill_tokens
+            self._measure_pace(job)
             self._last_prefill_end_s = self._now_s
             events.first_tokens.append(job)
         self._memory.put(job.request, self._grown_tokens())
         self._begin_decoding(job)
+
+    def _measure_pace(self, job: ReplicaJob) -> None:
+        """Take the time of a prompt, as its node does."""
+        took_s = self._now_s - max(job.admitted_s, self._last_prefill_end_s)
+        self._pace.record(job.pending_prefill_tokens, took_s, self._now_s)
 
     def _end_answers(self, events: StepEvents) -> None:
         """End the sequences that have all of their tokens; preempt some if the pool is full."""
@@ -351,6 +359,7 @@ class SimulatedReplica:
             self.running,
             len(self.queue),
             self.pending_prefill_tokens,
+            prefill_ns_per_token=self._pace.ns_per_token(now_s),
         )
         self._history_at_s.append(now_s)
         self._history.append(

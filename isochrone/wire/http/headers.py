@@ -182,7 +182,8 @@ class ReportedLoad(msgspec.Struct, frozen=True):
     has the others. -1 means that the node does not report the value. A replica that sleeps needs
     `wake_ms` before it can serve. Only answers to pings have `sequences_max`, the number of
     requests that the engine runs at once, `sequence_ms`, after which one of them ends when it runs
-    that many, and `batch_items`, the requests of batches among `running`; 0 if that is unknown.
+    that many, `batch_items`, the requests of batches among `running`, and `prefill_ns_per_token`,
+    how long the replica has taken lately to read a token of those pending; 0 if that is unknown.
     """
 
     prefill_tokens: int
@@ -197,6 +198,7 @@ class ReportedLoad(msgspec.Struct, frozen=True):
     sequences_max: int = 0
     sequence_ms: int = 0
     batch_items: int = 0
+    prefill_ns_per_token: int = 0
 
 
 class TokenEstimate(NamedTuple):
@@ -223,13 +225,16 @@ def format_load(load: ReportedLoad) -> str:
         value += f";t={load.sequence_ms}"
     if load.batch_items:
         value += f";b={load.batch_items}"
+    if load.prefill_ns_per_token:
+        value += f";k={load.prefill_ns_per_token}"
     return value
 
 
 _USUAL_LOAD: Final = re.compile(
     r"p=(\d{1,15});d=(\d{1,15});r=(\d{1,15});w=(\d{1,15})"
     r"(?:;u=(\d{1,15}))?(?:;o=(\d{1,15});e=(\d{1,15}))?(?:;z=(\d{1,15}))?(?:;c=(\d{1,15}))?"
-    r"(?:;s=(\d{1,15}))?(?:;t=(\d{1,15}))?(?:;b=(\d{1,15}))?",
+    r"(?:;s=(\d{1,15}))?(?:;t=(\d{1,15}))?(?:;b=(\d{1,15}))?"
+    r"(?:;k=(\d{1,15}))?",
     re.ASCII,
 )
 """A load as `format_load` writes it. A router of a large fleet reads 20,000 of them a second."""
@@ -238,7 +243,7 @@ _USUAL_LOAD: Final = re.compile(
 def parse_load(value: str) -> ReportedLoad | None:
     """Parse a header value; return None if it is malformed: the answer is still usable."""
     if (usual := _USUAL_LOAD.fullmatch(value)) is not None:
-        p, d, r, w, u, o, e, z, c, s, t, b = usual.groups()
+        p, d, r, w, u, o, e, z, c, s, t, b, k = usual.groups()
         return ReportedLoad(
             int(p),
             int(d),
@@ -252,6 +257,7 @@ def parse_load(value: str) -> ReportedLoad | None:
             int(s) if s else 0,
             int(t) if t else 0,
             int(b) if b else 0,
+            int(k) if k else 0,
         )
     fields: dict[str, int] = {}
     for part in value.split(";", LOAD_FIELDS_MAX)[:LOAD_FIELDS_MAX]:
@@ -271,6 +277,7 @@ def parse_load(value: str) -> ReportedLoad | None:
             sequences_max=fields.get("s", 0),
             sequence_ms=fields.get("t", 0),
             batch_items=fields.get("b", 0),
+            prefill_ns_per_token=fields.get("k", 0),
         )
     except KeyError:
         return None

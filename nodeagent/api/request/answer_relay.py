@@ -51,6 +51,12 @@ def response_head(answer: aiohttp.ClientResponse, names: Sequence[str]) -> web.S
     return response
 
 
+def is_first_token(answer: aiohttp.ClientResponse, output_tokens: int) -> bool:
+    """Return whether an answer's first chunk comes with the first token of at most that many."""
+    is_streamed = answer.content_type == EVENT_STREAM
+    return answer.status == 200 and (is_streamed or not output_tokens)
+
+
 async def count_bytes(
     first_chunk: bytes, chunks: AsyncIterator[bytes], replica: ManagedReplica
 ) -> AsyncIterator[bytes]:

@@ -20,6 +20,7 @@ from typing import Final
 from isochrone.sequence_wait import sequence_wait_ms
 from isochrone.wire.http.headers import ReportedLoad
 from nodeagent.decide.requests.preemption import BatchItem, in_order_of_preemption
+from nodeagent.decide.requests.prefill_pace import PrefillPace
 from nodeagent.decide.requests.prompt_progress import tokens_read
 from nodeagent.decide.requests.router_shares import RouterShares
 from nodeagent.decide.requests.sequence_ends import SequenceEnds
@@ -83,6 +84,7 @@ class ReplicaAdmission:
         self._items: dict[BatchItem, TokenReservation] = {}
         """The reservations of items of batches."""
         self._last_prefill_end_s = 0.0
+        self._pace = PrefillPace()
 
     def __repr__(self) -> str:
         return (
@@ -176,7 +178,8 @@ class ReplicaAdmission:
     def load(self, router: str = "", now_s: float = 0.0, *, is_ping: bool = False) -> ReportedLoad:
         """Return the load that answers carry; with `router`, also the load of all other routers.
 
-        Answers to pings also say how many requests the engine runs at once, and how soon one ends.
+        Answers to pings also say how many requests the engine runs at once, how soon one ends, and
+        how long a token of a prompt takes.
         A closed replica reports its whole token limit as taken, so that no router sees capacity.
         """
         decode_tokens = self._decode_tokens + (self.tokens_max if self.is_closed else 0)
@@ -197,6 +200,7 @@ class ReplicaAdmission:
             sequences_max=self.sequences_max if is_ping else 0,
             sequence_ms=round(self._sequence_ms()) if is_ping else 0,
             batch_items=len(self._items) if is_ping else 0,
+            prefill_ns_per_token=self._pace.ns_per_token(now_s) if is_ping else 0,
         )
 
     def sequence_wait_ms(self) -> float:
@@ -241,6 +245,11 @@ class ReplicaAdmission:
         return self.running - self._read_elsewhere
 
     @property
+    def begins_at_once(self) -> bool:
+        """Whether the engine has sequences enough for all generations that were admitted."""
+        return not self.sequences_max or self._generations.total() <= self.sequences_max
+
+    @property
     def decoding(self) -> int:
         """Number of requests in flight whose prompt does not queue here."""
         return self.running - len(self._in_prefill)
@@ -258,9 +267,17 @@ class ReplicaAdmission:
             return generations < 2 * self.generations_max
         return generations < self.generations_max - left
 
-    def _end_prefill(self, reservation: "TokenReservation", now_s: float) -> None:
-        """Release the prefill tokens of a reservation. Called by TokenReservation only."""
+    def _end_prefill(
+        self, reservation: "TokenReservation", now_s: float, began_s: float | None
+    ) -> None:
+        """Release the prefill tokens of a reservation. Called by TokenReservation only.
+
+        If the engine read the prompt in the time since `began_s`, that is measured.
+        """
         del self._in_prefill[reservation]
+        if began_s is not None:
+            took_s = now_s - max(began_s, self._last_prefill_end_s)
+            self._pace.record(reservation.pending_prefill_tokens, took_s, now_s)
         self._last_prefill_end_s = max(self._last_prefill_end_s, now_s)
         self._prefill_tokens -= reservation.prompt_tokens
         self._pending_prefill_tokens -= reservation.pending_prefill_tokens
@@ -300,6 +317,7 @@ class TokenReservation:
 
     __slots__ = (
         "_admission",
+        "_began_s",
         "_is_elsewhere",
         "_is_prefilled",
         "admitted_s",
@@ -337,6 +355,7 @@ class TokenReservation:
         self.admitted_s = admitted_s
         self.item = item
         self.on_first_token: Callable[[], None] = lambda: None
+        self._began_s: float | None = None
 
     @property
     def held_tokens(self) -> int:
@@ -352,12 +371,21 @@ class TokenReservation:
         self._is_elsewhere = is_elsewhere
         self._admission._move_prefill(self, away=is_elsewhere)
 
-    def first_token(self, now_s: float = 0.0) -> None:
-        """Release the prompt's tokens: the engine has prefilled it."""
+    def begin_prefill(self, now_s: float) -> None:
+        """Note that the engine gets the prompt now, which it reads itself.
+
+        An item is computed after all else, and a prompt beyond the engine's sequences waits for one
+        of them: their times say nothing of the engine's pace.
+        """
+        if self.item is None and self._admission is not None and self._admission.begins_at_once:
+            self._began_s = now_s
+
+    def first_token(self, now_s: float = 0.0, *, is_timely: bool = False) -> None:
+        """Release the prompt's tokens: the engine has prefilled it, just now if `is_timely`."""
         if not self._is_prefilled and self._admission is not None:
             self.set_prefill_elsewhere(False)
             self._is_prefilled = True
-            self._admission._end_prefill(self, now_s)
+            self._admission._end_prefill(self, now_s, self._began_s if is_timely else None)
             self.on_first_token()
 
     def release(self, now_s: float = 0.0) -> None:

@@ -125,6 +125,12 @@ class DeploymentRouting:
         """Note that a prompt was refused: none of it will be cached."""
         self._prefixes.undo_sent(sent, keys)
 
+    def record_prefill_pace(self, replica_id: ReplicaId, ns_per_token: int) -> None:
+        """Take the node's measurement of how long a replica takes to read a token, 0 if unknown."""
+        slot = self.slot_of(replica_id)
+        if slot >= 0 and self.replicas.record_prefill_pace(slot, ns_per_token):
+            self.changed.add(replica_id)
+
     def record_evicted(self, slot: int, used_before_s: float) -> None:
         """Note that a replica's cache has nothing that was used last before this time."""
         self._prefixes.record_evicted(slot, used_before_s)

@@ -49,6 +49,14 @@ DEPTH_COST_PREFILL_MS_MIN: Final = 200.0
 DEPTH_COST_ERROR_MAX: Final = 0.5
 """An error counts for at most this share of the prompt's prefill time."""
 
+REPORTED_GAIN_MIN: Final = 1.25
+"""A node's measurement counts if its replica is at least this many times slower than the table
+says. Less may be answers that the replica generates meanwhile, or prompts that other routers took
+to be cached."""
+
+REPORTED_CHANGE_MIN: Final = 0.05
+"""A measurement that differs by a smaller share changes nothing."""
+
 CORRECTION_HALF_LIFE_S: Final = 45.0
 """A replica that does not answer for this long loses half of its correction. Without this, a
 replica that was slow once would never be tried again."""
@@ -152,6 +160,9 @@ class LatencyCorrection:
         """Start with the route table's rate."""
         self.gain = 1.0
         """How many times slower the replica is than its rate says, before it fades."""
+        self.reported_gain = 1.0
+        """The gain by the node's measurement, over the requests of all routers: what the own gain
+        begins with, and fades to."""
         self.overhead_ms = 0.0
         """The time of a first token besides queue and prefill, before it fades."""
         self._learned_at_s = 0.0
@@ -165,9 +176,23 @@ class LatencyCorrection:
             f"spread {self.spread_ms:.0f} ms, {self.answers} answers)"
         )
 
+    def record_reported(self, gain: float) -> bool:
+        """Take the gain that the replica's node has measured; return whether it has changed.
+
+        The own gain changes as much, but no further than the measured one, and not at all if it
+        had left the old one in that direction, because it has learned of the change already.
+        """
+        gain = 1.0 if gain < REPORTED_GAIN_MIN else min(GAIN_MAX, gain)
+        if abs(gain - self.reported_gain) < REPORTED_CHANGE_MIN * self.reported_gain:
+            return False
+        changed_as_much = self.gain * gain / self.reported_gain
+        self.gain = sorted((self.gain, gain, changed_as_much))[1]
+        self.reported_gain = gain
+        return True
+
     def gain_at(self, now_s: float) -> float:
         """Return the gain, faded by the time since the last answer."""
-        return 1.0 + (self.gain - 1.0) * self.retained(now_s)
+        return self.reported_gain + (self.gain - self.reported_gain) * self.retained(now_s)
 
     def overhead_ms_at(self, now_s: float) -> float:
         """Return the overhead, faded by the time since the last answer."""

@@ -135,7 +135,8 @@ class ReplicaTable:
         correction = self.corrections[slot]
         # As gain_at and overhead_ms_at do, but fading once: this runs a dozen times per request.
         retained = correction.retained(now_s)
-        gain = 1.0 + (correction.gain - 1.0) * retained
+        reported_gain = correction.reported_gain
+        gain = reported_gain + (correction.gain - reported_gain) * retained
         unused_ms = 0.0 if correction.answers else UNUSED_REPLICA_MS
         base_ms = rtt_ms + unused_ms + correction.overhead_ms * retained
         others = load.others.estimate(now_s)
@@ -181,6 +182,17 @@ class ReplicaTable:
         if ranked.queue_ms < QUEUE_SHARE_MAX * ranked.prefill_ms:
             depth = ranked.cached_tokens + ranked.uncached_tokens / 2
             self.depth_cost.learn(ranked.prefill_ms, depth, error_ms)
+
+    def record_prefill_pace(self, slot: int, ns_per_token: int) -> bool:
+        """Take the node's measurement of how long a replica takes to read a token, 0 if unknown.
+
+        Return whether the replica's estimate changes.
+        """
+        route = self.routes[slot]
+        if route is None:
+            return False
+        table_ms = prefill_ms(1, route.prefill_tokens_per_s)
+        return self.corrections[slot].record_reported(ns_per_token / 1e6 / table_ms)
 
     def learn_uncached_share(self, share: float) -> None:
         """Learn from an answer which share of its prompt was not cached."""

@@ -255,6 +255,22 @@ async def test_a_ping_reports_the_load_of_other_routers(node: Node) -> None:
     assert await others("b") == (0, 0)
 
 
+async def test_a_ping_says_how_long_a_token_of_a_prompt_takes(node: Node) -> None:
+    await node.warm(node.spec())
+    for number in range(1, 5):
+        # Without streaming, the first byte comes with the last token.
+        for stream, itl_ms in ((True, 0), (False, 200)):
+            sent = {headers.TOKENS: f"p={100 * number};o=3", headers.ROUTER: "a"}
+            mock = {"ttft_ms": 100 * number, "itl_ms": itl_ms}
+            async with node.ask(sent=sent, stream=stream, mock=mock) as answer:
+                assert answer.status == 200
+                await answer.read()
+    async with node.http.get("/ping") as ping:
+        load = headers.parse_loads(ping.headers[headers.LOADS])[ReplicaId("r1")]
+    # One millisecond, and what a busy machine adds; whole answers take 2 to 5.
+    assert 900_000 < load.prefill_ns_per_token < 1_700_000
+
+
 async def test_a_request_is_handed_off_to_a_replica_that_starts_sooner(node: Node) -> None:
     """The target is on the same node or on another; without a better one there is no handoff."""
     async with a_node() as other:

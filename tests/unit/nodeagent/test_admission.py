@@ -107,3 +107,61 @@ def test_the_limit_of_sequences_is_the_engine_s_option(
 ) -> None:
     engine = EngineSettings(driver=driver, options=options)
     assert sequences_max(a_spec(engine=engine)) == expected
+
+
+def read_prompt(admission: ReplicaAdmission, tokens: int, at_s: float, took_s: float) -> None:
+    reservation = admission.admit(
+        tokens, 10, pending_prefill_tokens=tokens, generates_for="a", now_s=at_s
+    )
+    assert reservation is not None
+    reservation.begin_prefill(at_s)
+    reservation.first_token(at_s + took_s, is_timely=True)
+    reservation.release(at_s + took_s + 1.0)
+
+
+def ns_per_token(admission: ReplicaAdmission, now_s: float) -> int:
+    return admission.load(now_s=now_s, is_ping=True).prefill_ns_per_token
+
+
+def test_loads_have_the_time_per_token_of_the_prompts_that_were_read() -> None:
+    admission = ReplicaAdmission(1_000_000, sequences_max=4)
+    for number in range(5):
+        assert bool(ns_per_token(admission, 10.0 * number)) == (number >= 3)
+        read_prompt(admission, 1000 * (number + 1), 10.0 * number, 0.5 * (number + 1))
+    assert ns_per_token(admission, 50.0) == pytest.approx(500_000, rel=1e-3)
+    assert admission.load(now_s=50.0).prefill_ns_per_token == 0, "only pings have it"
+    assert ns_per_token(admission, 500.0) == 0, "long ago"
+
+
+def test_a_prompt_counts_from_the_end_of_the_one_before_it() -> None:
+    admission = ReplicaAdmission(1_000_000, sequences_max=16)
+    waiting = []
+    for _ in range(4):
+        reservation = admission.admit(1000, 10, generates_for="a", now_s=1.0)
+        assert reservation is not None
+        reservation.begin_prefill(1.0)
+        waiting.append(reservation)
+    for number, reservation in enumerate(waiting, 1):
+        reservation.first_token(1.0 + number, is_timely=True)
+    assert ns_per_token(admission, 6.0) == 1_000_000
+
+
+def test_what_says_nothing_of_the_engines_pace_is_not_measured() -> None:
+    admission = ReplicaAdmission(1_000_000, sequences_max=1)
+    item = admission.admit(1000, 10, generates_for="a", item=BatchItem(0))
+    assert item is not None
+    first, waiting = admit(admission, "a"), admit(admission, "b")
+    assert first is not None
+    assert waiting is not None
+    for reservation in (item, waiting):
+        reservation.begin_prefill(1.0)
+    for reservation in (item, first, waiting):
+        reservation.first_token(9.0, is_timely=True)
+        reservation.release(10.0)
+    whole_answer, cancelled = admit(admission, "a"), admit(admission, "b")
+    assert whole_answer is not None
+    assert cancelled is not None
+    whole_answer.begin_prefill(10.0)
+    whole_answer.first_token(19.0)
+    cancelled.release(20.0)
+    assert not admission._pace._prompts

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,6 +73,38 @@ def test_the_correction_fades_without_answers() -> None:
     late_s = 20.0 + 4 * CORRECTION_HALF_LIFE_S
     assert correction.overhead_ms_at(late_s) < 0.1 * correction.overhead_ms_at(20.0)
     assert abs(correction.gain_at(late_s) - 1.0) < 0.05
+
+
+def test_a_replica_that_its_node_reports_to_be_slow_is_predicted_so_at_once() -> None:
+    correction = LatencyCorrection()
+    assert correction.record_reported(2.0)
+    assert correction.gain_at(0.0) == correction.gain_at(1e6) == 2.0
+    assert not correction.record_reported(2.05), "about the same"
+    correction.learn(1000.0, 2300.0, now_s=10.0)
+    learned = correction.gain_at(10.0)
+    assert learned > 2.0
+    assert correction.gain_at(10.0 + 100 * CORRECTION_HALF_LIFE_S) == pytest.approx(2.0)
+    assert correction.record_reported(0.0), "unknown again"
+    assert 1.0 <= correction.gain < learned
+    assert correction.gain_at(1e6) == pytest.approx(1.0)
+
+
+def test_a_small_difference_that_a_node_reports_changes_nothing() -> None:
+    correction = LatencyCorrection()
+    assert not correction.record_reported(0.3)
+    assert not correction.record_reported(1.2)
+    assert correction.gain_at(0.0) == 1.0
+
+
+@given(st.floats(0.25, 4.0), st.floats(1.0, 4.0), st.floats(0.0, 10.0))
+def test_what_a_router_has_learned_already_is_not_counted_twice(
+    learned: float, before: float, reported: float
+) -> None:
+    correction = LatencyCorrection()
+    correction.gain, correction.reported_gain = learned, before
+    if correction.record_reported(reported):
+        lower, upper = sorted((learned, correction.reported_gain))
+        assert lower <= correction.gain <= upper
 
 
 def test_depth_cost_is_learned_from_prompts_that_did_not_queue() -> None:

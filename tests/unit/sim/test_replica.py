@@ -111,6 +111,6 @@ def test_every_request_is_answered_and_no_load_is_left(jobs: list[tuple[float, i
             continue
         ended |= {job.request.number for job in replica.settle(at_s).ended}
     assert ended == set(range(len(jobs)))
-    load = structs.replace(replica.load_at(1e9, 1), cache_age_ms=-1)
+    load = structs.replace(replica.load_at(1e9, 1), cache_age_ms=-1, prefill_ns_per_token=0)
     assert load == ReportedLoad(0, 0, 0, 0, 0, 0, 0)
     assert work_s - 1e-6 <= replica.busy_s <= 1.2 * work_s + 1e-6

@@ -214,7 +214,7 @@ def test_a_load_may_have_the_reach_of_the_cache_and_fields_of_a_later_release() 
 
 
 def test_a_load_with_every_field_is_read_in_one_step() -> None:
-    load = headers.ReportedLoad(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, sequence_ms=11, batch_items=12)
+    load = headers.ReportedLoad(*range(1, 14))
     assert 0 not in msgspec.structs.astuple(load)
     written = headers.format_load(load)
     assert headers._USUAL_LOAD.fullmatch(written)
