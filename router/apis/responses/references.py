@@ -94,7 +94,8 @@ def _reference(raw: msgspec.Raw) -> str:
 
 def _not_stored(number: int, item_id: str) -> ApiError:
     reason = f"no stored response has the item {item_id[:80]!r}; send the item itself"
-    return _invalid(f"input[{number}]", f"{reason}, or store responses (`store`: true)")
+    hint = "with `store: false`, the AI SDK does), or store responses with `store: true`"
+    return _invalid(f"input[{number}]", f"{reason} ({hint}")
 
 
 def _invalid(field: str, reason: str) -> ApiError:
