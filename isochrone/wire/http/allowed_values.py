@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Final
 
+import msgspec
 from msgspec import inspect
 
 LISTED_MAX: Final = 24
@@ -24,9 +25,14 @@ def allowed_values(kind: Any, path: str, body: Any = None) -> str:
         kinds = [below for above in kinds for below in _below(_tagged(above, body), index, name)]
         body = _part(body, index, name)
     values = dict.fromkeys(value for found in kinds for value in _values(found))
-    named = ", ".join(repr(value) for value in list(values)[:LISTED_MAX])
+    named = ", ".join(_spelled(value) for value in list(values)[:LISTED_MAX])
     more = len(values) - LISTED_MAX
     return f"{named} and {more} more" if more > 0 else named
+
+
+def _spelled(value: Any) -> str:
+    """Return a value as JSON has it, but a text in the quotes of the other messages."""
+    return repr(value) if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 @lru_cache(maxsize=256)

@@ -57,6 +57,7 @@ class Drawing(msgspec.Struct):
             "field 'by_name[...]': 'green' is not one of 'red', 'blue'",
         ),
         (b'{"pair":[1,3]}', "field 'pair[1]': 3 is not one of 1, 2"),
+        (b'{"as":false}', "field 'as': false is not one of true"),
     ],
 )
 def test_the_values_are_listed(body: bytes, message: str) -> None:
