@@ -15,6 +15,9 @@ from isochrone.wire.errors import ApiError, ErrorCode
 RESPONSES_MAX: Final = 64
 """Responses that one input may refer to: each is read from a scheduler."""
 
+ITEMS_BYTES_MAX: Final = 8 * 1024 * 1024
+"""What the items may have together: as much as a body, and as the items before a response."""
+
 _TYPE: Final = "item_reference"
 _QUOTED_TYPE: Final = b'"item_reference"'
 _REASONING: Final = "rs_"
@@ -60,15 +63,21 @@ def referenced_responses(body: bytes) -> list[str]:
 def with_items(body: bytes, items: Mapping[str, Any]) -> bytes:
     """Return a body whose input has the stored items, by id, in place of references to them.
 
-    References to reasoning are left out. Raises ApiError 400 for an item that is not among `items`.
+    References to reasoning are left out. Raises ApiError 400 for an item that is not among `items`,
+    and for more than `ITEMS_BYTES_MAX`.
     """
     whole: list[msgspec.Raw] = []
+    items_bytes = 0
     for number, raw in enumerate(_input_of(body)):
         reference = _reference(raw)
         if not reference:
             whole.append(raw)
         elif reference in items:
             whole.append(msgspec.Raw(msgspec.json.encode(items[reference])))
+            items_bytes += len(bytes(whole[-1]))
+            if items_bytes > ITEMS_BYTES_MAX:
+                reason = f"the items that it refers to have more than {ITEMS_BYTES_MAX} bytes"
+                raise _invalid("input", f"{reason}; start a new conversation")
         elif not reference.startswith(_REASONING):
             raise _not_stored(number, reference)
     if not whole:

@@ -7,6 +7,7 @@ import pytest
 
 from isochrone.wire.errors import ApiError
 from router.apis.responses.references import (
+    ITEMS_BYTES_MAX,
     RESPONSES_MAX,
     may_have_references,
     referenced_responses,
@@ -59,6 +60,15 @@ def test_the_number_of_responses_is_limited() -> None:
     body = body_of(*(refer(f"msg_resp_{n:032x}_0") for n in range(RESPONSES_MAX + 1)))
     with pytest.raises(ApiError, match=f"65 responses, more than {RESPONSES_MAX}"):
         referenced_responses(body)
+
+
+def test_the_size_of_the_items_is_limited() -> None:
+    """One item may be referred to many times."""
+    item_id = f"msg_{FIRST}_0"
+    item = {"id": item_id, "content": "x" * (ITEMS_BYTES_MAX // 2)}
+    assert len(with_items(body_of(refer(item_id)), {item_id: item})) > ITEMS_BYTES_MAX // 2
+    with pytest.raises(ApiError, match=f"more than {ITEMS_BYTES_MAX} bytes"):
+        with_items(body_of(refer(item_id), refer(item_id)), {item_id: item})
 
 
 @pytest.mark.parametrize(
