@@ -104,13 +104,15 @@ test-node: $(STAMP) ## Install SDKs for Node.js into .node (200 MB) and test wit
 	npm ci --prefix .node --no-audit --no-fund
 	$(BIN)/pytest tests/integration/router/test_node_sdks.py
 
-.agents/.installed: tests/agents/requirements.txt
+.agents/.installed: tests/agents/requirements.txt tests/agents/instructor.txt
 	$(PYTHON) -m venv --clear .agents
+	$(PYTHON) -m venv --without-pip .agents/instructor
 	.agents/bin/pip install -q --upgrade pip
 	.agents/bin/pip install -q -r $<
+	.agents/bin/pip --python .agents/instructor install -q -r tests/agents/instructor.txt
 	@touch $@
 
-test-agents: $(STAMP) .agents/.installed ## Install agent libraries into .agents (550 MB) and test with them
+test-agents: $(STAMP) .agents/.installed ## Install agent libraries into .agents (700 MB) and test with them
 	$(BIN)/pytest tests/integration/router/test_agent_libraries.py
 
 check: static-checks unit-tests ## Format, lint, import contracts, secrets, types, unit and style tests

@@ -48,8 +48,7 @@ async function responses(stream) {
       : await openai.responses.create(request);
     const calls = answer.output.filter((item) => item.type === "function_call");
     if (!calls.length) return { steps, text: answer.output_text };
-    // The helpers add a field of their own, which OpenAI refuses as well.
-    input.push(...calls.map(({ parsed_arguments, ...call }) => call));
+    input.push(...answer.output);
     steps.push(calls.map((call) => [call.name, JSON.parse(call.arguments)]));
     for (const call of calls) {
       const output = said[call.name](JSON.parse(call.arguments));

@@ -15,7 +15,7 @@ from isochrone.service.http_responses import parse_error_body, read_response
 from isochrone.service.trust import identity as identities
 from isochrone.service.trust.identity import SCHEDULER_NAME, Identity, IdentityError
 from isochrone.service.trust.tls import verifying_context
-from isochrone.wire.peers.control import JoinReply, JoinRequest, PeerRole
+from isochrone.wire.peers.control import JoinReply, JoinRequest, PeerRole, join_token_command
 
 CONNECT_TIMEOUT_S: Final = 5.0
 JOIN_TIMEOUT_S: Final = 10.0
@@ -36,7 +36,7 @@ async def load_or_join(
             missing = "no scheduler to join" if token_file else "no join_token_file"
             raise ConfigError(
                 f"cannot start: {folder} contains no identity, and {missing} is given; create a "
-                "token with `isochrone nodes join-token POP` and name the schedulers' URLs"
+                f"token with `{join_token_command(role)}` and name the schedulers' URLs"
             )
         token = await asyncio.to_thread(_read_token, token_file)
         return await join(urls=urls, token=token, role=role, name=name, folder=folder)

@@ -10,6 +10,8 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http.allowed_values import allowed_values
 
 T = TypeVar("T")
+READ_BYTES_MAX: Final = 256 * 1024
+"""A larger body is not read again to make a message more exact."""
 
 _INVALID_FIELD: Final = re.compile(r" - at `\$\.?(.{1,120})`$")
 _MISSING_FIELD: Final = re.compile(r"missing required field `(.{1,60}?)`")
@@ -25,13 +27,22 @@ def decode_public(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise invalid_field(codec.describe(error), decoder.type) from None
+        raise invalid_field(codec.describe(error), decoder.type, body) from None
 
 
-def invalid_field(reason: str, kind: Any = None) -> ApiError:
+def _read(body: bytes) -> Any:
+    """Return a body's JSON, None for one that is not worth reading again for a message."""
+    try:
+        return msgspec.json.decode(body) if len(body) <= READ_BYTES_MAX else None
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return None
+
+
+def invalid_field(reason: str, kind: Any = None, body: bytes = b"") -> ApiError:
     """Return the error 400 for what a decoder reports, with the name of the field.
 
-    `kind` is the type that it decoded to: the message lists the values that the field may have.
+    `kind` is the type that it decoded `body` to: the message lists the values that the field may
+    have.
     """
     invalid, missing = _INVALID_FIELD.search(reason), _MISSING_FIELD.search(reason)
     unknown = _UNKNOWN_FIELD.search(reason)
@@ -43,7 +54,7 @@ def invalid_field(reason: str, kind: Any = None) -> ApiError:
     elif reason == "Input data was truncated":
         reason = "it is empty, or its JSON ends early"
     elif wrong := _WRONG_VALUE.match(reason := _INVALID_FIELD.sub("", reason)):
-        allowed = allowed_values(kind, field) if kind is not None and field else ""
+        allowed = allowed_values(kind, field, _read(body)) if kind is not None and field else ""
         reason = f"{wrong.group(1)[:80]} is not one of {allowed or 'its values'}"
     subject = f"field '{field}'" if field else "the request body"
     if reason[1:2].islower():

@@ -85,7 +85,7 @@ def read_adapter_config(body: bytes) -> AdapterConfig:
     try:
         config = _CONFIG.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise BadAdapter(f"cannot read the config: {describe(error)}") from error
+        raise BadAdapter(f"cannot read adapter_config.json: {describe(error)}") from error
     if config.peft_type != "LORA":
         raise BadAdapter(f"cannot use a {config.peft_type[:40]!r} adapter: expected 'LORA'")
     if not math.isfinite(config.lora_alpha):

@@ -34,6 +34,13 @@ class PeerRole(StrEnum):
     ROUTER = "router"
 
 
+def join_token_command(role: PeerRole, pop: str = "POP", name: str = "") -> str:
+    """Return the command that makes a join token for such a peer, for messages to operators."""
+    options = [f"--name {name}"] if name else []
+    options += ["--role router"] if role is PeerRole.ROUTER else []
+    return " ".join(["isochrone nodes join-token", pop, *options])
+
+
 class RefusedCode(StrEnum):
     """Why a scheduler refuses a peer."""
 

@@ -16,6 +16,8 @@ from router.dataplane.upload_spool import SpooledBody
 _ID: Final = "[A-Za-z0-9_-]{1,64}"
 _PATH: Final = re.compile(rf"/v1/(?:files|batches)(?:/{_ID}){{0,2}}")
 _CONTENT: Final = re.compile(r"/v1/files/[^/]+/content")
+_COMPACT: Final = "/v1/responses/compact"
+"""A route of OpenAI's, which is not served. It is no response of that id."""
 CHUNK_BYTES: Final = 64 * 1024
 T = TypeVar("T")
 
@@ -35,6 +37,9 @@ def check_route(method: str, path: str, named_path: str) -> None:
 
     The error names the path `named_path`.
     """
+    if path == _COMPACT:
+        reason = "inputs are not compacted here; leave earlier items out of the input"
+        raise ApiError(ErrorCode.NOT_FOUND, f"cannot find {method} {named_path}: {reason}")
     for pattern, methods in _ROUTES:
         if pattern.fullmatch(path):
             if method not in methods:

@@ -24,6 +24,26 @@ def path_pattern(route: PublicRoute) -> re.Pattern[str]:
 
 _LITERAL: Final = frozenset(route.path for route in ROUTES if "{" not in route.path)
 _ROUTES: Final = tuple((path_pattern(route), route.path, route.method) for route in ROUTES)
+_BASES: Final = ("/v1", "/client/v4")
+"""What the base URLs of clients end with. Those of Anthropic's clients end with neither."""
+_SLASHES: Final = re.compile("//+")
+
+
+def intended_path(path: str) -> str:
+    """Return the route's path that a client with a wrong base URL meant; "" if there is none.
+
+    The base URL may lack its end, have one of another client, or be a route's whole URL.
+    """
+    path = _SLASHES.sub("/", path).rstrip("/")
+    ends = [path]
+    ends += [path[len(base) :] for base in (*_BASES, *_LITERAL) if path.startswith(f"{base}/")]
+    whole = (base + end for end in ends for base in ("", *_BASES))
+    return next((candidate for candidate in whole if _is_known(candidate)), "")
+
+
+def _is_known(path: str) -> bool:
+    path = without_account(path)
+    return any(pattern.fullmatch(path) for pattern, _, _ in _ROUTES)
 
 
 def allow_line(path: str) -> str:

@@ -20,6 +20,7 @@ from isochrone.wire.http import headers
 from isochrone.wire.peers.routes import DeploymentEntry, KeyEntry
 from router.apis.auxiliary_server import BYTES_MAX
 from router.apis.document.openapi import document
+from router.apis.document.route_paths import intended_path
 from router.apis.media.surface import MEDIA_ROUTES
 from router.apis.messages.adapter import REQUEST_ID as MESSAGES_REQUEST_ID
 from router.apis.messages.errors import error_body
@@ -150,6 +151,8 @@ async def _explain_not_found(request: web.Request, handler: Handler) -> web.Stre
         return await handler(request)
     path = request.path[:200]
     reason = f"there is no such path; the routes are {ROUTES}"
+    if intended := intended_path(path):
+        reason = f"there is {intended}; correct the base URL of the client"
     raise ApiError(ErrorCode.NOT_FOUND, f"cannot find {request.method} {path}: {reason}")
 
 

@@ -78,7 +78,7 @@ def decode_checked(body: bytes, decoder: "msgspec.json.Decoder[R]") -> R:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise invalid_field(codec.describe(error), decoder.type) from None
+        raise invalid_field(codec.describe(error), decoder.type, body) from None
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from isochrone.wire.http.trace_context import parse_traceparent
 from isochrone.wire.ids import RequestId
 from isochrone.wire.peers.adapter import AdapterEntry
 from isochrone.wire.peers.routes import DeploymentEntry, KeyEntry
+from router.apis.media.schema import IMAGES_PATH, SPEECH_PATH, TRANSCRIPTIONS_PATH
 from router.apis.openai.decode import (
     CHAT,
     CLASSIFY,
@@ -74,6 +75,15 @@ MODEL_KINDS: Final = {
     CLASSIFY_PATH: "classify",
 }
 """The kind of model that a route needs; all other routes need a chat model."""
+
+ROUTES_OF_KINDS: Final = {
+    "chat": CHAT_PATH,
+    **{kind: path for path, kind in MODEL_KINDS.items()},
+    "transcription": TRANSCRIPTIONS_PATH,
+    "speech": SPEECH_PATH,
+    "image": IMAGES_PATH,
+}
+"""A route for each kind of model, which the error for a model of another kind names."""
 
 MODELS_NAMED: Final = 8
 """How many available models the error for an unknown model names."""
@@ -279,7 +289,8 @@ class OpenAiSurface:
             raise ApiError(
                 ErrorCode.WRONG_MODEL_KIND,
                 f"cannot use the model {name!r} with {path}: it is a model of kind"
-                f" {deployment.kind!r}, and this route needs one of kind {kind!r}",
+                f" {deployment.kind!r}, for {ROUTES_OF_KINDS.get(deployment.kind, 'other routes')},"
+                f" and this route needs one of kind {kind!r}",
                 param="model",
             )
         _refuse_retired(deployment, self.unix_clock())

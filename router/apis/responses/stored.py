@@ -21,7 +21,7 @@ from isochrone.wire.peers import responses as wire
 from router.apis.batches.relay import in_a_task
 from router.apis.openai.decode import decode
 from router.apis.openai.surface import OpenAiSurface
-from router.apis.responses.adapter import responses_writer
+from router.apis.responses.adapter import read_responses_request, responses_writer
 from router.apis.responses.events import ResponseEvents, new_response
 from router.apis.responses.finishing_writer import FinishingWriter
 from router.apis.responses.items import input_of, parse_items
@@ -126,6 +126,10 @@ class StoredResponses:
         else:
             await self._answer(ref, inference, events, request, writer)
         return None
+
+    async def answer_unstored(self, request: HttpRequest, writer: ResponseWriter) -> None:
+        """Answer a request that stores nothing and needs nothing more. Raises ApiError."""
+        await self._serve(*read_responses_request(self._openai, request, writer))
 
     async def _begin(
         self,

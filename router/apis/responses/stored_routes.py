@@ -1,5 +1,6 @@
 """`/v1/responses/{id}` and `/v1/conversations`: relayed to the scheduler, on behalf of a key."""
 
+import asyncio
 import re
 from typing import Any, Final
 from urllib.parse import parse_qs
@@ -13,6 +14,11 @@ from router.apis.openai.decode import decode
 from router.apis.query_flags import flag
 from router.apis.responses.adapter import PATH
 from router.apis.responses.items import identified, parse_items
+from router.apis.responses.references import (
+    may_have_references,
+    referenced_responses,
+    with_items,
+)
 from router.apis.responses.replay import FINAL, closing_events, opening_events
 from router.apis.responses.stored import StoredResponses
 from router.batch_client import BatchClient
@@ -24,6 +30,8 @@ FOLLOW_S: Final = 3600.0
 
 POLL_MIN_S: Final = 0.25
 POLL_MAX_S: Final = 2.0
+READ_AT_ONCE: Final = 4
+"""Stored responses that are read at once for one request, of at most a body's size each."""
 KEEP_ALIVE: Final = b": waiting\n\n"
 
 _ID: Final = r"[A-Za-z0-9_-]{1,64}"
@@ -58,10 +66,18 @@ class StoredRoutes:
 
     def is_needed(self, request: HttpRequest) -> bool:
         """Return whether a request for a new response is answered here. Raises ApiError 400."""
-        return self._stored.is_needed(request.body)
+        return may_have_references(request.body) or self._stored.is_needed(request.body)
 
     async def create(self, request: HttpRequest, writer: ResponseWriter) -> None:
         """Answer `POST /v1/responses`. Raises ApiError. An inline task."""
+        if may_have_references(request.body):
+            items: dict[str, Any] = {}
+            if response_ids := referenced_responses(request.body):
+                items = await in_a_task(self._output_of(request, response_ids))
+            request.body = with_items(request.body, items)
+            if not self._stored.is_needed(request.body):
+                await self._stored.answer_unstored(request, writer)
+                return
         followed = await self._stored.create(request, writer)
         if followed is not None:
             request.path = f"{PATH}/{followed.response_id}"
@@ -87,7 +103,7 @@ class StoredRoutes:
         self, request: HttpRequest, starting_after: int, writer: ResponseWriter
     ) -> None:
         """Stream the events of a stored response; the client may begin after any of them."""
-        response = await in_a_task(self._read(request))
+        response = await in_a_task(self._read(request, request.path))
         lines = f"{headers.REQUEST_ID}: {request.client_request_id}\r\ncache-control: no-store\r\n"
         writer.begin(200, "text/event-stream; charset=utf-8", lines)
         for frame in opening_events(response, starting_after):
@@ -98,7 +114,7 @@ class StoredRoutes:
             waited_s += pause_s
             pause_s = min(1.5 * pause_s, POLL_MAX_S)
             try:
-                response = await in_a_task(self._read(request))
+                response = await in_a_task(self._read(request, request.path))
             except ApiError as error:
                 if error.code is not ErrorCode.UNAVAILABLE:
                     # The response was deleted meanwhile.
@@ -112,11 +128,28 @@ class StoredRoutes:
         writer.end()
         await writer.drained()
 
-    async def _read(self, request: HttpRequest) -> dict[str, Any]:
+    async def _output_of(self, request: HttpRequest, response_ids: list[str]) -> dict[str, Any]:
+        """Return the output items of stored responses, by id. Raises ApiError 503."""
+        items: dict[str, Any] = {}
+
+        async def read(response_id: str) -> None:
+            try:
+                response = await self._read(request, f"{PATH}/{response_id}")
+            except ApiError as error:
+                if error.code is not ErrorCode.NOT_FOUND:
+                    raise
+            else:
+                items.update((item["id"], item) for item in response["output"])
+
+        for start in range(0, len(response_ids), READ_AT_ONCE):
+            await asyncio.gather(*map(read, response_ids[start : start + READ_AT_ONCE]))
+        return items
+
+    async def _read(self, request: HttpRequest, path: str) -> dict[str, Any]:
         """Return a stored response. Raises ApiError."""
         key = request.key
         assert key is not None
-        async with self._client.relay(key, "GET", request.path) as response:
+        async with self._client.relay(key, "GET", path) as response:
             read: dict[str, Any] = msgspec.json.decode(await response.read())
             return read
 

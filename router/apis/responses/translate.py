@@ -39,6 +39,8 @@ class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     annotations: Any = None
     """Those of an earlier answer, like `logprobs`: no part of the prompt."""
     logprobs: Any = None
+    parsed: Any = None
+    """Added to an answer's text by OpenAI's helpers for Node.js, which send it back."""
     prompt_cache_breakpoint: Any = None
     """Every prefix is cached while there is space."""
 
@@ -74,6 +76,8 @@ class InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_async: Literal[False] | None = msgspec.field(default=None, name="async")
     namespace: str | None = None
     """Of a function call, and of its output."""
+    parsed_arguments: Any = None
+    """Those of `arguments`, added to a call by OpenAI's helpers for Node.js."""
     phase: None = None
 
 

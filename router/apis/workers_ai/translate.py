@@ -68,6 +68,7 @@ class RunResponseFormat(msgspec.Struct, frozen=True):
     """`response_format`: the format of the generated text."""
 
     type: str = "text"
+    json_schema: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 class RunRequest(msgspec.Struct, frozen=True):
@@ -116,6 +117,9 @@ class _ResponsesShape(msgspec.Struct, frozen=True):
 
 
 _ADAPTER_NAME: Final = re.compile(ADAPTER_NAME_PATTERN)
+_NAMED_BY: Final = frozenset({"name", "schema"})
+_NAMED_KEYS: Final = _NAMED_BY | {"description", "strict"}
+"""The keys of a schema in OpenAI's form, which has at least one of `_NAMED_BY`."""
 _FLAGS: Final = frozenset({"raw", "stream"})
 _RESPONSES_SHAPE: Final = msgspec.json.Decoder(_ResponsesShape)
 _RUN: Final = msgspec.json.Decoder(RunRequest)
@@ -157,12 +161,33 @@ def to_openai(body: bytes, model: str) -> OpenAiCall:
     if run.tools:
         fields["tools"] = [_openai_tool(tool) for tool in run.tools]
     is_json = run.response_format is not None and run.response_format.type != "text"
+    if run.response_format is not None and run.response_format.type == "json_schema":
+        fields["response_format"] = _openai_format(run.response_format.json_schema)
     if run.raw and run.prompt is not None:
         completion = msgspec.json.encode({**fields, "prompt": run.prompt})
         return OpenAiCall(COMPLETIONS_PATH, completion, is_json)
     prompt_message = [{"role": "user", "content": run.prompt}]
     chat = msgspec.json.encode({**fields, "messages": run.messages or prompt_message})
     return OpenAiCall(CHAT_PATH, chat, is_json)
+
+
+def _openai_format(schema: msgspec.Raw | msgspec.UnsetType) -> dict[str, Any]:
+    """Return the format of an answer by a schema; without one, which is allowed here, any object.
+
+    Workers AI's schemas have no name; engines need OpenAI's form. JSON Schema has neither keyword
+    of `_NAMED_BY`, so that form cannot be mistaken for a schema.
+    """
+    if schema is msgspec.UNSET or bytes(schema) == b"null":
+        return {"type": "json_object"}
+    try:
+        keys = frozenset(_FIELDS.decode(schema))
+    except msgspec.DecodeError:
+        # The engine says what is wrong.
+        keys = _NAMED_BY
+    named = (
+        schema if keys <= _NAMED_KEYS and keys & _NAMED_BY else {"name": "answer", "schema": schema}
+    )
+    return {"type": "json_schema", "json_schema": named}
 
 
 def _to_instructed_chat(run: RunRequest, model: str, options: dict[str, Any]) -> OpenAiCall:

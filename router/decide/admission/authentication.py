@@ -24,7 +24,7 @@ def authenticate(keys: KeyTable, authorization: str | None, now_unix_s: float) -
     # Compared even if there is no such key, so that timing does not tell whether there is one.
     is_right = is_same_secret(entry.secret_sha256 if entry else _NO_SECRET_SHA256, secret_sha256)
     if entry is None or not is_right:
-        raise _incorrect_key("it is unknown or revoked")
+        raise _incorrect_key("it is unknown, revoked or expired")
     if entry.expires_at and entry.expires_at <= now_unix_s:
         raise _incorrect_key("it has expired")
     return entry

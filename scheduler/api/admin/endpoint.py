@@ -408,5 +408,8 @@ def not_found(kind: str, name: str) -> ApiError:
         return ApiError(ErrorCode.NOT_FOUND, f"cannot find the key: {reason}")
     # Each kind has a list under its plural. A "budget of tenant" is in that of tenants.
     command = f"isochrone {kind.lower().rpartition(' ')[2]}s list"
-    message = f"cannot find the {kind} {name[:128]!r}: `{command}` shows all"
+    shows = "shows all"
+    if kind == "deployment":
+        shows = "shows the ids, and the names that only clients use"
+    message = f"cannot find the {kind} {name[:128]!r}: `{command}` {shows}"
     return ApiError(ErrorCode.NOT_FOUND, message)

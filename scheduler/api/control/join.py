@@ -13,7 +13,7 @@ from isochrone.wire import codec
 from isochrone.wire.client_keys.keys import secret_sha256
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import NAME_PATTERN, PATTERN_DESCRIPTIONS, ClusterId, is_name
-from isochrone.wire.peers.control import JoinReply, JoinRequest
+from isochrone.wire.peers.control import JoinReply, JoinRequest, join_token_command
 from scheduler.api.control.certificates import CertificateIssuer
 from scheduler.store.events import record_event
 from scheduler.store.fleet.identities import NameRevoked, NameTaken, add_peer, use_join_token
@@ -114,7 +114,7 @@ class JoinEndpoint:
                 raise ApiError(
                     ErrorCode.FORBIDDEN,
                     "cannot join: the token is unknown, used, expired or for another role or name; "
-                    "ask for a new one (`isochrone nodes join-token`)",
+                    f"ask for a new one (`{join_token_command(join.role)}`)",
                     param="token",
                 )
             try:

@@ -16,7 +16,7 @@ import msgspec
 from isochrone.wire.admin import JoinTokenView, RevocationView
 from isochrone.wire.ids import PopId
 from isochrone.wire.peers.assignment import RevokedCertificate
-from isochrone.wire.peers.control import PeerRole
+from isochrone.wire.peers.control import PeerRole, join_token_command
 from scheduler.store.pool import Connection, affected_rows, as_struct, fetch_one
 
 PEER_TABLES: Final = {PeerRole.AGENT: ("node", "node_id"), PeerRole.ROUTER: ("router", "router_id")}
@@ -144,7 +144,7 @@ async def add_peer(
     if peer["boot_id"] and not is_bound:
         raise NameTaken(
             f"the name {name} is in use; use another, or a token bound to it "
-            f"(`isochrone nodes join-token {pop} --name {name}`)"
+            f"(`{join_token_command(role, pop, name)}`)"
         )
 
 

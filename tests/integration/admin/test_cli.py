@@ -186,6 +186,7 @@ async def test_errors_go_to_standard_error_with_an_exit_code(admin: Admin) -> No
     assert (code, "cannot write /proc/nowhere/fleet.json: No such file" in err) == (1, True)
     code, _, err = await run_cli(admin, "keys", "create", "acme", "--deployment", "nobody")
     assert (code, "cannot find the deployment 'nobody'" in err) == (1, True)
+    assert "shows the ids, and the names that only clients use" in err
     assert (await run_cli(admin, "keys", "create", "acme", "--ttl", "0"))[0] == 1
     code, _, err = await run_cli(admin, "keys", "create", "acme", "--ttl", "1 hour")
     assert (code, "cannot read the duration '1 hour'" in err) == (2, True)

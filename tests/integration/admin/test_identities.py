@@ -47,10 +47,10 @@ async def a_token(admin: Admin, **fields: Any) -> str:
     return str(made.body["token"])
 
 
-async def joining(admin: Admin, folder: Path, token: str, name: str = "n1") -> Identity:
-    return await join(
-        urls=[admin.control_url], token=token, role=PeerRole.AGENT, name=name, folder=folder
-    )
+async def joining(
+    admin: Admin, folder: Path, token: str, name: str = "n1", role: PeerRole = PeerRole.AGENT
+) -> Identity:
+    return await join(urls=[admin.control_url], token=token, role=role, name=name, folder=folder)
 
 
 async def refusal_of(admin: Admin, identity: Identity, boot: str) -> str:
@@ -134,6 +134,10 @@ async def test_a_token_is_bound_to_its_name_and_counts_its_uses(
     thrice = await a_token(admin, uses_max=3)
     with pytest.raises(IdentityError, match="the name n1 is in use"):
         await joining(admin, tmp_path / "y", thrice)
+    # A router needs a token of its own kind, which the message says how to make.
+    command = "`isochrone nodes join-token POP --role router`"
+    with pytest.raises(IdentityError, match=command):
+        await joining(admin, tmp_path / "r", thrice, "r1", PeerRole.ROUTER)
     for name in ("n2", "n3", "n4"):
         await joining(admin, tmp_path / name, thrice, name)
     with pytest.raises(IdentityError, match="used, expired"):

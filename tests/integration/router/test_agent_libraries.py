@@ -1,6 +1,6 @@
 """Agent libraries for Python, unmodified, with the router: `make test-agents` installs them.
 
-Their needs collide with the project's, so each runs in an environment of its own.
+Their needs collide with the project's, so they run in environments of their own.
 """
 
 from pathlib import Path
@@ -15,6 +15,7 @@ from tests.integration.router.test_tool_loops import END, EXPECTED, SCRIPT
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".agents" / "bin" / "python"
+INSTRUCTORS_PYTHON = ROOT / ".agents" / "instructor" / "bin" / "python"
 SCRIPTS = ROOT / "tests" / "agents"
 MODEL = "@cf/meta/tiny:8b"
 APIS = {"chat", "responses", "messages"}
@@ -29,13 +30,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-async def run(tmp_path: Path, script: str) -> dict[str, Any]:
+async def run(tmp_path: Path, script: str, python: Path = PYTHON) -> dict[str, Any]:
     """Run a script with the router before a mock engine; return the object that it prints."""
     node = MockNode()
     async with a_bench(tmp_path, [node]) as bench:
         bench.app.fleet.adopt(a_table([a_route(node)], generation=2, names=(MODEL,)))
         return await run_script(
-            (PYTHON, SCRIPTS / script, bench.url, KEY, MODEL, SCRIPT),
+            (python, SCRIPTS / script, bench.url, KEY, MODEL, SCRIPT),
             cwd=tmp_path,
             env={"HOME": str(tmp_path), "OPENAI_AGENTS_DISABLE_TRACING": "1"},
             stdin=None,
@@ -46,7 +47,7 @@ async def run(tmp_path: Path, script: str) -> dict[str, Any]:
     ("script", "apis", "errors"),
     [
         ("agents_sdk.py", APIS - {"messages"}, {"NotFoundError"}),
-        ("pydantic_ai_agents.py", APIS, {"ModelHTTPError"}),
+        ("pydantic_ai_agents.py", APIS, {"ModelNotFoundError"}),
         ("langchain_agents.py", APIS, {"OpenAIModelNotFoundError", "AnthropicModelNotFoundError"}),
         ("litellm_calls.py", APIS, {"NotFoundError"}),
     ],
@@ -66,7 +67,7 @@ async def test_agents(tmp_path: Path, script: str, apis: set[str], errors: set[s
 
 
 async def test_forms_of_answers_with_instructor(tmp_path: Path) -> None:
-    results = await run(tmp_path, "instructor_forms.py")
+    results = await run(tmp_path, "instructor_forms.py", INSTRUCTORS_PYTHON)
     assert results.keys() == APIS
     for api, result in results.items():
         assert len(result["formed"]) >= 2, api

@@ -55,6 +55,11 @@ class BatchBench:
             msgspec.structs.replace(a_key(OTHER_KEY), tenant_id=TenantId("other")),
         ]
 
+    @property
+    def url(self) -> str:
+        """The router's address."""
+        return f"http://127.0.0.1:{self.app.port}"
+
     async def upload(self, *lines: Any, client: openai.AsyncOpenAI | None = None) -> str:
         """Upload a file with one line each; a string is a line as it is."""
         text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)

@@ -142,6 +142,10 @@ async def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path) -> None:
             await client.audio.translations.create(model="transcription", file=file)
         with pytest.raises(openai.BadRequestError, match="needs one of kind 'transcription'"):
             await listen(model="speech", file=file)
+        with pytest.raises(openai.BadRequestError) as elsewhere:
+            run = client.with_options(base_url=f"{bench.url}/ai/run")
+            await run.post("/image", body={"prompt": "x"}, cast_to=object)
+        assert "'image', for /v1/images/generations, " in elsewhere.value.response.text
         with pytest.raises(openai.NotFoundError, match="'whisper-1'"):
             await listen(model="whisper-1", file=file)
         unheard: list[dict[str, Any]] = [

@@ -1,5 +1,6 @@
 """The official clients for Node.js, unmodified, with the router: `make test-node` installs them."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -7,11 +8,15 @@ from typing import Any
 
 import pytest
 
+from tests.integration.admin.conftest import admin
 from tests.integration.router.client_script import run_script
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, Bench, a_bench, a_route, a_table
 from tests.integration.router.mock_node import MockNode
+from tests.integration.router.test_batches import BatchBench, bench
 from tests.integration.router.test_tool_loops import END, EXPECTED, SCRIPT
+
+__all__ = ["admin", "bench"]
 
 ROOT = Path(__file__).parents[3]
 MODULES = ROOT / ".node" / "node_modules"
@@ -23,7 +28,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-async def run(script: str, bench: Bench, *arguments: str) -> dict[str, Any]:
+@pytest.fixture
+def settings() -> dict[str, Any]:
+    """Settings of the scheduler."""
+    return {}
+
+
+async def run(script: str, bench: Bench | BatchBench, *arguments: str) -> dict[str, Any]:
     """Run a script with Node.js; return the object that it prints.
 
     A module (.mjs) is read from standard input, as its imports are then looked for in the working
@@ -113,3 +124,16 @@ async def test_loops_of_tool_calls_end(tmp_path: Path) -> None:
         for loop in loops:
             assert "error" not in loop, (name, loop)
             assert (loop["steps"], loop["text"].strip()) == (expected, END), name
+
+
+async def test_a_conversation_refers_to_earlier_answers(bench: BatchBench) -> None:
+    result = await run("ai_conversation.mjs", bench)
+    assert set(result) == {"stored", "unstored"}
+    assert {text.strip() for texts in result.values() for text in texts} == {"t0 t1"}
+    contents = [
+        [message["content"] for message in json.loads(body)["messages"]]
+        for body in bench.node.bodies
+    ]
+    whole = ["one", "t0 t1", "two", "t0 t1", "three"]
+    texts = [[text.strip() for text in sent] for sent in contents]
+    assert texts == [whole[:1], whole[:3], whole] * 2

@@ -89,6 +89,10 @@ async def test_errors_raise_the_sdks_own_exceptions(tmp_path: Path) -> None:
             ) as not_found:
                 await client.fine_tuning.jobs.list()
             assert not_found.value.code == "not_found"
+            with pytest.raises(
+                openai.NotFoundError, match=r"there is /v1/models; correct the base"
+            ):
+                await client.with_options(base_url=bench.url).models.list()
             for _ in range(3):
                 await chat.create(model="tiny", messages=HELLO)
             with pytest.raises(openai.RateLimitError) as limited:

@@ -33,8 +33,10 @@ async def test_the_tokens_of_an_input_are_counted(tmp_path: Path) -> None:
         assert sent["tools"][0]["function"]["name"] == "f"
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             await client.responses.input_tokens.count(model="tiny", previous_response_id="resp_1")
-        with pytest.raises(openai.APIStatusError, match="use GET or DELETE") as not_here:
+        with pytest.raises(openai.NotFoundError, match="not compacted here"):
             await client.responses.compact(model="tiny", input="hi")
+        with pytest.raises(openai.APIStatusError, match="use GET or DELETE") as not_here:
+            await client.post("/responses/resp_1", cast_to=object)
         assert not_here.value.response.headers["allow"] == "GET, DELETE"
 
 

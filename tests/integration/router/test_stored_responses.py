@@ -80,6 +80,28 @@ async def test_a_stored_response_is_read_continued_and_deleted(bench: BatchBench
     assert json.loads(newest.data[0].to_json())["content"][0]["text"] == "two"
 
 
+async def test_items_of_stored_responses_are_referred_to(bench: BatchBench) -> None:
+    create: Any = bench.client.responses.create
+    answers = [
+        await create(model="tiny", input=text, store=True, max_output_tokens=2) for text in "ab"
+    ]
+    refs = [{"type": "item_reference", "id": answer.output[0].id} for answer in answers]
+    given = [{"type": "item_reference", "id": "rs_resp_req-1_0"}, *refs, {"content": "c"}]
+    sent = [*[("assistant", "t0 t1")] * 2, ("user", "c")]
+    for fields in ({}, {"store": True}, {"previous_response_id": answers[0].id, "store": False}):
+        last = await create(model="tiny", input=given, max_output_tokens=2, **fields)
+        assert last.output_text == "t0 t1"
+        assert sent_messages(bench)[-3:] == sent
+        if fields == {"store": True}:
+            # What is stored are the items.
+            listed = [item.type async for item in bench.client.responses.input_items.list(last.id)]
+            assert listed == ["message"] * 3
+    theirs: Any = bench.other.responses.create
+    with pytest.raises(openai.BadRequestError, match=r"'input\[0\]': no stored response has"):
+        await theirs(model="tiny", input=refs)
+    assert sent_messages(bench)[-3:] == sent
+
+
 async def test_a_stream_is_stored_before_its_last_event(bench: BatchBench) -> None:
     create: Any = bench.client.responses.create
     fields = {"model": "tiny", "input": "one", "store": True, "stream": True}

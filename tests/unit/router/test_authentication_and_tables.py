@@ -51,12 +51,12 @@ def a_key(**fields: object) -> KeyEntry:
         (
             f"Bearer {format_key(KeyId('o' * 12), bytes(32))}",
             a_key(),
-            "Incorrect API key provided: it is unknown or revoked",
+            "Incorrect API key provided: it is unknown, revoked or expired",
         ),
         (
             f"Bearer {format_key(KeyId('k' * 12), bytes(32))}",
             a_key(),
-            "Incorrect API key provided: it is unknown or revoked",
+            "Incorrect API key provided: it is unknown, revoked or expired",
         ),
         (f"Bearer {TEXT}", a_key(expires_at=50.0), "expired"),
         (f"Bearer {TEXT[:30]}\udcff{TEXT[31:]}", a_key(), "form"),
@@ -108,7 +108,9 @@ def test_a_cached_key_is_accepted_only_as_long_as_the_table_has_it() -> None:
         cache.authenticate(keys, header, 200.0)
     renewed = KeyTable.of([a_key()])
     assert cache.authenticate(renewed, header, 300.0) is renewed.get(key.key_id)
-    with pytest.raises(ApiError, match="Incorrect API key provided: it is unknown or revoked"):
+    with pytest.raises(
+        ApiError, match="Incorrect API key provided: it is unknown, revoked or expired"
+    ):
         cache.authenticate(KeyTable(), header, 300.0)
     with pytest.raises(ApiError, match="form"):
         cache.authenticate(renewed, header[:-1], 300.0)

@@ -12,6 +12,7 @@ from openai.types.audio import (
 )
 
 from isochrone.wire.errors import ApiError
+from isochrone.wire.models.model import KIND_FEATURES
 from router.apis.media.multipart import PARTS_MAX, read_form
 from router.apis.media.schema import (
     ImageRequest,
@@ -19,6 +20,7 @@ from router.apis.media.schema import (
     TranscriptionRequest,
     TranslationRequest,
 )
+from router.apis.openai.surface import ROUTES_OF_KINDS
 from router.dataplane.media_relay import MediaRelay
 from router.dataplane.media_usage import media_usage
 from router.dataplane.usage import UsageCount
@@ -135,3 +137,7 @@ def test_a_lost_engine_is_no_end() -> None:
     relay.feed(b'data: {"error":{"code":"engine_lost","message":"the engine failed"}}\n\n')
     relay.end_of_body()
     assert (relay.is_done, relay.has_failed, relay.is_engine_lost) == (False, True, True)
+
+
+def test_each_kind_of_model_has_a_route() -> None:
+    assert ROUTES_OF_KINDS.keys() == KIND_FEATURES.keys()

@@ -37,7 +37,7 @@ def test_every_documented_route_is_relayed(method: str, path: str) -> None:
     ("method", "path", "allow"),
     [
         ("PUT", "/v1/files", "GET, POST"),
-        ("POST", "/v1/responses/compact", "GET, DELETE"),
+        ("POST", "/v1/responses/r", "GET, DELETE"),
         ("GET", "/v1/batches/b/cancel", "POST"),
         ("DELETE", "/v1/conversations", "POST"),
     ],
@@ -52,9 +52,16 @@ def test_other_methods_are_refused_with_those_that_exist(
     assert f"/ai{path}" in refused.value.message
 
 
-def test_other_paths_are_not_found() -> None:
-    with pytest.raises(ApiError) as refused:
-        check_route("GET", "/v1/files/f/parts", "/v1/files/f/parts")
+@pytest.mark.parametrize(
+    ("method", "path", "words"),
+    [
+        ("GET", "/v1/files/f/parts", "there is no such path"),
+        ("POST", "/v1/responses/compact", "not compacted here"),
+    ],
+)
+def test_other_paths_are_not_found(method: str, path: str, words: str) -> None:
+    with pytest.raises(ApiError, match=words) as refused:
+        check_route(method, path, path)
     assert refused.value.code is ErrorCode.NOT_FOUND
 
 

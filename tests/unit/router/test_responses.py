@@ -97,9 +97,17 @@ def test_input_items_become_messages_tool_calls_and_tool_outputs() -> None:
             "type": "message",
             "id": "msg_1",
             "role": "assistant",
-            "content": [{"type": "output_text", "text": "let me see", "annotations": []}],
+            "content": [
+                {"type": "output_text", "text": "let me see", "annotations": [], "parsed": {}}
+            ],
         },
-        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+        {
+            "type": "function_call",
+            "call_id": "a",
+            "name": "f",
+            "arguments": "{}",
+            "parsed_arguments": {},
+        },
         {"type": "function_call", "call_id": "b", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "a", "output": "sun"},
         {

@@ -65,6 +65,28 @@ def test_a_json_answer_is_returned_as_a_value(response_format: object, expected:
     assert result_of(answer, is_json=is_json) == {"response": expected}
 
 
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ({"type": "object"}, {"name": "answer", "schema": {"type": "object"}}),
+        ({}, {"name": "answer", "schema": {}}),
+        ({"name": "n", "schema": {}}, {"name": "n", "schema": {}}),
+        ({"schema": {}, "strict": True}, {"schema": {}, "strict": True}),
+        ("no schema", "no schema"),
+    ],
+)
+def test_a_schema_gets_openais_form(given: object, sent: object) -> None:
+    _, body = translate(prompt="hi", response_format={"type": "json_schema", "json_schema": given})
+    assert body["response_format"] == {"type": "json_schema", "json_schema": sent}
+
+
+@pytest.mark.parametrize("fields", [{}, {"json_schema": None}])
+def test_a_format_without_its_schema_is_any_object(fields: dict[str, None]) -> None:
+    """`workers-ai-provider` sends it where a program asks for any JSON."""
+    _, body = translate(prompt="hi", response_format={"type": "json_schema", **fields})
+    assert body["response_format"] == {"type": "json_object"}
+
+
 def test_incomplete_json_stays_text() -> None:
     answer = json.dumps({"choices": [{"message": {"content": '{"a":'}}]}).encode()
     assert result_of(answer, is_json=True) == {"response": '{"a":'}

@@ -1,0 +1,111 @@
+"""References of an input to items of stored responses, which take the items' place. Pure.
+
+`@ai-sdk/openai` refers to texts and reasoning of earlier answers, unless its option `store` is
+false.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from isochrone.wire.errors import ApiError, ErrorCode
+
+RESPONSES_MAX: Final = 64
+"""Responses that one input may refer to: each is read from a scheduler."""
+
+ITEMS_BYTES_MAX: Final = 8 * 1024 * 1024
+"""What the items may have together: as much as a body, and as the items before a response."""
+
+_TYPE: Final = "item_reference"
+_QUOTED_TYPE: Final = b'"item_reference"'
+_REASONING: Final = "rs_"
+"""What the ids of reasoning begin with. Earlier reasoning is no part of the prompt."""
+_STORED_ID: Final = re.compile(r"(?:msg|fc)_(resp_[0-9a-f]{32})_\d{1,5}")
+"""The id of an output item of a stored response."""
+
+
+class _Item(msgspec.Struct, frozen=True):
+    type: str = "message"
+    id: str = ""
+
+
+_FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ITEMS: Final = msgspec.json.Decoder(list[msgspec.Raw])
+_ITEM: Final = msgspec.json.Decoder(_Item)
+
+
+def may_have_references(body: bytes) -> bool:
+    """Return whether a body may refer to items. Costs one search."""
+    return _QUOTED_TYPE in body
+
+
+def referenced_responses(body: bytes) -> list[str]:
+    """Return the ids of the stored responses whose items an input refers to. Raises ApiError 400.
+
+    A body that cannot be decoded refers to none: its error is found when the request is read.
+    """
+    found = {}
+    for number, raw in enumerate(_input_of(body)):
+        reference = _reference(raw)
+        if reference and not reference.startswith(_REASONING):
+            stored = _STORED_ID.fullmatch(reference)
+            if stored is None:
+                raise _not_stored(number, reference)
+            found[stored[1]] = True
+    if len(found) > RESPONSES_MAX:
+        reason = f"it refers to items of {len(found)} responses, more than {RESPONSES_MAX}"
+        raise _invalid("input", f"{reason}; send the items themselves")
+    return list(found)
+
+
+def with_items(body: bytes, items: Mapping[str, Any]) -> bytes:
+    """Return a body whose input has the stored items, by id, in place of references to them.
+
+    References to reasoning are left out. Raises ApiError 400 for an item that is not among `items`,
+    and for more than `ITEMS_BYTES_MAX`.
+    """
+    whole: list[msgspec.Raw] = []
+    items_bytes = 0
+    for number, raw in enumerate(_input_of(body)):
+        reference = _reference(raw)
+        if not reference:
+            whole.append(raw)
+        elif reference in items:
+            whole.append(msgspec.Raw(msgspec.json.encode(items[reference])))
+            items_bytes += len(bytes(whole[-1]))
+            if items_bytes > ITEMS_BYTES_MAX:
+                reason = f"the items that it refers to have more than {ITEMS_BYTES_MAX} bytes"
+                raise _invalid("input", f"{reason}; start a new conversation")
+        elif not reference.startswith(_REASONING):
+            raise _not_stored(number, reference)
+    if not whole:
+        return body
+    return msgspec.json.encode(_FIELDS.decode(body) | {"input": whole})
+
+
+def _input_of(body: bytes) -> list[msgspec.Raw]:
+    try:
+        return _ITEMS.decode(_FIELDS.decode(body)["input"])
+    except (msgspec.DecodeError, KeyError):
+        return []
+
+
+def _reference(raw: msgspec.Raw) -> str:
+    """Return the id that an item refers to; "" if it is no reference."""
+    try:
+        item = _ITEM.decode(raw)
+    except msgspec.DecodeError:
+        return ""
+    return item.id if item.type == _TYPE else ""
+
+
+def _not_stored(number: int, item_id: str) -> ApiError:
+    reason = f"no stored response has the item {item_id[:80]!r}; send the item itself"
+    hint = "with `store: false`, the AI SDK does), or store responses with `store: true`"
+    return _invalid(f"input[{number}]", f"{reason} ({hint}")
+
+
+def _invalid(field: str, reason: str) -> ApiError:
+    return ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field '{field}': {reason}", param=field)
