@@ -22,7 +22,8 @@ from isochrone.wire.peers.report import ReplicaState
 from nodeagent.decide.replicas import sleep
 from nodeagent.host.awake_memory import AwakeMemory, _Resident
 from nodeagent.host.engines.engine_process import EngineProcess, EngineProcesses
-from nodeagent.supervisor import ManagedReplica, Supervisor
+from nodeagent.managed_replica import ManagedReplica
+from nodeagent.supervisor import Supervisor
 from tests.integration.nodeagent.test_data_plane import Node, a_node
 from tests.integration.nodeagent.test_sleeping_replicas import NAMES, answered, budgets
 from tests.system.harness import until

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from isochrone.wire.peers.assignment import Tombstone
 from isochrone.wire.peers.report import ReplicaState
 from nodeagent import supervisor as module
 from nodeagent.config import NodeConfig
-from nodeagent.decide.replicas import backoff
-from nodeagent.drivers.driver import EngineCommand, UnknownOption
+from nodeagent.decide.replicas import backoff, start_memory
+from nodeagent.drivers.driver import DeviceMemory, EngineCommand, UnknownOption
 from nodeagent.host.artifacts.download import ArtifactError
 from nodeagent.host.engines.engine_record import EngineRecord
-from nodeagent.supervisor import ManagedReplica, Supervisor
+from nodeagent.managed_replica import ManagedReplica
+from nodeagent.supervisor import Supervisor
 from tests.builders import a_spec
 
 SPEC = a_spec("r1")
@@ -108,12 +110,14 @@ class SupervisorFixture:
         self.engines = FakeEngines()
         self.changed = asyncio.Event()
         self.now_s = 0.0
+        self.free_bytes = 8
         fakes: Any = {"artifacts": self.artifacts, "engines": self.engines}
         self.supervisor = Supervisor(
             config=NodeConfig(name="n1", schedulers=("x",), state=Path("x"), address="x"),
             clock=lambda: self.now_s,
             rng=random.Random(1),
             on_change=self.changed.set,
+            device_memory=lambda _: DeviceMemory(total_bytes=8, free_bytes=self.free_bytes),
             **fakes,
         )
 
@@ -325,6 +329,88 @@ async def test_a_replica_whose_engine_is_never_ready_is_given_up(
     assert len(fixture.engines.started) == backoff.FAILURES_MAX
     assert all(engine.stopped for engine in fixture.engines.started)
     assert fixture.replica.reason.startswith("failed 6 times: the engine was not ready")
+
+
+OUT_OF_MEMORY = "the engine exited while loading: torch.OutOfMemoryError: CUDA out of memory"
+LARGE = a_spec("r1", memory_bytes=4)
+
+
+@pytest.fixture
+def starts_without_memory(fixture: SupervisorFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines die while less than the planned memory is free, which is read all the time."""
+    monkeypatch.setattr(backoff, "DELAY_MAX_S", 0.0)
+    monkeypatch.setattr(module, "retry_delay_s", backoff.retry_delay_s)
+    monkeypatch.setattr(module, "MEMORY_POLL_S", 0.0)
+
+    async def wait_ready(*_: object) -> str:
+        return OUT_OF_MEMORY if fixture.free_bytes < LARGE.memory_bytes else ""
+
+    monkeypatch.setattr(module, "wait_ready", wait_ready)
+
+
+async def test_a_start_without_memory_waits_for_it_and_is_no_failure(
+    fixture: SupervisorFixture, starts_without_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_memory, "START_RETRY_S", 10.0)
+    fixture.free_bytes = 3
+    fixture.supervisor.start(LARGE)
+    for starts in range(1, backoff.FAILURES_MAX + 2):
+        await fixture.until(partial(is_waiting_for_memory, fixture, starts))
+        report = fixture.replica.report()
+        assert (report.state, report.restarts) == (ReplicaState.WANTED, 0)
+        assert OUT_OF_MEMORY in report.reason
+        fixture.now_s += 10.0
+    fixture.free_bytes = 4
+    await fixture.until(lambda: fixture.replica.state is ReplicaState.WARM)
+    assert all(engine.stopped for engine in fixture.engines.started[:-1])
+    assert fixture.replica.report().reason == ""
+    await fixture.supervisor.shut_down(keep_engines=False)
+
+
+def is_waiting_for_memory(fixture: SupervisorFixture, starts: int) -> bool:
+    is_waiting = fixture.replica.report().reason.startswith("waits for memory: ")
+    return is_waiting and len(fixture.engines.started) == starts
+
+
+async def test_a_replica_that_waits_long_for_memory_is_given_up_for_other_nodes(
+    fixture: SupervisorFixture, starts_without_memory: None
+) -> None:
+    fixture.free_bytes = 3
+    fixture.supervisor.start(LARGE)
+    await fixture.until(lambda: "waits for memory" in fixture.replica.reason)
+    fixture.now_s += start_memory.START_RETRY_S
+    await fixture.until(lambda: len(fixture.engines.started) == 2)
+    fixture.now_s += start_memory.WAIT_MAX_S - start_memory.START_RETRY_S
+    await fixture.until(lambda: fixture.replica.state is ReplicaState.FAILED)
+    report = fixture.replica.report()
+    assert report.reason.startswith("no memory for 300 s: ")
+    # The scheduler counts a failed replica against its version only after restarts.
+    assert report.restarts == 0
+    fixture.supervisor.end(END)
+    await fixture.until(lambda: fixture.replica.state is ReplicaState.STOPPED)
+
+
+@pytest.mark.parametrize("turns", range(24))
+async def test_the_end_of_a_replica_that_waits_for_memory_can_be_ordered_at_any_moment(
+    fixture: SupervisorFixture, starts_without_memory: None, turns: int
+) -> None:
+    fixture.free_bytes = 3
+    fixture.supervisor.start(LARGE)
+    after_turns(turns, lambda: fixture.supervisor.end(END))
+    await fixture.until(lambda: fixture.replica.state is ReplicaState.STOPPED)
+    assert all(engine.stopped for engine in fixture.engines.started)
+
+
+async def test_an_engine_that_needs_more_than_its_plan_is_given_up(
+    fixture: SupervisorFixture, starts_without_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def wait_ready(*_: object) -> str:
+        return OUT_OF_MEMORY
+
+    monkeypatch.setattr(module, "wait_ready", wait_ready)
+    fixture.supervisor.start(LARGE)
+    await fixture.until(lambda: fixture.replica.state is ReplicaState.FAILED)
+    assert fixture.replica.reason.startswith(f"failed 6 times: {OUT_OF_MEMORY}")
 
 
 async def test_an_engine_kept_at_shutdown_is_released_and_not_stopped(
