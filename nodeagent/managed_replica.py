@@ -136,6 +136,11 @@ class ManagedReplica:
         metrics.KV_FOUND_TOKENS.labels("store").inc(max(0, found))  # a new engine counts from 0
         self._store_hit_tokens = stats.store_hit_tokens_total
 
+    def note_memory(self, used_bytes: int) -> None:
+        """Note what the engine's processes take of one device; the most so far is reported."""
+        used_bytes = max(used_bytes, self.profile.used_bytes)
+        self.profile = msgspec.structs.replace(self.profile, used_bytes=used_bytes)
+
     async def stop_engine(self, *, kill: bool = False) -> None:
         """Stop the engine process, if there is one."""
         if self.engine is not None:

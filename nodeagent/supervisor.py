@@ -118,6 +118,16 @@ class Supervisor:
         replica.task.add_done_callback(self._log_task_failure)
         self._on_change()
 
+    async def adopt(self, survivor: EngineRecord) -> None:
+        """Run a replica whose engine survived an earlier agent, and measure what it takes.
+
+        Measured at once: without it the scheduler would place replicas as if it kept to its plan.
+        """
+        spec = survivor.spec
+        used = await asyncio.to_thread(self._memory_used, survivor.pid, spec.device_ids)
+        self.start(spec, survivor)
+        self.replicas[spec.replica_id].note_memory(used)
+
     def end(self, tombstone: Tombstone) -> None:
         """Order the end of a replica: its task drains and stops it."""
         replica = self.replicas[tombstone.replica_id]
@@ -298,8 +308,7 @@ class Supervisor:
     async def _measure_memory(self, replica: ManagedReplica, engine: EngineProcess) -> None:
         """Record the most memory that the engine's processes were seen to take of one device."""
         used = await asyncio.to_thread(self._memory_used, engine.pid, replica.spec.device_ids)
-        if used > replica.profile.used_bytes:
-            replica.profile = msgspec.structs.replace(replica.profile, used_bytes=used)
+        replica.note_memory(used)
 
     async def _wait_to_retry(self, replica: ManagedReplica, problem: str) -> None:
         """Wait out the backoff; a replica that is given up waits for its end to be ordered."""

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from isochrone.wire.engines.engine import EngineStats
 from isochrone.wire.ids import Generation, ReplicaId
 from isochrone.wire.peers.assignment import Tombstone
 from isochrone.wire.peers.report import ReplicaState
+from nodeagent import app
 from nodeagent import supervisor as module
 from nodeagent.config import NodeConfig
 from nodeagent.decide.replicas import backoff, start_memory
@@ -117,6 +119,7 @@ class SupervisorFixture:
             clock=lambda: self.now_s,
             rng=random.Random(1),
             on_change=self.changed.set,
+            memory_used=lambda leader, _: 100 * leader,
             device_memory=lambda _: DeviceMemory(total_bytes=8, free_bytes=self.free_bytes),
             **fakes,
         )
@@ -462,6 +465,30 @@ async def test_an_engine_without_a_first_token_is_not_warm(
     await fixture.warm(engines=2)
     assert [engine.canaries for engine in fixture.engines.started] == [3, 1]
     assert len(fixture.replica.failure_times) == 1
+
+
+async def test_the_memory_of_an_adopted_engine_is_known_before_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its plan counts for the replicas that start here, and what it takes for the scheduler."""
+
+    async def is_ready(self: FakeEngine) -> bool:
+        return await asyncio.Event().wait()
+
+    monkeypatch.setattr(FakeEngine, "is_ready", is_ready)
+    fixture = SupervisorFixture()
+    shared = a_spec("r1", memory_bytes=4, overcommit=2.0)
+    survivor = EngineRecord(pid=7, command=FakeEngine.record.command, spec=shared)
+    node: Any = SimpleNamespace(assignment=None)
+    signers: Any = SimpleNamespace(problem=lambda artifact: "")
+    engines: Any = fixture.engines
+    engines.survivors = lambda: [survivor]
+    await app._adopt_survivors(node, engines, fixture.supervisor, signers)
+    report = fixture.replica.report()
+    assert (report.state, report.profile.used_bytes) == (ReplicaState.WANTED, 700)
+    (awake,) = fixture.supervisor.awake._awake_replicas()
+    assert (awake.memory_bytes, awake.may_sleep) == (4, False)
+    await fixture.supervisor.shut_down(keep_engines=True)
 
 
 async def test_an_adopted_engine_gets_no_warm_up_request(fixture: SupervisorFixture) -> None:
