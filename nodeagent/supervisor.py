@@ -283,6 +283,8 @@ class Supervisor:
                     return problem
                 continue
             stats = await engine.stats()
+            if stats is None and engine.lacks_descriptors:
+                continue  # the agent's fault, which says nothing of the engine
             is_awake = self.awake.is_awake(replica.spec.replica_id)
             # Requests that wait for a wake are not the engine's.
             running = replica.admission.in_engine if is_awake else 0
@@ -299,7 +301,8 @@ class Supervisor:
             if is_canary_due and running == 0 and stats is not None and is_awake:
                 async with self.awake.use(replica.spec.replica_id, is_test=True):
                     succeeded = await engine.canary(stats.kind)
-                watch = health.after_canary(watch, succeeded=succeeded)
+                if succeeded or not engine.lacks_descriptors:
+                    watch = health.after_canary(watch, succeeded=succeeded)
             stall_s = max(engine.stall_s or self._config.stall_s, engine.step_limit_s)
             problem = health.kill_reason(watch, stall_s=stall_s, in_flight=running)
             if problem:

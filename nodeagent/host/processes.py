@@ -41,6 +41,9 @@ leave its process group and write elsewhere."""
 KILL_PASSES_MAX: Final = 5
 """How often the children of an engine are looked for: they may start others meanwhile."""
 
+KILL_PAUSE_S: Final = 1.0
+"""How long it waits where /proc cannot be read."""
+
 OOM_SCORE: Final = "300"
 """The `oom_score_adj` of engines, out of 1000 (proc_pid_oom_score_adj(5)): if memory is short, the
 kernel kills an engine before the agent and other services of the machine."""
@@ -179,10 +182,14 @@ def kill_remaining(log: Path) -> None:
     """Kill what is left of the engine with this log, whatever its process group. Blocks.
 
     That is every process that writes to the log or has inherited LOG_VARIABLE. One that cleared its
-    environment and writes elsewhere is not found.
+    environment and writes elsewhere is not found. Without a free descriptor it tries for a while.
     """
     for _ in range(KILL_PASSES_MAX):
-        found = {*_writers(log), *_with_variable(f"{LOG_VARIABLE}={log.resolve()}")}
+        try:
+            found = {*_writers(log), *_with_variable(f"{LOG_VARIABLE}={log.resolve()}")}
+        except OSError:
+            time.sleep(KILL_PAUSE_S)
+            continue
         if not found:
             return
         for pid in found:

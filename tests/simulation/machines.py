@@ -64,7 +64,7 @@ class EngineHandle:
     log = Path("/nonexistent/engine.log")
     exit_reason = "the engine exited"
     pid = 0
-    is_adopted = False
+    is_adopted = lacks_descriptors = False
     problem = ""
     stall_s = step_limit_s = 0.0
 

@@ -56,6 +56,7 @@ class FakeEngine:
     is_adopted = False
     problem = canary_problem = ""
     stall_s = step_limit_s = 0.0
+    lacks_descriptors = False
     record = EngineRecord(command=EngineCommand(arguments=(), base_url=""), spec=a_spec())
 
     def __init__(self) -> None:
@@ -497,6 +498,47 @@ async def test_an_adopted_engine_gets_no_warm_up_request(fixture: SupervisorFixt
     await fixture.warm()
     (engine,) = fixture.engines.started
     assert engine.canaries == 0
+
+
+async def observed(fixture: SupervisorFixture, count: int) -> None:
+    """Wait until the last engine was observed this often."""
+    observations = 0
+    was_observed = asyncio.Event()
+
+    def stats() -> EngineStats | None:
+        nonlocal observations
+        observations += 1
+        # Each time a canary is due.
+        fixture.now_s += 11.0
+        if observations > count:
+            was_observed.set()
+        return None if fixture.engines.started[-1].lacks_descriptors else WARM_STATS
+
+    fixture.engines.started[-1].current_stats = stats
+    async with asyncio.timeout(30):
+        await was_observed.wait()
+
+
+async def test_an_agent_that_cannot_reach_its_engine_for_lack_of_descriptors_does_not_end_it(
+    fixture: SupervisorFixture,
+) -> None:
+    fixture.supervisor.start(SPEC)
+    await fixture.warm()
+    (engine,) = fixture.engines.started
+    engine.lacks_descriptors = True
+
+    async def canary(kind: str) -> bool:
+        return not engine.lacks_descriptors
+
+    engine.canary = canary  # type: ignore[method-assign]
+    await observed(fixture, 10)
+    engine.lacks_descriptors = False
+    await observed(fixture, 10)
+    assert fixture.replica.failure_times == []
+    # An engine that does not answer an agent with descriptors is ended as before.
+    engine.current_stats = lambda: None
+    await fixture.warm(engines=2)
+    await fixture.supervisor.shut_down(keep_engines=False)
 
 
 async def test_a_hanging_canary_does_not_delay_the_end(fixture: SupervisorFixture) -> None:
