@@ -11,6 +11,7 @@ from nodeagent.host.engines.step_probe import measure_step
 POLL_INTERVAL_S: Final = 0.1
 GUARD_INTERVAL_S: Final = 1.0
 FIRST_TOKEN_TRIES: Final = 3
+ASLEEP_TRIES: Final = 5
 
 
 async def wait_ready(
@@ -41,6 +42,19 @@ async def wait_ready(
                 return problem
         await asyncio.sleep(POLL_INTERVAL_S)
     return ""
+
+
+async def find_asleep(engine: EngineProcess) -> bool | None:
+    """Return whether an adopted engine sleeps; None if it does not say so in several tries.
+
+    Requests to one that sleeps would hang.
+    """
+    for _ in range(ASLEEP_TRIES):
+        is_asleep = await engine.is_asleep()
+        if is_asleep is not None or engine.exited.is_set():
+            return is_asleep
+        await asyncio.sleep(POLL_INTERVAL_S)
+    return None
 
 
 async def warm_up(engine: EngineProcess) -> str:

@@ -19,7 +19,7 @@ import msgspec
 from isochrone.wire.ids import DeviceId, ReplicaId
 from isochrone.wire.peers.assignment import ReplicaSpec, Tombstone
 from isochrone.wire.peers.report import ReplicaState
-from nodeagent.bring_up import POLL_INTERVAL_S, wait_ready, warm_up
+from nodeagent.bring_up import POLL_INTERVAL_S, find_asleep, wait_ready, warm_up
 from nodeagent.config import NodeConfig
 from nodeagent.decide.replicas import health
 from nodeagent.decide.replicas.backoff import retry_delay_s
@@ -228,7 +228,9 @@ class Supervisor:
         if problem:
             return problem
         may_be_asleep = is_adopted and replica.spec.overcommit > 1
-        is_asleep = may_be_asleep and await engine.is_asleep()
+        is_asleep = await find_asleep(engine) if may_be_asleep else False
+        if is_asleep is None:
+            return "the engine does not say whether it sleeps"
         self.awake.settle(replica.spec.replica_id, engine, is_asleep=is_asleep)
         replica.apply(ReplicaEvent.ENGINE_READY)
         if not is_adopted:

@@ -256,10 +256,12 @@ class EngineProcess:
     async def _order(self, path: str, timeout_s: float) -> int:
         return (await self._request("POST", path, timeout_s))[0] if path else BAD_REQUEST
 
-    async def is_asleep(self) -> bool:
-        """Return whether the engine says that its model is not in memory."""
+    async def is_asleep(self) -> bool | None:
+        """Return whether the engine says that its model is not in memory; None without a word."""
         path = self._driver.is_asleep_path
-        status, body = await self._request("GET", path) if path else (0, b"")
+        status, body = await self._request("GET", path) if path else (BAD_REQUEST, b"")
+        if not status or status >= 500:
+            return None
         return status == OK and body.replace(b" ", b"") == b'{"is_sleeping":true}'
 
     async def _request(

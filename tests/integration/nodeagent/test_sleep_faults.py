@@ -237,7 +237,7 @@ async def test_a_rollout_of_a_sleeping_model_puts_another_to_sleep(sharing: Shar
 
 
 async def test_an_agent_that_starts_again_knows_which_of_its_engines_sleep(
-    sharing: SharingNode,
+    sharing: SharingNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last test: it ends the engines."""
     (asleep,) = sharing.names(awake=False)
@@ -254,6 +254,17 @@ async def test_an_agent_that_starts_again_knows_which_of_its_engines_sleep(
         on_change=lambda: None,
         device_budgets=budgets,
     )
+    # The machine is busy: at first no engine says in time whether it sleeps.
+    unanswered, request = set(NAMES), EngineProcess._request
+
+    async def answer(self: EngineProcess, method: str, path: str, *more: Any) -> tuple[int, bytes]:
+        name = self.record.spec.replica_id
+        if path == "/is_sleeping" and name in unanswered:
+            unanswered.remove(name)
+            return 0, b""
+        return await request(self, method, path, *more)
+
+    monkeypatch.setattr(EngineProcess, "_request", answer)
     try:
         for record in engines.survivors():
             new.start(record.spec, record)
