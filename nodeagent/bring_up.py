@@ -64,11 +64,12 @@ async def warm_up(engine: EngineProcess) -> str:
     error that it answers is left to the watch, which sends canaries of its own and judges them.
     """
     stats = await engine.stats()
-    if stats is None:
-        return ""
+    # Its statistics may be slow on a busy machine. What it is sent then is for a chat model, unless
+    # the assignment names the kind.
+    kind = stats.kind if stats is not None else ""
     for _ in range(FIRST_TOKEN_TRIES):
-        if await engine.canary(stats.kind):
-            await measure_step(engine, stats.kind)
+        if await engine.canary(kind):
+            await measure_step(engine, kind)
             return ""
         if not engine.problem:
             return ""

@@ -25,6 +25,11 @@ log = logging.getLogger(__name__)
 TOKENS_IN_FLIGHT_UNPLANNED: Final = 32_768
 """The limit of a replica that was placed without a planned one."""
 
+RATE_MAX: Final = 1e12
+BYTES_MAX: Final = 1 << 53
+"""The most that a report may say of a rate and of bytes (`Amount` and `NonNegative`). With more in
+it the scheduler refuses the whole report."""
+
 
 class ManagedReplica:
     """One replica of this node: its state, its engine and the task that runs it."""
@@ -128,9 +133,9 @@ class ManagedReplica:
         self.admission.cache_since_s = self._clock() - age_s if age_s >= 0 else None
         self.profile = msgspec.structs.replace(
             self.profile,
-            memory_bytes=stats.weights_bytes,
-            prefill_tokens_per_s=stats.prefill_tokens_per_s,
-            decode_tokens_per_s=stats.decode_tokens_per_s,
+            memory_bytes=stats.weights_bytes if 0 <= stats.weights_bytes <= BYTES_MAX else 0,
+            prefill_tokens_per_s=_possible_rate(stats.prefill_tokens_per_s),
+            decode_tokens_per_s=_possible_rate(stats.decode_tokens_per_s),
         )
         found = stats.store_hit_tokens_total - self._store_hit_tokens
         metrics.KV_FOUND_TOKENS.labels("store").inc(max(0, found))  # a new engine counts from 0
@@ -146,3 +151,8 @@ class ManagedReplica:
         if self.engine is not None:
             await self.engine.stop(kill=kill)
             self.engine = None
+
+
+def _possible_rate(tokens_per_s: float) -> float:
+    """Return a rate; 0, which is unknown, for what is none (negative, endless, NaN)."""
+    return tokens_per_s if 0.0 <= tokens_per_s <= RATE_MAX else 0.0

@@ -4,16 +4,18 @@ import asyncio
 import random
 from collections.abc import Callable, Collection
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from isochrone.wire.engines.engine import EngineStats
 from isochrone.wire.ids import Generation, ReplicaId
 from isochrone.wire.peers.assignment import Tombstone
-from isochrone.wire.peers.report import ReplicaState
+from isochrone.wire.peers.report import ReplicaReport, ReplicaState
 from nodeagent import app
 from nodeagent import supervisor as module
 from nodeagent.config import NodeConfig
@@ -266,6 +268,51 @@ async def test_the_reach_of_the_prefix_cache_is_part_of_the_load(
     async with asyncio.timeout(30):
         await was_read.wait()
     assert admission.load("r", fixture.now_s + 1.0).cache_age_ms == 31_000
+    await fixture.supervisor.shut_down(keep_engines=False)
+
+
+@pytest.mark.parametrize("rate", [-1.0, 1e13, 1e300, float("inf"), float("nan"), 17.5])
+async def test_impossible_statistics_of_an_engine_leave_the_report_readable(
+    fixture: SupervisorFixture, rate: float
+) -> None:
+    """The scheduler refuses a report with such a value, and with it all that the node says."""
+    fixture.supervisor.start(SPEC)
+    await fixture.warm()
+    weights_bytes = int(rate) if isfinite(rate) else 1 << 70
+    fixture.replica.take_stats(
+        EngineStats(
+            prefill_tokens_per_s=rate, decode_tokens_per_s=rate, weights_bytes=weights_bytes
+        )
+    )
+    sent = msgspec.msgpack.encode(fixture.replica.report())
+    profile = msgspec.msgpack.decode(sent, type=ReplicaReport).profile
+    expected = (17.5, 17.5, 17) if rate == 17.5 else (0.0, 0.0, profile.memory_bytes)
+    assert expected == (
+        profile.prefill_tokens_per_s,
+        profile.decode_tokens_per_s,
+        profile.memory_bytes,
+    )
+    await fixture.supervisor.shut_down(keep_engines=False)
+
+
+async def test_an_engine_without_statistics_generates_a_first_token_all_the_same(
+    fixture: SupervisorFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([None, WARM_STATS])
+    canary_states: list[ReplicaState] = []
+
+    async def stats(self: FakeEngine) -> EngineStats | None:
+        return next(answers, WARM_STATS)
+
+    async def canary(self: FakeEngine, kind: str) -> bool:
+        canary_states.append(fixture.replica.state)
+        return True
+
+    monkeypatch.setattr(FakeEngine, "stats", stats)
+    monkeypatch.setattr(FakeEngine, "canary", canary)
+    fixture.supervisor.start(SPEC)
+    await fixture.warm()
+    assert canary_states == [ReplicaState.LOADING]
     await fixture.supervisor.shut_down(keep_engines=False)
 
 
