@@ -290,7 +290,7 @@ class EngineProcess:
                     await self.exited.wait()
         await self.release()
         # Children that left the group still hold memory and devices.
-        await asyncio.to_thread(kill_remaining, self.log)
+        await asyncio.to_thread(kill_remaining, self.log, self.pid)
         await asyncio.to_thread(remove_folders, self._folder)
 
     async def release(self) -> None:
