@@ -71,7 +71,8 @@ async def test_an_engine_that_the_agent_cannot_reach_for_lack_of_descriptors_goe
 async def test_the_end_of_an_engine_is_noticed_that_began_without_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pidfd_open, refused = os.pidfd_open, []
+    pidfd_open = os.pidfd_open
+    refused: list[int] = []
 
     def fails_once(pid: int) -> int:
         if not refused:
