@@ -41,6 +41,7 @@ WAKE_WEIGHT: Final = 0.3
 SLEEP_REFUSED_S: Final = 0.1
 """A replica whose engine refused to sleep is tried again after this time."""
 
+SWITCHING: Final = "its engine falls asleep or wakes up"
 WAKE_FAILED: Final = "the engine did not wake up"
 SLEEP_FAILED: Final = "the engine did not fall asleep"
 
@@ -205,6 +206,8 @@ class AwakeMemory:
         resident = self._residents.get(replica_id)
         if resident is None or (resident.is_awake and not resident.is_yielding):
             return ""
+        if resident.is_switching:
+            return SWITCHING
         return waiting_reason(
             resident.spec.device_ids,
             is_short=resident.short_since_s is not None,

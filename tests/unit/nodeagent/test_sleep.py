@@ -429,6 +429,7 @@ async def test_a_wake_that_hangs_does_not_hold_up_those_of_other_replicas(
     a.may_switch.clear()
     hanging = asyncio.create_task(node.use("a"))
     await reached(lambda: "wake" in a.switches)
+    assert node.memory.reason(ReplicaId("a")) == awake_memory.SWITCHING
     for name in ("b", "c", "b"):
         await node.use(name)
         assert [other for other in "bc" if node.is_awake(other)] == [name]
