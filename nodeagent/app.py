@@ -405,6 +405,6 @@ async def _adopt_survivors(
             extra={"fields": {"replica": spec.replica_id}},
         )
         if is_kept:
-            supervisor.start(spec, survivor)
+            await supervisor.adopt(survivor)
         else:
             await engines.adopt(survivor).stop(kill=True)

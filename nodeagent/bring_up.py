@@ -11,6 +11,7 @@ from nodeagent.host.engines.step_probe import measure_step
 POLL_INTERVAL_S: Final = 0.1
 GUARD_INTERVAL_S: Final = 1.0
 FIRST_TOKEN_TRIES: Final = 3
+ASLEEP_TRIES: Final = 5
 
 
 async def wait_ready(
@@ -43,6 +44,19 @@ async def wait_ready(
     return ""
 
 
+async def find_asleep(engine: EngineProcess) -> bool | None:
+    """Return whether an adopted engine sleeps; None if it does not say so in several tries.
+
+    Requests to one that sleeps would hang.
+    """
+    for _ in range(ASLEEP_TRIES):
+        is_asleep = await engine.is_asleep()
+        if is_asleep is not None or engine.exited.is_set():
+            return is_asleep
+        await asyncio.sleep(POLL_INTERVAL_S)
+    return None
+
+
 async def warm_up(engine: EngineProcess) -> str:
     """Request one token before the engine gets traffic, because its first takes longest.
 
@@ -50,11 +64,12 @@ async def warm_up(engine: EngineProcess) -> str:
     error that it answers is left to the watch, which sends canaries of its own and judges them.
     """
     stats = await engine.stats()
-    if stats is None:
-        return ""
+    # Its statistics may be slow on a busy machine. What it is sent then is for a chat model, unless
+    # the assignment names the kind.
+    kind = stats.kind if stats is not None else ""
     for _ in range(FIRST_TOKEN_TRIES):
-        if await engine.canary(stats.kind):
-            await measure_step(engine, stats.kind)
+        if await engine.canary(kind):
+            await measure_step(engine, kind)
             return ""
         if not engine.problem:
             return ""

@@ -16,141 +16,43 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire.engines.engine import EngineStats
 from isochrone.wire.ids import DeviceId, ReplicaId
 from isochrone.wire.peers.assignment import ReplicaSpec, Tombstone
-from isochrone.wire.peers.report import ReplicaProfile, ReplicaReport, ReplicaState
-from nodeagent import metrics
-from nodeagent.bring_up import POLL_INTERVAL_S, wait_ready, warm_up
+from isochrone.wire.peers.report import ReplicaState
+from nodeagent.bring_up import POLL_INTERVAL_S, find_asleep, wait_ready, warm_up
 from nodeagent.config import NodeConfig
 from nodeagent.decide.replicas import health
-from nodeagent.decide.replicas.backoff import WINDOW_S, retry_delay_s
+from nodeagent.decide.replicas.backoff import retry_delay_s
 from nodeagent.decide.replicas.health import OBSERVE_INTERVAL_S
-from nodeagent.decide.replicas.replica import ReplicaEvent, next_state
-from nodeagent.decide.requests.admission import ReplicaAdmission
-from nodeagent.decide.requests.blame import BlameLedger
-from nodeagent.drivers import is_queue_fair, sequences_max, spare_seats_of
+from nodeagent.decide.replicas.replica import ReplicaEvent
+from nodeagent.decide.replicas.start_memory import (
+    WAIT_MAX_S,
+    lacks_memory,
+    may_start,
+    memory_wait_reason,
+)
 from nodeagent.drivers.driver import DeviceMemory, UnknownOption
 from nodeagent.host.artifacts.artifact_store import ArtifactStore
 from nodeagent.host.artifacts.download import ArtifactError
 from nodeagent.host.awake_memory import AwakeMemory
-from nodeagent.host.engine_seats import EngineSeats
-from nodeagent.host.engines.engine_adapters import AdapterFetcher, EngineAdapters
+from nodeagent.host.engines.engine_adapters import AdapterFetcher
 from nodeagent.host.engines.engine_log import last_error, trim_log
 from nodeagent.host.engines.engine_process import EngineProcess, EngineProcesses
 from nodeagent.host.engines.engine_record import EngineRecord
 from nodeagent.host.engines.leader_watch import LeaderWatch
 from nodeagent.host.memory_guard import MemoryGuard, RunningReplica
+from nodeagent.managed_replica import ManagedReplica
 
 log = logging.getLogger(__name__)
 
-TOKENS_IN_FLIGHT_UNPLANNED: Final = 32_768
-"""The limit of a replica that was placed without a planned one."""
+
+MEMORY_POLL_S: Final = 1.0
+"""How often the free memory of devices is read while a replica waits for it."""
 
 
 async def no_budgets() -> Mapping[DeviceId, int]:
     """Return no devices: nothing is over-committed."""
     return {}
-
-
-class ManagedReplica:
-    """One replica of this node: its state, its engine and the task that runs it."""
-
-    def __init__(self, spec: ReplicaSpec, clock: Callable[[], float]) -> None:
-        self.spec = spec
-        self.state = ReplicaState.WANTED
-        self.state_since_s = clock()
-        self.reason = ""
-        self.last_failure = ""
-        self.failure_times: list[float] = []
-        self.failed_starts = 0
-        """Failures since it was last warm."""
-        self.is_failure_permanent = False
-        """True if every restart would fail the same way."""
-        self.fetched_bytes = 0
-        self.profile = ReplicaProfile()
-        self.admission = ReplicaAdmission(
-            spec.engine.tokens_in_flight_max or TOKENS_IN_FLIGHT_UNPLANNED,
-            sequences_max(spec),
-            is_engine_fair=is_queue_fair(spec),
-        )
-        seats = 0 if is_queue_fair(spec) else sequences_max(spec)
-        self.seats = EngineSeats(seats, spare_seats_of(spec))
-        """Requests that the engine's own queue would serve unfairly wait here."""
-        self.adapters = EngineAdapters()
-        self.blame = BlameLedger()
-        self.trial_lock = asyncio.Lock()
-        """Held by the one suspect request that the engine tries."""
-        self.bytes_out = 0
-        self.engine: EngineProcess | None = None
-        self.tombstone: Tombstone | None = None
-        self.end_ordered = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
-        self.attempt: asyncio.Task[str] | None = None
-        """Starts and watches one engine process. Cancelled when the replica's end is ordered."""
-        self._clock = clock
-        self._store_hit_tokens = 0
-
-    def __repr__(self) -> str:
-        return f"<ManagedReplica {self.spec.replica_id} {self.state.value} {self.reason!r}>"
-
-    @property
-    def is_serving(self) -> bool:
-        """True while requests can be sent to the engine."""
-        return self.state is ReplicaState.WARM and self.engine is not None
-
-    def apply(self, event: ReplicaEvent, reason: str = "") -> None:
-        """Move to the next state of the transition table. Raises ImpossibleReplicaEvent."""
-        before, self.state = self.state, next_state(self.state, event)
-        if event is ReplicaEvent.BROKE:
-            self.last_failure = reason
-            self.failed_starts += 1
-        elif event is ReplicaEvent.ENGINE_READY:
-            self.failed_starts = 0
-        self.reason = reason
-        if self.state is not before:
-            self.state_since_s = self._clock()
-        fields = {"replica": self.spec.replica_id, "event": event.value}
-        fields |= {"state": self.state.value, "reason": reason}
-        log.info("replica event", extra={"fields": fields})
-
-    def report(self) -> ReplicaReport:
-        """Return the replica's part of the node's report."""
-        return ReplicaReport(
-            spec=self.spec,
-            state=self.state,
-            reason=(self.reason or self._restart_reason() or self.admission.sleep_reason())[:500],
-            since_s=self._clock() - self.state_since_s,
-            restarts=len(self.failure_times),
-            fetched_bytes=self.fetched_bytes,
-            profile=self.profile,
-        )
-
-    def _restart_reason(self) -> str:
-        """Return why the engine was started again, as long as that failure counts, or ""."""
-        is_recent = any(self._clock() - at_s < WINDOW_S for at_s in self.failure_times[-1:])
-        return f"restarted after: {self.last_failure}" if is_recent or self.failed_starts else ""
-
-    def take_stats(self, stats: EngineStats) -> None:
-        """Take over the engine's statistics; a negative age is unknown."""
-        self.admission.is_closed = stats.memory_full
-        age_s = stats.prefix_evicted_age_s
-        self.admission.cache_since_s = self._clock() - age_s if age_s >= 0 else None
-        self.profile = msgspec.structs.replace(
-            self.profile,
-            memory_bytes=stats.weights_bytes,
-            prefill_tokens_per_s=stats.prefill_tokens_per_s,
-            decode_tokens_per_s=stats.decode_tokens_per_s,
-        )
-        found = stats.store_hit_tokens_total - self._store_hit_tokens
-        metrics.KV_FOUND_TOKENS.labels("store").inc(max(0, found))  # a new engine counts from 0
-        self._store_hit_tokens = stats.store_hit_tokens_total
-
-    async def stop_engine(self, *, kill: bool = False) -> None:
-        """Stop the engine process, if there is one."""
-        if self.engine is not None:
-            await self.engine.stop(kill=kill)
-            self.engine = None
 
 
 class Supervisor:
@@ -173,7 +75,7 @@ class Supervisor:
         what a process group takes of one of some devices, and `device_memory` the memory of the
         smallest of them; `memory_used` may block."""
         self._memory_guard = MemoryGuard(device_memory, memory_used)
-        self._memory_used = memory_used
+        self._memory_used, self._device_memory = memory_used, device_memory
         self.awake = AwakeMemory(device_budgets, clock)
         self.replicas: dict[ReplicaId, ManagedReplica] = {}
         self.handoffs_in_progress = 0
@@ -215,6 +117,16 @@ class Supervisor:
         replica.task = asyncio.create_task(self._run_replica(replica), name=spec.replica_id)
         replica.task.add_done_callback(self._log_task_failure)
         self._on_change()
+
+    async def adopt(self, survivor: EngineRecord) -> None:
+        """Run a replica whose engine survived an earlier agent, and measure what it takes.
+
+        Measured at once: without it the scheduler would place replicas as if it kept to its plan.
+        """
+        spec = survivor.spec
+        used = await asyncio.to_thread(self._memory_used, survivor.pid, spec.device_ids)
+        self.start(spec, survivor)
+        self.replicas[spec.replica_id].note_memory(used)
 
     def end(self, tombstone: Tombstone) -> None:
         """Order the end of a replica: its task drains and stops it."""
@@ -269,7 +181,9 @@ class Supervisor:
             while not replica.end_ordered.is_set():
                 problem = await self._run_engine(replica)
                 self._on_change()
-                if not replica.end_ordered.is_set():
+                if replica.end_ordered.is_set():
+                    break
+                if not (replica.was_starting and await self._wait_for_memory(replica, problem)):
                     await self._wait_to_retry(replica, problem)
             await self._drain(replica)
         finally:
@@ -314,7 +228,9 @@ class Supervisor:
         if problem:
             return problem
         may_be_asleep = is_adopted and replica.spec.overcommit > 1
-        is_asleep = may_be_asleep and await engine.is_asleep()
+        is_asleep = await find_asleep(engine) if may_be_asleep else False
+        if is_asleep is None:
+            return "the engine does not say whether it sleeps"
         self.awake.settle(replica.spec.replica_id, engine, is_asleep=is_asleep)
         replica.apply(ReplicaEvent.ENGINE_READY)
         if not is_adopted:
@@ -369,6 +285,8 @@ class Supervisor:
                     return problem
                 continue
             stats = await engine.stats()
+            if stats is None and engine.lacks_descriptors:
+                continue  # the agent's fault, which says nothing of the engine
             is_awake = self.awake.is_awake(replica.spec.replica_id)
             # Requests that wait for a wake are not the engine's.
             running = replica.admission.in_engine if is_awake else 0
@@ -385,7 +303,8 @@ class Supervisor:
             if is_canary_due and running == 0 and stats is not None and is_awake:
                 async with self.awake.use(replica.spec.replica_id, is_test=True):
                     succeeded = await engine.canary(stats.kind)
-                watch = health.after_canary(watch, succeeded=succeeded)
+                if succeeded or not engine.lacks_descriptors:
+                    watch = health.after_canary(watch, succeeded=succeeded)
             stall_s = max(engine.stall_s or self._config.stall_s, engine.step_limit_s)
             problem = health.kill_reason(watch, stall_s=stall_s, in_flight=running)
             if problem:
@@ -394,23 +313,59 @@ class Supervisor:
     async def _measure_memory(self, replica: ManagedReplica, engine: EngineProcess) -> None:
         """Record the most memory that the engine's processes were seen to take of one device."""
         used = await asyncio.to_thread(self._memory_used, engine.pid, replica.spec.device_ids)
-        if used > replica.profile.used_bytes:
-            replica.profile = msgspec.structs.replace(replica.profile, used_bytes=used)
+        replica.note_memory(used)
 
     async def _wait_to_retry(self, replica: ManagedReplica, problem: str) -> None:
         """Wait out the backoff; a replica that is given up waits for its end to be ordered."""
-        replica.failure_times.append(self._clock())
+        replica.note_failure()
         times, failed_starts = replica.failure_times, replica.failed_starts
         delay_s = retry_delay_s(times, self._clock(), self._rng.random(), failed_starts)
         if delay_s is None or replica.is_failure_permanent:
             prefix = "" if replica.is_failure_permanent else f"failed {len(times)} times: "
-            replica.apply(ReplicaEvent.GAVE_UP, f"{prefix}{problem}")
-            self._on_change()
-            await replica.end_ordered.wait()
+            await self._give_up(replica, f"{prefix}{problem}")
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(delay_s):
                 await replica.end_ordered.wait()
+
+    async def _wait_for_memory(self, replica: ManagedReplica, problem: str) -> bool:
+        """Wait until a replica that lacked memory may start again; give it up after long.
+
+        Returns False at once if its start failed for another reason.
+        """
+        failed_s, planned_bytes = self._clock(), replica.spec.memory_bytes
+        free_bytes = await self._free_bytes(replica)
+        if replica.end_ordered.is_set():
+            return True
+        if not lacks_memory(problem, free_bytes, planned_bytes):
+            return False
+        since_s = replica.note_memory_wait(failed_s)
+        replica.reason = memory_wait_reason(
+            replica.spec.device_ids, free_bytes, planned_bytes, problem
+        )
+        self._on_change()
+        while not replica.end_ordered.is_set():
+            now_s = self._clock()
+            if may_start(free_bytes, planned_bytes, now_s - failed_s):
+                return True
+            if now_s - since_s >= WAIT_MAX_S:
+                await self._give_up(replica, f"no memory for {WAIT_MAX_S:.0f} s: {problem}")
+                return True
+            with suppress(TimeoutError):
+                async with asyncio.timeout(MEMORY_POLL_S):
+                    await replica.end_ordered.wait()
+            free_bytes = await self._free_bytes(replica)
+        return True
+
+    async def _free_bytes(self, replica: ManagedReplica) -> int:
+        """Return the memory that is free on each of a replica's devices; as planned if unknown."""
+        memory = await asyncio.to_thread(self._device_memory, replica.spec.device_ids)
+        return replica.spec.memory_bytes if memory is None else memory.free_bytes
+
+    async def _give_up(self, replica: ManagedReplica, reason: str) -> None:
+        replica.apply(ReplicaEvent.GAVE_UP, reason)
+        self._on_change()
+        await replica.end_ordered.wait()
 
     async def _drain(self, replica: ManagedReplica) -> None:
         """Wait for the requests in flight, up to the tombstone's timeout, and stop the engine."""

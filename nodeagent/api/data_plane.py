@@ -92,7 +92,8 @@ from nodeagent.drivers.driver import TOKENIZE_PATH
 from nodeagent.host.awake_memory import CannotWake
 from nodeagent.host.cache_salts import CacheSalts
 from nodeagent.host.engines.engine_adapters import AdapterUnavailable, FetchedAdapter
-from nodeagent.supervisor import ManagedReplica, Supervisor
+from nodeagent.managed_replica import ManagedReplica
+from nodeagent.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 

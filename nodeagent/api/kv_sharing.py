@@ -31,7 +31,7 @@ from nodeagent.disaggregation.kv_fetch import RelayToPeer, length_header
 from nodeagent.disaggregation.kv_windows import WindowLeases
 from nodeagent.disaggregation.store_copies import StoreCopies
 from nodeagent.host.engines.engine_process import EngineProcess
-from nodeagent.supervisor import ManagedReplica
+from nodeagent.managed_replica import ManagedReplica
 
 BODY_TIMEOUT_S: Final = 10.0
 COPIES_QUEUED_MAX: Final = 16

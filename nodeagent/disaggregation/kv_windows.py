@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.kv import kv_transfer
 from nodeagent.decide.pauses import Pauses
-from nodeagent.supervisor import ManagedReplica
+from nodeagent.managed_replica import ManagedReplica
 
 PAUSE_S: Final = 30.0
 PAUSES_MAX: Final = 256

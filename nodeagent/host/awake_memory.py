@@ -1,7 +1,8 @@
 """Grants the memory of devices to the replicas that are awake, and puts others to sleep for it.
 
 `decide/replicas/sleep.py` makes the decisions. Switches are done one after the other, because
-loading weights takes all of the node's cores or of its bus.
+loading weights takes all of the node's cores or of its bus; but a late one, whose engine may hang,
+holds up no other.
 
 Rule 1: a node without over-committed replicas grants memory at once.
 Rule 2: a wake is done only while a request waits for it.
@@ -12,9 +13,9 @@ ended.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from isochrone.wire.ids import DeviceId, ReplicaId
 from isochrone.wire.peers.assignment import ReplicaSpec
@@ -24,17 +25,15 @@ from nodeagent.decide.replicas.sleep import (
     WAKE_RETRY_S,
     YIELD_AFTER_S,
     AwakeReplica,
-    RecentDemand,
     SleepOutcome,
     WakeOutcome,
     WakePlan,
+    late_after_s,
     plan_wake,
     waiting_reason,
     wake_limit_s,
 )
-
-WAKE_S_UNKNOWN: Final = 0.5
-"""The wake time that is reported until one was measured."""
+from nodeagent.host.resident import Resident, SleepingEngine
 
 WAKE_WEIGHT: Final = 0.3
 """The weight of the latest wake in the reported one."""
@@ -42,72 +41,30 @@ WAKE_WEIGHT: Final = 0.3
 SLEEP_REFUSED_S: Final = 0.1
 """A replica whose engine refused to sleep is tried again after this time."""
 
+SWITCHING: Final = "its engine falls asleep or wakes up"
 WAKE_FAILED: Final = "the engine did not wake up"
 SLEEP_FAILED: Final = "the engine did not fall asleep"
-
-
-class SleepingEngine(Protocol):
-    """An engine that can drop its model and load it again."""
-
-    async def fall_asleep(self) -> SleepOutcome:
-        """Drop the model."""
-        ...
-
-    async def wake_up(self, timeout_s: float) -> WakeOutcome:
-        """Load the model, in at most this time."""
-        ...
 
 
 class CannotWake(Exception):
     """A replica's engine did not wake up, or ended meanwhile."""
 
 
-class _Resident:
-    """One replica as this module knows it: awake, asleep, or without an engine."""
-
-    def __init__(self, spec: ReplicaSpec) -> None:
-        self.spec = spec
-        self.engine: SleepingEngine | None = None
-        self.is_awake = False
-        self.is_yielding = False
-        self.problem = ""
-        """Why the engine must be started again; "" while it can be used."""
-        self.requests = 0
-        self.used_s = 0.0
-        self.awake_since_s = 0.0
-        self.admitted_s: float | None = None
-        """When its engine was allowed to start; None for an adopted one."""
-        self.start_s = 0.0
-        """How long its engine took to start; 0 if that is unknown."""
-        self.wake_s = 0.0
-        """How long its wakes take; 0 until one was measured."""
-        self.waiting: asyncio.Future[None] | None = None
-        """Resolved for all waiting requests once the replica is awake."""
-        self.waiters = 0
-        self.asked_s = 0.0
-        self.fits = True
-        """Whether it could wake if all others slept that may."""
-        self.short_since_s: float | None = None
-        """Since when its wakes are refused for lack of memory; None if the last one was not."""
-        self.retry_at_s = 0.0
-        self.demand = RecentDemand()
-
-    @property
-    def may_sleep(self) -> bool:
-        """Whether its model may be dropped while it is idle."""
-        return self.spec.overcommit > 1 and self.engine is not None and not self.problem
-
-    @property
-    def expected_wake_s(self) -> float:
-        """How long a wake is expected to take."""
-        return self.wake_s or WAKE_S_UNKNOWN
-
-
 class _Switch(NamedTuple):
-    """A replica to wake, and those that sleep first."""
+    """The next step to a wake or a start: of the `waiting` replica, or of one that sleeps first."""
 
-    resident: _Resident
-    sleeping: tuple[ReplicaId, ...]
+    waiting: Resident
+    resident: Resident
+
+    @property
+    def is_sleep(self) -> bool:
+        """Whether the resident falls asleep. Else it wakes or starts."""
+        return self.resident is not self.waiting
+
+    @property
+    def is_start(self) -> bool:
+        """Whether the resident's engine may start."""
+        return self.resident.engine is None
 
 
 class AwakeMemory:
@@ -121,11 +78,13 @@ class AwakeMemory:
         """`budgets` returns the bytes of each device that replicas may take."""
         self._budgets = budgets
         self._clock = clock
-        self._residents: dict[ReplicaId, _Resident] = {}
-        self._queue: deque[_Resident] = deque()
+        self._residents: dict[ReplicaId, Resident] = {}
+        self._queue: deque[Resident] = deque()
         self._switching: asyncio.Task[None] | None = None
         self._switch_due_s: float | None = None
-        """When the switch in progress is expected to end; None without one."""
+        """When the switch should end that others wait for; None if they wait for none."""
+        self._in_progress: set[asyncio.Task[bool]] = set()
+        """The switches, late ones included."""
         self._changed = asyncio.Event()
 
     async def admit(self, spec: ReplicaSpec) -> None:
@@ -133,7 +92,7 @@ class AwakeMemory:
 
         The memory counts as in use from then on, until `settle`.
         """
-        resident = self._residents[spec.replica_id] = _Resident(spec)
+        resident = self._residents[spec.replica_id] = Resident(spec)
         if not self._is_overcommitted():
             self._set_awake(resident)
         else:
@@ -146,7 +105,7 @@ class AwakeMemory:
 
         It may sleep, but only the engine knows: `settle` says so later.
         """
-        resident = self._residents[spec.replica_id] = _Resident(spec)
+        resident = self._residents[spec.replica_id] = Resident(spec)
         self._set_awake(resident)
         resident.requests += 1
 
@@ -220,11 +179,15 @@ class AwakeMemory:
         if self.is_awake(replica_id):
             return 0
         resident = self._residents[replica_id]
-        ahead = self._queue.index(resident) if resident in self._queue else len(self._queue)
+        queued = [waiting for waiting in self._queue if not waiting.is_switching]
+        ahead = queued.index(resident) if resident in queued else len(queued)
+        due_s = self._switch_due_s
+        if resident.is_switching:
+            ahead, due_s = 0, resident.switch_due_s
         wait_s = resident.expected_wake_s * (1 + ahead)
-        if self._switch_due_s is not None:
+        if due_s is not None:
             # A switch that takes too long may take as long again.
-            wait_s += max(0.0, self._clock() - self._switch_due_s)
+            wait_s += max(0.0, self._clock() - due_s)
         if resident.short_since_s is not None:
             wait_s += SHORTAGE_LIMIT_S
         return max(1, round(1000 * wait_s))
@@ -243,6 +206,8 @@ class AwakeMemory:
         resident = self._residents.get(replica_id)
         if resident is None or (resident.is_awake and not resident.is_yielding):
             return ""
+        if resident.is_switching:
+            return SWITCHING
         return waiting_reason(
             resident.spec.device_ids,
             is_short=resident.short_since_s is not None,
@@ -260,17 +225,17 @@ class AwakeMemory:
     def _is_overcommitted(self) -> bool:
         return any(resident.spec.overcommit > 1 for resident in self._residents.values())
 
-    def _set_awake(self, resident: _Resident) -> None:
+    def _set_awake(self, resident: Resident) -> None:
         resident.is_awake, resident.is_yielding = True, False
         resident.awake_since_s = resident.used_s = self._clock()
 
-    def _end_use(self, resident: _Resident) -> None:
+    def _end_use(self, resident: Resident) -> None:
         resident.requests -= 1
         resident.used_s = self._clock()
         if self._queue:
             self._changed.set()
 
-    async def _wait_awake(self, resident: _Resident) -> None:
+    async def _wait_awake(self, resident: Resident) -> None:
         """Queue a replica for a wake, and wait for it."""
         if resident.waiting is None or resident.waiting.done():
             resident.waiting = asyncio.get_running_loop().create_future()
@@ -308,15 +273,28 @@ class AwakeMemory:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(switch):
                         await self._changed.wait()
-                continue
-            if not await self._put_to_sleep(switch.sleeping):
+            elif switch.is_start:
+                self._set_awake(switch.resident)
+                self._resolve(switch.resident, None)
+            elif not await self._is_done_in_time(switch):
                 await asyncio.sleep(SLEEP_REFUSED_S)
-                continue
-            # Meanwhile the last of its requests may have gone.
-            if switch.resident in self._queue:
-                await self._wake(switch.resident)
         for resident in self._residents.values():
             resident.is_yielding = False
+
+    async def _is_done_in_time(self, switch: _Switch) -> bool:
+        """Do a switch, or leave it to itself once it is late (Rule 4); return False if refused."""
+        resident = switch.resident
+        self._switch_due_s = self._clock() + resident.expected_wake_s
+        resident.switch_due_s = self._switch_due_s
+        doing = self._put_to_sleep(switch) if switch.is_sleep else self._wake(resident)
+        task = asyncio.create_task(doing)
+        self._in_progress.add(task)
+        task.add_done_callback(self._in_progress.discard)
+        try:
+            await asyncio.wait((task,), timeout=late_after_s(resident.expected_wake_s))
+        finally:
+            self._switch_due_s = None
+        return not task.done() or task.result()
 
     def _next_switch(self, budgets: Mapping[DeviceId, int]) -> _Switch | float:
         """Return the first wake that can be done now, or in how many seconds to look again.
@@ -326,6 +304,8 @@ class AwakeMemory:
         retry_s = YIELD_AFTER_S
         awaited: set[DeviceId] = set()
         for resident in list(self._queue):
+            if resident.is_switching:
+                continue
             devices = resident.spec.device_ids
             is_first = awaited.isdisjoint(devices)
             if resident.is_awake and (is_first or not resident.is_yielding):
@@ -337,7 +317,7 @@ class AwakeMemory:
                 continue
             plan = self._plan(resident, budgets)
             if plan.sleeping is not None:
-                return _Switch(resident, plan.sleeping)
+                return self._first_step(resident, plan.sleeping)
             if plan.yielding is not None:
                 self._residents[plan.yielding].is_yielding = True
             resident.fits = plan.can_fit
@@ -346,7 +326,16 @@ class AwakeMemory:
             retry_s = min(retry_s, plan.retry_s)
         return retry_s
 
-    def _plan(self, resident: _Resident, budgets: Mapping[DeviceId, int]) -> WakePlan:
+    def _first_step(self, waiting: Resident, sleeping: Sequence[ReplicaId]) -> _Switch:
+        """Return the first step of a plan; after it the rest is planned again."""
+        if not sleeping:
+            return _Switch(waiting, waiting)
+        resident = self._residents[sleeping[0]]
+        # Requests that come from now on wait for a wake.
+        resident.is_awake, resident.is_yielding = False, False
+        return _Switch(waiting, resident)
+
+    def _plan(self, resident: Resident, budgets: Mapping[DeviceId, int]) -> WakePlan:
         now_s = self._clock()
         return plan_wake(
             resident.spec.device_ids,
@@ -372,56 +361,61 @@ class AwakeMemory:
                 demand=resident.demand.at(self._clock()),
             )
             for replica_id, resident in self._residents.items()
-            if resident.is_awake or resident.problem
+            if resident.is_awake or resident.problem or resident.is_switching
         ]
 
-    async def _put_to_sleep(self, replica_ids: tuple[ReplicaId, ...]) -> bool:
-        """Put replicas to sleep; return whether all of them do."""
-        for replica_id in replica_ids:
-            resident = self._residents.get(replica_id)
-            if resident is None or resident.engine is None or resident.requests:
-                return False
-            # Requests that come from now on wait for a wake.
-            resident.is_awake, resident.is_yielding = False, False
-            started_s = self._clock()
-            outcome = await resident.engine.fall_asleep()
+    async def _put_to_sleep(self, switch: _Switch) -> bool:
+        """Put a replica to sleep for another one; return whether it does."""
+        resident, started_s = switch.resident, self._clock()
+        outcome = SleepOutcome.FAILED
+        try:
+            if resident.engine is not None:
+                outcome = await resident.engine.fall_asleep()
+        finally:
+            resident.switch_due_s = None
+            self._changed.set()
             if outcome is SleepOutcome.FAILED:
                 self._fail(resident, SLEEP_FAILED)
-            if outcome is SleepOutcome.REFUSED:
-                self._set_awake(resident)
-            if outcome is not SleepOutcome.ASLEEP:
-                return False
-            metrics.SWITCHES.labels("sleep").observe(self._clock() - started_s)
+        if outcome is SleepOutcome.REFUSED:
+            self._set_awake(resident)
+        if outcome is not SleepOutcome.ASLEEP:
+            return False
+        metrics.SWITCHES.labels("sleep").observe(self._clock() - started_s)
+        # A wake that lacked memory is tried again at once.
+        switch.waiting.retry_at_s = 0.0
         return True
 
-    async def _wake(self, resident: _Resident) -> None:
-        """Wake a replica whose memory is free, or let its engine start."""
-        if resident.engine is None:
-            self._set_awake(resident)
-            self._resolve(resident, None)
-            return
+    async def _wake(self, resident: Resident) -> bool:
+        """Wake a replica whose memory is free."""
         started_s = self._clock()
-        self._switch_due_s = started_s + resident.expected_wake_s
+        outcome = WakeOutcome.FAILED
         try:
-            limit_s = wake_limit_s(resident.wake_s, resident.start_s)
-            outcome = await resident.engine.wake_up(limit_s)
+            if resident.engine is not None:
+                limit_s = wake_limit_s(resident.wake_s, resident.start_s)
+                outcome = await resident.engine.wake_up(limit_s)
         finally:
-            self._switch_due_s = None
-        took_s = self._clock() - started_s
+            resident.switch_due_s = None
+            self._changed.set()
+            is_gone = self._residents.get(resident.spec.replica_id) is not resident
+            if outcome is WakeOutcome.FAILED or is_gone:
+                self._fail(resident, WAKE_FAILED)
+        if resident.problem:
+            return True
         if outcome is WakeOutcome.NO_MEMORY:
             self._note_shortage(resident)
-            return
-        is_gone = self._residents.get(resident.spec.replica_id) is not resident
-        if outcome is not WakeOutcome.AWAKE or is_gone:
-            self._fail(resident, WAKE_FAILED)
-            return
+        else:
+            took_s = self._clock() - started_s
+            metrics.SWITCHES.labels("wake").observe(took_s)
+            self._note_wake(resident, took_s)
+        return True
+
+    def _note_wake(self, resident: Resident, took_s: float) -> None:
         resident.short_since_s = None
         resident.wake_s += WAKE_WEIGHT * (took_s - resident.wake_s) if resident.wake_s else took_s
-        metrics.SWITCHES.labels("wake").observe(took_s)
         self._set_awake(resident)
         self._resolve(resident, None)
 
-    def _note_shortage(self, resident: _Resident) -> None:
+    def _note_shortage(self, resident: Resident) -> None:
         """Try the wake again after a while; after SHORTAGE_LIMIT_S refuse the waiting requests."""
         now_s, since_s = self._clock(), resident.short_since_s
         resident.short_since_s = now_s if since_s is None else since_s
@@ -429,12 +423,12 @@ class AwakeMemory:
         if now_s - resident.short_since_s >= SHORTAGE_LIMIT_S:
             self._resolve(resident, CannotWake(self.reason(resident.spec.replica_id)))
 
-    def _fail(self, resident: _Resident, problem: str) -> None:
+    def _fail(self, resident: Resident, problem: str) -> None:
         """Have a replica's engine started again, and refuse the requests that wait for it."""
         resident.problem = problem
         self._resolve(resident, CannotWake(problem))
 
-    def _resolve(self, resident: _Resident, error: CannotWake | None) -> None:
+    def _resolve(self, resident: Resident, error: CannotWake | None) -> None:
         if resident in self._queue:
             self._queue.remove(resident)
         waiting = resident.waiting

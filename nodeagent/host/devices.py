@@ -64,7 +64,11 @@ class DeviceReader:
     def memory(self, device_ids: Sequence[DeviceId]) -> DeviceMemory | None:
         """Return the memory of the smallest of these devices; None if it is unknown. Blocks."""
         if self._nvml is None or CPU in device_ids:
-            memory = psutil.virtual_memory()
+            try:
+                memory = psutil.virtual_memory()
+            except OSError as error:  # no free descriptor
+                log.warning("cannot read the memory", extra={"fields": {"reason": str(error)}})
+                return None
             return DeviceMemory(total_bytes=memory.total, free_bytes=memory.available)
         try:
             indices = [int(device_id.removeprefix("gpu")) for device_id in device_ids]
@@ -85,7 +89,12 @@ class DeviceReader:
 
         On a CPU it is the group's share of resident memory; 0 if it cannot be read.
         """
-        members = group_members(leader)
+        try:
+            members = group_members(leader)
+        except OSError as error:  # no free descriptor
+            fields = {"leader": leader, "reason": str(error)}
+            log.warning("cannot read who uses memory", extra={"fields": fields})
+            return 0
         if self._nvml is None or CPU in device_ids:
             return sum(_proportional_bytes(pid) for pid in members)
         most = 0

@@ -41,6 +41,13 @@ leave its process group and write elsewhere."""
 KILL_PASSES_MAX: Final = 5
 """How often the children of an engine are looked for: they may start others meanwhile."""
 
+KILL_PAUSE_S: Final = 1.0
+"""How long it waits where /proc cannot be read."""
+
+END_TIMEOUT_S: Final = 2.0
+END_POLL_S: Final = 0.02
+"""How long each pass waits for the processes that it killed, and how often it looks."""
+
 OOM_SCORE: Final = "300"
 """The `oom_score_adj` of engines, out of 1000 (proc_pid_oom_score_adj(5)): if memory is short, the
 kernel kills an engine before the agent and other services of the machine."""
@@ -175,19 +182,48 @@ def group_that_writes(log: Path) -> int:
     return 0
 
 
-def kill_remaining(log: Path) -> None:
+def kill_remaining(log: Path, leader: int = 0) -> None:
     """Kill what is left of the engine with this log, whatever its process group. Blocks.
 
     That is every process that writes to the log or has inherited LOG_VARIABLE. One that cleared its
-    environment and writes elsewhere is not found.
+    environment and writes elsewhere is not found. Waits until they and the group of `leader`, which
+    has been signalled, have ended: until then they hold memory. Without a free descriptor it tries
+    for a while.
     """
     for _ in range(KILL_PASSES_MAX):
-        found = {*_writers(log), *_with_variable(f"{LOG_VARIABLE}={log.resolve()}")}
-        if not found:
+        try:
+            found = {*_writers(log), *_with_variable(f"{LOG_VARIABLE}={log.resolve()}")}
+            members = group_members(leader) if leader else ()
+        except OSError:
+            time.sleep(KILL_PAUSE_S)
+            continue
+        ending = [pid for pid in {*found, *members} if _runs(pid)]
+        if not ending:
             return
         for pid in found:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+        _wait_until_ended(ending)
+
+
+def _wait_until_ended(pids: Sequence[int]) -> None:
+    for _ in range(round(END_TIMEOUT_S / END_POLL_S)):
+        if not any(map(_runs, pids)):
+            return
+        time.sleep(END_POLL_S)
+
+
+def _runs(pid: int) -> bool:
+    """Return whether a thread of a process runs. Its first one may have ended before the others."""
+    threads: list[Path] = []
+    with suppress(OSError):
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+    for thread in threads:
+        with suppress(OSError):
+            stat = (thread / "stat").read_text(errors="replace")
+            if stat.rpartition(")")[2].split()[0] != "Z":
+                return True
+    return False
 
 
 def _with_variable(assignment: str) -> list[int]:

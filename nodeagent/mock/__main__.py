@@ -20,6 +20,10 @@ def main() -> None:
     if "fail_load" in config.options:
         sys.stderr.write("cannot load the model: option fail_load is set\n")
         raise SystemExit(1)
+    beside = config.options.get("out_of_memory_beside")
+    if beside and Path(beside).exists():
+        sys.stderr.write("torch.OutOfMemoryError: CUDA out of memory\n")
+        raise SystemExit(1)
 
     async def serve() -> None:
         await MockServer(MockEngine(config), config).serve()

@@ -64,7 +64,7 @@ class EngineHandle:
     log = Path("/nonexistent/engine.log")
     exit_reason = "the engine exited"
     pid = 0
-    is_adopted = False
+    is_adopted = lacks_descriptors = False
     problem = ""
     stall_s = step_limit_s = 0.0
 
@@ -109,7 +109,7 @@ class SimEngines:
         return EngineHandle(self._node, self._node.start_engine(spec))
 
     def survivors(self) -> list[Any]:
-        return [SimpleNamespace(spec=engine.spec) for engine in self._node.engines.values()]
+        return [SimpleNamespace(spec=engine.spec, pid=0) for engine in self._node.engines.values()]
 
     def adopt(self, record: Any) -> EngineHandle:
         return EngineHandle(self._node, self._node.engines[record.spec.replica_id])

@@ -134,6 +134,7 @@ ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {
                 "kv_tokens",
                 "sequences",
                 "fail_load",
+                "out_of_memory_beside",
                 "crash_at_token",
                 "hang_at_token",
                 "garbage_at_token",

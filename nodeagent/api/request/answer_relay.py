@@ -13,7 +13,7 @@ from isochrone.wire.http import headers
 from isochrone.wire.kv import kv_sharing, kv_transfer
 from nodeagent import metrics
 from nodeagent.api.request.engine_trials import EngineRequest
-from nodeagent.supervisor import ManagedReplica
+from nodeagent.managed_replica import ManagedReplica
 
 WHOLE_BODY_BYTES_MAX: Final = 512 * 1024
 FROM_ENGINE: Final = (

@@ -44,7 +44,7 @@ from nodeagent.disaggregation.store_fetch import StoreFetch
 from nodeagent.disaggregation.two_legs import LegRequest, PrefillLeg, PrefillPeers
 from nodeagent.disaggregation.usage_rewriter import UsageRewriter, rewrite_json
 from nodeagent.host.engines.engine_process import EngineProcess
-from nodeagent.supervisor import ManagedReplica
+from nodeagent.managed_replica import ManagedReplica
 
 DecodeLeg = PrefillLeg | HandshakeLeg
 

@@ -13,7 +13,7 @@ from isochrone.wire.peers.report import ReplicaState
 from nodeagent.decide.requests.blame import EXIT_DELAY_S
 from nodeagent.host.engines.engine_adapters import LoadedAdapter
 from nodeagent.host.engines.engine_process import EngineProcess
-from nodeagent.supervisor import ManagedReplica
+from nodeagent.managed_replica import ManagedReplica
 
 TRIAL_S_MAX: Final = 5.0
 """A trial ends after this time also without a token: an answer that is not streamed has none before

@@ -21,7 +21,8 @@ from nodeagent.host.engines.engine_adapters import (
     LoadedAdapter,
     adapter_paths,
 )
-from nodeagent.supervisor import ManagedReplica, Supervisor
+from nodeagent.managed_replica import ManagedReplica
+from nodeagent.supervisor import Supervisor
 
 
 def read_adapter(request: web.Request) -> RequestAdapter | None:

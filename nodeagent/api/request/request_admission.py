@@ -21,7 +21,7 @@ from nodeagent.api.request.request_estimates import (
 )
 from nodeagent.decide.requests.admission import TokenReservation
 from nodeagent.decide.requests.preemption import BatchItem
-from nodeagent.supervisor import ManagedReplica
+from nodeagent.managed_replica import ManagedReplica
 
 OUTPUT_TOKENS_DEFAULT: Final = 256
 """Output reserved for a request without the router's estimate."""

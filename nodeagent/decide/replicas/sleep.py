@@ -11,6 +11,8 @@ them has waited YIELD_AFTER_S for memory that busy replicas hold, the one that h
 longest takes no new requests, finishes those it has, and sleeps. A wake that waits for one device
 does not hold up those of other devices, and one that could not be done although all others slept
 holds up none.
+A switch that is late (`late_after_s`) holds up none either: its engine may hang, and the memory of
+a replica that switches counts as in use until it sleeps.
 Rule 5: a wake that the engine refused for lack of memory is tried again every WAKE_RETRY_S, and at
 once after one more replica fell asleep. After SHORTAGE_LIMIT_S its requests are refused.
 """
@@ -32,6 +34,10 @@ WAKE_LIMIT_MAX_S: Final = 120.0
 WAKE_SLOWER_MAX: Final = 20
 """How many times as long as its earlier wakes a wake may take. From the disk it takes 4 times as
 long as from the page cache on a machine with a fast disk (ops/bench/overcommit.md)."""
+LATE_MIN_S: Final = 2.0
+LATE_SLOWER: Final = 2
+"""A switch is late after this time, and this many times as long as a wake is expected to take. Two
+at a time take longer, as loading weights takes all of the node's cores or of its bus."""
 WAKE_RETRY_S: Final = 1.0
 SHORTAGE_LIMIT_S: Final = 10.0
 """Requests wait so long for memory that is there by the plan only. Other nodes may have it."""
@@ -67,6 +73,11 @@ def wake_limit_s(wake_s: float, start_s: float) -> float:
     """
     expected_s = WAKE_SLOWER_MAX * wake_s or START_SLOWER_MAX * start_s or WAKE_LIMIT_MAX_S
     return min(max(expected_s, WAKE_LIMIT_MIN_S), WAKE_LIMIT_MAX_S)
+
+
+def late_after_s(expected_s: float) -> float:
+    """Return after which time a switch no longer holds up those of other replicas."""
+    return max(LATE_MIN_S, LATE_SLOWER * expected_s)
 
 
 class RecentDemand:

@@ -126,8 +126,8 @@ def check_memory(
         available = min(available, config.memory_max_bytes)
     if weights_bytes + kv_bytes > available:
         raise MemoryShortage(
-            f"cannot load {config.model_path} on {device}: {weights_bytes} bytes of weights"
-            f" and {kv_bytes} of KV are needed, {available} are available"
+            f"cannot load {config.model_path} on {device}: not enough memory, {weights_bytes} bytes"
+            f" of weights and {kv_bytes} of KV are needed, {available} are available"
         )
 
 

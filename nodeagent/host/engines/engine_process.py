@@ -52,7 +52,7 @@ from nodeagent.host.engines.engine_folder import (
 from nodeagent.host.engines.engine_log import LOG
 from nodeagent.host.engines.engine_ports import free_port, other_listener
 from nodeagent.host.engines.engine_record import EngineRecord, surviving_engines, write_record
-from nodeagent.host.engines.open_session import open_session
+from nodeagent.host.engines.open_session import lacks_descriptors, new_session, open_session
 from nodeagent.host.engines.standby import StandbyProcess
 from nodeagent.host.kv_events import follow_kv_events
 from nodeagent.host.processes import (
@@ -70,12 +70,8 @@ log = logging.getLogger(__name__)
 
 TERM_TIMEOUT_S: Final = 10.0
 KILL_TIMEOUT_S: Final = 10.0
+PIDFD_RETRY_S: Final = 1.0
 PROBE_TIMEOUT_S: Final = 4.0
-IDLE_CONNECTION_S: Final = 2.0
-"""How long an idle connection to a vendor's server is kept. vLLM, SGLang and TensorRT-LLM close it
-after 5 s, and a request sent at that moment would look like a lost engine."""
-
-CONNECT_TIMEOUT_S: Final = 4.0  # probes may fill a busy server's queue of connections for a second
 SLEEP_TIMEOUT_S: Final = 30.0
 NO_MEMORY: Final = 429  # the embedded engine's answer to a wake if there is no memory for its model
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
@@ -100,24 +96,13 @@ class EngineProcess:
         self.problem = ""
         """The reason why the engine cannot be used although it runs; "" if there is none."""
         self.canary_problem = ""
+        self.lacks_descriptors = False
+        """True if the last request failed because the agent had no free file descriptor."""
         self.log = folder / LOG
         self._owns_port = False
         self._folder, self._child, self.is_adopted = folder, child, child is None
         self._driver = DRIVERS[record.spec.engine.driver]
-        connector = (
-            aiohttp.UnixConnector(
-                record.command.socket, limit=0, force_close=not record.command.keep_alive
-            )
-            if record.command.socket
-            else aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
-        )
-        self._http = aiohttp.ClientSession(
-            record.command.base_url or None,
-            connector=connector,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-            auto_decompress=False,
-            headers={"authorization": f"Bearer {key}"} if (key := record.command.api_key) else None,
-        )
+        self._http = new_session(record.command)
         self._exit_watcher = asyncio.create_task(self._watch_exit())
         self._kv_events = follow_kv_events(record.command.kv_events, is_new=child is not None)
 
@@ -271,21 +256,25 @@ class EngineProcess:
     async def _order(self, path: str, timeout_s: float) -> int:
         return (await self._request("POST", path, timeout_s))[0] if path else BAD_REQUEST
 
-    async def is_asleep(self) -> bool:
-        """Return whether the engine says that its model is not in memory."""
+    async def is_asleep(self) -> bool | None:
+        """Return whether the engine says that its model is not in memory; None without a word."""
         path = self._driver.is_asleep_path
-        status, body = await self._request("GET", path) if path else (0, b"")
+        status, body = await self._request("GET", path) if path else (BAD_REQUEST, b"")
+        if not status or status >= 500:
+            return None
         return status == OK and body.replace(b" ", b"") == b'{"is_sleeping":true}'
 
     async def _request(
         self, method: str, path: str, timeout_s: float = PROBE_TIMEOUT_S, body: Any = None
     ) -> tuple[int, bytes]:
         """Return status and body of an answer, or (0, b"") if it is not complete in time."""
+        self.lacks_descriptors = False
         try:
             async with asyncio.timeout(timeout_s):
                 async with self.http.request(method, path, json=body) as response:
                     return response.status, await read_response(response, ANSWER_BYTES_MAX)
-        except (aiohttp.ClientError, OSError, TimeoutError):
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            self.lacks_descriptors = lacks_descriptors(error)
             return 0, b""
 
     async def stop(self, *, kill: bool = False) -> None:
@@ -301,7 +290,7 @@ class EngineProcess:
                     await self.exited.wait()
         await self.release()
         # Children that left the group still hold memory and devices.
-        await asyncio.to_thread(kill_remaining, self.log)
+        await asyncio.to_thread(kill_remaining, self.log, self.pid)
         await asyncio.to_thread(remove_folders, self._folder)
 
     async def release(self) -> None:
@@ -313,11 +302,15 @@ class EngineProcess:
 
     async def _watch_exit(self) -> None:
         loop, exited = asyncio.get_running_loop(), asyncio.Event()
-        try:
-            descriptor = os.pidfd_open(self.record.pid)
-        except ProcessLookupError:
-            self.exited.set()
-            return
+        descriptor = -1
+        while descriptor < 0:
+            try:
+                descriptor = os.pidfd_open(self.record.pid)
+            except ProcessLookupError:
+                self.exited.set()
+                return
+            except OSError:  # no free descriptor
+                await asyncio.sleep(PIDFD_RETRY_S)
         loop.add_reader(descriptor, exited.set)
         try:
             await exited.wait()

@@ -57,6 +57,7 @@ def surviving_engines(folder: Path) -> list[EngineRecord]:
             # Its replica is unknown, and it would occupy its devices for ever.
             pid = group_that_writes(path.parent / LOG)
             signal_group(pid, start_time(pid), signal.SIGKILL)
+            kill_remaining(path.parent / LOG)
             remove_folders(path.parent)
             continue
         if record.boot in ("", boot_id()):

@@ -15,6 +15,7 @@ from typing import Final
 
 from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.host.engines.engine_ports import is_connected_to
+from nodeagent.host.engines.open_session import lacks_descriptors
 
 STORE_DRIVERS: Final = frozenset({"vllm", "sglang"})
 """The engines whose leader has torch's store at the group's port."""
@@ -52,7 +53,10 @@ class LeaderWatch:
         if self._group is None:
             return ""
         leader = f"the leader of the replica, at {self._group.host}:{self._group.port},"
-        if await _listens(self._group.host, self._group.port):
+        listens = await _listens(self._group.host, self._group.port)
+        if listens is None:
+            return ""
+        if listens:
             self._has_met, self._failures = True, 0
             if await asyncio.to_thread(is_connected_to, self._group.port, self._part):
                 self._has_joined, self._apart = True, 0
@@ -72,12 +76,13 @@ class LeaderWatch:
         return self._is_adopted and self._apart >= JOIN_PROBES_MAX
 
 
-async def _listens(host: str, port: int) -> bool:
+async def _listens(host: str, port: int) -> bool | None:
+    """Return whether a process listens; None if this agent cannot connect to any."""
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             _, writer = await asyncio.open_connection(host, port)
-    except (OSError, TimeoutError):
-        return False
+    except (OSError, TimeoutError) as error:
+        return None if lacks_descriptors(error) else False
     writer.close()
     with suppress(OSError):
         await writer.wait_closed()

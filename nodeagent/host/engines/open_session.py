@@ -1,13 +1,45 @@
-"""Turns the use of a stopped engine's HTTP session into a connection error.
+"""The HTTP session of an engine, and what its errors mean."""
 
-aiohttp raises RuntimeError there, which looks like a bug.
-"""
+import errno
+from typing import Final
 
 import aiohttp
 
+from nodeagent.drivers.driver import EngineCommand
+
+IDLE_CONNECTION_S: Final = 2.0
+"""How long an idle connection to a vendor's server is kept. vLLM, SGLang and TensorRT-LLM close it
+after 5 s, and a request sent at that moment would look like a lost engine."""
+
+CONNECT_TIMEOUT_S: Final = 4.0  # probes may fill a busy server's queue of connections for a second
+
+
+def new_session(command: EngineCommand) -> aiohttp.ClientSession:
+    """Return a session for requests to an engine. It limits no connections."""
+    connector = (
+        aiohttp.UnixConnector(command.socket, limit=0, force_close=not command.keep_alive)
+        if command.socket
+        else aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
+    )
+    return aiohttp.ClientSession(
+        command.base_url or None,
+        connector=connector,
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+        auto_decompress=False,
+        headers={"authorization": f"Bearer {key}"} if (key := command.api_key) else None,
+    )
+
 
 def open_session(session: aiohttp.ClientSession) -> aiohttp.ClientSession:
-    """Return `session`. Raises aiohttp.ClientConnectionError if it was closed."""
+    """Return `session`. Raises aiohttp.ClientConnectionError if it was closed.
+
+    aiohttp raises RuntimeError where a stopped engine's session is used, which looks like a bug.
+    """
     if session.closed:
         raise aiohttp.ClientConnectionError("the engine has stopped")
     return session
+
+
+def lacks_descriptors(error: Exception) -> bool:
+    """Return whether a request failed because this process or machine has no free descriptor."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.model
 
 UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"model_path": "/nowhere/model.gguf"}, "no such file"),
-    ({"kv_memory_bytes": 2**60}, "are available"),
+    ({"kv_memory_bytes": 2**60}, "not enough memory"),
     ({"kv_host_bytes": 2**60, "kv_memory_bytes": 2**20}, f"and {2**60 + 2**20} of KV"),
     ({"device": "cuda:0"}, "no CUDA device"),
     ({"device": "tpu"}, "device"),

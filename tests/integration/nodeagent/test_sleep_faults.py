@@ -20,9 +20,11 @@ from isochrone.wire.ids import Generation, ReplicaId
 from isochrone.wire.peers.assignment import Tombstone
 from isochrone.wire.peers.report import ReplicaState
 from nodeagent.decide.replicas import sleep
-from nodeagent.host.awake_memory import AwakeMemory, _Resident
+from nodeagent.host.awake_memory import AwakeMemory
 from nodeagent.host.engines.engine_process import EngineProcess, EngineProcesses
-from nodeagent.supervisor import ManagedReplica, Supervisor
+from nodeagent.host.resident import Resident
+from nodeagent.managed_replica import ManagedReplica
+from nodeagent.supervisor import Supervisor
 from tests.integration.nodeagent.test_data_plane import Node, a_node
 from tests.integration.nodeagent.test_sleeping_replicas import NAMES, answered, budgets
 from tests.system.harness import until
@@ -51,7 +53,7 @@ class SharingNode:
     def is_awake(self, name: str) -> bool:
         return self.memory.is_awake(ReplicaId(name))
 
-    def resident(self, name: str) -> _Resident:
+    def resident(self, name: str) -> Resident:
         return self.memory._residents[ReplicaId(name)]
 
     def signal(self, name: str, number: signal.Signals) -> None:
@@ -125,7 +127,7 @@ async def test_an_engine_that_is_killed_while_it_switches_is_started_again(
     # A replica that is ordered to sleep counts as asleep, and the other one sleeps before a wake.
     await sharing.until("the switch has begun", lambda: not sharing.is_awake(victim))
     if does == "wakes":
-        await sharing.until("the wake has begun", lambda: sharing.memory._switch_due_s)
+        await sharing.until("the wake has begun", lambda: sharing.resident(asleep).is_switching)
     sharing.signal(name, signal.SIGKILL)
     assert await request == (503 if does == "wakes" else 200)
     assert "SIGKILL" in await sharing.restarted(name, killed)
@@ -154,6 +156,34 @@ async def test_an_engine_that_hangs_as_it_wakes_is_started_again(
             await answered(sharing.node, name)
     assert "did not wake up" in await sharing.restarted(asleep, hung)
     assert had_memory == [True]
+    await sharing.all_answer()
+
+
+@pytest.mark.parametrize("client", ["waits", "has gone"])
+async def test_an_engine_that_hangs_as_it_wakes_does_not_hold_up_others(
+    sharing: SharingNode, monkeypatch: pytest.MonkeyPatch, client: str
+) -> None:
+    monkeypatch.setattr(sleep, "WAKE_LIMIT_MIN_S", sleep.WAKE_LIMIT_MAX_S)
+    monkeypatch.setattr(sleep, "LATE_MIN_S", 0.5)
+    (asleep,) = sharing.names(awake=False)
+    hung, resident = sharing.engine(asleep), sharing.resident(asleep)
+    sharing.signal(asleep, signal.SIGSTOP)
+    request = asyncio.create_task(sharing.status(asleep))
+    await sharing.until("the wake has begun", lambda: resident.is_switching)
+    if client == "has gone":
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        await sharing.until("it has gone", lambda: not resident.waiters)
+    others = [name for name in NAMES if name != asleep]
+    for name in (*others, *others):
+        await answered(sharing.node, name)
+    assert resident.is_switching
+    assert not hung.exited.is_set()
+    sharing.signal(asleep, signal.SIGCONT)
+    if client == "waits":
+        assert await request == 200
+    await sharing.until("it is awake", lambda: sharing.is_awake(asleep))
+    assert sharing.engine(asleep) is hung
     await sharing.all_answer()
 
 
@@ -207,7 +237,7 @@ async def test_a_rollout_of_a_sleeping_model_puts_another_to_sleep(sharing: Shar
 
 
 async def test_an_agent_that_starts_again_knows_which_of_its_engines_sleep(
-    sharing: SharingNode,
+    sharing: SharingNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last test: it ends the engines."""
     (asleep,) = sharing.names(awake=False)
@@ -224,6 +254,17 @@ async def test_an_agent_that_starts_again_knows_which_of_its_engines_sleep(
         on_change=lambda: None,
         device_budgets=budgets,
     )
+    # The machine is busy: at first no engine says in time whether it sleeps.
+    unanswered, request = set(NAMES), EngineProcess._request
+
+    async def answer(self: EngineProcess, method: str, path: str, *more: Any) -> tuple[int, bytes]:
+        name = self.record.spec.replica_id
+        if path == "/is_sleeping" and name in unanswered:
+            unanswered.remove(name)
+            return 0, b""
+        return await request(self, method, path, *more)
+
+    monkeypatch.setattr(EngineProcess, "_request", answer)
     try:
         for record in engines.survivors():
             new.start(record.spec, record)

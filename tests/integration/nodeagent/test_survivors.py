@@ -291,8 +291,17 @@ async def test_an_engine_with_an_unreadable_record_is_killed(folder: Path) -> No
     left.mkdir()
     (left / "process.json").write_bytes(b"{")
     leader = processes.spawn(("sleep", "60"), left / "engine.log")
+    child = processes.spawn(("sleep", "60"), left / "engine.log")
+    apart = processes.spawn(("sleep", "60"), folder / "other.log", {})
     assert EngineProcesses(folder, 1).survivors() == []
-    assert await asyncio.to_thread(leader.wait, READY_S) == -signal.SIGKILL
+    try:
+        for process in (leader, child):
+            assert await asyncio.to_thread(process.wait, READY_S) == -signal.SIGKILL
+        assert apart.poll() is None
+    finally:
+        for process in (leader, child, apart):
+            process.kill()
+            process.wait()
     assert not left.exists()
 
 

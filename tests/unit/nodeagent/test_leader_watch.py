@@ -1,6 +1,7 @@
 """A part of a replica over several nodes notices that its leader has ended."""
 
 import asyncio
+import errno
 import os
 import sys
 
@@ -46,6 +47,23 @@ async def test_a_leader_that_listened_and_no_longer_does_has_ended() -> None:
     await server.wait_closed()
     assert await problems(watch, FAILURES_MAX) == [*[False] * (FAILURES_MAX - 1), True]
     assert f"127.0.0.1:{port}, has ended" in await watch.problem()
+
+
+async def test_an_agent_without_descriptors_does_not_take_its_leader_for_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with await a_leader() as server:
+        port = server.sockets[0].getsockname()[1]
+        watch = LeaderWatch(a_part(port), THIS)
+        assert not any(await problems(watch, 2))
+
+        async def no_connection(*_: object) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "open_connection", no_connection)
+            assert not any(await problems(watch, 2 * FAILURES_MAX))
+        assert not await watch.problem()
 
 
 PART = """

@@ -13,6 +13,8 @@ from isochrone.wire.ids import DeviceId, ReplicaId
 from nodeagent.decide.replicas.sleep import (
     AWAKE_MIN_S,
     DEMAND_HALF_LIFE_S,
+    LATE_MIN_S,
+    LATE_SLOWER,
     SHORTAGE_LIMIT_S,
     START_SLOWER_MAX,
     WAKE_LIMIT_MAX_S,
@@ -24,9 +26,11 @@ from nodeagent.decide.replicas.sleep import (
     SleepOutcome,
     WakeOutcome,
     WakePlan,
+    late_after_s,
     plan_wake,
     wake_limit_s,
 )
+from nodeagent.host import awake_memory
 from nodeagent.host.awake_memory import AwakeMemory, CannotWake
 from tests.builders import a_spec
 
@@ -202,7 +206,7 @@ class Node:
         return engine
 
     async def use(self, name: str) -> None:
-        async with self.memory.use(ReplicaId(name)):
+        async with asyncio.timeout(10.0), self.memory.use(ReplicaId(name)):
             pass
 
     def is_awake(self, name: str) -> bool:
@@ -398,6 +402,105 @@ async def test_a_wake_that_takes_long_shows_in_the_times_of_the_others() -> None
     await waiting
     assert node.memory.wake_ms(ReplicaId("b")) < 60_000
     assert a.wake_limits_s == [WAKE_LIMIT_MIN_S]
+
+
+@pytest.fixture
+def late_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take every switch that is not done at once for late."""
+    monkeypatch.setattr(awake_memory, "late_after_s", lambda _: 0.0)
+
+
+@pytest.mark.parametrize(
+    ("expected_s", "late_s"),
+    [(0.1, LATE_MIN_S), (LATE_MIN_S, LATE_SLOWER * LATE_MIN_S), (30.0, LATE_SLOWER * 30.0)],
+)
+def test_a_switch_is_late_after_some_times_as_long_as_expected(
+    expected_s: float, late_s: float
+) -> None:
+    assert late_after_s(expected_s) == late_s
+
+
+async def test_a_wake_that_hangs_does_not_hold_up_those_of_other_replicas(
+    late_at_once: None,
+) -> None:
+    """Nor does it lose its memory: only one of the others is awake beside it."""
+    node = Node()
+    a, b, c = [await node.start(name) for name in "abc"]
+    a.may_switch.clear()
+    hanging = asyncio.create_task(node.use("a"))
+    await reached(lambda: "wake" in a.switches)
+    assert node.memory.reason(ReplicaId("a")) == awake_memory.SWITCHING
+    for name in ("b", "c", "b"):
+        await node.use(name)
+        assert [other for other in "bc" if node.is_awake(other)] == [name]
+    assert a.switches == ["sleep", "wake"]
+    assert (b.switches[-1], c.switches[-1]) == ("wake", "sleep")
+    node.now_s += 60.0
+    assert node.memory.wake_ms(ReplicaId("a")) > 60_000 > node.memory.wake_ms(ReplicaId("c"))
+    assert not hanging.done()
+    a.may_switch.set()
+    await hanging
+    assert node.is_awake("a")
+    assert a.switches == ["sleep", "wake"]
+
+
+async def test_a_replica_that_hangs_as_it_falls_asleep_keeps_its_memory(
+    late_at_once: None,
+) -> None:
+    node = Node()
+    a, b, c = [await node.start(name) for name in "abc"]
+    b.may_switch.clear()
+    waiting = asyncio.create_task(node.use("a"))
+    await waiting
+    assert (a.switches, b.switches, c.switches) == (["sleep", "wake"], ["sleep"], ["sleep"])
+    late = asyncio.create_task(node.use("b"))
+    # It has not fallen asleep: another model would not fit beside "a".
+    await node.use("c")
+    assert not node.is_awake("a")
+    b.may_switch.set()
+    await late
+    assert b.switches == ["sleep", "wake"]
+
+
+async def test_a_wake_that_hangs_and_whose_request_has_gone_is_not_done_twice(
+    late_at_once: None,
+) -> None:
+    node = Node()
+    a, *_ = [await node.start(name) for name in "abc"]
+    a.may_switch.clear()
+    gone = asyncio.create_task(node.use("a"))
+    await reached(lambda: "wake" in a.switches)
+    await cancelled(gone)
+    assert not node.memory.switch_problem(ReplicaId("a"))
+    late = [asyncio.create_task(node.use("a")) for _ in range(3)]
+    await node.use("b")
+    await node.use("c")
+    assert a.switches == ["sleep", "wake"]
+    a.wakes = WakeOutcome.FAILED
+    a.may_switch.set()
+    for request in late:
+        with pytest.raises(CannotWake):
+            await request
+    assert node.memory.switch_problem(ReplicaId("a"))
+    assert node.memory.asleep_count() == 1
+    assert not node.memory._queue
+
+
+async def test_a_late_wake_of_an_engine_that_has_ended_wakes_nothing(late_at_once: None) -> None:
+    node = Node()
+    a, *_ = [await node.start(name) for name in "abc"]
+    a.may_switch.clear()
+    hanging = asyncio.create_task(node.use("a"))
+    await reached(lambda: "wake" in a.switches)
+    node.memory.forget(ReplicaId("a"))
+    with pytest.raises(CannotWake):
+        await hanging
+    again = await asyncio.wait_for(node.start("a"), 10.0)
+    a.may_switch.set()
+    await reached(lambda: not node.memory._in_progress)
+    assert not node.memory.switch_problem(ReplicaId("a"))
+    await node.use("a")
+    assert again.switches in ([], ["sleep", "wake"])
 
 
 async def test_a_wake_without_memory_puts_another_replica_to_sleep_and_is_tried_again() -> None:

@@ -3,22 +3,28 @@
 import asyncio
 import random
 from collections.abc import Callable, Collection
+from functools import partial
+from math import isfinite
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from isochrone.wire.engines.engine import EngineStats
 from isochrone.wire.ids import Generation, ReplicaId
 from isochrone.wire.peers.assignment import Tombstone
-from isochrone.wire.peers.report import ReplicaState
+from isochrone.wire.peers.report import ReplicaReport, ReplicaState
+from nodeagent import app
 from nodeagent import supervisor as module
 from nodeagent.config import NodeConfig
-from nodeagent.decide.replicas import backoff
-from nodeagent.drivers.driver import EngineCommand, UnknownOption
+from nodeagent.decide.replicas import backoff, start_memory
+from nodeagent.drivers.driver import DeviceMemory, EngineCommand, UnknownOption
 from nodeagent.host.artifacts.download import ArtifactError
 from nodeagent.host.engines.engine_record import EngineRecord
-from nodeagent.supervisor import ManagedReplica, Supervisor
+from nodeagent.managed_replica import ManagedReplica
+from nodeagent.supervisor import Supervisor
 from tests.builders import a_spec
 
 SPEC = a_spec("r1")
@@ -52,6 +58,7 @@ class FakeEngine:
     is_adopted = False
     problem = canary_problem = ""
     stall_s = step_limit_s = 0.0
+    lacks_descriptors = False
     record = EngineRecord(command=EngineCommand(arguments=(), base_url=""), spec=a_spec())
 
     def __init__(self) -> None:
@@ -108,12 +115,15 @@ class SupervisorFixture:
         self.engines = FakeEngines()
         self.changed = asyncio.Event()
         self.now_s = 0.0
+        self.free_bytes = 8
         fakes: Any = {"artifacts": self.artifacts, "engines": self.engines}
         self.supervisor = Supervisor(
             config=NodeConfig(name="n1", schedulers=("x",), state=Path("x"), address="x"),
             clock=lambda: self.now_s,
             rng=random.Random(1),
             on_change=self.changed.set,
+            memory_used=lambda leader, _: 100 * leader,
+            device_memory=lambda _: DeviceMemory(total_bytes=8, free_bytes=self.free_bytes),
             **fakes,
         )
 
@@ -261,6 +271,51 @@ async def test_the_reach_of_the_prefix_cache_is_part_of_the_load(
     await fixture.supervisor.shut_down(keep_engines=False)
 
 
+@pytest.mark.parametrize("rate", [-1.0, 1e13, 1e300, float("inf"), float("nan"), 17.5])
+async def test_impossible_statistics_of_an_engine_leave_the_report_readable(
+    fixture: SupervisorFixture, rate: float
+) -> None:
+    """The scheduler refuses a report with such a value, and with it all that the node says."""
+    fixture.supervisor.start(SPEC)
+    await fixture.warm()
+    weights_bytes = int(rate) if isfinite(rate) else 1 << 70
+    fixture.replica.take_stats(
+        EngineStats(
+            prefill_tokens_per_s=rate, decode_tokens_per_s=rate, weights_bytes=weights_bytes
+        )
+    )
+    sent = msgspec.msgpack.encode(fixture.replica.report())
+    profile = msgspec.msgpack.decode(sent, type=ReplicaReport).profile
+    expected = (17.5, 17.5, 17) if rate == 17.5 else (0.0, 0.0, profile.memory_bytes)
+    assert expected == (
+        profile.prefill_tokens_per_s,
+        profile.decode_tokens_per_s,
+        profile.memory_bytes,
+    )
+    await fixture.supervisor.shut_down(keep_engines=False)
+
+
+async def test_an_engine_without_statistics_generates_a_first_token_all_the_same(
+    fixture: SupervisorFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([None, WARM_STATS])
+    canary_states: list[ReplicaState] = []
+
+    async def stats(self: FakeEngine) -> EngineStats | None:
+        return next(answers, WARM_STATS)
+
+    async def canary(self: FakeEngine, kind: str) -> bool:
+        canary_states.append(fixture.replica.state)
+        return True
+
+    monkeypatch.setattr(FakeEngine, "stats", stats)
+    monkeypatch.setattr(FakeEngine, "canary", canary)
+    fixture.supervisor.start(SPEC)
+    await fixture.warm()
+    assert canary_states == [ReplicaState.LOADING]
+    await fixture.supervisor.shut_down(keep_engines=False)
+
+
 async def test_an_unknown_option_is_not_retried(fixture: SupervisorFixture) -> None:
     fixture.engines.error = UnknownOption("cannot start vllm: unknown options x; it has none")
     fixture.supervisor.start(SPEC)
@@ -327,6 +382,88 @@ async def test_a_replica_whose_engine_is_never_ready_is_given_up(
     assert fixture.replica.reason.startswith("failed 6 times: the engine was not ready")
 
 
+OUT_OF_MEMORY = "the engine exited while loading: torch.OutOfMemoryError: CUDA out of memory"
+LARGE = a_spec("r1", memory_bytes=4)
+
+
+@pytest.fixture
+def starts_without_memory(fixture: SupervisorFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines die while less than the planned memory is free, which is read all the time."""
+    monkeypatch.setattr(backoff, "DELAY_MAX_S", 0.0)
+    monkeypatch.setattr(module, "retry_delay_s", backoff.retry_delay_s)
+    monkeypatch.setattr(module, "MEMORY_POLL_S", 0.0)
+
+    async def wait_ready(*_: object) -> str:
+        return OUT_OF_MEMORY if fixture.free_bytes < LARGE.memory_bytes else ""
+
+    monkeypatch.setattr(module, "wait_ready", wait_ready)
+
+
+async def test_a_start_without_memory_waits_for_it_and_is_no_failure(
+    fixture: SupervisorFixture, starts_without_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_memory, "START_RETRY_S", 10.0)
+    fixture.free_bytes = 3
+    fixture.supervisor.start(LARGE)
+    for starts in range(1, backoff.FAILURES_MAX + 2):
+        await fixture.until(partial(is_waiting_for_memory, fixture, starts))
+        report = fixture.replica.report()
+        assert (report.state, report.restarts) == (ReplicaState.WANTED, 0)
+        assert OUT_OF_MEMORY in report.reason
+        fixture.now_s += 10.0
+    fixture.free_bytes = 4
+    await fixture.until(lambda: fixture.replica.state is ReplicaState.WARM)
+    assert all(engine.stopped for engine in fixture.engines.started[:-1])
+    assert fixture.replica.report().reason == ""
+    await fixture.supervisor.shut_down(keep_engines=False)
+
+
+def is_waiting_for_memory(fixture: SupervisorFixture, starts: int) -> bool:
+    is_waiting = fixture.replica.report().reason.startswith("waits for memory: ")
+    return is_waiting and len(fixture.engines.started) == starts
+
+
+async def test_a_replica_that_waits_long_for_memory_is_given_up_for_other_nodes(
+    fixture: SupervisorFixture, starts_without_memory: None
+) -> None:
+    fixture.free_bytes = 3
+    fixture.supervisor.start(LARGE)
+    await fixture.until(lambda: "waits for memory" in fixture.replica.reason)
+    fixture.now_s += start_memory.START_RETRY_S
+    await fixture.until(lambda: len(fixture.engines.started) == 2)
+    fixture.now_s += start_memory.WAIT_MAX_S - start_memory.START_RETRY_S
+    await fixture.until(lambda: fixture.replica.state is ReplicaState.FAILED)
+    report = fixture.replica.report()
+    assert report.reason.startswith("no memory for 300 s: ")
+    # The scheduler counts a failed replica against its version only after restarts.
+    assert report.restarts == 0
+    fixture.supervisor.end(END)
+    await fixture.until(lambda: fixture.replica.state is ReplicaState.STOPPED)
+
+
+@pytest.mark.parametrize("turns", range(24))
+async def test_the_end_of_a_replica_that_waits_for_memory_can_be_ordered_at_any_moment(
+    fixture: SupervisorFixture, starts_without_memory: None, turns: int
+) -> None:
+    fixture.free_bytes = 3
+    fixture.supervisor.start(LARGE)
+    after_turns(turns, lambda: fixture.supervisor.end(END))
+    await fixture.until(lambda: fixture.replica.state is ReplicaState.STOPPED)
+    assert all(engine.stopped for engine in fixture.engines.started)
+
+
+async def test_an_engine_that_needs_more_than_its_plan_is_given_up(
+    fixture: SupervisorFixture, starts_without_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def wait_ready(*_: object) -> str:
+        return OUT_OF_MEMORY
+
+    monkeypatch.setattr(module, "wait_ready", wait_ready)
+    fixture.supervisor.start(LARGE)
+    await fixture.until(lambda: fixture.replica.state is ReplicaState.FAILED)
+    assert fixture.replica.reason.startswith(f"failed 6 times: {OUT_OF_MEMORY}")
+
+
 async def test_an_engine_kept_at_shutdown_is_released_and_not_stopped(
     fixture: SupervisorFixture,
 ) -> None:
@@ -378,12 +515,77 @@ async def test_an_engine_without_a_first_token_is_not_warm(
     assert len(fixture.replica.failure_times) == 1
 
 
+async def test_the_memory_of_an_adopted_engine_is_known_before_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its plan counts for the replicas that start here, and what it takes for the scheduler."""
+
+    async def is_ready(self: FakeEngine) -> bool:
+        return await asyncio.Event().wait()
+
+    monkeypatch.setattr(FakeEngine, "is_ready", is_ready)
+    fixture = SupervisorFixture()
+    shared = a_spec("r1", memory_bytes=4, overcommit=2.0)
+    survivor = EngineRecord(pid=7, command=FakeEngine.record.command, spec=shared)
+    node: Any = SimpleNamespace(assignment=None)
+    signers: Any = SimpleNamespace(problem=lambda artifact: "")
+    engines: Any = fixture.engines
+    engines.survivors = lambda: [survivor]
+    await app._adopt_survivors(node, engines, fixture.supervisor, signers)
+    report = fixture.replica.report()
+    assert (report.state, report.profile.used_bytes) == (ReplicaState.WANTED, 700)
+    (awake,) = fixture.supervisor.awake._awake_replicas()
+    assert (awake.memory_bytes, awake.may_sleep) == (4, False)
+    await fixture.supervisor.shut_down(keep_engines=True)
+
+
 async def test_an_adopted_engine_gets_no_warm_up_request(fixture: SupervisorFixture) -> None:
     survivor: Any = object()
     fixture.supervisor.start(SPEC, survivor)
     await fixture.warm()
     (engine,) = fixture.engines.started
     assert engine.canaries == 0
+
+
+async def observed(fixture: SupervisorFixture, count: int) -> None:
+    """Wait until the last engine was observed this often."""
+    observations = 0
+    was_observed = asyncio.Event()
+
+    def stats() -> EngineStats | None:
+        nonlocal observations
+        observations += 1
+        # Each time a canary is due.
+        fixture.now_s += 11.0
+        if observations > count:
+            was_observed.set()
+        return None if fixture.engines.started[-1].lacks_descriptors else WARM_STATS
+
+    fixture.engines.started[-1].current_stats = stats
+    async with asyncio.timeout(30):
+        await was_observed.wait()
+
+
+async def test_an_agent_that_cannot_reach_its_engine_for_lack_of_descriptors_does_not_end_it(
+    fixture: SupervisorFixture,
+) -> None:
+    fixture.supervisor.start(SPEC)
+    await fixture.warm()
+    (engine,) = fixture.engines.started
+    engine.lacks_descriptors = True
+
+    async def canary(kind: str) -> bool:
+        return not engine.lacks_descriptors
+
+    engine.canary = canary  # type: ignore[method-assign]
+    await observed(fixture, 10)
+    engine.lacks_descriptors = False
+    await observed(fixture, 10)
+    assert fixture.replica.failure_times == []
+    # An engine that does not answer an agent with descriptors is ended as before.
+    engine.current_stats = lambda: None
+    await fixture.warm(engines=2)
+    await fixture.supervisor.shut_down(keep_engines=False)
 
 
 async def test_a_hanging_canary_does_not_delay_the_end(fixture: SupervisorFixture) -> None:
