@@ -8,7 +8,7 @@ import pytest
 
 from isochrone.wire import codec
 from isochrone.wire.admin import KeyBody, LimitsBody
-from isochrone.wire.ids import KeyId, NodeId, TenantId
+from isochrone.wire.ids import Epoch, KeyId, NodeId, TenantId
 from isochrone.wire.peers.control import KEYS_FIRST, TABLE_PARTS, PeerRole
 from isochrone.wire.peers.routes import RouteDelta
 from scheduler.decide.routing.flap_damping import HOLD_S
@@ -18,7 +18,8 @@ from scheduler.loops.sum_quotas import SumQuotas
 from scheduler.state.published_routes import TableParts
 from scheduler.store.accounts import keys
 from scheduler.store.fleet import identities
-from scheduler.store.pool import Connection, Pool, transaction
+from scheduler.store.lease import EpochLost, Lease
+from scheduler.store.pool import Connection, Pool, transaction, using
 from scheduler.store.status import read_status
 from tests.builders import a_replica_report, a_spec
 from tests.integration.scheduler.scheduler_parts import (
@@ -352,6 +353,42 @@ async def test_after_lost_history_routes_wait_for_known_nodes(
         patched.setattr(state.peers, "agents", lambda: [reported_agent])
         published = await publish.run_once()
     assert (published.nodes, state.routes.table is None) == (-1, False)
+
+
+@pytest.mark.parametrize("step", ["read_fleet", "next_route_generation"])
+async def test_a_table_of_the_term_before_is_not_published_in_a_new_one(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """It was read before the loss was noticed, and would end the wait for the nodes' reports."""
+    scheduler, publish = await a_publisher(pool)
+    hold_lease, state = scheduler.hold_lease, scheduler.state
+    await publish.run_once()
+    do = getattr(publish_routes, step)
+
+    async def begin_term() -> None:
+        await restore_counters(pool)
+        await hold_lease.run_once()
+
+    async def meanwhile(*arguments: Any, **fields: Any) -> Any:
+        done = await do(*arguments, **fields)
+        if step == "read_fleet":
+            await begin_term()
+        else:
+            # As if it began once this transaction, which holds the epoch, is committed.
+            lease = Lease(epoch=Epoch(state.lease.epoch + 1), acting_for_s=0.0)
+            state.leadership.take(lease, state.lease.clock())
+        return done
+
+    state.routes.mark_changed()
+    async with using(pool) as connection:
+        await connection.execute("UPDATE pop SET city = 'Elsewhere'")
+    with monkeypatch.context() as patched:
+        patched.setattr(publish_routes, step, meanwhile)
+        with pytest.raises(EpochLost):
+            await publish.run_once()
+    assert state.routes.table is None
+    if step == "read_fleet":
+        assert is_without_routes(await publish.run_once(), scheduler)
 
 
 async def test_a_takeover_in_the_wait_after_lost_history_waits_too(pool: Pool) -> None:
