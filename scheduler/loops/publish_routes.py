@@ -13,7 +13,7 @@ term begins. After that a page of them is compared at a time, to find changes th
 announced.
 """
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Final, NamedTuple
 
 import msgspec
@@ -154,6 +154,7 @@ class PublishRoutes:
         if before is None or fleet is None or changed is None or self._needs_whole_read(changed):
             table = keep_unchanged_rates(before, await self._read_whole(epoch))
             if before is not None:
+                self._mark_revoked(before, table.keys_revoked)
                 await self._compare_keys(before.keys)
             nodes_read = -1
         elif changed:
@@ -195,6 +196,15 @@ class PublishRoutes:
             revoked_gone=tuple(sorted(was_revoked - revoked)),
         )
         self._send(before, apply_delta(before, delta), delta)
+
+    def _mark_revoked(self, published: RouteTable, revoked: Sequence[KeyId]) -> None:
+        """Publish soon that keys were revoked without an announcement, as at another scheduler.
+
+        With a million keys, half an hour passes until all have been compared.
+        """
+        for key_id in set(revoked).difference(published.keys_revoked):
+            if published.keys.get(key_id) is not None:
+                self._routes.mark_key_changed(key_id)
 
     async def _compare_keys(self, published: KeyTable) -> None:
         """Read the next page of keys and publish what differs from the table soon."""

@@ -247,6 +247,22 @@ async def test_a_key_that_changed_unannounced_is_found_page_by_page(
     assert changed.tenant_id == "other"
 
 
+async def test_a_key_that_was_revoked_unannounced_is_gone_at_once(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator may revoke a leaked key at a scheduler that does not act."""
+    monkeypatch.setattr(keys, "ROWS_PER_PAGE", 2)
+    scheduler, publish = await a_publisher(pool)
+    await add_keys(pool, *(f"k{n}" for n in range(7)))
+    await publish.run_once()
+    async with transaction(pool) as connection:
+        await keys.revoke_key(connection, "k6", None)
+    scheduler.clock.now_s += 3.0
+    for _ in range(2):
+        await publish.run_once()
+    assert key_names(scheduler) == [f"k{n}" for n in range(6)]
+
+
 async def test_many_changed_keys_are_published_some_at_a_time(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
