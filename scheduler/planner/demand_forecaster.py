@@ -74,6 +74,8 @@ class DemandForecaster:
     def __init__(self, pool: Pool) -> None:
         self.soon: Sequence[DemandRate] = ()
         self.later = LaterForecast()
+        self.is_made = False
+        """Whether there is a forecast, which may be of no demand."""
         self._pool = pool
         self._epoch: Epoch | None = None
         self._forecast = FleetForecast({})
@@ -139,12 +141,12 @@ class DemandForecaster:
         self.soon = [row for row in soon if row is not None]
         at_s = monotonic() + LATER_S - GRACE_S
         self.later = LaterForecast([row for row in later if row is not None], at_s)
-        self._is_current = True
+        self._is_current = self.is_made = True
 
     async def _begin(self, epoch: Epoch) -> None:
         """Continue from the stored series; unreadable ones are learned again."""
         self._learning = self._renewing = None
-        self.soon, self.later = (), LaterForecast()
+        self.soon, self.later, self.is_made = (), LaterForecast(), False
         async with using(self._pool) as connection:
             pops = await read_pops(connection)
             now = slot_of(await read_clock(connection))

@@ -44,6 +44,9 @@ async def test_what_ended_is_learned_and_the_next_term_goes_on_from_it(pool: Poo
         await connection.execute(ASKED, SLOTS_BACK * 10)
     server = PlannerServer(pool, LivenessLimits())
     forecast = server.forecast
+    for acting_for_s, is_known in ((5.0, False), (600.0, True)):
+        begun_term = NodeContact(acting_for_s=acting_for_s)
+        assert (await server.cluster_state(begun_term)).is_forecast_known is is_known
     first = await forecast.learn(Epoch(1))
     assert (first.series, first.is_new, first.is_behind) == (1, True, False)
     assert SLOTS_BACK - 2 <= first.slots <= SLOTS_BACK + 1
@@ -51,7 +54,8 @@ async def test_what_ended_is_learned_and_the_next_term_goes_on_from_it(pool: Poo
     assert (row.deployment_id, row.pop) == ("d", "ams")
     assert 9.0 < row.requests_per_s < 12.0
     assert await forecast.learn(Epoch(1)) == replace(first, slots=0, saved=0, is_new=False)
-    picture = await server.cluster_state(HEARD)
+    picture = await server.cluster_state(NodeContact(acting_for_s=5.0))
+    assert picture.is_forecast_known
     assert [(r.pop, r.requests_per_s >= 9.0) for r in picture.demand] == [(PopId("ams"), True)]
     # Saved in turns: after every series had its turn, nothing of the minutes is needed.
     for turn in range(6):
