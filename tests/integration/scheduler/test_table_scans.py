@@ -20,7 +20,12 @@ from scheduler.store.accounts.keys import (
 from scheduler.store.accounts.quotas import sum_quota_usage
 from scheduler.store.accounts.tenant_budgets import get_budget, list_budgets
 from scheduler.store.catalogue import list_nodes, list_placements
-from scheduler.store.cluster import _read_given_up, _read_placements
+from scheduler.store.cluster import (
+    _is_demand_known,
+    _read_demand,
+    _read_given_up,
+    _read_placements,
+)
 from scheduler.store.deployments import list_deployments
 from scheduler.store.events import list_events
 from scheduler.store.fleet.adoption import _record_refusal_once
@@ -116,6 +121,8 @@ STATEMENTS: dict[str, Callable[[Connection], Awaitable[Any]]] = {
     "events of a subject": lambda c: list_events(c, before_id=None, limit=100, subject="s7"),
     "record a refusal once": lambda c: _record_refusal_once(c, NodeId("n"), "s7", "reason"),
     "read a slot of demand": lambda c: read_slot(c, SLOT),
+    "read demand": _read_demand,
+    "read whether demand is known": lambda c: _is_demand_known(c, 5.0),
     "read the members of stores": read_store_members,
     "read the members of a store": lambda c: read_store_members(c, pop_of=NodeId("n7")),
     "read problems of replicas": _replica_problems,
