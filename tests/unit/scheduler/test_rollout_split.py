@@ -191,6 +191,26 @@ def test_routers_get_the_share_and_each_versions_limits() -> None:
     assert limits == {"o1": 32_768, "o2": 32_768, "n1": 77}
 
 
+@pytest.mark.parametrize(
+    ("version", "is_ending", "entry"),
+    [
+        (2, False, RolloutEntry(version=2, share=0.0)),
+        (2, True, None),
+        (1, False, None),
+    ],
+)
+def test_a_version_that_was_rolled_back_gets_no_share_while_it_has_replicas(
+    version: int, is_ending: bool, entry: RolloutEntry | None
+) -> None:
+    """Else it would get more requests than before, until the planner has ended its replicas."""
+    new = a_placement("n1", "ams-3", version=version, is_ending=is_ending)
+    cluster = rolling(rollouts=())
+    cluster = msgspec.structs.replace(cluster, placements=(*cluster.placements, new))
+    view = judge_liveness(cluster.nodes, cluster.acting_for_s, None)
+    table = build_route_table(cluster, view, KeyTable(), generation=Generation(1), epoch=Epoch(1))
+    assert [deployment.rollout for deployment in table.deployments] == [entry]
+
+
 def test_failures_of_the_new_version_back_off_that_version_only() -> None:
     given_up = StartFailures(
         deployment_id=DeploymentId("d"),
