@@ -23,10 +23,6 @@ from scheduler.store.cluster import read_cluster
 from scheduler.store.fleet.node_reports import NodeReportCache
 from scheduler.store.pool import Pool, transaction
 
-FORECAST_WAIT_S: Final = 600.0
-"""How long a term keeps what only a forecast needs until there is one. A large fleet's takes some
-minutes to learn what the planner before has not saved."""
-
 QUICK: Final = PlanLimits(thorough_effort=0)
 
 
@@ -64,8 +60,7 @@ class PlannerServer:
     async def cluster_state(self, contact: NodeContact) -> ClusterState:
         """Return the state to plan from: the fleet, with demand raised to the forecast."""
         cluster = with_forecast(await self._read(contact), self.forecast.soon)
-        is_known = self.forecast.is_made or contact.acting_for_s >= FORECAST_WAIT_S
-        return msgspec.structs.replace(cluster, is_forecast_known=is_known)
+        return msgspec.structs.replace(cluster, is_forecast_known=self.forecast.is_known)
 
     async def _prefetch(self, contact: NodeContact) -> PrefetchDecision:
         cluster = await self.cluster_state(contact)
