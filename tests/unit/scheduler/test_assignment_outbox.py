@@ -46,7 +46,7 @@ async def test_an_assignment_that_takes_long_to_read_does_not_replace_a_later_on
     peer = cast(Any, SimpleNamespace(name="n1", enqueue=queued.append, assigning=asyncio.Lock()))
     sends = [asyncio.create_task(outbox.send(peer)) for _ in range(2)]
     for _ in range(10):
-        await asyncio.sleep(0)
+        await asyncio.wait(sends, timeout=0)
     may_end.set()
     await asyncio.gather(*sends)
     assert [assignment.number for assignment in queued] == [1, 2]
