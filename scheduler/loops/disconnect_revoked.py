@@ -3,6 +3,7 @@
 Nodes learn of revocations with their assignments, and refuse these certificates too.
 """
 
+import asyncio
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Final, NamedTuple
@@ -61,12 +62,13 @@ class DisconnectRevoked:
             for peer in self._peers
             if (reason := _why_invalid(peer, revocations, now))
         ]
-        for peer, reason in invalid:
-            await peer.refuse(
-                RegistrationRefused(
+        # At once: each that reads nothing takes two seconds, and nodes are told afterwards.
+        async with asyncio.TaskGroup() as tasks:
+            for peer, reason in invalid:
+                refused = RegistrationRefused(
                     code=RefusedCode.IDENTITY, reason=reason, retry_after_s=RETRY_AFTER_S
                 )
-            )
+                tasks.create_task(peer.refuse(refused))
         return DisconnectCounts(len(invalid), await self._send_to_nodes(revocations))
 
     async def _send_to_nodes(self, revocations: Sequence[RevocationView]) -> int:

@@ -1,5 +1,6 @@
-"""Nodes are sent each revocation once, whatever its time."""
+"""Revoked peers are disconnected together; nodes are sent each revocation, whatever its time."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -7,10 +8,13 @@ from typing import Any, cast
 
 import pytest
 
+from isochrone.service.clock import utc_now
 from isochrone.wire.admin import RevocationView
-from isochrone.wire.peers.control import PeerRole
+from isochrone.wire.peers.control import PeerRole, RegistrationRefused
 from scheduler.loops import disconnect_revoked
 from scheduler.loops.disconnect_revoked import DisconnectRevoked
+
+NOW = utc_now()
 
 
 class RevocationOutbox:
@@ -24,22 +28,37 @@ class RevocationOutbox:
         return 1
 
 
-class NoPeers:
+class RevokedPeers:
+    """Peers whose refusals end together: one after the other, none would."""
+
+    def __init__(self, *names: str) -> None:
+        self._all_begun = asyncio.Barrier(max(1, len(names)))
+        certificate = SimpleNamespace(serial="1", issued_at=NOW, expires_at=NOW)
+        self._peers = [
+            SimpleNamespace(
+                role=PeerRole.AGENT, name=name, certificate=certificate, refuse=self._refuse
+            )
+            for name in names
+        ]
+
     def __iter__(self) -> Any:
-        return iter(())
+        return iter(self._peers)
 
     def agents(self) -> list[Any]:
         return []
+
+    async def _refuse(self, _: RegistrationRefused) -> None:
+        await self._all_begun.wait()
 
 
 def revoked(name: str, at: float) -> RevocationView:
     return RevocationView(role=PeerRole.AGENT, name=name, serial="", reason="", at=at)
 
 
-async def test_a_revocation_stamped_before_another_and_committed_after_it_is_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found: list[RevocationView] = []
+def a_job(
+    monkeypatch: pytest.MonkeyPatch, found: list[RevocationView], *names: str
+) -> tuple[DisconnectRevoked, RevocationOutbox]:
+    """Return the job with these peers; it reads `found` as the revocations."""
 
     @asynccontextmanager
     async def no_connection(_: Any) -> AsyncIterator[None]:
@@ -54,9 +73,27 @@ async def test_a_revocation_stamped_before_another_and_committed_after_it_is_sen
     job = DisconnectRevoked(
         pool=cast(Any, None),
         lease=cast(Any, SimpleNamespace(is_acting=True, clock=lambda: 0.0)),
-        peers=cast(Any, NoPeers()),
+        peers=cast(Any, RevokedPeers(*names)),
         assignments=cast(Any, outbox),
     )
+    return job, outbox
+
+
+async def test_revoked_peers_that_read_nothing_do_not_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("n1", "n2", "n3")
+    found = [revoked(name, NOW.timestamp() + 1.0) for name in names]
+    job, _ = a_job(monkeypatch, found, *names)
+    async with asyncio.timeout(5.0):
+        assert (await job.run_once()).peers == len(names)
+
+
+async def test_a_revocation_stamped_before_another_and_committed_after_it_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[RevocationView] = []
+    job, outbox = a_job(monkeypatch, found)
     times = []
     later, earlier = revoked("n2", 11.0), revoked("n1", 10.0)
     for rows in ([], [later], [later], [earlier, later], [earlier, later], [later], []):
