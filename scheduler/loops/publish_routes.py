@@ -9,11 +9,11 @@ deployments whose replicas run. Routers use the routes that they have meanwhile.
 report: a table of keys alone is published at once.
 
 A changed key is read and published alone. There may be a million keys, so all are read only when a
-term begins. After that a page of them is compared at a time, to find changes that were not
-announced.
+term begins. After that the newest events, and a page of keys at a time, are compared with the table
+to find changes that were not announced.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from typing import Final, NamedTuple
 
 import msgspec
@@ -48,6 +48,7 @@ from scheduler.store.accounts.keys import (
 )
 from scheduler.store.client_objects.adapters import read_adapter_entries
 from scheduler.store.cluster import read_fleet, read_fleet_nodes
+from scheduler.store.events import recent_key_changes
 from scheduler.store.fleet.node_reports import NodeReportCache
 from scheduler.store.lease import EpochLost, read_cluster_row
 from scheduler.store.pool import Pool, transaction, using
@@ -58,6 +59,9 @@ WHOLE_READ_SHARE: Final = 0.05
 DELTA_BYTES_MAX: Final = 4 * 1024 * 1024
 """Largest delta, about 20,000 routes: a router decodes it in one piece. After a larger change
 routers get the whole table, which is in parts."""
+
+RECENT_EVENTS: Final = 1000
+"""How many of the newest events are looked through for changed keys at each whole read."""
 
 KEYS_PER_DELTA: Final = 500
 """How many changed keys are published at once; a router takes them in some 3 ms."""
@@ -102,6 +106,7 @@ class PublishRoutes:
         self._departures: DeparturesByReplica = {}
         self._whole_due_at = float("-inf")
         self._compared_until = KeyId("")
+        self._seen_events: set[int] = set()
 
     async def run_once(self) -> PublishCounts:
         """Build the table, compare it with the published one, number and send what changed."""
@@ -154,7 +159,7 @@ class PublishRoutes:
         if before is None or fleet is None or changed is None or self._needs_whole_read(changed):
             table = keep_unchanged_rates(before, await self._read_whole(epoch))
             if before is not None:
-                self._mark_revoked(before, table.keys_revoked)
+                await self._compare_recent(before.keys)
                 await self._compare_keys(before.keys)
             nodes_read = -1
         elif changed:
@@ -197,14 +202,22 @@ class PublishRoutes:
         )
         self._send(before, apply_delta(before, delta), delta)
 
-    def _mark_revoked(self, published: RouteTable, revoked: Sequence[KeyId]) -> None:
-        """Publish soon that keys were revoked without an announcement, as at another scheduler.
+    async def _compare_recent(self, published: KeyTable) -> None:
+        """Publish soon what the newest events say of keys and the table does not have.
 
-        With a million keys, half an hour passes until all have been compared.
+        A key may change unannounced: at a scheduler that does not act. With a million keys, half an
+        hour passes until all have been compared.
         """
-        for key_id in set(revoked).difference(published.keys_revoked):
-            if published.keys.get(key_id) is not None:
+        async with using(self._pool) as connection:
+            recent = await recent_key_changes(connection, RECENT_EVENTS)
+            # Events are seen in the order of their commits, not of their numbers.
+            key_ids = {key_id for event_id, key_id in recent if event_id not in self._seen_events}
+            keys = await live_keys(connection, sorted(key_ids)) if key_ids else ()
+        live = {key.key_id: key for key in keys}
+        for key_id in key_ids:
+            if published.get(key_id) != live.get(key_id):
                 self._routes.mark_key_changed(key_id)
+        self._seen_events = {event_id for event_id, _ in recent}
 
     async def _compare_keys(self, published: KeyTable) -> None:
         """Read the next page of keys and publish what differs from the table soon."""

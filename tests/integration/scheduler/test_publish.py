@@ -17,6 +17,7 @@ from scheduler.loops.publish_routes import PublishCounts, PublishRoutes
 from scheduler.loops.sum_quotas import SumQuotas
 from scheduler.state.published_routes import TableParts
 from scheduler.store.accounts import keys
+from scheduler.store.events import record_event
 from scheduler.store.fleet import identities
 from scheduler.store.lease import EpochLost, Lease
 from scheduler.store.pool import Connection, Pool, transaction, using
@@ -247,7 +248,7 @@ async def test_a_key_that_changed_unannounced_is_found_page_by_page(
     assert changed.tenant_id == "other"
 
 
-async def test_a_key_that_was_revoked_unannounced_is_gone_at_once(
+async def test_keys_that_another_scheduler_changed_are_published_at_once(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An operator may revoke a leaked key at a scheduler that does not act."""
@@ -255,12 +256,37 @@ async def test_a_key_that_was_revoked_unannounced_is_gone_at_once(
     scheduler, publish = await a_publisher(pool)
     await add_keys(pool, *(f"k{n}" for n in range(7)))
     await publish.run_once()
-    async with transaction(pool) as connection:
-        await keys.revoke_key(connection, "k6", None)
+    body = KeyBody(tenant_id=TenantId("t"))
+    async with transaction(pool) as late:
+        # Its event has the lowest number, and is seen last.
+        await keys.add_key(late, key_id=KeyId("k9"), secret_sha256="s", body=body)
+        await record_event(late, actor="admin", kind="key.create", subject="k9")
+        async with transaction(pool) as connection:
+            await keys.revoke_key(connection, "k6", None)
+            await record_event(connection, actor="admin", kind="key.revoke", subject="k6")
+            await keys.set_limits(connection, "k5", LimitsBody(requests_per_min=3), None)
+            await record_event(connection, actor="admin", kind="key.limit", subject="k5")
+        await a_whole_read(scheduler, publish)
+        assert key_names(scheduler) == [f"k{n}" for n in range(6)]
+    table = scheduler.state.routes.table
+    assert table is not None
+    limited = table.keys.get(KeyId("k5"))
+    assert limited is not None
+    assert limited.limits.requests_per_min == 3
+    await a_whole_read(scheduler, publish)
+    assert key_names(scheduler) == [*(f"k{n}" for n in range(6)), "k9"]
+    # They are published once.
+    before = scheduler.state.routes.table
+    await a_whole_read(scheduler, publish)
+    assert scheduler.state.routes.table is before
+
+
+async def a_whole_read(scheduler: SchedulerParts, publish: PublishRoutes) -> None:
+    """A turn that reads the whole fleet, and another that publishes the keys that it found."""
     scheduler.clock.now_s += 3.0
+    await scheduler.hold_lease.run_once()
     for _ in range(2):
         await publish.run_once()
-    assert key_names(scheduler) == [f"k{n}" for n in range(6)]
 
 
 async def test_many_changed_keys_are_published_some_at_a_time(

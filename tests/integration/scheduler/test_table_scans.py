@@ -27,7 +27,7 @@ from scheduler.store.cluster import (
     _read_placements,
 )
 from scheduler.store.deployments import list_deployments
-from scheduler.store.events import list_events
+from scheduler.store.events import list_events, recent_key_changes
 from scheduler.store.fleet.adoption import _record_refusal_once
 from scheduler.store.fleet.nodes import read_assignment
 from scheduler.store.fleet.store_members import read_store_members
@@ -118,6 +118,7 @@ STATEMENTS: dict[str, Callable[[Connection], Awaitable[Any]]] = {
     "revoked keys": revoked_keys,
     "sum quotas": sum_quotas,
     "newest events": lambda c: list_events(c, before_id=None, limit=100, subject=None),
+    "newest changes of keys": lambda c: recent_key_changes(c, 1000),
     "events of a subject": lambda c: list_events(c, before_id=None, limit=100, subject="s7"),
     "record a refusal once": lambda c: _record_refusal_once(c, NodeId("n"), "s7", "reason"),
     "read a slot of demand": lambda c: read_slot(c, SLOT),
