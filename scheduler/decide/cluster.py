@@ -230,7 +230,9 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     """The whole fleet at one generation.
 
     `acting_for_s` is how long this scheduler has acted: a new one has not yet been in contact with
-    every node.
+    every node. Without `is_demand_known`, routers may not have reported their demand since no
+    scheduler acted; without `is_forecast_known`, no forecast was made yet in this term. No replica
+    ends because nobody seems to need it then.
     """
 
     cluster_id: ClusterId
@@ -243,6 +245,8 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     deleted: tuple[DeploymentId, ...] = ()
     placements: tuple[Placement, ...] = ()
     demand: tuple[DemandRate, ...] = ()
+    is_demand_known: bool = True
+    is_forecast_known: bool = True
     distances: tuple[PopDistance, ...] = ()
     profiles: tuple[MeasuredProfile, ...] = ()
     rollouts: tuple[Rollout, ...] = ()

@@ -51,6 +51,7 @@ class AdvanceRollouts:
                         rollout,
                         await read_strata(connection, rollout),
                         await read_starts(connection, rollout),
+                        self._lease.acting_for_s,
                     ),
                 )
                 for rollout in await active_rollouts(connection)

@@ -3,6 +3,7 @@
 Nodes learn of revocations with their assignments, and refuse these certificates too.
 """
 
+import asyncio
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Final, NamedTuple
@@ -10,7 +11,7 @@ from typing import Final, NamedTuple
 from isochrone.service.clock import utc_now
 from isochrone.service.trust.identity import CLOCK_SKEW
 from isochrone.wire.admin import RevocationView
-from isochrone.wire.peers.control import RefusedCode, RegistrationRefused
+from isochrone.wire.peers.control import PeerRole, RefusedCode, RegistrationRefused
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.peers.assignment_outbox import AssignmentOutbox
 from scheduler.state.peers.peer_connection import PeerConnection
@@ -21,6 +22,9 @@ from scheduler.store.pool import Pool, using
 LOOK_BACK_S: Final = 120.0
 """How far the window of each read overlaps the last: revocations are stamped before they commit."""
 RETRY_AFTER_S: Final = 30.0
+
+SentRevocation = tuple[PeerRole, str, str, float]
+"""The role, name, serial and time of a revocation that nodes were sent."""
 
 
 class DisconnectCounts(NamedTuple):
@@ -41,7 +45,7 @@ class DisconnectRevoked:
         self._peers = peers
         self._assignments = assignments
         self._read_at = lease.clock()
-        self._newest_sent = 0.0
+        self._sent: frozenset[SentRevocation] = frozenset()
 
     async def run_once(self) -> DisconnectCounts:
         """Read what was revoked since the last successful turn, and disconnect those peers."""
@@ -58,20 +62,22 @@ class DisconnectRevoked:
             for peer in self._peers
             if (reason := _why_invalid(peer, revocations, now))
         ]
-        for peer, reason in invalid:
-            await peer.refuse(
-                RegistrationRefused(
+        # At once: each that reads nothing takes two seconds, and nodes are told afterwards.
+        async with asyncio.TaskGroup() as tasks:
+            for peer, reason in invalid:
+                refused = RegistrationRefused(
                     code=RefusedCode.IDENTITY, reason=reason, retry_after_s=RETRY_AFTER_S
                 )
-            )
+                tasks.create_task(peer.refuse(refused))
         return DisconnectCounts(len(invalid), await self._send_to_nodes(revocations))
 
     async def _send_to_nodes(self, revocations: Sequence[RevocationView]) -> int:
-        newest = max((revoked.at for revoked in revocations), default=0.0)
-        if newest <= self._newest_sent:
+        # Not told by the newest time: one stamped earlier may commit later, or a clock be set back.
+        found = frozenset((row.role, row.name, row.serial, row.at) for row in revocations)
+        if found <= self._sent:
             return 0
         sent = await self._assignments.send_to([peer.name for peer in self._peers.agents()])
-        self._newest_sent = newest
+        self._sent = found
         return sent
 
 

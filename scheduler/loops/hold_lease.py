@@ -19,6 +19,7 @@ from scheduler.state.peers.peer_admission import PeerAdmission
 from scheduler.state.published_routes import PublishedRoutes
 from scheduler.store.events import record_event
 from scheduler.store.lease import (
+    ClusterRow,
     Lease,
     acquire_or_renew_lease,
     count_peers,
@@ -90,9 +91,11 @@ class HoldLease:
         # Read before the store: a generation handed out meanwhile may be newer than the stored one.
         known = self._known_counters()
         async with using(self._reserved) as connection:
+            cluster = await read_cluster_row(connection)
+            # Checked first: the lease would be kept from the schedulers of that cluster.
+            self._require_own(cluster)
             lease = await acquire_or_renew_lease(connection, state.holder, state.ttl_s)
             if lease is not None:
-                cluster = await read_cluster_row(connection)
                 self._admission.fleet_size = await count_peers(connection)
             else:
                 remaining_s = await read_lease_remaining_s(connection)
@@ -101,11 +104,6 @@ class HoldLease:
             is_late = remaining_s < state.ttl_s - self._renew_s - LATE_S
             state.free_at = requested_at + remaining_s if is_late else float("-inf")
             return LeaseOutcome(False, 0)
-        if cluster.cluster_id != self._cluster_id:
-            raise RuntimeError(
-                f"cannot act: the database belongs to cluster {cluster.cluster_id}, this process "
-                f"started with {self._cluster_id}; restart it if the database was replaced"
-            )
         stored = _Counters(lease.epoch, cluster.generation, cluster.route_generation)
         self._newest = known.highest(stored)
         if self._newest != stored:
@@ -115,6 +113,14 @@ class HoldLease:
             self._routes.mark_changed()
             self._nudge_place()
         return LeaseOutcome(True, lease.epoch)
+
+    def _require_own(self, cluster: ClusterRow) -> None:
+        """Raise RuntimeError if the database has become that of another cluster."""
+        if cluster.cluster_id != self._cluster_id:
+            raise RuntimeError(
+                f"cannot act: the database belongs to cluster {cluster.cluster_id}, this process "
+                f"started with {self._cluster_id}; restart it if the database was replaced"
+            )
 
     def _known_counters(self) -> _Counters:
         """Return the counters that the store must not be behind."""

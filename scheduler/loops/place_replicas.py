@@ -76,6 +76,8 @@ class PlaceReplicas:
         """Plan, commit, and send the nodes concerned their assignments."""
         if not self._lease.is_acting:
             return PlacementCounts()
+        # Of a new term that begins meanwhile, this plan would not have waited for first reports.
+        epoch = self._lease.epoch
         if await self._first_reports.must_placement_wait(self._pool):
             return PlacementCounts(frozen="waiting for every node's first report")
         plan = await self._planner.plan(self._heartbeats.observed(), is_quick=self._is_late)
@@ -88,7 +90,7 @@ class PlaceReplicas:
         plan = msgspec.structs.replace(plan, starts=starts)
         with self._assignments.resend_on_error(plan.node_ids):
             async with transaction(self._pool) as connection:
-                committed = await commit_plan(connection, plan, self._lease.epoch)
+                committed = await commit_plan(connection, plan, epoch)
             self._is_late = not committed
             if committed:
                 await self._announce(plan)

@@ -9,8 +9,8 @@ deployments whose replicas run. Routers use the routes that they have meanwhile.
 report: a table of keys alone is published at once.
 
 A changed key is read and published alone. There may be a million keys, so all are read only when a
-term begins. After that a page of them is compared at a time, to find changes that were not
-announced.
+term begins. After that the newest events, and a page of keys at a time, are compared with the table
+to find changes that were not announced.
 """
 
 from collections.abc import Set
@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from isochrone.wire import codec
-from isochrone.wire.ids import Generation, KeyId, NodeId
+from isochrone.wire.ids import Epoch, Generation, KeyId, NodeId
 from isochrone.wire.peers.routes import KeyTable, Route, RouteDelta, RouteTable, apply_delta, diff
 from scheduler import metrics
 from scheduler.decide.cluster import ClusterState
@@ -48,8 +48,9 @@ from scheduler.store.accounts.keys import (
 )
 from scheduler.store.client_objects.adapters import read_adapter_entries
 from scheduler.store.cluster import read_fleet, read_fleet_nodes
+from scheduler.store.events import recent_key_changes
 from scheduler.store.fleet.node_reports import NodeReportCache
-from scheduler.store.lease import read_cluster_row
+from scheduler.store.lease import EpochLost, read_cluster_row
 from scheduler.store.pool import Pool, transaction, using
 
 WHOLE_READ_SHARE: Final = 0.05
@@ -58,6 +59,9 @@ WHOLE_READ_SHARE: Final = 0.05
 DELTA_BYTES_MAX: Final = 4 * 1024 * 1024
 """Largest delta, about 20,000 routes: a router decodes it in one piece. After a larger change
 routers get the whole table, which is in parts."""
+
+RECENT_EVENTS: Final = 1000
+"""How many of the newest events are looked through for changed keys at each whole read."""
 
 KEYS_PER_DELTA: Final = 500
 """How many changed keys are published at once; a router takes them in some 3 ms."""
@@ -102,18 +106,21 @@ class PublishRoutes:
         self._departures: DeparturesByReplica = {}
         self._whole_due_at = float("-inf")
         self._compared_until = KeyId("")
+        self._seen_events: set[int] = set()
 
     async def run_once(self) -> PublishCounts:
         """Build the table, compare it with the published one, number and send what changed."""
         if not self._lease.is_acting:
             return PublishCounts()
+        # A new term may begin while this turn reads, and must not publish what was read before.
+        epoch = self._lease.epoch
         has_no_routes = self._routes.table is None or self._routes.table.keys_only
         waits = has_no_routes and await self._first_reports.must_routes_wait(self._pool)
         if self._routes.table is None:
             # Keys that change while they are read are in the next turn.
             self._routes.keys = await read_all_keys(self._pool, self._routes.keys)
             if waits:
-                return await self._publish_keys_first()
+                return await self._publish_keys_first(epoch)
         changed, changed_keys = self._routes.take_changed(), frozenset[KeyId]()
         try:
             if self._routes.table is not None:
@@ -123,35 +130,36 @@ class PublishRoutes:
             if waits:
                 self._routes.restore_all(())
                 return PublishCounts()
-            return await self._publish(changed)
+            return await self._publish(epoch, changed)
         except BaseException:
             self._routes.restore_all(changed_keys)
             raise
 
-    async def _publish_keys_first(self) -> PublishCounts:
+    async def _publish_keys_first(self, epoch: Epoch) -> PublishCounts:
         """Publish a table of keys alone, which routers use with the routes that they have."""
         async with transaction(self._pool) as connection:
             revoked = await revoked_keys(connection)
             generation = await next_route_generation(
-                connection, self._lease.epoch, Generation(0), keys_only=True
+                connection, epoch, Generation(0), keys_only=True
             )
             cluster = await read_cluster_row(connection)
         table = RouteTable(
             cluster_id=cluster.cluster_id,
             generation=generation,
-            epoch=self._lease.epoch,
+            epoch=epoch,
             keys_only=True,
             keys=self._routes.keys,
             keys_revoked=revoked,
         )
         return PublishCounts(generation, routers=self._send(None, table))
 
-    async def _publish(self, changed: set[NodeId] | None) -> PublishCounts:
+    async def _publish(self, epoch: Epoch, changed: set[NodeId] | None) -> PublishCounts:
         latest, fleet = self._routes.table, self._fleet
         before = None if latest is None or latest.keys_only else latest
         if before is None or fleet is None or changed is None or self._needs_whole_read(changed):
-            table = keep_unchanged_rates(before, await self._read_whole())
+            table = keep_unchanged_rates(before, await self._read_whole(epoch))
             if before is not None:
+                await self._compare_recent(before.keys)
                 await self._compare_keys(before.keys)
             nodes_read = -1
         elif changed:
@@ -167,7 +175,7 @@ class PublishRoutes:
             return PublishCounts(before.generation, len(before.routes), nodes=nodes_read)
         async with transaction(self._pool) as connection:
             published = Generation(0) if latest is None else latest.generation
-            generation = await next_route_generation(connection, self._lease.epoch, published)
+            generation = await next_route_generation(connection, epoch, published)
         self._departures = departures
         table = msgspec.structs.replace(table, generation=generation)
         routers = self._send(before, table)
@@ -179,7 +187,7 @@ class PublishRoutes:
             live = await live_keys(connection, sorted(key_ids))
             revoked = await revoked_among(connection, sorted(key_ids))
             generation = await next_route_generation(
-                connection, self._lease.epoch, before.generation, keys_only=before.keys_only
+                connection, before.epoch, before.generation, keys_only=before.keys_only
             )
         was_revoked = key_ids.intersection(before.keys_revoked)
         delta = RouteDelta(
@@ -193,6 +201,23 @@ class PublishRoutes:
             revoked_gone=tuple(sorted(was_revoked - revoked)),
         )
         self._send(before, apply_delta(before, delta), delta)
+
+    async def _compare_recent(self, published: KeyTable) -> None:
+        """Publish soon what the newest events say of keys and the table does not have.
+
+        A key may change unannounced: at a scheduler that does not act. With a million keys, half an
+        hour passes until all have been compared.
+        """
+        async with using(self._pool) as connection:
+            recent = await recent_key_changes(connection, RECENT_EVENTS)
+            # Events are seen in the order of their commits, not of their numbers.
+            key_ids = {key_id for event_id, key_id in recent if event_id not in self._seen_events}
+            keys = await live_keys(connection, sorted(key_ids)) if key_ids else ()
+        live = {key.key_id: key for key in keys}
+        for key_id in key_ids:
+            if published.get(key_id) != live.get(key_id):
+                self._routes.mark_key_changed(key_id)
+        self._seen_events = {event_id for event_id, _ in recent}
 
     async def _compare_keys(self, published: KeyTable) -> None:
         """Read the next page of keys and publish what differs from the table soon."""
@@ -208,6 +233,8 @@ class PublishRoutes:
     def _send(
         self, before: RouteTable | None, table: RouteTable, change: RouteDelta | None = None
     ) -> int:
+        if table.epoch != self._lease.newest_epoch:
+            raise EpochLost(f"cannot publish routes of epoch {table.epoch}: a newer term has begun")
         delta = b"" if before is None else codec.encode(change or diff(before, table))
         if len(delta) > DELTA_BYTES_MAX:
             delta = b""
@@ -229,13 +256,13 @@ class PublishRoutes:
         is_due = self._lease.clock() >= self._whole_due_at
         return is_due or not self._group_nodes.isdisjoint(node_ids)
 
-    async def _read_whole(self) -> RouteTable:
+    async def _read_whole(self, epoch: Epoch) -> RouteTable:
         began = self._lease.clock()
         async with transaction(self._pool, isolation="repeatable_read") as connection:
             fleet = await read_fleet(connection, self._heartbeats.observed(), self._reports)
             revoked = await revoked_keys(connection)
             adapters = await read_adapter_entries(connection)
-        table = self._table_of(fleet)
+        table = self._table_of(fleet, epoch)
         self._fleet = msgspec.structs.replace(fleet, nodes=(), placements=())
         self._group_nodes = multi_node_hosts(fleet.placements)
         now = self._lease.clock()
@@ -252,8 +279,8 @@ class PublishRoutes:
             )
         return build_routes(part, judge_liveness(part.nodes, part.acting_for_s, self._limits))
 
-    def _table_of(self, fleet: ClusterState) -> RouteTable:
+    def _table_of(self, fleet: ClusterState, epoch: Epoch) -> RouteTable:
         view = judge_liveness(fleet.nodes, fleet.acting_for_s, self._limits)
         return build_route_table(
-            fleet, view, self._routes.keys, generation=Generation(0), epoch=self._lease.epoch
+            fleet, view, self._routes.keys, generation=Generation(0), epoch=epoch
         )

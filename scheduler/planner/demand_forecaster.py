@@ -57,6 +57,11 @@ LEARN_S: Final = 2.0
 then rests three times as long: the most that a loop rests."""
 
 
+FORECAST_WAIT_S: Final = 600.0
+"""How long what only a forecast needs is kept until there is one, in a new term or a new planner. A
+large fleet's takes some minutes to learn what was not saved."""
+
+
 class LaterForecast(NamedTuple):
     """The forecast for some hours ahead, and its time by this process's monotonic clock."""
 
@@ -74,6 +79,9 @@ class DemandForecaster:
     def __init__(self, pool: Pool) -> None:
         self.soon: Sequence[DemandRate] = ()
         self.later = LaterForecast()
+        self.is_made = False
+        """Whether there is a forecast, which may be of no demand."""
+        self._not_made_since_s = monotonic()
         self._pool = pool
         self._epoch: Epoch | None = None
         self._forecast = FleetForecast({})
@@ -83,6 +91,11 @@ class DemandForecaster:
         """What is left to learn of the next slot, if a part of it is learned."""
         self._renewing: Iterator[None] | None = None
         """What is left to forecast."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a forecast, or none was made for longer than replicas wait for one."""
+        return self.is_made or monotonic() - self._not_made_since_s >= FORECAST_WAIT_S
 
     async def learn(self, epoch: Epoch) -> LearnReply:
         """Learn slots that have ended, then renew the forecast, from where the last call ended."""
@@ -139,12 +152,14 @@ class DemandForecaster:
         self.soon = [row for row in soon if row is not None]
         at_s = monotonic() + LATER_S - GRACE_S
         self.later = LaterForecast([row for row in later if row is not None], at_s)
-        self._is_current = True
+        self._is_current = self.is_made = True
 
     async def _begin(self, epoch: Epoch) -> None:
         """Continue from the stored series; unreadable ones are learned again."""
         self._learning = self._renewing = None
-        self.soon, self.later = (), LaterForecast()
+        if self.is_made:
+            self._not_made_since_s = monotonic()
+        self.soon, self.later, self.is_made = (), LaterForecast(), False
         async with using(self._pool) as connection:
             pops = await read_pops(connection)
             now = slot_of(await read_clock(connection))

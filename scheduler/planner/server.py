@@ -59,7 +59,8 @@ class PlannerServer:
 
     async def cluster_state(self, contact: NodeContact) -> ClusterState:
         """Return the state to plan from: the fleet, with demand raised to the forecast."""
-        return with_forecast(await self._read(contact), self.forecast.soon)
+        cluster = with_forecast(await self._read(contact), self.forecast.soon)
+        return msgspec.structs.replace(cluster, is_forecast_known=self.forecast.is_known)
 
     async def _prefetch(self, contact: NodeContact) -> PrefetchDecision:
         cluster = await self.cluster_state(contact)

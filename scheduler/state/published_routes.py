@@ -81,6 +81,8 @@ class PublishedRoutes:
         """
         if table is None:
             self.following.clear()
+            # All keys are read for the first table. Those changed before would follow it in deltas.
+            self._changed_keys.clear()
         else:
             self.keys = table.keys
         self.table = table

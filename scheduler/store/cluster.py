@@ -38,6 +38,14 @@ GIVEN_UP_FOR_S: Final = 3600.0
 """For how long a failed replica counts against its version and its node."""
 
 
+DEMAND_GAP_MAX_S: Final = 120.0
+"""If routers could report nothing for longer before a term, the demand of the last ten minutes is
+far too low until they have reported again."""
+
+DEMAND_WAIT_S: Final = 60.0
+"""The time from the beginning of a term until all routers have connected and reported."""
+
+
 async def read_cluster(
     connection: Connection, contact: NodeContact, reports: NodeReportCache | None = None
 ) -> ClusterState:
@@ -46,6 +54,7 @@ async def read_cluster(
     return msgspec.structs.replace(
         fleet,
         demand=await _read_demand(connection),
+        is_demand_known=await _is_demand_known(connection, contact.acting_for_s),
         distances=await _read_distances(connection),
         prefetches=await read_prefetches(connection),
         given_up=await _read_given_up(connection),
@@ -256,6 +265,20 @@ async def _read_demand(connection: Connection) -> tuple[DemandRate, ...]:
         """
     )
     return tuple(as_struct(row, DemandRate) for row in rows)
+
+
+async def _is_demand_known(connection: Connection, acting_for_s: float) -> bool:
+    """Return False at the beginning of a term before which no scheduler heard routers for long."""
+    if acting_for_s >= DEMAND_WAIT_S:
+        return True
+    gap_s: float | None = await connection.fetchval(
+        """
+        SELECT extract(epoch FROM now() - make_interval(secs => $1) - max(seen_at))::float8
+        FROM demand_seen WHERE seen_at < now() - make_interval(secs => $1)
+        """,
+        acting_for_s,
+    )
+    return gap_s is None or gap_s <= DEMAND_GAP_MAX_S
 
 
 async def _read_given_up(connection: Connection) -> tuple[StartFailures, ...]:

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from isochrone.wire.client_keys.key_table import budget_id
+from isochrone.wire.ids import KeyId
 from scheduler.store.pool import Connection, as_json
 
 
@@ -66,6 +68,22 @@ async def list_events(
         EventView(**{**row, "before": _raw(row["before"]), "after": _raw(row["after"])})
         for row in rows
     ]
+
+
+async def recent_key_changes(connection: Connection, limit: int) -> list[tuple[int, KeyId]]:
+    """Return the ids of those of the newest `limit` events that changed a key or a tenant's budget,
+    and of the key or budget."""
+    rows = await connection.fetch(
+        "SELECT event_id, kind, subject FROM event ORDER BY event_id DESC LIMIT $1", limit
+    )
+    changes = []
+    for row in rows:
+        table, _, _ = row["kind"].partition(".")
+        if table == "key":
+            changes.append((row["event_id"], KeyId(row["subject"])))
+        elif table == "tenant":
+            changes.append((row["event_id"], KeyId(budget_id(row["subject"]))))
+    return changes
 
 
 def _raw(stored: str | None) -> msgspec.Raw | None:

@@ -187,7 +187,9 @@ async def read_starts(connection: Connection, rollout: Rollout) -> StartCounts:
         connection,
         """
         SELECT count(*) FILTER (WHERE state = 'warm' AND leader_id IS NULL) AS warm,
-               count(*) FILTER (WHERE state = 'failed') AS failed, count(*) AS placed
+               -- A replica over several nodes fails once, however many of its parts do.
+               count(DISTINCT coalesce(leader_id, replica_id)) FILTER (WHERE state = 'failed')
+                   AS failed, count(*) AS placed
         FROM placement WHERE deployment_id = $1 AND version = $2
             AND (released_at IS NULL OR (state = 'failed' AND restarts > 0))
         """,

@@ -97,7 +97,8 @@ async def _replica_problems(connection: Connection) -> list[str]:
         """
         SELECT format('%s on %s is %s: %s', replica_id, node_id, state, state_reason) AS words,
             count(*) OVER () AS count
-        FROM placement WHERE ended_at IS NULL AND state <> 'warm' AND state_reason <> ''
+        FROM placement
+        WHERE released_at IS NULL AND ended_at IS NULL AND state <> 'warm' AND state_reason <> ''
         ORDER BY words LIMIT $1
         """,
         PROBLEMS_MAX,

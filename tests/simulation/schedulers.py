@@ -209,7 +209,9 @@ class SimScheduler:
         database = Database(pool, reserved, intake, self._world.store.cluster_id)
         nudges = app.JobNudges(*(asyncio.Event() for _ in app.JobNudges._fields))
         state = app._make_state(config, database, nudges)
-        planner: Any = SimPlanner(PlannerServer(database.pool, config.liveness), self._world)
+        server = PlannerServer(database.pool, config.liveness)
+        server.forecast.is_made = True  # of no demand, which is not simulated
+        planner: Any = SimPlanner(server, self._world)
         made = app.Composition(
             *(config, database, state, planner, authority, nudges, NodeReportCache()),
             batches=None,

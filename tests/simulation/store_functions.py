@@ -186,6 +186,11 @@ async def revoked_since(connection: SimDbConnection, since_s: float) -> list[Any
     return []
 
 
+async def recent_key_changes(connection: SimDbConnection, limit: int) -> list[Any]:
+    await connection.round_trip()
+    return []
+
+
 FUNCTIONS = (
     *(acquire_or_renew_lease, renew_lease, release_lease, assert_epoch, read_cluster_row),
     *(are_routes_after_loss,),
@@ -203,5 +208,6 @@ FUNCTIONS = (
         read_adapter_entries,
     ),
     *(next_route_generation, revoked_since, read_history_clock, write_history_clock),
+    *(recent_key_changes,),
 )
 """What replaces the functions of the same names."""

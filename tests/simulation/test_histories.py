@@ -339,7 +339,7 @@ MUTATIONS: Final = (
              ("take_over", "crash_scheduler", "crash_peer", "operate"), "has no route to f",
              seed=17),
     Mutation("only the last withdrawn replicas are asked", remember_only_the_last_withdrawn,
-             ("break_engines", "crash_database", "lose_power"), "has no route to", seed=65),
+             ("break_engines", "crash_database", "lose_power"), "has no route to", seed=416),
     Mutation("a withdrawn replica is not asked again", ask_no_withdrawn_replica,
              ("kill_engine", "crash_database"), seed=19),
     Mutation("a replica that is not assigned is stopped", stop_what_is_not_assigned,

@@ -60,7 +60,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class RolloutEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A rollout in progress: the share of requests that goes to the new version.
 
-    It applies to the routers in `pops`; empty means all routers.
+    It applies to the routers in `pops`; empty means all routers. A share of 0 is of a version that
+    was rolled back and still has replicas.
     """
 
     version: int

@@ -39,7 +39,8 @@ def draw_version(
 
     A request drawn for the new version may fall back to the old one, so that a bad version fails
     no request twice. A request drawn for the old version never goes to the new one while there is
-    an old one, because the share of the new version is a limit.
+    an old one, because the share of the new version is a limit. Without a share, the new version
+    gets only requests that the old one has no capacity for.
     """
     rollout = entry.rollout
     if rollout is None:
@@ -51,7 +52,8 @@ def draw_version(
     is_in_pop = not rollout.pops or pop in rollout.pops
     if is_in_pop and _draws_new_version(entry, rollout, subject):
         return VersionDraw(frozenset(old), True)
-    return VersionDraw(frozenset(new), False)
+    # A version that was rolled back helps where the old one lacks capacity, until it is gone.
+    return VersionDraw(frozenset(new), rollout.share <= 0)
 
 
 def _draws_new_version(entry: DeploymentEntry, rollout: RolloutEntry, subject: str) -> bool:

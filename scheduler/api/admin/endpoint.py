@@ -295,34 +295,34 @@ async def _respond(
     body_sha256 = hashlib.sha256(raw).hexdigest()
     # A GET needs no transaction, and may wait for the planner longer than one may stay idle.
     lend = using if endpoint.method == "GET" else transaction
-    async with lend(context.pool) as connection:
-        if key:
-            stored = await load_response(connection, key, http.method, http.path)
-            if stored is not None:
-                return _replay(stored, body_sha256, context.authority.cipher())
-        request = AdminRequest(http, context, connection, body)
-        result = await endpoint.function(request)
-        encoded = _encode(result)
-        if key:
-            # Encrypted: it may contain an API key, of which the database holds only the digest.
-            encrypted = context.authority.cipher().encrypt(encoded)
-            stored = StoredResponse(body_sha256, endpoint.status, encrypted)
-            await store_response(connection, key, http.method, http.path, stored)
+    request, is_carried_out = None, False
+    try:
+        async with lend(context.pool) as connection:
+            if key:
+                stored = await load_response(connection, key, http.method, http.path)
+                if stored is not None:
+                    return _replay(stored, body_sha256, context.authority.cipher())
+            request = AdminRequest(http, context, connection, body)
+            result = await endpoint.function(request)
+            encoded = _encode(result)
+            if key:
+                # Encrypted: it may contain an API key, of which the database holds only the digest.
+                encrypted = context.authority.cipher().encrypt(encoded)
+                stored = StoredResponse(body_sha256, endpoint.status, encrypted)
+                await store_response(connection, key, http.method, http.path, stored)
+            is_carried_out = True
+    except BaseException:
+        if request is not None and is_carried_out:
+            # Only the commit failed, and may have taken effect all the same.
+            _announce(endpoint, context, request, result)
+        raise
     for act in request.on_commit:
         try:
             await act()
         except OSError as error:
             # The change is made, whatever it leaves on disk.
             log.warning("file not deleted", extra={"fields": {"reason": str(error)}})
-    if endpoint.method != "GET":
-        if endpoint.changes_key:
-            # Keys do not affect placement, and the other keys need not be read again.
-            context.routes.mark_key_changed(
-                KeyId(request.changed_key or getattr(result, "key_id", "") or request.name)
-            )
-        else:
-            context.nudge_place()
-            context.routes.mark_changed()
+    _announce(endpoint, context, request, result)
     response = web.Response(
         status=204 if result is None else endpoint.status,
         body=encoded if result is not None else None,
@@ -332,6 +332,22 @@ async def _respond(
     if etag is not None:
         response.headers["etag"] = f'"{etag}"'
     return response
+
+
+def _announce(
+    endpoint: Endpoint, context: AdminContext, request: AdminRequest, result: EndpointResult
+) -> None:
+    """Have the jobs look at what a request has changed."""
+    if endpoint.method == "GET":
+        return
+    if not endpoint.changes_key:
+        context.nudge_place()
+        context.routes.mark_changed()
+    elif context.lease.is_held:
+        # Keys do not affect placement, and the other keys need not be read again. A scheduler that
+        # stands by publishes none, and would keep the ids of all that it has changed.
+        key_id = request.changed_key or getattr(result, "key_id", "") or request.name
+        context.routes.mark_key_changed(KeyId(key_id))
 
 
 def _replay(stored: StoredResponse, body_sha256: str, cipher: Fernet) -> web.Response:

@@ -126,6 +126,10 @@ class AssignmentFollowing:
         """Forget everything: nodes follow another scheduler."""
         self._nodes.clear()
 
+    def forget(self, node_id: NodeId) -> None:
+        """Forget a node that is gone."""
+        self._nodes.pop(node_id, None)
+
     def record_sent(self, node_id: NodeId, generation: Generation, now: float) -> None:
         """Note that a node was sent an assignment."""
         sent = _SentAssignment(now, generation)

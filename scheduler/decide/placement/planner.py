@@ -30,6 +30,7 @@ contact report as failed are replaced on nodes in contact.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import inf
 from typing import Final
 
 import msgspec
@@ -129,7 +130,8 @@ def plan_deployments(
     search.relocate_running()
     if not is_small_fleet:
         search.lay_out()
-    for preemption in search.preemptions():
+    # A deployment whose demand is not known would seem to lose nothing.
+    for preemption in search.preemptions() if cluster.is_demand_known else ():
         builder.end_replica(preemption.replica, preemption.reason)
     for state in draft.states:
         builder.retire(draft, state)
@@ -257,7 +259,7 @@ class PlanBuilder:
         running = [
             p for p in self._running[state.deployment_id] if p.replica_id not in self._endings
         ]
-        if is_replacing:
+        if is_replacing and self._cluster.is_demand_known:
             current = self._current_version_of(needs)
             if not replace_old_version(
                 draft, state, current, self._limits.surge_max, self.end_replica
@@ -265,11 +267,15 @@ class PlanBuilder:
                 self._unmet.append(no_slot_for_version(draft, state))
         is_starting = any(replica.slot for replica in state.replicas)
         if not is_starting:
-            minimum = needs.deployment.policy.replicas_min or int(needs.has_demand)
+            may_have_demand = needs.has_demand or not self._cluster.is_demand_known
+            minimum = needs.deployment.policy.replicas_min or int(may_have_demand)
             end_drained(self.fleet, running, min(needs.replicas_max, minimum), self.end)
         is_stable = not is_starting and not is_replacing and not state.has_replica_coming()
         settle_s = self._limits.settle_s
-        if is_stable and not end_surplus(state, settle_s, draft.ledger, self.end_replica):
+        is_known = self._cluster.is_demand_known and self._cluster.is_forecast_known
+        # Without a known demand, only what the policy does not allow is surplus.
+        unneeded_s = settle_s if is_known else inf
+        if is_stable and not end_surplus(state, unneeded_s, draft.ledger, self.end_replica):
             separate_failure_domains(draft, state, settle_s)
         self.note_unmet(draft, state)
 

@@ -6,13 +6,13 @@ nothing of rollouts: `split_rollouts` makes the cluster state that it reads, `jo
 its plan in the deployment's own name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import ceil
 from typing import Final, TypeVar
 
 import msgspec
 
-from isochrone.wire.ids import DeploymentId, PopId, ReplicaId
+from isochrone.wire.ids import DeploymentId, NodeId, PopId, ReplicaId
 from isochrone.wire.models.model import AUTO_ROLES, UNIFIED_ROLES, Deployment, PlacementPolicy
 from isochrone.wire.peers.assignment import Role
 from isochrone.wire.peers.report import ReplicaState
@@ -96,16 +96,24 @@ def _new_version(deployment: Deployment, rollout: Rollout, cluster: ClusterState
     same PoPs."""
     policy, step = deployment.policy, rollout.current
     nodes = {node.node_id: node.pop for node in cluster.nodes}
-    old = [
+    both = [
         placement
         for placement in cluster.placements
-        if placement.deployment_id == deployment.deployment_id
-        and placement.version == rollout.from_version
-        and placement.state is ReplicaState.WARM
-        and placement.node_id in nodes
+        if placement.deployment_id == deployment.deployment_id and placement.node_id in nodes
     ]
-    warm_pops = {nodes[placement.node_id] for placement in old}
-    pops = warm_pops & set(step.pops) or warm_pops
+    old = [
+        placement
+        for placement in both
+        if placement.version == rollout.from_version and placement.state is ReplicaState.WARM
+    ]
+    pops = {nodes[placement.node_id] for placement in old}
+    if pops:
+        # While the old version restarts in a PoP, the new one goes on serving there.
+        staying = [placement for placement in both if not placement.is_ending]
+        pops |= _pops_of(staying, rollout.from_version, nodes) & _pops_of(
+            staying, rollout.to_version, nodes
+        )
+    pops = pops & set(step.pops) or pops
     has_prefill = any(placement.role is Role.PREFILL for placement in old)
     fewest = min(_fewest_replicas(policy, has_prefill), policy.replicas_max)
     replicas_min = max(fewest, ceil(step.share * policy.replicas_min))
@@ -124,6 +132,12 @@ def _new_version(deployment: Deployment, rollout: Rollout, cluster: ClusterState
             deny=_denied(policy, pops, cluster),
         ),
     )
+
+
+def _pops_of(
+    placements: Iterable[Placement], version: int, nodes: Mapping[NodeId, PopId]
+) -> set[PopId]:
+    return {nodes[p.node_id] for p in placements if p.version == version}
 
 
 def _fewest_replicas(policy: PlacementPolicy, has_prefill: bool) -> int:

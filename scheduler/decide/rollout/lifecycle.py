@@ -7,6 +7,7 @@ Rule 3: harm also reverts a paused rollout, because its share is still being ser
 
 from enum import StrEnum
 from itertools import pairwise
+from math import inf
 from typing import Annotated, Final, NamedTuple
 
 import msgspec
@@ -131,12 +132,20 @@ def steps_problem(steps: tuple[RolloutStep, ...]) -> str:
 
 
 def judge_rollout(
-    rollout: Rollout, strata: tuple[Stratum, ...], starts: StartCounts
+    rollout: Rollout,
+    strata: tuple[Stratum, ...],
+    starts: StartCounts,
+    acting_for_s: float = inf,
 ) -> RolloutVerdict | None:
-    """Return what has happened to a rollout by now; None if it continues as it is."""
+    """Return what has happened to a rollout by now; None if it continues as it is.
+
+    It is given up only for what was missing while this scheduler acted, for `acting_for_s`: without
+    a scheduler nothing starts and nothing is counted.
+    """
     if rollout.state not in IN_PROGRESS:
         return None
     bounds = rollout.spec.bounds
+    waited_s = min(rollout.step_age_s, acting_for_s)
     attempts = sum(stratum.new.attempts for stratum in strata)
     differences = compare_arms(strata, bounds)
     harms = [difference.words() for difference in differences if difference.is_harm]
@@ -148,9 +157,9 @@ def judge_rollout(
         return RolloutVerdict(
             RolloutEvent.COULD_NOT_START, f"{starts.failed} replicas failed, none is warm"
         )
-    if not starts.warm and not attempts and rollout.step_age_s > bounds.start_max_s:
+    if not starts.warm and not attempts and waited_s > bounds.start_max_s:
         why = "" if starts.placed else ": none found a free slot"
-        reason = f"no replica is warm after {rollout.step_age_s:.0f} s{why}"
+        reason = f"no replica is warm after {waited_s:.0f} s{why}"
         return RolloutVerdict(RolloutEvent.COULD_NOT_START, reason)
     if rollout.state is PAUSED:
         return None
@@ -164,7 +173,7 @@ def judge_rollout(
     ):
         words = "; ".join(difference.words() for difference in differences)
         return RolloutVerdict(_passed(rollout), f"{attempts} attempts show: {words}")
-    if rollout.step_age_s > bounds.step_max_s:
+    if waited_s > bounds.step_max_s:
         words = "; ".join(difference.words() for difference in differences)
         reason = f"cannot tell after {rollout.step_age_s:.0f} s and {attempts} attempts: {words}"
         return RolloutVerdict(RolloutEvent.NOTHING_SHOWN, reason)

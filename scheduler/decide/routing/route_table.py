@@ -51,13 +51,19 @@ def build_route_table(
     """
     models = {model.model_id: model for model in cluster.models}
     rollouts = {rollout.deployment_id: rollout for rollout in cluster.rollouts}
+    withdrawn = _withdrawn_versions(cluster)
     return RouteTable(
         cluster_id=cluster.cluster_id,
         generation=generation,
         epoch=epoch,
         pops=tuple(sorted(cluster.pops, key=lambda pop: pop.pop)),
         deployments=tuple(
-            _entry(deployment, models, rollouts.get(deployment.deployment_id))
+            _entry(
+                deployment,
+                models,
+                rollouts.get(deployment.deployment_id),
+                withdrawn.get(deployment.deployment_id),
+            )
             for deployment in sorted(cluster.deployments, key=lambda d: d.deployment_id)
         ),
         routes=build_routes(cluster, view),
@@ -175,8 +181,27 @@ def _version_of(
     return msgspec.structs.replace(deployment, model_id=spec.model_id, engine=spec.engine)
 
 
+def _withdrawn_versions(cluster: ClusterState) -> dict[DeploymentId, int]:
+    """Return the version of each rollout that was reverted or aborted and still has replicas.
+
+    Only a rollout places replicas of a newer version than its deployment's.
+    """
+    versions = {entry.deployment_id: entry.version for entry in cluster.deployments}
+    withdrawn: dict[DeploymentId, int] = {}
+    for placement in cluster.placements:
+        name, version = placement.deployment_id, placement.version
+        if not placement.is_ending and version > max(
+            versions.get(name, version), withdrawn.get(name, 0)
+        ):
+            withdrawn[name] = version
+    return withdrawn
+
+
 def _entry(
-    deployment: Deployment, models: Mapping[str, CatalogModel], rollout: Rollout | None
+    deployment: Deployment,
+    models: Mapping[str, CatalogModel],
+    rollout: Rollout | None,
+    withdrawn: int | None,
 ) -> DeploymentEntry:
     model = models.get(deployment.model_id)
     context = deployment.engine.context_tokens_max
@@ -193,11 +218,7 @@ def _entry(
         kind=model.kind if model else "chat",
         created_at=deployment.created_at,
         price=model.price if model else None,
-        rollout=RolloutEntry(
-            version=rollout.to_version, share=rollout.current.share, pops=rollout.current.pops
-        )
-        if rollout is not None
-        else None,
+        rollout=_rollout_entry(rollout, withdrawn),
         deprecation=deployment.deprecation,
         engine=driver,
         engine_lacks=lacks,
@@ -211,6 +232,14 @@ def _entry(
         ),
         depth_cost_per_token=depth_cost_per_token(model) if model else 0.0,
     )
+
+
+def _rollout_entry(rollout: Rollout | None, withdrawn: int | None) -> RolloutEntry | None:
+    if rollout is not None:
+        step = rollout.current
+        return RolloutEntry(version=rollout.to_version, share=step.share, pops=step.pops)
+    # Until the planner has ended its replicas, which takes minutes where the others lack capacity.
+    return None if withdrawn is None else RolloutEntry(version=withdrawn, share=0.0)
 
 
 def _with_sent_rates(sent: Route | None, route: Route) -> Route:

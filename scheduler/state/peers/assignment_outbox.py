@@ -33,16 +33,20 @@ class AssignmentOutbox:
         """The newest generation of all assignments that were sent."""
 
     async def send(self, peer: PeerConnection) -> None:
-        """Queue a node's whole assignment. After an error it follows the node's next report."""
+        """Queue a node's whole assignment. After an error it follows the node's next report.
+
+        One is read after the other: of two with one generation, the node keeps the last.
+        """
         node_id = NodeId(peer.name)
         with self.resend_on_error([node_id]):
-            async with using(self._pool, INTAKE_TIMEOUT_S) as connection:
-                assignment = await read_assignment(
-                    connection, node_id, cluster_id=self._cluster_id, epoch=self._lease.epoch
-                )
-            self.newest_generation = max(self.newest_generation, assignment.generation)
-            peer.enqueue(assignment)
-            self._following.record_sent(node_id, assignment.generation, self._lease.clock())
+            async with peer.assigning:
+                async with using(self._pool, INTAKE_TIMEOUT_S) as connection:
+                    assignment = await read_assignment(
+                        connection, node_id, cluster_id=self._cluster_id, epoch=self._lease.epoch
+                    )
+                self.newest_generation = max(self.newest_generation, assignment.generation)
+                peer.enqueue(assignment)
+                self._following.record_sent(node_id, assignment.generation, self._lease.clock())
 
     async def send_to(self, node_ids: Iterable[str]) -> int:
         """Queue the assignments of those nodes that are connected and have reported; count them."""

@@ -9,6 +9,10 @@ from isochrone.wire.peers.report import Pulse
 from scheduler.decide.membership import AssignmentFollowing, NodeContact
 from scheduler.state.lease_state import LeaseState
 
+FORGOTTEN_AFTER_S: Final = 86_400.0
+"""A node that was not heard for a day is forgotten. The store knows since when it is silent, and a
+term may last longer than many short-lived nodes."""
+
 PULSES_BUFFERED_MAX: Final = 50_000
 PULSES_WRITTEN_MAX: Final = 1_000
 
@@ -39,11 +43,19 @@ class Heartbeats:
     def observed(self) -> NodeContact:
         """Return what only this process knows, for the functions that decide."""
         now = self._lease.clock()
+        self._forget_gone(now)
         return NodeContact(
             acting_for_s=self._lease.acting_for_s,
             silent_s={node_id: now - heard_at for node_id, heard_at in self._heard_at.items()},
             back_s={node_id: now - heard_at for node_id, heard_at in self._back_at.items()},
         )
+
+    def _forget_gone(self, now: float) -> None:
+        gone = [name for name, at in self._heard_at.items() if now - at >= FORGOTTEN_AFTER_S]
+        for node_id in gone:
+            del self._heard_at[node_id]
+            self._back_at.pop(node_id, None)
+            self.following.forget(node_id)
 
     def clear(self) -> None:
         """Forget every node: this process no longer acts."""

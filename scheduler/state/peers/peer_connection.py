@@ -69,6 +69,8 @@ class PeerConnection:
         service."""
         self.has_reported = False
         """Whether the node's full report is stored; only then is it sent assignments."""
+        self.assigning = asyncio.Lock()
+        """Held while an assignment is read from the store for this node, and queued."""
         self.stored_report: Report | None = None
         self.stored_report_at = 0.0
         self._socket = socket

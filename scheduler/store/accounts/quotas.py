@@ -1,11 +1,14 @@
 """Daily totals of keys and tenants with a quota, exact however often a router sends its usage."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from isochrone.wire.client_keys.key_table import KeyLimits
 from isochrone.wire.ids import KeyId
 from scheduler.store.pool import Connection, fetch_one
+
+QUOTA_LOCK: Final = 0x150C_0002
+"""Held while usage is moved into the totals, and shared while totals are counted again."""
 
 
 class QuotaUsage(NamedTuple):
@@ -17,6 +20,7 @@ class QuotaUsage(NamedTuple):
 
 async def sum_quota_usage(connection: Connection) -> QuotaUsage:
     """Move usage since the last call into the daily totals."""
+    await connection.execute("SELECT pg_advisory_xact_lock($1)", QUOTA_LOCK)
     row = await fetch_one(
         connection,
         """
@@ -79,8 +83,10 @@ def has_quota(limits: KeyLimits) -> bool:
 async def recount(connection: Connection, key_id: str) -> None:
     """Set the totals of this month's days from the usage rows: a quota may be newer than they are.
 
-    A single statement sees one snapshot: usage that commits later is added by `sum_quota_usage`.
+    A single statement sees one snapshot: usage that commits later is added by `sum_quota_usage`,
+    but not before these totals are committed, which would replace its sums.
     """
+    await connection.execute("SELECT pg_advisory_xact_lock_shared($1)", QUOTA_LOCK)
     await connection.execute(
         """
         WITH since AS (

@@ -20,7 +20,9 @@ async def read_store_members(
             extract(epoch FROM p.placed_at)::float8 AS placed_at,
             n.draining OR n.revoked OR n.lost_at IS NOT NULL OR p.state = 'failed' AS is_away
         FROM placement p JOIN node n USING (node_id)
-        WHERE p.ended_at IS NULL AND p.spec #>> '{engine,share_kv}' = 'true'
+        -- What is released has ended, too; the indexes are of what is not.
+        WHERE p.released_at IS NULL AND p.ended_at IS NULL
+          AND p.spec #>> '{engine,share_kv}' = 'true'
           AND ($1::text IS NULL OR n.pop = (SELECT pop FROM node WHERE node_id = $1))
         """,
         pop_of,

@@ -6,14 +6,17 @@ from typing import Any
 
 import asyncpg
 import msgspec
+import pytest
 
 from isochrone.service.clock import utc_now
 from isochrone.wire.admin import PopBody
 from isochrone.wire.ids import BootId, ClusterId, RouterId
 from isochrone.wire.peers.usage import Demand, Usage
 from scheduler.decide.demand import accept_demand, accept_usage
+from scheduler.decide.membership import NodeContact
 from scheduler.store import catalogue, deployments
 from scheduler.store.accounts.usage import record_demand, record_usage, rotate_demand_partitions
+from scheduler.store.cluster import read_cluster
 from scheduler.store.lease import ensure_cluster
 from scheduler.store.pool import Pool, transaction, using
 from scheduler.store.retention import FIXED_RULES, delete_expired
@@ -55,6 +58,32 @@ async def test_batches_sent_again_and_out_of_order_are_counted_once(pool: Pool) 
     assert sorted(unknown, key=str) == [0] * 7 + [None] * 5
     assert await value_of(pool, "SELECT sum(requests)::int FROM demand WHERE pop = 'ams'") == 17
     assert await value_of(pool, "SELECT sum(prompt_tokens)::int FROM demand") == 170
+
+
+@pytest.mark.parametrize(
+    ("acting_for_s", "heard_s_ago", "is_known"),
+    [
+        (5.0, None, True),  # no router was ever heard
+        (5.0, 20.0, True),
+        (5.0, 600.0, False),
+        (70.0, 665.0, True),  # all routers have reported by now
+    ],
+)
+async def test_after_an_outage_demand_is_not_known_until_routers_have_reported(
+    pool: Pool, acting_for_s: float, heard_s_ago: float | None, is_known: bool
+) -> None:
+    await begun(pool)
+    if heard_s_ago is not None:
+        await counted(pool, a_demand(a_row(requests=1), seq=1))
+        async with using(pool) as connection:
+            await connection.execute(
+                "UPDATE demand_seen SET seen_at = seen_at - make_interval(secs => $1)", heard_s_ago
+            )
+    # The first router to report fills the gap for its own city only.
+    await counted(pool, a_demand(a_row(requests=1), seq=2))
+    async with transaction(pool, isolation="repeatable_read") as connection:
+        cluster = await read_cluster(connection, NodeContact(acting_for_s=acting_for_s))
+    assert cluster.is_demand_known is is_known
 
 
 async def test_a_late_batch_is_counted_in_its_own_minute(pool: Pool) -> None:

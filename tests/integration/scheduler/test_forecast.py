@@ -1,6 +1,7 @@
 """The forecast's duty on a real Postgres: it learns what ended, and a new term goes on from it."""
 
 from itertools import count
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -38,12 +39,17 @@ def not_far_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduler.planner.demand_forecaster.LEARN_S", 60.0)
 
 
-async def test_what_ended_is_learned_and_the_next_term_goes_on_from_it(pool: Pool) -> None:
+async def test_what_ended_is_learned_and_the_next_term_goes_on_from_it(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await begun(pool)
     async with using(pool) as connection:
         await connection.execute(ASKED, SLOTS_BACK * 10)
     server = PlannerServer(pool, LivenessLimits())
     forecast = server.forecast
+    # Nor does a planner have one that was killed within a term.
+    long_ago = NodeContact(acting_for_s=9_999.0)
+    assert not (await server.cluster_state(long_ago)).is_forecast_known
     first = await forecast.learn(Epoch(1))
     assert (first.series, first.is_new, first.is_behind) == (1, True, False)
     assert SLOTS_BACK - 2 <= first.slots <= SLOTS_BACK + 1
@@ -52,6 +58,7 @@ async def test_what_ended_is_learned_and_the_next_term_goes_on_from_it(pool: Poo
     assert 9.0 < row.requests_per_s < 12.0
     assert await forecast.learn(Epoch(1)) == replace(first, slots=0, saved=0, is_new=False)
     picture = await server.cluster_state(HEARD)
+    assert picture.is_forecast_known
     assert [(r.pop, r.requests_per_s >= 9.0) for r in picture.demand] == [(PopId("ams"), True)]
     # Saved in turns: after every series had its turn, nothing of the minutes is needed.
     for turn in range(6):
@@ -62,6 +69,18 @@ async def test_what_ended_is_learned_and_the_next_term_goes_on_from_it(pool: Poo
     again = await later.learn(Epoch(2))
     assert (again.slots, again.series, again.is_new) == (0, 1, True)
     assert later.soon == [row]
+    assert later.is_known
+    # A term whose forecast cannot be made does not keep what it would need for ever.
+    with pytest.raises(TimeoutError), monkeypatch.context() as patched:
+        patched.setattr("scheduler.planner.demand_forecaster.read_series", fail)
+        await later.learn(Epoch(3))
+    assert not later.is_known
+    monkeypatch.setattr("scheduler.planner.demand_forecaster.FORECAST_WAIT_S", 0.0)
+    assert later.is_known
+
+
+async def fail(*_: Any) -> None:
+    raise TimeoutError
 
 
 async def test_a_clock_that_was_years_ahead_leaves_nothing_behind(

@@ -2,7 +2,18 @@
 
 from typing import Any
 
-from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId, PopId, ReplicaId
+import msgspec
+
+from isochrone.wire.ids import (
+    BootId,
+    ClusterId,
+    DeploymentId,
+    Epoch,
+    Generation,
+    NodeId,
+    PopId,
+    ReplicaId,
+)
 from isochrone.wire.models.model import EngineSettings
 from isochrone.wire.peers.assignment import Assignment
 from isochrone.wire.peers.control import PeerRole
@@ -22,6 +33,7 @@ from scheduler.store.fleet.nodes import (
 )
 from scheduler.store.fleet.plans import commit_plan
 from scheduler.store.pool import Pool, transaction
+from scheduler.store.rollouts import read_starts
 from tests.builders import (
     GIB,
     a_certificate,
@@ -32,6 +44,7 @@ from tests.builders import (
     believed,
 )
 from tests.integration.scheduler.test_store import begun
+from tests.unit.scheduler.test_rollout import a_rollout
 
 NODES = ("n1", "n2")
 
@@ -178,3 +191,15 @@ async def test_a_refused_part_ends_the_replica_and_is_not_placed_again_at_once(
     assert f"n2: it refused a replica of this deployment: {why}" in again.unmet[0].reason
     assert (await told(pool, epoch, says("n2", 5, generation=generation))).released == 0
     assert len(plan_deployments(await cluster_state(pool)).starts) == 1
+
+
+async def test_a_replica_whose_parts_all_fail_has_failed_to_start_once(pool: Pool) -> None:
+    """Else a rollout would be reverted after the first of the failures that it allows."""
+    epoch = await two_nodes(pool)
+    await committed(pool, epoch, plan_deployments(await cluster_state(pool)))
+    for name, assignment in (await assigned(pool, epoch)).items():
+        failed = a_replica_report(assignment.replicas[0], "failed")
+        await told(pool, epoch, a_report(name, 2, devices=(a_device(1.0),), replicas=(failed,)))
+    rollout = msgspec.structs.replace(a_rollout(), deployment_id=DeploymentId("g"), to_version=1)
+    async with transaction(pool) as connection:
+        assert (await read_starts(connection, rollout)).failed == 1

@@ -19,10 +19,15 @@ from scheduler.decide.whatif import ClusterSnapshot
 from scheduler.loops.place_replicas import PlaceReplicas
 from scheduler.planner.client import PlannerClient, PlannerFailed
 from scheduler.planner.messages import PlannerSettings, frame
-from scheduler.store.lease import read_cluster_row
+from scheduler.store.lease import EpochLost, read_cluster_row
 from scheduler.store.pool import Pool, using
 from tests.builders import a_spec
-from tests.integration.scheduler.scheduler_parts import expire_lease, no_nudge, scheduler_parts
+from tests.integration.scheduler.scheduler_parts import (
+    SchedulerParts,
+    expire_lease,
+    no_nudge,
+    scheduler_parts,
+)
 from tests.integration.scheduler.test_store import begun, planned, reported
 
 HEARD = NodeContact(acting_for_s=99.0)
@@ -130,18 +135,58 @@ async def test_after_a_plan_that_came_too_late_the_next_one_is_quick(
     empty: tuple[int, ...], committed: list[bool], pool: Pool
 ) -> None:
     """Whether or not it finds something to do, the one after it is thorough again."""
+    parts = await placing_scheduler(pool)
+    planner = LatePlanner(pool, empty)
+    place = place_replicas(parts, planner)
+    assert [(await place.run_once()).committed for _ in range(3)] == committed
+    assert planner.asked == [False, True, False]
+
+
+class PlannerAcrossTerms:
+    """While it plans, another scheduler acts for a while and changes nothing."""
+
+    def __init__(self, parts: SchedulerParts) -> None:
+        self.parts = parts
+
+    async def plan(self, _: NodeContact, *, is_quick: bool = False) -> PlacementPlan:
+        pool = self.parts.database.pool
+        await expire_lease(pool)
+        other = await scheduler_parts(pool, "s3")
+        for scheduler in (other, self.parts):
+            assert (await scheduler.hold_lease.run_once()).acting
+            await expire_lease(pool)
+        async with using(pool) as connection:
+            generation = (await read_cluster_row(connection)).generation
+        ending = ReplicaEnding(replica_id=ReplicaId("r1"), node_id=NodeId("n1"), reason="test")
+        return PlacementPlan(based_on=generation, endings=(ending,))
+
+
+async def test_a_plan_of_the_term_before_is_not_committed(pool: Pool) -> None:
+    """The new term waits for the nodes' first reports before it places anything."""
+    parts = await placing_scheduler(pool)
+    with pytest.raises(EpochLost):
+        await place_replicas(parts, PlannerAcrossTerms(parts)).run_once()
+    assert parts.state.lease.is_acting
+
+
+async def placing_scheduler(pool: Pool) -> SchedulerParts:
+    """A scheduler that no longer waits for the nodes' first reports; r1 runs on n1."""
     epoch = await begun(pool)
     await reported(pool, epoch)
     assert await planned(pool, epoch, a_spec())
     await expire_lease(pool)
     parts = await scheduler_parts(pool, "s2")
-    for _ in range(4):  # until it no longer waits for the nodes' first reports
+    for _ in range(4):
         await parts.hold_lease.run_once()
         parts.clock.now_s += 4.0
     await parts.hold_lease.run_once()
-    state, planner = parts.state, LatePlanner(pool, empty)
-    place = PlaceReplicas(
-        pool=pool,
+    return parts
+
+
+def place_replicas(parts: SchedulerParts, planner: object) -> PlaceReplicas:
+    state = parts.state
+    return PlaceReplicas(
+        pool=parts.database.pool,
         planner=cast(PlannerClient, planner),
         authority=cast(Authority, None),  # it seals starts only
         lease=state.lease,
@@ -153,5 +198,3 @@ async def test_after_a_plan_that_came_too_late_the_next_one_is_quick(
         status=state.placement,
         nudge_place=no_nudge,
     )
-    assert [(await place.run_once()).committed for _ in range(3)] == committed
-    assert planner.asked == [False, True, False]

@@ -8,7 +8,7 @@ import pytest
 
 from isochrone.wire import codec
 from isochrone.wire.admin import KeyBody, LimitsBody
-from isochrone.wire.ids import KeyId, NodeId, TenantId
+from isochrone.wire.ids import Epoch, KeyId, NodeId, TenantId
 from isochrone.wire.peers.control import KEYS_FIRST, TABLE_PARTS, PeerRole
 from isochrone.wire.peers.routes import RouteDelta
 from scheduler.decide.routing.flap_damping import HOLD_S
@@ -17,8 +17,10 @@ from scheduler.loops.publish_routes import PublishCounts, PublishRoutes
 from scheduler.loops.sum_quotas import SumQuotas
 from scheduler.state.published_routes import TableParts
 from scheduler.store.accounts import keys
+from scheduler.store.events import record_event
 from scheduler.store.fleet import identities
-from scheduler.store.pool import Connection, Pool, transaction
+from scheduler.store.lease import EpochLost, Lease
+from scheduler.store.pool import Connection, Pool, transaction, using
 from scheduler.store.status import read_status
 from tests.builders import a_replica_report, a_spec
 from tests.integration.scheduler.scheduler_parts import (
@@ -246,6 +248,47 @@ async def test_a_key_that_changed_unannounced_is_found_page_by_page(
     assert changed.tenant_id == "other"
 
 
+async def test_keys_that_another_scheduler_changed_are_published_at_once(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator may revoke a leaked key at a scheduler that does not act."""
+    monkeypatch.setattr(keys, "ROWS_PER_PAGE", 2)
+    scheduler, publish = await a_publisher(pool)
+    await add_keys(pool, *(f"k{n}" for n in range(7)))
+    await publish.run_once()
+    body = KeyBody(tenant_id=TenantId("t"))
+    async with transaction(pool) as late:
+        # Its event has the lowest number, and is seen last.
+        await keys.add_key(late, key_id=KeyId("k9"), secret_sha256="s", body=body)
+        await record_event(late, actor="admin", kind="key.create", subject="k9")
+        async with transaction(pool) as connection:
+            await keys.revoke_key(connection, "k6", None)
+            await record_event(connection, actor="admin", kind="key.revoke", subject="k6")
+            await keys.set_limits(connection, "k5", LimitsBody(requests_per_min=3), None)
+            await record_event(connection, actor="admin", kind="key.limit", subject="k5")
+        await a_whole_read(scheduler, publish)
+        assert key_names(scheduler) == [f"k{n}" for n in range(6)]
+    table = scheduler.state.routes.table
+    assert table is not None
+    limited = table.keys.get(KeyId("k5"))
+    assert limited is not None
+    assert limited.limits.requests_per_min == 3
+    await a_whole_read(scheduler, publish)
+    assert key_names(scheduler) == [*(f"k{n}" for n in range(6)), "k9"]
+    # They are published once.
+    before = scheduler.state.routes.table
+    await a_whole_read(scheduler, publish)
+    assert scheduler.state.routes.table is before
+
+
+async def a_whole_read(scheduler: SchedulerParts, publish: PublishRoutes) -> None:
+    """A turn that reads the whole fleet, and another that publishes the keys that it found."""
+    scheduler.clock.now_s += 3.0
+    await scheduler.hold_lease.run_once()
+    for _ in range(2):
+        await publish.run_once()
+
+
 async def test_many_changed_keys_are_published_some_at_a_time(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,6 +395,42 @@ async def test_after_lost_history_routes_wait_for_known_nodes(
         patched.setattr(state.peers, "agents", lambda: [reported_agent])
         published = await publish.run_once()
     assert (published.nodes, state.routes.table is None) == (-1, False)
+
+
+@pytest.mark.parametrize("step", ["read_fleet", "next_route_generation"])
+async def test_a_table_of_the_term_before_is_not_published_in_a_new_one(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """It was read before the loss was noticed, and would end the wait for the nodes' reports."""
+    scheduler, publish = await a_publisher(pool)
+    hold_lease, state = scheduler.hold_lease, scheduler.state
+    await publish.run_once()
+    do = getattr(publish_routes, step)
+
+    async def begin_term() -> None:
+        await restore_counters(pool)
+        await hold_lease.run_once()
+
+    async def meanwhile(*arguments: Any, **fields: Any) -> Any:
+        done = await do(*arguments, **fields)
+        if step == "read_fleet":
+            await begin_term()
+        else:
+            # As if it began once this transaction, which holds the epoch, is committed.
+            lease = Lease(epoch=Epoch(state.lease.epoch + 1), acting_for_s=0.0)
+            state.leadership.take(lease, state.lease.clock())
+        return done
+
+    state.routes.mark_changed()
+    async with using(pool) as connection:
+        await connection.execute("UPDATE pop SET city = 'Elsewhere'")
+    with monkeypatch.context() as patched:
+        patched.setattr(publish_routes, step, meanwhile)
+        with pytest.raises(EpochLost):
+            await publish.run_once()
+    assert state.routes.table is None
+    if step == "read_fleet":
+        assert is_without_routes(await publish.run_once(), scheduler)
 
 
 async def test_a_takeover_in_the_wait_after_lost_history_waits_too(pool: Pool) -> None:

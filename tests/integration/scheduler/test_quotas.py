@@ -25,11 +25,22 @@ from scheduler.store.accounts import keys, tenant_budgets
 from scheduler.store.accounts.quotas import sum_quota_usage
 from scheduler.store.accounts.usage import record_usage
 from scheduler.store.catalogue import EtagMoved
-from scheduler.store.pool import Pool, transaction
+from scheduler.store.pool import Pool, transaction, using
 from tests.builders import a_deployment, a_model
+from tests.system.harness import until
 
 KEY = KeyId("k1")
 DAY_S = 86_400.0
+
+SLOW_PRICES = """
+    CREATE OR REPLACE FUNCTION spend_of(which text, prompt bigint, cached bigint, output bigint)
+    RETURNS double precision LANGUAGE plpgsql AS $$
+    BEGIN
+        PERFORM pg_advisory_xact_lock_shared(1);
+        RETURN 1;
+    END $$
+"""
+"""Prices that a count waits for, once it has its snapshot."""
 
 
 def a_usage(request_id: str, key_id: str = KEY, age_s: float = 0.0) -> UsageRow:
@@ -132,6 +143,40 @@ async def test_a_new_quota_counts_earlier_usage_of_the_day(with_key: Pool) -> No
     assert await spent_until(with_key) > 0
     await limited(with_key, tokens_per_day=10_000)
     assert await spent_until(with_key) == 0.0
+
+
+async def test_usage_that_is_summed_during_a_count_is_not_lost(with_key: Pool) -> None:
+    """A count takes seconds for a tenant with much usage."""
+    pool = with_key
+    await record(pool, a_usage("q1"))
+    await sum_quotas(pool)
+    async with using(pool) as connection:
+        await connection.execute(SLOW_PRICES)
+    async with transaction(pool) as connection:
+        await connection.execute("SELECT pg_advisory_xact_lock(1)")
+        counting = asyncio.create_task(limited(pool, tokens_per_day=500))
+        await until("the count waits", lambda: is_any_waiting(pool), 10.0)
+        async with transaction(pool) as other:
+            # As a batch that commits now: its trigger looks up the price, too.
+            await other.execute("SET LOCAL session_replication_role = replica")
+            await record_usage(other, (a_usage("q2"),))
+            await other.execute("INSERT INTO key_use VALUES ($1, current_date, 150, 1)", KEY)
+        summing = asyncio.create_task(sum_quotas(pool))
+        await asyncio.wait({summing}, timeout=1.0)
+    await asyncio.gather(counting, summing)
+    async with transaction(pool) as connection:
+        view = await keys.get_key(connection, KEY)
+    assert view is not None
+    assert view.tokens_today == 300
+
+
+async def is_any_waiting(pool: Pool) -> bool:
+    async with using(pool) as connection:
+        found: bool = await connection.fetchval(
+            "SELECT EXISTS (SELECT FROM pg_locks JOIN pg_database ON oid = database"
+            " WHERE datname = current_database() AND locktype = 'advisory' AND NOT granted)"
+        )
+    return found
 
 
 async def test_batches_of_the_same_keys_do_not_deadlock(with_key: Pool) -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from isochrone.wire.ids import ClusterId
 from scheduler.loops.renew_lease import LeaseRenewalThread
 from scheduler.state.lease_state import LeaseState
 from scheduler.store.pool import Pool, using
@@ -31,6 +32,17 @@ async def scheduler(pool: Pool, database_dsn: str) -> AsyncIterator[SchedulerPar
     thread.start()
     yield parts
     await thread.stop()
+
+
+async def test_the_lease_of_another_clusters_database_is_not_taken(pool: Pool) -> None:
+    """It would be kept from the schedulers of that cluster for as long as this process runs."""
+    await begun(pool)
+    await expire_lease(pool)
+    stray = SchedulerParts(pool, ClusterId("another"))
+    with pytest.raises(RuntimeError, match="cannot act: the database belongs to cluster c1"):
+        await stray.hold_lease.run_once()
+    own = await scheduler_parts(pool)
+    assert (await own.hold_lease.run_once()).acting
 
 
 async def is_free(pool: Pool) -> bool:

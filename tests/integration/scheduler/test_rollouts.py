@@ -217,3 +217,16 @@ async def test_a_rollout_continues_after_a_kill_at_each_step(
         assert {"rollout.create", "rollout.step_passed", "rollout.last_step_passed"} <= kinds
     finally:
         await scheduler.kill()
+
+
+async def test_a_rollout_survives_an_outage_before_its_first_replica_is_warm(pool: Pool) -> None:
+    await rolling(pool)
+    for _ in range(7):  # of five minutes each, half an hour in all, without a scheduler
+        await time_passes(pool)
+    scheduler = await acting_scheduler(pool, "s1")
+    job = scheduler.advance_rollouts()
+    assert await job.run_once() == (1, 0)
+    scheduler.clock.now_s += 1801.0
+    assert (await scheduler.hold_lease.run_once()).acting
+    assert await job.run_once() == (1, 1)
+    assert (await current_rollout(pool)).state is RolloutState.REVERTED

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
-from isochrone.wire.ids import KeyId, NodeId
+from isochrone.wire.ids import ClusterId, Epoch, KeyId, NodeId
 from scheduler.store.accounts.keys import (
     list_keys,
     live_keys,
@@ -19,11 +19,26 @@ from scheduler.store.accounts.keys import (
 )
 from scheduler.store.accounts.quotas import sum_quota_usage
 from scheduler.store.accounts.tenant_budgets import get_budget, list_budgets
-from scheduler.store.events import list_events
+from scheduler.store.catalogue import list_nodes, list_placements
+from scheduler.store.cluster import (
+    _is_demand_known,
+    _read_demand,
+    _read_given_up,
+    _read_placements,
+)
+from scheduler.store.deployments import list_deployments
+from scheduler.store.events import list_events, recent_key_changes
 from scheduler.store.fleet.adoption import _record_refusal_once
+from scheduler.store.fleet.nodes import read_assignment
+from scheduler.store.fleet.store_members import read_store_members
 from scheduler.store.forecast import read_slot
+from scheduler.store.lease import ensure_cluster
 from scheduler.store.pool import Connection, Pool, transaction, using
+from scheduler.store.readable_rows import RowReader
 from scheduler.store.retention import delete_expired, retention_rules
+from scheduler.store.rollouts import read_starts
+from scheduler.store.status import _replica_problems, _replica_states
+from tests.unit.scheduler.test_rollout import a_rollout
 
 ROWS: Final = 20_000
 SCANNED_MAX: Final = ROWS // 10
@@ -58,6 +73,21 @@ FILL: Final = {
             (idempotency_key, method, path, body_sha256, status, body, created_at)
         SELECT n::text, 'POST', '/', '', 200, '', now() - n * interval '1 s'
         FROM generate_series(1, $1) n""",
+    # Of a week, as most of them have ended.
+    "placement": """
+        INSERT INTO placement (replica_id, deployment_id, version, node_id, memory_bytes, spec,
+                               reason, placed_generation, state, placed_at, ended_at,
+                               ended_generation, released_at)
+        SELECT 'r' || n, concat('d', nullif(n % 50, 0)), 1, 'n' || n % 500, 1,
+               '{"engine": {"share_kv": true}}', '', 1,
+               CASE WHEN n > 500 THEN 'stopped' ELSE 'warm' END, now() - n * interval '30 s',
+               ended_at, CASE WHEN n > 500 THEN 1 END, ended_at
+        FROM generate_series(1, $1) n
+        CROSS JOIN LATERAL (
+            SELECT CASE WHEN n > 500 THEN now() - n * interval '20 s' END AS ended_at) ended""",
+    "node": """
+        INSERT INTO node (node_id, pop, last_seen_at)
+        SELECT 'n' || n, 'p' || n / 100, now() FROM generate_series(0, least(500, $1)) n""",
 }
 NOW: Final = datetime.now(UTC)
 SLOT: Final = int(NOW.timestamp()) // 600 - 3
@@ -88,9 +118,26 @@ STATEMENTS: dict[str, Callable[[Connection], Awaitable[Any]]] = {
     "revoked keys": revoked_keys,
     "sum quotas": sum_quotas,
     "newest events": lambda c: list_events(c, before_id=None, limit=100, subject=None),
+    "newest changes of keys": lambda c: recent_key_changes(c, 1000),
     "events of a subject": lambda c: list_events(c, before_id=None, limit=100, subject="s7"),
     "record a refusal once": lambda c: _record_refusal_once(c, NodeId("n"), "s7", "reason"),
     "read a slot of demand": lambda c: read_slot(c, SLOT),
+    "read demand": _read_demand,
+    "read whether demand is known": lambda c: _is_demand_known(c, 5.0),
+    "read the members of stores": read_store_members,
+    "read the members of a store": lambda c: read_store_members(c, pop_of=NodeId("n7")),
+    "read problems of replicas": _replica_problems,
+    "count replicas by state": _replica_states,
+    "read replicas that failed": _read_given_up,
+    "read placements": lambda c: _read_placements(c, RowReader(), {}),
+    "read the placements of a node": lambda c: _read_placements(c, RowReader(), {}, [NodeId("n7")]),
+    "read an assignment": lambda c: read_assignment(
+        c, NodeId("n7"), cluster_id=ClusterId("c"), epoch=Epoch(1)
+    ),
+    "read starts": lambda c: read_starts(c, a_rollout()),
+    "list nodes": lambda c: list_nodes(c, "", 100),
+    "list placements": lambda c: list_placements(c, "", 100),
+    "list deployments": lambda c: list_deployments(c, "", 100),
 }
 
 
@@ -103,6 +150,7 @@ async def scanned(connection: Connection) -> dict[str, int]:
 
 async def test_no_periodic_statement_reads_a_large_table_whole(pool: Pool) -> None:
     async with using(pool) as connection:
+        await ensure_cluster(connection, ClusterId("c"))
         # Without triggers: they would count each row of usage.
         await connection.execute("SET session_replication_role = replica")
         for table, fill in FILL.items():

@@ -56,6 +56,11 @@ def test_a_pop_outside_the_rollout_gets_only_the_old_version() -> None:
     assert {draw_version(entry, f"q{n}", AMS, ROUTES) for n in range(50)} == {TO_OLD}
 
 
+def test_a_version_that_was_rolled_back_gets_only_what_the_old_one_cannot_take() -> None:
+    draws = {draw_version(an_entry(0.0), f"q{n}", AMS, ROUTES) for n in range(500)}
+    assert draws == {VersionDraw(TO_OLD.excluded, True)}
+
+
 @pytest.mark.parametrize("routes", [ROUTES[:2], ROUTES[2:], []])
 def test_a_single_version_serves_all_requests(routes: list[Route]) -> None:
     assert {draw_version(an_entry(), f"q{n}", AMS, routes) for n in range(50)} == {

@@ -486,6 +486,43 @@ def test_surplus_ends_after_it_has_settled_and_never_below_the_minimum() -> None
     assert not plan_deployments(msgspec.structs.replace(cluster, placements=young)).endings
 
 
+def test_nothing_ends_for_lack_of_demand_while_demand_is_not_known() -> None:
+    """After an outage of the schedulers the store has no demand until routers have reported."""
+    old = tuple(a_placement(f"o{n}", f"ams-{n}") for n in range(1, 5))
+    new = a_placement("n1", "sin-1", version=2)
+    nodes = tuple(a_node(f"{pop}-{n}", pop) for pop in ("ams", "sin") for n in range(1, 5))
+    for version, placements in ((1, old), (2, (*old, new))):
+        cluster = a_cluster(
+            nodes=nodes,
+            deployments=(a_deployment(replicas_max=8, version=version),),
+            placements=placements,
+        )
+        assert plan_deployments(cluster).endings
+        unknown = msgspec.structs.replace(cluster, is_demand_known=False)
+        assert plan_deployments(unknown) == PlacementPlan(based_on=cluster.generation)
+
+
+def test_a_replica_of_a_forecast_stays_until_there_is_another_forecast() -> None:
+    both = (a_placement("r1", "ams-1"), a_placement("r2", "sin-1"))
+    cluster = a_cluster(nodes=NODES, placements=both, is_forecast_known=False)
+    assert not plan_deployments(cluster).endings
+    fewer = (a_deployment(replicas_max=1),)
+    cluster = msgspec.structs.replace(cluster, deployments=fewer)
+    assert len(plan_deployments(cluster).endings) == 1, "the policy allows one"
+
+
+def test_a_draining_node_keeps_its_last_replica_while_demand_is_not_known() -> None:
+    nodes = (a_node("ams-1", "ams", draining=True),)
+    cluster = a_cluster(
+        nodes=nodes,
+        deployments=(a_deployment(replicas_min=0),),
+        placements=(a_placement("r1", "ams-1"),),
+    )
+    assert len(plan_deployments(cluster).endings) == 1
+    unknown = msgspec.structs.replace(cluster, is_demand_known=False)
+    assert not plan_deployments(unknown).endings
+
+
 def test_two_replicas_in_one_pop_are_spread_once_they_have_settled() -> None:
     in_one_pop = (a_placement("r1", "ams-1"), a_placement("r2", "ams-1"))
     cluster = a_cluster(

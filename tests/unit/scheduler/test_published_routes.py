@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from isochrone.wire import codec
-from isochrone.wire.ids import Generation
+from isochrone.wire.ids import Generation, KeyId
 from isochrone.wire.peers.control import TABLE_PARTS
 from scheduler.state import published_routes
 from scheduler.state.published_routes import PublishedRoutes, TableParts
@@ -47,6 +47,15 @@ def test_each_part_is_encoded_once_for_all_routers() -> None:
     assert parts is same
     assert parts.frame(0) is same.frame(0)
     assert first.generation == second.generation == 7
+
+
+def test_keys_that_changed_before_a_term_are_not_published_again_after_its_first_table() -> None:
+    """A scheduler that stood by may have changed any number of them, which it reads with all."""
+    routes = published(3)
+    routes.mark_key_changed(KeyId("k1"))
+    routes.replace(None)
+    routes.mark_key_changed(KeyId("k2"))
+    assert routes.take_changed_keys(10) == {"k2"}
 
 
 def test_an_older_router_gets_one_frame_while_it_fits() -> None:

@@ -176,6 +176,19 @@ def test_a_version_that_cannot_start_is_reverted(
     assert (verdict.event if verdict else None) is event
 
 
+def test_a_rollout_is_not_given_up_for_the_time_without_a_scheduler() -> None:
+    """Its replica may be warm by now, and its node has not reported yet."""
+    for age_s, strata, starts, event in (
+        (1801.0, (), StartCounts(placed=1), RolloutEvent.COULD_NOT_START),
+        (7 * 3600.0, (), WARM, RolloutEvent.NOTHING_SHOWN),
+    ):
+        rollout = a_rollout(step_age_s=age_s)
+        assert judge_rollout(rollout, strata, starts, acting_for_s=60.0) is None
+        verdict = judge_rollout(rollout, strata, starts, acting_for_s=age_s)
+        assert verdict is not None
+        assert verdict.event is event
+
+
 def test_frequent_looks_rarely_revert_an_equal_version() -> None:
     """Three hundred rollouts of equal versions, with a hundred looks each."""
     chance = random.Random(11)

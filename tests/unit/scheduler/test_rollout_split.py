@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import pytest
 
 from isochrone.wire.client_keys.key_table import KeyTable
 from isochrone.wire.ids import DeploymentId, Epoch, Generation, ModelId, NodeId, PopId
@@ -68,6 +69,21 @@ def test_with_both_versions_warm_the_plan_is_stable() -> None:
     plan = plan_fleet(cluster)
     assert not plan.starts
     assert not plan.endings
+
+
+@pytest.mark.parametrize("state", ["loading", "failed"])
+@pytest.mark.parametrize("pops", [(), ("sin",)])
+def test_the_new_version_goes_on_serving_where_the_old_one_restarts(
+    state: str, pops: tuple[str, ...]
+) -> None:
+    """Else the crash of one replica would leave its PoP without any."""
+    first = "sin-2" if pops else "ams-3"
+    new = (a_placement("n1", first, version=2), a_placement("n2", "sin-3", version=2))
+    old = (a_placement("o1", "ams-1"), a_placement("o2", "sin-1", state=state))
+    step = RolloutStep(share=0.75, pops=tuple(map(PopId, pops)))
+    plan = plan_fleet(rolling(step, placements=(*old, *new)))
+    assert [ending.replica_id for ending in plan.endings] == ["o2"] * (state == "failed")
+    assert {start.spec.version for start in plan.starts} <= {1}
 
 
 def test_a_new_version_with_roles_has_a_replica_of_each_at_the_smallest_share() -> None:
@@ -173,6 +189,26 @@ def test_routers_get_the_share_and_each_versions_limits() -> None:
     assert entry.rollout == RolloutEntry(version=2, share=0.25, pops=(AMS,))
     limits = {route.replica_id: route.tokens_in_flight_max for route in table.routes}
     assert limits == {"o1": 32_768, "o2": 32_768, "n1": 77}
+
+
+@pytest.mark.parametrize(
+    ("version", "is_ending", "entry"),
+    [
+        (2, False, RolloutEntry(version=2, share=0.0)),
+        (2, True, None),
+        (1, False, None),
+    ],
+)
+def test_a_version_that_was_rolled_back_gets_no_share_while_it_has_replicas(
+    version: int, is_ending: bool, entry: RolloutEntry | None
+) -> None:
+    """Else it would get more requests than before, until the planner has ended its replicas."""
+    new = a_placement("n1", "ams-3", version=version, is_ending=is_ending)
+    cluster = rolling(rollouts=())
+    cluster = msgspec.structs.replace(cluster, placements=(*cluster.placements, new))
+    view = judge_liveness(cluster.nodes, cluster.acting_for_s, None)
+    table = build_route_table(cluster, view, KeyTable(), generation=Generation(1), epoch=Epoch(1))
+    assert [deployment.rollout for deployment in table.deployments] == [entry]
 
 
 def test_failures_of_the_new_version_back_off_that_version_only() -> None:
