@@ -85,6 +85,16 @@ FILL: Final = {
         FROM generate_series(1, $1) n
         CROSS JOIN LATERAL (
             SELECT CASE WHEN n > 500 THEN now() - n * interval '20 s' END AS ended_at) ended""",
+    # Those of the last two days, by the PoP that answered and that of the client.
+    "rollout": """
+        INSERT INTO rollout (rollout_id, deployment_id, from_version, to_version, spec, state,
+                             step_since)
+        SELECT 'd.' || n, 'd', n + 1, n + 2, '{}', 'done', now() - n * interval '1 hour'
+        FROM generate_series(0, least(1000, $1)) n""",
+    "rollout_trial": """
+        INSERT INTO rollout_trial (rollout_id, step, version, pop, asked_pop)
+        SELECT 'd.' || n / 400, 0, 1, 'p' || n % 20, 'p' || n / 20 % 20
+        FROM generate_series(0, $1 - 1) n""",
     "node": """
         INSERT INTO node (node_id, pop, last_seen_at)
         SELECT 'n' || n, 'p' || n / 100, now() FROM generate_series(0, least(500, $1)) n""",
