@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
-from isochrone.wire.ids import ClusterId, Epoch, KeyId, NodeId
+from isochrone.wire.ids import ClusterId, Epoch, KeyId, NodeId, PopId
+from scheduler.decide.demand import PopSilence
 from scheduler.store.accounts.keys import (
     list_keys,
     live_keys,
@@ -24,6 +25,7 @@ from scheduler.store.cluster import (
     _is_demand_known,
     _read_demand,
     _read_given_up,
+    _read_last_demand,
     _read_placements,
 )
 from scheduler.store.deployments import list_deployments
@@ -133,6 +135,9 @@ STATEMENTS: dict[str, Callable[[Connection], Awaitable[Any]]] = {
     "record a refusal once": lambda c: _record_refusal_once(c, NodeId("n"), "s7", "reason"),
     "read a slot of demand": lambda c: read_slot(c, SLOT),
     "read demand": _read_demand,
+    "read the last demand of silent PoPs": lambda c: _read_last_demand(
+        c, [PopSilence(PopId("p"), 3600.0)]
+    ),
     "read whether demand is known": lambda c: _is_demand_known(c, 5.0),
     "read the members of stores": read_store_members,
     "read the members of a store": lambda c: read_store_members(c, pop_of=NodeId("n7")),
