@@ -61,9 +61,9 @@ class MalformedStream(Exception):
 class GeneratedOutput(NamedTuple):
     """The output of a stream so far.
 
-    `tokens` counts frames with content; an engine may send several tokens in one. Where frames have
-    the engine's own count, it is that. `text` is the whole output only if `is_plain`; reasoning is
-    in it between the marks with which the model wrote it.
+    `tokens` counts frames with content, or the tokens in them where the engine says how many.
+    `text` is the whole output only if `is_plain`; reasoning is in it between the marks with which
+    the model wrote it.
     """
 
     tokens: int
@@ -322,7 +322,7 @@ class StreamRelay:
         text = delta.content or choice.text
         reasoning = delta.reasoning_text
         if text or reasoning or delta.tool_calls:
-            self._tokens += 1
+            self._tokens += min(FRAME_BYTES_MAX, max(0, choice.generated_tokens))
         if delta.tool_calls or choice.index or (reasoning and not self._joins_reasoning):
             self._is_plain = False
         if reasoning and self._joins_reasoning:

@@ -237,6 +237,20 @@ def test_frames_with_several_tokens_count_as_the_engine_counts_them() -> None:
     assert relay.usage.output_tokens == 5
 
 
+def test_the_embedded_engine_says_how_many_tokens_a_frame_has() -> None:
+    """A character of several tokens has one frame."""
+
+    def of_tokens(text: str, tokens: int) -> bytes:
+        choice = {"delta": {"content": text}, "generated_tokens": tokens}
+        return data_frame({"choices": [choice]})
+
+    relay = StreamRelay(wants_usage=False)
+    assert relay.feed(token("a") + of_tokens("\u8a9e", 3) + token("b") + of_tokens("c", 0))
+    assert relay.generated()[:2] == (5, "a\u8a9ebc")
+    assert relay.pumped_frame(of_tokens("\u8a9e", 3)) is None
+    assert relay.pumped_frame(token("b")) is not None
+
+
 def test_what_another_node_continues_keeps_the_id_and_the_time() -> None:
     def named(name: str, created: int, text: str) -> bytes:
         head = {"id": name, "created": created}
