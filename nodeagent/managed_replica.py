@@ -42,11 +42,13 @@ class ManagedReplica:
         self.last_failure = ""
         self.failure_times: list[float] = []
         self.failed_starts = 0
-        """Failures since it was last warm, without those for lack of memory."""
+        """Failures since it was last warm, without those for lack of memory or descriptors."""
         self.was_starting = False
         """True if it broke last before it was warm."""
-        self.memory_short_since_s: float | None = None
-        """Since when its starts fail for lack of memory; None if the last one did not."""
+        self.waits_since_s: float | None = None
+        """Since when its starts lack memory or descriptors; None if the last one did not."""
+        self.lacked_descriptors = False
+        """True if it broke last because the agent had no free file descriptor."""
         self.is_failure_permanent = False
         """True if every restart would fail the same way."""
         self.fetched_bytes = 0
@@ -88,7 +90,7 @@ class ManagedReplica:
             self.last_failure = reason
             self.was_starting = before is not ReplicaState.WARM
         elif event is ReplicaEvent.ENGINE_READY:
-            self.failed_starts, self.memory_short_since_s = 0, None
+            self.failed_starts, self.waits_since_s = 0, None
         self.reason = reason
         if self.state is not before:
             self.state_since_s = self._clock()
@@ -100,13 +102,13 @@ class ManagedReplica:
         """Count a failure of the engine, after which the next restart waits longer."""
         self.failure_times.append(self._clock())
         self.failed_starts += 1
-        self.memory_short_since_s = None
+        self.waits_since_s = None
 
-    def note_memory_wait(self, now_s: float) -> float:
-        """Note that a start failed for lack of memory; return since when they do."""
-        if self.memory_short_since_s is None:
-            self.memory_short_since_s = now_s
-        return self.memory_short_since_s
+    def note_wait(self, now_s: float) -> float:
+        """Note that a start failed for lack of memory or descriptors; return since when they do."""
+        if self.waits_since_s is None:
+            self.waits_since_s = now_s
+        return self.waits_since_s
 
     def report(self) -> ReplicaReport:
         """Return the replica's part of the node's report."""
@@ -123,7 +125,7 @@ class ManagedReplica:
     def _restart_reason(self) -> str:
         """Return why the engine was started again, as long as that failure counts, or ""."""
         is_recent = any(self._clock() - at_s < WINDOW_S for at_s in self.failure_times[-1:])
-        counts = is_recent or self.failed_starts or self.memory_short_since_s is not None
+        counts = is_recent or self.failed_starts or self.waits_since_s is not None
         return f"restarted after: {self.last_failure}" if counts else ""
 
     def take_stats(self, stats: EngineStats) -> None:

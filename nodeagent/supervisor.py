@@ -40,6 +40,7 @@ from nodeagent.host.engines.engine_log import last_error, trim_log
 from nodeagent.host.engines.engine_process import EngineProcess, EngineProcesses
 from nodeagent.host.engines.engine_record import EngineRecord
 from nodeagent.host.engines.leader_watch import LeaderWatch
+from nodeagent.host.engines.open_session import lacks_descriptors
 from nodeagent.host.memory_guard import MemoryGuard, RunningReplica
 from nodeagent.managed_replica import ManagedReplica
 
@@ -47,6 +48,9 @@ log = logging.getLogger(__name__)
 
 
 MEMORY_POLL_S: Final = 1.0
+DESCRIPTORS_RETRY_S: Final = 5.0
+"""How long a start waits for file descriptors that other work of the agent frees."""
+
 """How often the free memory of devices is read while a replica waits for it."""
 
 
@@ -183,7 +187,11 @@ class Supervisor:
                 self._on_change()
                 if replica.end_ordered.is_set():
                     break
-                if not (replica.was_starting and await self._wait_for_memory(replica, problem)):
+                is_lack = replica.was_starting and (
+                    await self._wait_for_descriptors(replica, problem)
+                    or await self._wait_for_memory(replica, problem)
+                )
+                if not is_lack:
                     await self._wait_to_retry(replica, problem)
             await self._drain(replica)
         finally:
@@ -328,6 +336,27 @@ class Supervisor:
             async with asyncio.timeout(delay_s):
                 await replica.end_ordered.wait()
 
+    async def _wait_for_descriptors(self, replica: ManagedReplica, problem: str) -> bool:
+        """Wait before a start that failed because the agent had no free file descriptor is retried.
+
+        That is no failure of the replica's version. It is given up after long, because other nodes
+        may have some. Returns False at once if its start failed for another reason.
+        """
+        if not replica.lacked_descriptors:
+            return False
+        now_s = self._clock()
+        if now_s - replica.note_wait(now_s) >= WAIT_MAX_S:
+            await self._give_up(
+                replica, f"no free file descriptor for {WAIT_MAX_S:.0f} s: {problem}"
+            )
+            return True
+        replica.reason = f"waits for a free file descriptor of the agent: {problem}"
+        self._on_change()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DESCRIPTORS_RETRY_S):
+                await replica.end_ordered.wait()
+        return True
+
     async def _wait_for_memory(self, replica: ManagedReplica, problem: str) -> bool:
         """Wait until a replica that lacked memory may start again; give it up after long.
 
@@ -339,7 +368,7 @@ class Supervisor:
             return True
         if not lacks_memory(problem, free_bytes, planned_bytes):
             return False
-        since_s = replica.note_memory_wait(failed_s)
+        since_s = replica.note_wait(failed_s)
         replica.reason = memory_wait_reason(
             replica.spec.device_ids, free_bytes, planned_bytes, problem
         )
@@ -388,10 +417,16 @@ class Supervisor:
 
 def _failure_of(replica: ManagedReplica, attempt: "asyncio.Task[str]") -> str:
     """Return why an attempt failed, with the last error in the engine's log."""
+    engine = replica.engine
+    # The last request to the engine could not be sent.
+    replica.lacked_descriptors = (
+        engine is not None and engine.lacks_descriptors and not engine.exited.is_set()
+    )
     try:
         problem = attempt.result()
     except (ArtifactError, OSError, UnknownOption) as error:
-        problem = str(error)
+        problem = str(error) or type(error).__name__
+        replica.lacked_descriptors = lacks_descriptors(error)
         replica.is_failure_permanent = isinstance(error, UnknownOption)
     # A bug in the agent must fail this replica alone; it is retried like any other failure.
     except Exception as error:

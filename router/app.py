@@ -241,7 +241,9 @@ class RouterApp:
         self.stored = compose_stored_answers(
             *(self.config, self.batch_client, self.surface, self.pipeline.serve, self.metrics),
             keys=lambda: self.fleet.directory.keys,
-            has_table=lambda: self.fleet.directory.table is not None,
+            may_lease=lambda: (
+                self.fleet.directory.table is not None and not self.server.is_draining
+            ),
             request_ids=self.request_ids,
             is_main_process=self.parent is None,
         )
@@ -264,6 +266,7 @@ class RouterApp:
             fleet=self.fleet,
             answer=answerer.answer,
             is_busy=lambda: self.pipeline.queue.depth > 0,
+            is_draining=lambda: self.server.is_draining,
             per_replica_max=0 if self.parent is not None else self.config.batch_requests_max,
         )
         return PublicServer(

@@ -36,7 +36,7 @@ class SilenceWatch:
         """Watch over a request to the scheduler `url`. Raises TimeoutError if that hangs."""
         async with asyncio.timeout(None) as timeout:
             self._open[timeout] = url, asyncio.get_running_loop().time()
-            if self._task is None:
+            if self._task is None or self._task.done():
                 self._task = asyncio.create_task(self._watch())
             try:
                 yield
@@ -58,13 +58,13 @@ class SilenceWatch:
             old_s = clock() - PATIENCE_S
             urls = {url for url, begin_s in self._open.values() if begin_s <= old_s}
             await asyncio.gather(*(self._end_if_silent(url) for url in urls))
-        self._task = None
 
     async def _end_if_silent(self, url: str) -> None:
         asked_s = asyncio.get_running_loop().time()
         if await self._is_answering(url, ANSWER_TIMEOUT_S):
             return
         for timeout, (of_url, begin_s) in list(self._open.items()):
-            # A request that began later may meet a scheduler that has come back.
-            if of_url == url and begin_s <= asked_s:
+            # A request that began later may meet a scheduler that has come back. One whose timeout
+            # has expired is still here while its task cleans up, and cannot be rescheduled.
+            if of_url == url and begin_s <= asked_s and not timeout.expired():
                 timeout.reschedule(asyncio.get_running_loop().time())

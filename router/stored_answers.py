@@ -32,7 +32,7 @@ def compose_stored_answers(
     metrics: Metrics,
     *,
     keys: Callable[[], KeyTable],
-    has_table: Callable[[], bool],
+    may_lease: Callable[[], bool],
     request_ids: RequestIds,
     is_main_process: bool,
 ) -> StoredAnswers:
@@ -51,7 +51,7 @@ def compose_stored_answers(
         answer=answerer.answer,
         open_refs=stored.open,
         running_max=config.background_responses_max if is_main_process else 0,
-        has_table=has_table,
+        may_lease=may_lease,
         clock=time.monotonic,
     )
     return StoredAnswers(StoredRoutes(client, stored), job)

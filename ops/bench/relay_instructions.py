@@ -134,7 +134,7 @@ def public_server(folder: Path, replicas: int) -> PublicServer:
     stored = compose_stored_answers(
         *(config, client, surface, pipeline.serve, metrics),
         keys=lambda: fleet.directory.keys,
-        has_table=lambda: True,
+        may_lease=lambda: True,
         request_ids=ids,
         is_main_process=True,
     )

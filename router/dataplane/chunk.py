@@ -48,6 +48,8 @@ class ChunkChoice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """The stop string or token that ended the text, if the engine says."""
+    generated_tokens: int = 1
+    """The output tokens in a frame. The embedded engine says it where it is not one."""
 
 
 class ResponseChunk(msgspec.Struct):

@@ -61,8 +61,9 @@ class MalformedStream(Exception):
 class GeneratedOutput(NamedTuple):
     """The output of a stream so far.
 
-    `tokens` counts frames with content. `text` is the whole output only if `is_plain`; reasoning
-    is in it between the marks with which the model wrote it.
+    `tokens` counts frames with content, or the tokens in them where the engine says how many.
+    `text` is the whole output only if `is_plain`; reasoning is in it between the marks with which
+    the model wrote it.
     """
 
     tokens: int
@@ -207,6 +208,8 @@ class StreamRelay:
     def generated(self) -> GeneratedOutput:
         """Return what was generated so far, by all nodes together."""
         self._read_kept()
+        if self.usage is not None:
+            self._tokens = max(self._tokens, self.usage.output_tokens)
         return GeneratedOutput(
             self._tokens,
             "".join(self._text),
@@ -242,7 +245,13 @@ class StreamRelay:
             return b""
         elif kind.usage is not None:
             self.usage = self._usage_of_all_nodes(kind.usage)
-            self.has_begun = True
+            if not kind.usage.output_tokens and b'"role"' in frame:
+                # The first frame, from an engine that counts in each.
+                if self._skips_role:
+                    return b""
+            else:
+                self.has_begun = True
+                self._skips_role = False
             if kind.is_usage_only and not self._wants_usage:
                 return b""
             if kind.body is not None:
@@ -313,7 +322,7 @@ class StreamRelay:
         text = delta.content or choice.text
         reasoning = delta.reasoning_text
         if text or reasoning or delta.tool_calls:
-            self._tokens += 1
+            self._tokens += min(FRAME_BYTES_MAX, max(0, choice.generated_tokens))
         if delta.tool_calls or choice.index or (reasoning and not self._joins_reasoning):
             self._is_plain = False
         if reasoning and self._joins_reasoning:

@@ -197,7 +197,7 @@ def pumped_frame(frame: bytes) -> PumpedFrame | None:
     choice = chunk.choices[0]
     delta = choice.delta or ChunkDelta()
     texts = (delta.content, choice.text, delta.reasoning_content, delta.reasoning)
-    if choice.index or choice.finish_reason or delta.tool_calls:
+    if choice.index or choice.finish_reason or delta.tool_calls or choice.generated_tokens != 1:
         return None
     if [text for text in texts if text] != [_OTHER_TEXT]:
         return None

@@ -96,16 +96,19 @@ class AnswerBatches:
         fleet: FleetState,
         answer: AnswerItem,
         is_busy: Callable[[], bool],
+        is_draining: Callable[[], bool],
         per_replica_max: int | None,
     ) -> None:
         """`is_busy` says whether requests of clients wait for capacity.
 
+        A router that `is_draining` finishes the items that run, and starts and leases no others.
         Without `per_replica_max`, a replica's limit follows from its engine's sequences.
         """
         self._client = client
         self._fleet = fleet
         self._answer = answer
         self._is_busy = is_busy
+        self._is_draining = is_draining
         self._per_replica_max = per_replica_max
         self._refusals = RepeatedWarning(log, "batch service")
         self._work: dict[str, DeploymentWork] = {}
@@ -155,7 +158,8 @@ class AnswerBatches:
     async def _lease(self) -> int:
         """Renew the leases of what is held, and lease as much as may run soon."""
         wanted: dict[str, int] = {}
-        for entry in self._fleet.directory.deployments:
+        is_draining = self._is_draining()
+        for entry in () if is_draining else self._fleet.directory.deployments:
             limit = min(wire.LEASED_MAX, QUEUE_FACTOR * self._requests_max(entry))
             work = self._work.get(entry.name)
             count = limit - (len(work.refs) if work is not None else 0)
@@ -212,6 +216,10 @@ class AnswerBatches:
     def _start(self, name: str) -> None:
         """Start waiting items of a deployment, as many as may run."""
         work = self._work[name]
+        if self._is_draining():
+            # Their leases run out, and other routers answer them.
+            work.waiting.clear()
+            work.preempted.clear()
         entry = self._fleet.directory.deployment(name)
         # Without the deployment each item gets its error at once.
         limit = self._requests_max(entry) if entry is not None else wire.LEASED_MAX

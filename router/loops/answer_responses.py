@@ -43,19 +43,20 @@ class AnswerResponses:
         answer: AnswerResponse,
         open_refs: Set[ResponseRef],
         running_max: int,
-        has_table: Callable[[], bool],
+        may_lease: Callable[[], bool],
         clock: Callable[[], float],
     ) -> None:
         """Answer up to `running_max` background responses at once; 0 in all but one process.
 
-        Without a route table (`has_table`) none is leased, as no model would be known. `open_refs`
-        are the responses that clients of this process wait for. `clock` gives monotonic seconds.
+        None is leased unless `may_lease`: without a route table no model would be known, and a
+        router that is stopping would cancel it. `open_refs` are the responses that clients of this
+        process wait for. `clock` gives monotonic seconds.
         """
         self._client = client
         self._answer = answer
         self._open = open_refs
         self._running_max = running_max
-        self._has_table = has_table
+        self._may_lease = may_lease
         self._clock = clock
         self._refusals = RepeatedWarning(log, "stored responses")
         self._running: dict[ResponseRef, asyncio.Task[None]] = {}
@@ -63,7 +64,7 @@ class AnswerResponses:
     async def run_once(self) -> AnsweredResponseCounts:
         """Renew leases, drop what is cancelled, and start what was leased."""
         free = min(LEASED_MAX, self._running_max - len(self._running))
-        wanted = max(0, free) if self._has_table() else 0
+        wanted = max(0, free) if self._may_lease() else 0
         holds = (*self._running, *self._open)
         if not self._client.is_connected or not (wanted or holds):
             return AnsweredResponseCounts(0)

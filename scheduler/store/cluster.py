@@ -26,6 +26,7 @@ from scheduler.decide.cluster import (
     PopDistance,
     StartFailures,
 )
+from scheduler.decide.demand import PopSilence, held_pops, raise_to_last_known
 from scheduler.decide.membership import NodeContact
 from scheduler.store.deployments import read_deprecation
 from scheduler.store.fleet.node_reports import NodeReportCache, read_nodes
@@ -53,7 +54,10 @@ async def read_cluster(
     fleet = await read_fleet(connection, contact, reports)
     return msgspec.structs.replace(
         fleet,
-        demand=await _read_demand(connection),
+        demand=raise_to_last_known(
+            await _read_demand(connection),
+            await _read_last_demand(connection, held_pops(await _read_silences(connection))),
+        ),
         is_demand_known=await _is_demand_known(connection, contact.acting_for_s),
         distances=await _read_distances(connection),
         prefetches=await read_prefetches(connection),
@@ -263,6 +267,48 @@ async def _read_demand(connection: Connection) -> tuple[DemandRate, ...]:
                max(output / span_s) AS output_tokens_per_s, max(refused / span_s) AS refused_per_s
         FROM summed GROUP BY deployment_id, pop ORDER BY deployment_id, pop
         """
+    )
+    return tuple(as_struct(row, DemandRate) for row in rows)
+
+
+async def _read_silences(connection: Connection) -> list[PopSilence]:
+    """Return for how long no scheduler has heard the routers of each PoP that has any."""
+    rows = await connection.fetch(
+        """
+        SELECT pop, extract(epoch FROM clock_timestamp() - max(last_seen_at))::float8 AS silent_s
+        FROM router WHERE NOT revoked AND last_seen_at IS NOT NULL GROUP BY pop ORDER BY pop
+        """
+    )
+    return [PopSilence(*row) for row in rows]
+
+
+async def _read_last_demand(
+    connection: Connection, silences: Sequence[PopSilence]
+) -> tuple[DemandRate, ...]:
+    """Return the average demand of each PoP in the ten minutes before it fell silent."""
+    if not silences:
+        return ()
+    rows = await connection.fetch(
+        """
+        SELECT deployment_id, silent.pop, answered / 600 AS requests_per_s,
+               uncached / 600 AS uncached_tokens_per_s, output / 600 AS output_tokens_per_s,
+               refused / 600 AS refused_per_s
+        FROM (
+            SELECT pop, date_trunc('minute', clock_timestamp() - make_interval(secs => silent_s))
+                AS until FROM unnest($1::text[], $2::float8[]) AS given (pop, silent_s)
+        ) AS silent
+        CROSS JOIN LATERAL (
+            SELECT deployment_id, sum(greatest(requests - refused, 0))::float8 AS answered,
+                   sum(uncached_tokens::float8 * greatest(requests - refused, 0)
+                       / greatest(requests, 1)) AS uncached,
+                   sum(output_tokens)::float8 AS output, sum(refused)::float8 AS refused
+            FROM demand d WHERE d.pop = silent.pop
+                AND minute >= until - interval '10 min' AND minute < until
+            GROUP BY deployment_id
+        ) AS summed
+        """,
+        [row.pop for row in silences],
+        [row.silent_s for row in silences],
     )
     return tuple(as_struct(row, DemandRate) for row in rows)
 

@@ -20,6 +20,20 @@ DEMAND_DAYS: Final = 15
 
 USAGE_DAYS: Final = 90
 
+TRIAL_DAYS: Final = 7
+"""How long a rollout's measurements are kept after its last step began: one for each pair of PoPs,
+so a large fleet has tens of thousands for each step."""
+
+_UNCOUNTED_TRIALS: Final = """(
+    SELECT trial.ctid, r.step_since FROM rollout r
+    -- Looked up one by one: as a join, all trials would be read.
+    CROSS JOIN LATERAL (
+        SELECT t.ctid FROM rollout_trial t WHERE t.rollout_id = r.rollout_id
+            AND (t.step < r.step OR r.state NOT IN ('running', 'paused')) OFFSET 0
+    ) AS trial
+) AS uncounted"""
+"""Measurements of earlier steps and of rollouts that have ended: none is compared again."""
+
 
 class RetentionRule(NamedTuple):
     """Deletes a table's rows whose `age_column` is older than `keep_s`, except where `unless`.
@@ -48,6 +62,7 @@ FIXED_RULES: Final = (
         USAGE_DAYS * DAY_S,
         "EXISTS (SELECT FROM placement p WHERE p.deployment_id = deployment.deployment_id)",
     ),
+    RetentionRule("rollout_trial", "step_since", TRIAL_DAYS * DAY_S, candidates=_UNCOUNTED_TRIALS),
     RetentionRule("stored_response", "expires_at", 0.0),
     RetentionRule("conversation", "expires_at", 0.0),
     RetentionRule("join_token", "expires_at", 7 * DAY_S),

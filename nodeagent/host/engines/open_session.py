@@ -40,6 +40,11 @@ def open_session(session: aiohttp.ClientSession) -> aiohttp.ClientSession:
     return session
 
 
-def lacks_descriptors(error: Exception) -> bool:
-    """Return whether a request failed because this process or machine has no free descriptor."""
-    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+def lacks_descriptors(error: BaseException) -> bool:
+    """Return whether an error has its cause in a lack of free descriptors, here or machine-wide."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        cause = cause.__cause__
+    return False

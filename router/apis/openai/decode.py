@@ -205,7 +205,9 @@ def resume_body_builder(
             # Options of vLLM and SGLang: leave the last message open, and begin no new one.
             fields["continue_final_message"] = True
             fields["add_generation_prompt"] = False
-        fields["stream_options"] = {"include_usage": True}
+        options = fields.get("stream_options")
+        kept = (msgspec.json.decode(options) if options else None) or {}
+        fields["stream_options"] = {**kept, "include_usage": True}
         return msgspec.json.encode(fields)
 
     return build

@@ -1,6 +1,7 @@
 """Demand of cities for deployments: rows from routers, current rates, and forecasts.
 
-`intake` checks what routers report, `demand_columns` reads rows as columns, `demand_rates` turns
+`intake` checks what routers report, `silent_pops` keeps what counts of routers that are cut off,
+`demand_columns` reads rows as columns, `demand_rates` turns
 them into arrays of load, and `fleet_forecast` forecasts every (deployment, city) with
 `series_forecast`.
 """
@@ -25,6 +26,7 @@ from scheduler.decide.demand.intake import (
     accept_usage,
 )
 from scheduler.decide.demand.series_forecast import SLOT_S
+from scheduler.decide.demand.silent_pops import PopSilence, held_pops, raise_to_last_known
 
 __all__ = (
     "COUNTS",
@@ -35,12 +37,15 @@ __all__ = (
     "AcceptedDemand",
     "AcceptedUsage",
     "FleetForecast",
+    "PopSilence",
     "SeriesKey",
     "SlotDemand",
     "accept_demand",
     "accept_round_trips",
     "accept_trials",
     "accept_usage",
+    "held_pops",
+    "raise_to_last_known",
     "slot_of",
     "with_forecast",
 )

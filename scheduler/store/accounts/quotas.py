@@ -4,11 +4,18 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from isochrone.wire.client_keys.key_table import KeyLimits
-from isochrone.wire.ids import KeyId
+from isochrone.wire.ids import KeyId, TenantId
 from scheduler.store.pool import Connection, fetch_one
 
 QUOTA_LOCK: Final = 0x150C_0002
 """Held while usage is moved into the totals, and shared while totals are counted again."""
+
+USAGE_LOCK: Final = 0x150C_0003
+USAGE_LOCKS: Final = 16
+"""Locks of usage that is being stored; each tenant has one of them. Few, so that a batch with
+thousands of tenants does not fill the database's table of locks."""
+
+_LOCK_OF_TENANT: Final = f"abs(hashtext(tenant_id) % {USAGE_LOCKS})"
 
 
 class QuotaUsage(NamedTuple):
@@ -80,12 +87,38 @@ def has_quota(limits: KeyLimits) -> bool:
     )
 
 
+async def share_usage_locks(connection: Connection, tenants: Sequence[TenantId]) -> None:
+    """Wait for counts of these tenants' usage, and hold up new ones until the transaction ends.
+
+    Usage is counted by the limits that its key has when it is stored. If these change before the
+    transaction ends, neither it nor the count of `recount` would include the usage.
+    """
+    await connection.execute(
+        f"""
+        SELECT pg_advisory_xact_lock_shared($1, number) FROM (
+            SELECT DISTINCT {_LOCK_OF_TENANT} AS number FROM unnest($2::text[]) AS tenant_id
+            ORDER BY number
+        ) AS numbers
+        """,  # noqa: S608
+        USAGE_LOCK,
+        tenants,
+    )
+
+
 async def recount(connection: Connection, key_id: str) -> None:
     """Set the totals of this month's days from the usage rows: a quota may be newer than they are.
 
+    Call it in the transaction that sets the limits. It waits for usage of the tenant that is being
+    stored, and usage that comes later waits for the transaction, which may take seconds for a
+    tenant with much usage.
     A single statement sees one snapshot: usage that commits later is added by `sum_quota_usage`,
     but not before these totals are committed, which would replace its sums.
     """
+    await connection.execute(
+        f"SELECT pg_advisory_xact_lock($1, {_LOCK_OF_TENANT}) FROM api_key WHERE key_id = $2",  # noqa: S608
+        USAGE_LOCK,
+        key_id,
+    )
     await connection.execute("SELECT pg_advisory_xact_lock_shared($1)", QUOTA_LOCK)
     await connection.execute(
         """

@@ -7,6 +7,7 @@ from typing import Final
 from isochrone.wire.ids import PopId
 from isochrone.wire.peers.usage import Demand, RoundTrip, UsageRow
 from scheduler.decide.demand import COUNTS, AcceptedDemand
+from scheduler.store.accounts.quotas import share_usage_locks
 from scheduler.store.history_clock import read_history_clock
 from scheduler.store.pool import Connection, affected_rows, columns
 from scheduler.store.retention import DEMAND_DAYS
@@ -72,6 +73,7 @@ async def record_demand(
 
 async def record_usage(connection: Connection, rows: tuple[UsageRow, ...]) -> None:
     """Store a batch that is sorted by request id; rows already stored are left as they are."""
+    await share_usage_locks(connection, [row.tenant_id for row in rows])
     await connection.executemany(
         f"""
         INSERT INTO usage ({", ".join(_USAGE_COLUMNS)})

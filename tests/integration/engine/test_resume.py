@@ -7,6 +7,7 @@ import aiohttp
 import pytest
 
 from isochrone.wire.http import headers
+from router.dataplane.sse import StreamRelay, data_frame
 from tests.integration.engine.test_server import CHAT, PLAIN, chat, post, stream, text_of
 
 pytestmark = pytest.mark.model
@@ -48,6 +49,27 @@ async def test_the_continuation_equals_the_uninterrupted_answer(
             **{headers.GENERATED_TOKENS: str(at)},
         )
         assert begun + rest["choices"][0]["message"]["content"] == whole, f"cut after {at}"
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+async def test_a_frame_says_how_many_tokens_it_has(
+    http: aiohttp.ClientSession, speculate: bool
+) -> None:
+    """Some characters of this answer have three, and were counted as one."""
+    prompt = "Repeat exactly: \U0001f98a\U0001f419\U0001f30a\U0001f680"
+    fields = {"max_tokens": 40, "stream_options": {"include_usage": True}, "speculate": speculate}
+    pieces = await stream(http, CHAT, chat(prompt, **fields))
+    relay = StreamRelay(wants_usage=True)
+    for piece in pieces[:-1]:
+        relay.feed(data_frame(piece))
+    generated = relay.generated()
+    assert generated.text == text_of(pieces)
+    assert any("generated_tokens" in piece["choices"][0] for piece in pieces[:-1])
+    frames = [piece for piece in pieces[:-1] if text_of([piece])]
+    # Without the tokens at the end that have no text (yet).
+    missing = pieces[-1]["usage"]["completion_tokens"] - generated.tokens
+    assert 0 <= missing <= 2
+    assert generated.tokens > len(frames)
 
 
 async def test_an_answer_is_the_same_in_any_batch(

@@ -13,6 +13,7 @@ from isochrone.wire.admin import PopBody
 from isochrone.wire.ids import BootId, ClusterId, RouterId
 from isochrone.wire.peers.usage import Demand, Usage
 from scheduler.decide.demand import accept_demand, accept_usage
+from scheduler.decide.demand.silent_pops import HELD_FOR_S
 from scheduler.decide.membership import NodeContact
 from scheduler.store import catalogue, deployments
 from scheduler.store.accounts.usage import record_demand, record_usage, rotate_demand_partitions
@@ -84,6 +85,42 @@ async def test_after_an_outage_demand_is_not_known_until_routers_have_reported(
     async with transaction(pool, isolation="repeatable_read") as connection:
         cluster = await read_cluster(connection, NodeContact(acting_for_s=acting_for_s))
     assert cluster.is_demand_known is is_known
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "expected"),
+    [
+        ({"cut-off": 1200.0}, {"ams": 1.0, "sin": 0.5}),
+        ({"cut-off": 1200.0, "in-contact": 5.0}, {"ams": 1.0}),
+        ({"cut-off": HELD_FOR_S + 60.0}, {"ams": 1.0}),
+    ],
+    ids=["silent", "another-reports", "for-too-long"],
+)
+async def test_the_last_known_demand_counts_while_the_routers_of_a_pop_are_silent(
+    pool: Pool, silent_s: dict[str, float], expected: dict[str, float]
+) -> None:
+    await begun(pool)
+    seen_s = {"here": ("ams", 5.0)} | {name: ("sin", s) for name, s in silent_s.items()}
+    async with using(pool) as connection:
+        await connection.executemany(
+            """
+            INSERT INTO router (router_id, pop, last_seen_at)
+            VALUES ($1, $2, clock_timestamp() - make_interval(secs => $3))
+            """,
+            [(name, pop, age_s) for name, (pop, age_s) in seen_s.items()],
+        )
+    last_s = silent_s["cut-off"] + 300.0
+    await counted(pool, a_demand(a_row(pop="sin", requests=300), seq=1))
+    async with using(pool) as connection:
+        await connection.execute(
+            "UPDATE demand SET minute = date_trunc('minute', now() - make_interval(secs => $1))",
+            last_s,
+        )
+    await counted(pool, a_demand(a_row(requests=10_000), seq=2))
+    async with transaction(pool, isolation="repeatable_read") as connection:
+        cluster = await read_cluster(connection, NodeContact(acting_for_s=3600.0))
+    found = {row.pop: min(1.0, row.requests_per_s) for row in cluster.demand}
+    assert found == expected
 
 
 async def test_a_late_batch_is_counted_in_its_own_minute(pool: Pool) -> None:

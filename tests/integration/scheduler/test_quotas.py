@@ -157,13 +157,39 @@ async def test_usage_that_is_summed_during_a_count_is_not_lost(with_key: Pool) -
         counting = asyncio.create_task(limited(pool, tokens_per_day=500))
         await until("the count waits", lambda: is_any_waiting(pool), 10.0)
         async with transaction(pool) as other:
-            # As a batch that commits now: its trigger looks up the price, too.
+            # As a batch of an older scheduler that commits now: it does not wait for the count. Its
+            # trigger looks up the price, too.
             await other.execute("SET LOCAL session_replication_role = replica")
-            await record_usage(other, (a_usage("q2"),))
+            await other.execute(
+                """
+                INSERT INTO usage SELECT (jsonb_populate_record(u, '{"request_id": "q2"}')).*
+                FROM usage u WHERE request_id = 'q1'
+                """
+            )
             await other.execute("INSERT INTO key_use VALUES ($1, current_date, 150, 1)", KEY)
         summing = asyncio.create_task(sum_quotas(pool))
         await asyncio.wait({summing}, timeout=1.0)
     await asyncio.gather(counting, summing)
+    async with transaction(pool) as connection:
+        view = await keys.get_key(connection, KEY)
+    assert view is not None
+    assert view.tokens_today == 300
+
+
+async def test_usage_that_is_being_stored_when_a_key_gets_its_first_quota_is_counted(
+    with_key: Pool,
+) -> None:
+    """When it was stored its key had no quota, and the count did not see it yet."""
+    pool = with_key
+    await limited(pool)
+    async with transaction(pool) as connection:
+        await record_usage(connection, (a_usage("q1"),))
+        limiting = asyncio.create_task(limited(pool, tokens_per_day=150))
+        await until("the count waits", lambda: is_any_waiting(pool), 10.0)
+    await limiting
+    # By the limits that are new.
+    await record(pool, a_usage("q2"))
+    assert await sum_quotas(pool) == 1
     async with transaction(pool) as connection:
         view = await keys.get_key(connection, KEY)
     assert view is not None

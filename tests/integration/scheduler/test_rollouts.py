@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from isochrone.cli.client import AdminClient, AdminError
+from isochrone.service.clock import utc_now
 from isochrone.service.files import write_atomic
 from isochrone.wire.ids import DeploymentId, PopId
 from isochrone.wire.peers.rollout import RolloutState
@@ -17,6 +18,7 @@ from scheduler.decide.rollout import Arm, Rollout, RolloutEvent, apply_event
 from scheduler.store import deployments
 from scheduler.store.lease import EpochLost
 from scheduler.store.pool import Pool, transaction, using
+from scheduler.store.retention import FIXED_RULES, TRIAL_DAYS, delete_expired
 from scheduler.store.rollouts import (
     active_rollouts,
     add_rollout,
@@ -70,6 +72,33 @@ async def current_rollout(pool: Pool) -> Rollout:
         rollout = await get_rollout(connection, "d.1")
     assert rollout is not None
     return rollout
+
+
+async def delete_expired_trials(pool: Pool, days: int) -> int:
+    """Return how many measurements are deleted if the current step began so long ago."""
+    (rule,) = [rule for rule in FIXED_RULES if rule.table == "rollout_trial"]
+    async with transaction(pool) as connection:
+        await connection.execute(
+            "UPDATE rollout SET step_since = clock_timestamp() - make_interval(days => $1)", days
+        )
+        return await delete_expired(connection, rule, utc_now(), 100)
+
+
+async def test_measurements_are_deleted_when_none_is_compared_again(pool: Pool) -> None:
+    first = await rolling(pool)
+    await record_arms(pool, an_arm(10, 0), an_arm(20, 0))
+    assert await delete_expired_trials(pool, 30) == 0, "the current step's are compared"
+    second = apply_event(first, RolloutEvent.STEP_PASSED)
+    async with transaction(pool) as connection:
+        assert await write_rollout(connection, first, second)
+    await record_arms(pool, an_arm(10, 0), an_arm(20, 0))
+    assert await delete_expired_trials(pool, TRIAL_DAYS - 1) == 0
+    assert await delete_expired_trials(pool, TRIAL_DAYS + 1) == 2, "those of the first step"
+    async with transaction(pool) as connection:
+        assert await write_rollout(connection, second, apply_event(second, RolloutEvent.ABORT))
+    assert await delete_expired_trials(pool, TRIAL_DAYS + 1) == 2
+    async with using(pool) as connection:
+        assert await connection.fetchval("SELECT count(*) FROM rollout_trial") == 0
 
 
 async def time_passes(pool: Pool) -> None:

@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
-from isochrone.wire.ids import ClusterId, Epoch, KeyId, NodeId
+from isochrone.wire.ids import ClusterId, Epoch, KeyId, NodeId, PopId
+from scheduler.decide.demand import PopSilence
 from scheduler.store.accounts.keys import (
     list_keys,
     live_keys,
@@ -24,6 +25,7 @@ from scheduler.store.cluster import (
     _is_demand_known,
     _read_demand,
     _read_given_up,
+    _read_last_demand,
     _read_placements,
 )
 from scheduler.store.deployments import list_deployments
@@ -85,6 +87,16 @@ FILL: Final = {
         FROM generate_series(1, $1) n
         CROSS JOIN LATERAL (
             SELECT CASE WHEN n > 500 THEN now() - n * interval '20 s' END AS ended_at) ended""",
+    # Those of the last two days, by the PoP that answered and that of the client.
+    "rollout": """
+        INSERT INTO rollout (rollout_id, deployment_id, from_version, to_version, spec, state,
+                             step_since)
+        SELECT 'd.' || n, 'd', n + 1, n + 2, '{}', 'done', now() - n * interval '1 hour'
+        FROM generate_series(0, least(1000, $1)) n""",
+    "rollout_trial": """
+        INSERT INTO rollout_trial (rollout_id, step, version, pop, asked_pop)
+        SELECT 'd.' || n / 400, 0, 1, 'p' || n % 20, 'p' || n / 20 % 20
+        FROM generate_series(0, $1 - 1) n""",
     "node": """
         INSERT INTO node (node_id, pop, last_seen_at)
         SELECT 'n' || n, 'p' || n / 100, now() FROM generate_series(0, least(500, $1)) n""",
@@ -123,6 +135,9 @@ STATEMENTS: dict[str, Callable[[Connection], Awaitable[Any]]] = {
     "record a refusal once": lambda c: _record_refusal_once(c, NodeId("n"), "s7", "reason"),
     "read a slot of demand": lambda c: read_slot(c, SLOT),
     "read demand": _read_demand,
+    "read the last demand of silent PoPs": lambda c: _read_last_demand(
+        c, [PopSilence(PopId("p"), 3600.0)]
+    ),
     "read whether demand is known": lambda c: _is_demand_known(c, 5.0),
     "read the members of stores": read_store_members,
     "read the members of a store": lambda c: read_store_members(c, pop_of=NodeId("n7")),

@@ -1,6 +1,7 @@
 """The supervisor runs replicas: orders to end and faults at every point of a replica's life."""
 
 import asyncio
+import errno
 import random
 from collections.abc import Callable, Collection
 from functools import partial
@@ -450,6 +451,73 @@ async def test_the_end_of_a_replica_that_waits_for_memory_can_be_ordered_at_any_
     after_turns(turns, lambda: fixture.supervisor.end(END))
     await fixture.until(lambda: fixture.replica.state is ReplicaState.STOPPED)
     assert all(engine.stopped for engine in fixture.engines.started)
+
+
+NO_DESCRIPTOR = OSError(errno.EMFILE, "Too many open files")
+
+
+def caused_by(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [NO_DESCRIPTOR, caused_by(ArtifactError("cannot store m"), NO_DESCRIPTOR)],
+    ids=["start", "fetch"],
+)
+async def test_a_start_without_a_descriptor_of_the_agent_is_no_failure(
+    fixture: SupervisorFixture, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each was counted against the replica's version, and six gave the replica up."""
+    monkeypatch.setattr(module, "DESCRIPTORS_RETRY_S", 0.0)
+    monkeypatch.setattr(module, "retry_delay_s", backoff.retry_delay_s)
+    fixture.engines.error = error
+    fixture.supervisor.start(SPEC)
+    for fetches in range(1, backoff.FAILURES_MAX + 2):
+        await fixture.until(partial(is_waiting_for_descriptors, fixture, fetches))
+        assert fixture.replica.report().restarts == 0
+    fixture.engines.error = None
+    await fixture.warm()
+    assert fixture.replica.report().reason == ""
+    await fixture.supervisor.shut_down(keep_engines=False)
+
+
+def is_waiting_for_descriptors(fixture: SupervisorFixture, fetches: int) -> bool:
+    is_waiting = fixture.replica.reason.startswith("waits for a free file descriptor")
+    return is_waiting and fixture.artifacts.fetches >= fetches
+
+
+async def test_a_start_that_lacks_descriptors_for_long_is_given_up_for_other_nodes(
+    fixture: SupervisorFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DESCRIPTORS_RETRY_S", 0.0)
+    fixture.engines.error = NO_DESCRIPTOR
+    fixture.supervisor.start(SPEC)
+    await fixture.until(partial(is_waiting_for_descriptors, fixture, 1))
+    fixture.now_s += start_memory.WAIT_MAX_S
+    await fixture.until(lambda: fixture.replica.state is ReplicaState.FAILED)
+    report = fixture.replica.report()
+    assert report.reason.startswith("no free file descriptor for 300 s: ")
+    assert report.restarts == 0
+    fixture.supervisor.end(END)
+    await fixture.until(lambda: fixture.replica.state is ReplicaState.STOPPED)
+
+
+async def test_a_first_request_without_a_descriptor_of_the_agent_is_no_failure(
+    fixture: SupervisorFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DESCRIPTORS_RETRY_S", 0.0)
+
+    async def wait_ready(engine: FakeEngine, *_: object) -> str:
+        engine.lacks_descriptors = len(fixture.engines.started) == 1
+        return "the engine was not ready after 600 s" if engine.lacks_descriptors else ""
+
+    monkeypatch.setattr(module, "wait_ready", wait_ready)
+    fixture.supervisor.start(SPEC)
+    await fixture.warm(engines=2)
+    assert fixture.replica.report().restarts == 0
+    await fixture.supervisor.shut_down(keep_engines=False)
 
 
 async def test_an_engine_that_needs_more_than_its_plan_is_given_up(

@@ -203,7 +203,7 @@ class RequestPath:
         stored = compose_stored_answers(
             *(config, client, surface, self.pipeline.serve, metrics),
             keys=lambda: self.fleet.directory.keys,
-            has_table=lambda: True,
+            may_lease=lambda: True,
             request_ids=ids,
             is_main_process=True,
         )

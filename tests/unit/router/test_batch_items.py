@@ -118,6 +118,17 @@ async def test_a_background_response_that_fails_unexpectedly_counts_as_an_attemp
     assert (ended.status, ended.retry_after_s, ended.counts_as_attempt) == ("", 5.0, True)
 
 
+def an_item(line: int) -> LeasedItem:
+    return LeasedItem(
+        ref=ItemRef("batch", line, "lease"),
+        tenant_id=TenantId("acme"),
+        key_id=KeyId("k"),
+        endpoint="/v1/chat/completions",
+        body=b'{"model":"tiny"}',
+        is_key_valid=True,
+    )
+
+
 class Renewals:
     """A client of a scheduler that notes what routers hold and want."""
 
@@ -125,10 +136,11 @@ class Renewals:
         self.access = BatchAccess("http://scheduler", "token")
         self.is_connected = True
         self.messages: list[Any] = []
+        self.leased: tuple[LeasedItem, ...] = ()
 
     async def post(self, _: str, message: Any) -> bytes:
         self.messages.append(message)
-        return msgspec.msgpack.encode(LeasedItems())
+        return msgspec.msgpack.encode(LeasedItems(items=self.leased))
 
     async def lease(self, message: LeaseResponses) -> LeasedResponses:
         self.messages.append(message)
@@ -144,6 +156,7 @@ async def test_all_leases_of_items_are_renewed() -> None:
         fleet=SimpleNamespace(directory=directory, clock=lambda: 0.0),  # type: ignore[arg-type]
         answer=not_read,
         is_busy=lambda: True,
+        is_draining=lambda: False,
         per_replica_max=None,
     )
     refs = {ItemRef("batch", line, "lease") for line in range(2 * HOLDS_MAX + 1)}
@@ -157,6 +170,57 @@ async def test_all_leases_of_items_are_renewed() -> None:
     assert max(len(message.holds) for message in client.messages) == HOLDS_MAX
 
 
+async def test_a_router_that_drains_leases_and_starts_no_more_items() -> None:
+    """It cancels what still runs when it ends, so other routers had to wait for the lease."""
+    client = Renewals()
+    client.leased = (an_item(2),)
+    is_draining = False
+    started: list[ItemRef] = []
+    has_started = asyncio.Event()
+
+    async def run(item: LeasedItem, _: int) -> NoReturn:
+        started.append(item.ref)
+        has_started.set()
+        await asyncio.Event().wait()
+        raise AssertionError("not reached")
+
+    entry = SimpleNamespace(name="tiny", deployment_id="d")
+    route = SimpleNamespace(replica_id="r", tokens_in_flight_max=10_000)
+    load = SimpleNamespace(sequences_max=8, requests=0, others_requests=0)
+    in_flight = SimpleNamespace(
+        load_of=lambda _: load, tokens_at=lambda *_: SimpleNamespace(tokens=0)
+    )
+    fleet: Any = SimpleNamespace(
+        directory=SimpleNamespace(
+            deployments=[entry], deployment=lambda _: entry, base_of=lambda _: "tiny"
+        ),
+        routing=lambda _: SimpleNamespace(routes=[route]),
+        in_flight=in_flight,
+        clock=lambda: 0.0,
+    )
+    job = AnswerBatches(
+        client=client,  # type: ignore[arg-type]
+        fleet=fleet,
+        answer=run,
+        is_busy=lambda: False,
+        is_draining=lambda: is_draining,
+        per_replica_max=1,
+    )
+    await job.run_once()
+    await has_started.wait()
+    assert started == [an_item(2).ref]
+    assert client.messages[-1].wanted == {"tiny": 2}
+
+    job._work["tiny"].waiting.append(an_item(3))
+    is_draining, client.leased = True, ()
+    await job.run_once()
+    assert client.messages[-1].wanted == {}
+    assert job._work["tiny"].refs == [an_item(2).ref]
+    await job.run_once()
+    assert client.messages[-1].holds == (an_item(2).ref,)
+    job.close()
+
+
 async def test_a_router_without_a_table_leases_no_background_responses() -> None:
     """It knows no model, so each would fail for good."""
     client, tables = Renewals(), [False, True]
@@ -165,7 +229,7 @@ async def test_a_router_without_a_table_leases_no_background_responses() -> None
         answer=not_read,
         open_refs={ResponseRef("resp", "lease")},
         running_max=8,
-        has_table=lambda: tables.pop(0),
+        may_lease=lambda: tables.pop(0),
         clock=lambda: 0.0,
     )
     await job.run_once()

@@ -40,3 +40,13 @@ def test_a_completion_is_continued() -> None:
     resumed = build("two, ", 2)
     assert resumed is not None
     assert read_completion(resumed, 1_000_000).prompt == "One, two, "
+
+
+@pytest.mark.parametrize("options", [None, {"continuous_usage_stats": True}])
+def test_the_options_of_the_stream_stay(options: dict[str, Any] | None) -> None:
+    fields = {"model": "m", "prompt": "One, ", "stream": True, "stream_options": options}
+    body = json.dumps(fields).encode()
+    build = resume_body_builder(body, decode(body, COMPLETION))
+    assert build is not None
+    resumed = json.loads(build("two, ", 2) or b"{}")
+    assert resumed["stream_options"] == {"include_usage": True, **(options or {})}

@@ -213,6 +213,44 @@ def test_the_frames_of_another_node_continue_the_same_stream() -> None:
     assert relay.generated() == (3, "abc", True, None, False)
 
 
+def counted_by_engine(delta: dict[str, str], output_tokens: int) -> bytes:
+    """Return a frame of vLLM with `stream_options.continuous_usage_stats`."""
+    usage = {"prompt_tokens": 10, "completion_tokens": output_tokens, "total_tokens": 10}
+    return data_frame({"choices": [{"delta": delta}], "usage": usage})
+
+
+def test_frames_with_several_tokens_count_as_the_engine_counts_them() -> None:
+    """Counted as one each, the rest of the answer could exceed the client's `max_tokens`."""
+    opening = counted_by_engine({"role": "assistant", "content": ""}, 0)
+    relay = StreamRelay(wants_usage=True)
+    relay.feed(opening)
+    assert not relay.has_begun
+    relay.feed(counted_by_engine({"content": "a b"}, 2) + counted_by_engine({"content": " c"}, 3))
+    assert relay.generated()[:3] == (3, "a b c", True)
+    relay.resume()
+    assert relay.feed(opening) == b""
+    assert not relay.has_begun
+    relay.feed(counted_by_engine({"content": " d e"}, 2))
+    assert relay.has_begun
+    assert relay.generated()[:3] == (5, "a b c d e", True)
+    assert relay.usage is not None
+    assert relay.usage.output_tokens == 5
+
+
+def test_the_embedded_engine_says_how_many_tokens_a_frame_has() -> None:
+    """A character of several tokens has one frame."""
+
+    def of_tokens(text: str, tokens: int) -> bytes:
+        choice = {"delta": {"content": text}, "generated_tokens": tokens}
+        return data_frame({"choices": [choice]})
+
+    relay = StreamRelay(wants_usage=False)
+    assert relay.feed(token("a") + of_tokens("\u8a9e", 3) + token("b") + of_tokens("c", 0))
+    assert relay.generated()[:2] == (5, "a\u8a9ebc")
+    assert relay.pumped_frame(of_tokens("\u8a9e", 3)) is None
+    assert relay.pumped_frame(token("b")) is not None
+
+
 def test_what_another_node_continues_keeps_the_id_and_the_time() -> None:
     def named(name: str, created: int, text: str) -> bytes:
         head = {"id": name, "created": created}

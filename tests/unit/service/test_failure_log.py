@@ -76,7 +76,7 @@ def test_a_router_whose_scheduler_refuses_it_does_not_fill_its_log(
         client=client,
         answer=answer,
         open_refs=set(),
-        has_table=lambda: True,
+        may_lease=lambda: True,
         running_max=1,
         clock=lambda: float(next(seconds)),
     )

@@ -48,6 +48,8 @@ class ResponseChoice:
     calls: list[dict[str, Any]] = field(default_factory=list)
     sampled: list[SampledToken] = field(default_factory=list)
     output_tokens: int = 0
+    sent_tokens: int = 0
+    """The output tokens whose text is in the chunks of the stream so far."""
     cached_tokens: int = 0
     finish: str | None = None
     stop_string: str = ""
@@ -114,10 +116,12 @@ class CompletionResponse:
         if sampled and not parts:
             parts = [{"content": ""}]
         logprobs = self._logprobs(choice, sampled) if self.logprobs and parts else None
-        frames = [
-            self._chunk(choice.index, part, None if number else logprobs, None)
-            for number, part in enumerate(parts)
-        ]
+        frames = []
+        for number, part in enumerate(parts):
+            tokens = choice.output_tokens - choice.sent_tokens
+            choice.sent_tokens = choice.output_tokens
+            sent_logprobs = None if number else logprobs
+            frames.append(self._chunk(choice.index, part, sent_logprobs, None, tokens=tokens))
         if choice.finish is not None:
             frames.append(self._chunk(choice.index, {}, None, choice.finish, choice.stop_string))
         return frames
@@ -211,6 +215,7 @@ class CompletionResponse:
         logprobs: Any,
         finish: str | None,
         stop_string: str = "",
+        tokens: int = 1,
     ) -> bytes:
         choice: dict[str, Any] = {"index": index}
         if self.chat:
@@ -222,6 +227,9 @@ class CompletionResponse:
         if stop_string:
             # vLLM's field, with which a client can tell its stop strings apart.
             choice["stop_reason"] = stop_string
+        if tokens != 1:
+            # Text of several tokens, as of one character that has several: routers count by it.
+            choice["generated_tokens"] = tokens
         body = {**self._head(is_stream=True), "choices": [choice]}
         if self.include_usage:
             body["usage"] = None
