@@ -46,12 +46,11 @@ from nodeagent.managed_replica import ManagedReplica
 
 log = logging.getLogger(__name__)
 
-
 MEMORY_POLL_S: Final = 1.0
+"""How often the free memory of devices is read while a replica waits for it."""
+
 DESCRIPTORS_RETRY_S: Final = 5.0
 """How long a start waits for file descriptors that other work of the agent frees."""
-
-"""How often the free memory of devices is read while a replica waits for it."""
 
 
 async def no_budgets() -> Mapping[DeviceId, int]:
