@@ -1,5 +1,6 @@
 """Configuration, snapshots and identity."""
 
+import base64
 import errno
 import fcntl
 import json
@@ -288,6 +289,30 @@ def test_a_foreign_or_expired_certificate_is_refused(tmp_path: Path) -> None:
         identity.verify_certificate(certificate, ours.ca_pem, NOW + timedelta(days=100))
     with pytest.raises(IdentityError, match="check clocks"):
         identity.verify_certificate(certificate, ours.ca_pem, NOW - timedelta(days=2))
+
+
+def test_a_certificate_that_the_library_cannot_use_is_refused_like_any_other(
+    tmp_path: Path,
+) -> None:
+    """Anyone may send one: other errors would fill the log with their tracebacks."""
+    authority = Authority.create(tmp_path, "ours", NOW)
+    key, certificate = issued(authority)
+    request = identity.make_csr(key, "n1")
+    strange_version = _altered(certificate, b"\x02\x01\x02", b"\x02\x01\x6c")
+    public_key = b"\x2a\x86\x48\xce\x3d\x02"
+    strange_key = _altered(request, public_key + b"\x01", public_key + b"\x38")
+    with pytest.raises(IdentityError, match="cannot read the certificate"):
+        identity.verify_certificate(strange_version, authority.ca_pem, NOW)
+    with pytest.raises(IdentityError, match="cannot read the certificate request"):
+        authority.issue(strange_key, role=PeerRole.AGENT, name="n1", pop=PopId("ams"), now=NOW)
+
+
+def _altered(pem: str, old: bytes, new: bytes) -> str:
+    """Return the PEM of a certificate or request with its first `old` replaced."""
+    first, *lines, last = pem.strip().splitlines()
+    der = base64.b64decode("".join(lines))
+    assert old in der
+    return "\n".join((first, base64.b64encode(der.replace(old, new, 1)).decode(), last, ""))
 
 
 def test_a_certificate_is_dated_back_but_not_before_a_revocation(tmp_path: Path) -> None:
