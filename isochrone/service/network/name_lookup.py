@@ -109,6 +109,9 @@ def _answer_of(query: NameQuery) -> list[AddressInfo] | Exception:
     """Return the addresses of a name, or the error."""
     try:
         return list(socket.getaddrinfo(*query))
+    except UnicodeError:
+        # A label that is empty or too long: callers expect an OSError for a name without address.
+        return socket.gaierror(socket.EAI_NONAME, "not a host name")
     except (OSError, OverflowError, TypeError, ValueError) as error:
         # Its traceback would hold this thread's frames, and they the error.
         return error.with_traceback(None)

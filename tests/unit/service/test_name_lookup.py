@@ -133,3 +133,14 @@ def test_failed_lookups_are_freed_without_the_garbage_collector(names: NameServe
         run(main())
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("host", ["a..b", "..", 64 * "x"])
+def test_what_is_no_host_name_fails_as_a_name_does(host: str) -> None:
+    """Connections expect an OSError: any other would end the tasks that dial."""
+
+    async def main() -> None:
+        with pytest.raises(socket.gaierror):
+            await asyncio.get_running_loop().getaddrinfo(host, 9000)
+
+    run(main())
