@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,23 @@ def test_a_torn_snapshot_falls_back_to_the_previous_one(tmp_path: Path) -> None:
     path.unlink()
     assert files.read_snapshot(path) == b"one"
     assert (path.with_name("table.prev").stat().st_mode & 0o777) == 0o600
+
+
+def test_a_snapshot_that_cannot_be_written_leaves_the_previous_one_as_it_is(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "table"
+    files.write_snapshot(path, b"one")
+    files.write_snapshot(path, b"two")
+    path.write_bytes(path.read_bytes()[:-1])
+
+    def pieces() -> Iterator[bytes]:
+        yield b"three"
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        files.write_snapshot(path, pieces())
+    assert files.read_snapshot(path) == b"one"
 
 
 def issued(authority: Authority, role: PeerRole = PeerRole.AGENT) -> tuple[str, str]:
