@@ -8,6 +8,7 @@ need no thread, and names are looked up in threads that do not delay the end of 
 """
 
 import asyncio
+import errno
 import ipaddress
 import socket
 from collections import deque
@@ -81,10 +82,17 @@ class ServiceLoop(uvloop.Loop):
     def _start_lookups(self) -> None:
         while self._pending and self._running < LOOKUPS_MAX:
             pending = self._pending.popleft()
-            if not pending.found.done():
+            if pending.found.done():
+                continue
+            # Not an executor's thread, which the interpreter waits for at its exit.
+            thread = Thread(target=self._look_up, args=(pending,), name="dns", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                # The system has no thread left. Others may start later.
+                pending.found.set_exception(OSError(errno.EAGAIN, f"cannot look up: {error}"))
+            else:
                 self._running += 1
-                # Not an executor's thread, which the interpreter waits for at its exit.
-                Thread(target=self._look_up, args=(pending,), name="dns", daemon=True).start()
 
     def _look_up(self, pending: PendingLookup) -> None:
         """Look a name up, in a thread."""

@@ -144,3 +144,23 @@ def test_what_is_no_host_name_fails_as_a_name_does(host: str) -> None:
             await asyncio.get_running_loop().getaddrinfo(host, 9000)
 
     run(main())
+
+
+def test_names_are_looked_up_again_after_threads_had_run_out(
+    names: NameServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread that could not start was counted as one that runs."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with monkeypatch.context() as exhausted:
+            exhausted.setattr(threading.Thread, "start", fail)
+            for number in range(LOOKUPS_MAX):
+                with pytest.raises(OSError, match="can't start new thread"):
+                    await loop.getaddrinfo(f"node-{number}", 9000)
+        assert await loop.getaddrinfo("node", 9000) == [ADDRESS]
+
+    def fail(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    run(main())
