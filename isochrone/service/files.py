@@ -52,7 +52,12 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
     _replace_file(path, lambda file: file.write(data), mode)
 
 
-def _replace_file(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o600) -> None:
+def _replace_file(
+    path: Path,
+    write: Callable[[BinaryIO], object],
+    mode: int = 0o600,
+    before_replacing: Callable[[], object] = lambda: None,
+) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
@@ -60,6 +65,7 @@ def _replace_file(path: Path, write: Callable[[BinaryIO], object], mode: int = 0
             write(file)
             file.flush()
             os.fsync(file.fileno())
+        before_replacing()
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
@@ -84,14 +90,23 @@ def write_snapshot(path: Path, payload: bytes | Iterable[bytes]) -> None:
 
     A large payload is given in pieces, so that it need not be in memory as a whole.
     """
+    pieces = (payload,) if isinstance(payload, bytes) else payload
+    # Only once the new one is complete: if the present one is torn, the previous one is all that
+    # is left should the disk be full, or the process killed meanwhile.
+    _replace_file(
+        path,
+        lambda file: _write_with_digest(file, pieces),
+        before_replacing=lambda: _keep_previous(path),
+    )
+
+
+def _keep_previous(path: Path) -> None:
     if path.exists():
         previous = path.with_name(f"{path.name}.prev")
         linked = path.with_name(f".{path.name}.{os.getpid()}.prev")
         linked.unlink(missing_ok=True)
         linked.hardlink_to(path)
         linked.replace(previous)
-    pieces = (payload,) if isinstance(payload, bytes) else payload
-    _replace_file(path, lambda file: _write_with_digest(file, pieces))
 
 
 def _write_with_digest(file: BinaryIO, pieces: Iterable[bytes]) -> None:

@@ -8,6 +8,7 @@ need no thread, and names are looked up in threads that do not delay the end of 
 """
 
 import asyncio
+import errno
 import ipaddress
 import socket
 from collections import deque
@@ -81,10 +82,17 @@ class ServiceLoop(uvloop.Loop):
     def _start_lookups(self) -> None:
         while self._pending and self._running < LOOKUPS_MAX:
             pending = self._pending.popleft()
-            if not pending.found.done():
+            if pending.found.done():
+                continue
+            # Not an executor's thread, which the interpreter waits for at its exit.
+            thread = Thread(target=self._look_up, args=(pending,), name="dns", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                # The system has no thread left. Others may start later.
+                pending.found.set_exception(OSError(errno.EAGAIN, f"cannot look up: {error}"))
+            else:
                 self._running += 1
-                # Not an executor's thread, which the interpreter waits for at its exit.
-                Thread(target=self._look_up, args=(pending,), name="dns", daemon=True).start()
 
     def _look_up(self, pending: PendingLookup) -> None:
         """Look a name up, in a thread."""
@@ -109,6 +117,9 @@ def _answer_of(query: NameQuery) -> list[AddressInfo] | Exception:
     """Return the addresses of a name, or the error."""
     try:
         return list(socket.getaddrinfo(*query))
+    except UnicodeError:
+        # A label that is empty or too long: callers expect an OSError for a name without address.
+        return socket.gaierror(socket.EAI_NONAME, "not a host name")
     except (OSError, OverflowError, TypeError, ValueError) as error:
         # Its traceback would hold this thread's frames, and they the error.
         return error.with_traceback(None)

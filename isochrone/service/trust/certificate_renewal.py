@@ -99,14 +99,15 @@ class CertificateRenewal:
         )
         try:
             await asyncio.to_thread(identities.save_identity, self._folder, renewed)
+            for context in self._contexts:
+                tls.reload_identity(context, renewed)
         except OSError as error:
-            # `run` times out and asks again, with a third of the lifetime left.
-            fields = {"folder": str(self._folder), "reason": error.strerror}
+            # `run` times out and asks again, with a third of the lifetime left. A context takes
+            # the certificate from a temporary file: that disk may be full, too.
+            fields = {"folder": str(self._folder), "reason": error.strerror or str(error)}
             log.warning("certificate not renewed: cannot store it", extra={"fields": fields})
             return
         self.identity = renewed
-        for context in self._contexts:
-            tls.reload_identity(context, renewed)
         self._renewed.set()
         log.info("certificate renewed", extra={"fields": {"serial": certificate.serial}})
 

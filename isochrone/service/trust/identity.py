@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.fernet import Fernet
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -50,6 +50,9 @@ _USAGES: Final = {
     PeerRole.ROUTER: [ExtendedKeyUsageOID.CLIENT_AUTH],
 }
 """A router's certificate cannot serve TLS, so it cannot pass for a node of the same name."""
+
+_UNREADABLE: Final = (ValueError, UnsupportedAlgorithm, x509.InvalidVersion)
+"""The errors that the library raises for a certificate or request that it cannot use."""
 
 _TOKEN = re.compile(r"^ij1_([0-9a-f]{32})_([a-z0-9]{12})_([0-9A-Za-z]{43})$")
 
@@ -217,9 +220,10 @@ class Authority:
         try:
             csr = x509.load_pem_x509_csr(csr_pem.encode())
             public_key = csr.public_key()
-        except ValueError as error:
+            is_signed = csr.is_signature_valid
+        except _UNREADABLE as error:
             raise IdentityError(f"cannot read the certificate request: {error}") from error
-        if not csr.is_signature_valid or not isinstance(public_key, ec.EllipticCurvePublicKey):
+        if not is_signed or not isinstance(public_key, ec.EllipticCurvePublicKey):
             raise IdentityError("cannot accept the certificate request: not a signed P-256 key")
         lifetime = timedelta(seconds=lifetime_s)
         dated = now - min(BACKDATED_MAX, lifetime * BACKDATED_SHARE)
@@ -286,7 +290,7 @@ def verify_certificate(certificate_pem: str, ca_pem: str, now: datetime) -> Cert
     authority = _load_authority(ca_pem)
     try:
         certificate.verify_directly_issued_by(authority)
-    except (ValueError, TypeError, InvalidSignature) as error:
+    except (*_UNREADABLE, TypeError, InvalidSignature) as error:
         raise IdentityError(
             "cannot trust the certificate: another authority issued it; join this cluster again"
         ) from error
@@ -406,5 +410,5 @@ def _load_authority(pem: str) -> x509.Certificate:
 def _load_certificate(pem: str) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(pem.encode())
-    except ValueError as error:
+    except _UNREADABLE as error:
         raise IdentityError(f"cannot read the certificate: {error}") from error

@@ -29,6 +29,11 @@ OPTIONS_CHARS_MAX: Final = 16_384
 a replica, and are read with each plan."""
 
 
+NUMBER_DIGITS_MAX: Final = 15
+"""The digits of a number above 0. One of 400 would make every plan fail, because no float is so
+large, and Python reads none of 5,000."""
+
+
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of one driver: `values` need a value; `flags` are true or false.
 
@@ -68,7 +73,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             if name in self.values and not value:
                 return f"option {name!r} needs a value"
             if name in self.numbers and not _is_number(value):
-                return f"option {name!r} is a whole number above 0, not {value!r}"
+                return f"option {name!r} is a whole number above 0, not {value[:40]!r}"
         return self._type_problem(options)
 
     def _type_problem(self, options: Mapping[str, str]) -> str:
@@ -94,7 +99,9 @@ def read_size(text: str) -> int:
 
 
 def _is_number(value: str) -> bool:
-    return value.isascii() and value.isdigit() and int(value) > 0
+    return (
+        value.isascii() and value.isdigit() and len(value) <= NUMBER_DIGITS_MAX and int(value) > 0
+    )
 
 
 ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {

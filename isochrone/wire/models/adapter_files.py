@@ -16,6 +16,9 @@ HEADER_BYTES_MAX: Final = 16 * 1024 * 1024
 """The longest header of a safetensors file; that of an adapter of 100 layers has some 200 KB."""
 
 LENGTH_BYTES: Final = 8
+AXES_MAX: Final = 8
+"""More than a tensor has. The product of a million large numbers takes many minutes."""
+
 TENSOR_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2}
 INIT_KEEPS_BASE: Final = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base weights unchanged; PiSSA and others do not."""
@@ -67,7 +70,9 @@ class AdapterConfig(msgspec.Struct, frozen=True):
 
 class _Tensor(msgspec.Struct, frozen=True):
     dtype: str
-    shape: list[Annotated[int, msgspec.Meta(ge=0, le=2**32)]]
+    shape: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=0, le=2**32)]], msgspec.Meta(max_length=AXES_MAX)
+    ]
     data_offsets: tuple[
         Annotated[int, msgspec.Meta(ge=0, le=2**53)], Annotated[int, msgspec.Meta(ge=0, le=2**53)]
     ]

@@ -236,6 +236,9 @@ class PeerServer:
                 raise self._redirect()
             self._refuse_twin(register)
             cluster = await self._record(register, certificate)
+            if socket.closed:
+                # The last message that was read while it waited for its turn closed the connection.
+                raise PeerRefused(RefusedCode.BUSY, "the peer left before it was registered")
             is_registered = True
         except UnknownPeer as error:
             raise PeerRefused(RefusedCode.IDENTITY, str(error), RETRY_REFUSED_S) from error

@@ -161,20 +161,16 @@ class _WarmFleet:
         }
         self._warm: dict[DeploymentId, dict[_Site, int]] = defaultdict(lambda: defaultdict(int))
         self._prefill: dict[DeploymentId, dict[_Site, int]] = defaultdict(lambda: defaultdict(int))
-        warm = [p for p in cluster.placements if p.state is WARM and not p.is_ending]
+        warm = (p for p in cluster.placements if p.state is WARM and not p.is_ending)
+        # A node may no longer report the devices of a replica: its site is not known then.
+        known = [(p, site) for p in warm if (site := self._site_of(p)) is not None]
         # Prefill replicas alone in a PoP take requests: their engines can do both.
-        serving = {
-            (p.deployment_id, self.pop_of.get(p.node_id))
-            for p in warm
-            if p.role is not Role.PREFILL
-        }
-        for placement in warm:
-            site = self._site_of(placement)
-            if site is not None:
-                has_others = (placement.deployment_id, site[0]) in serving
-                is_prefill = placement.role is Role.PREFILL and has_others
-                counts = self._prefill if is_prefill else self._warm
-                counts[placement.deployment_id][site] += 1
+        serving = {(p.deployment_id, site[0]) for p, site in known if p.role is not Role.PREFILL}
+        for placement, site in known:
+            has_others = (placement.deployment_id, site[0]) in serving
+            is_prefill = placement.role is Role.PREFILL and has_others
+            counts = self._prefill if is_prefill else self._warm
+            counts[placement.deployment_id][site] += 1
 
     def replicas(self, deployment: Deployment) -> Mapping[_Site, int]:
         """Return how many warm replicas a deployment has at each site that take requests."""

@@ -12,12 +12,14 @@ from aiohttp import WSMsgType, web
 
 from isochrone.service.network.http_server import serve_http
 from isochrone.service.trust.identity import Authority
+from isochrone.service.trust.tls import control_server_context
 from isochrone.wire import codec
 from isochrone.wire.ids import BootId, Generation, NodeId, PopId
-from isochrone.wire.peers.control import PeerRole, RegistrationRefused, Welcome
+from isochrone.wire.peers.control import Challenge, PeerRole, RegistrationRefused, Welcome
 from isochrone.wire.peers.report import Pulse
-from scheduler import metrics
+from scheduler import listeners, metrics
 from scheduler.api.control.certificates import CertificateIssuer
+from scheduler.api.control.control_socket import ControlSocket
 from scheduler.listeners import control_app
 from scheduler.state.peers import heartbeats
 from scheduler.state.peers.heartbeats import PULSES_WRITTEN_MAX, PulseBuffer
@@ -27,6 +29,7 @@ from scheduler.state.peers.peer_connection import (
     PeerConnection,
 )
 from scheduler.state.peers.peer_registry import PeerRegistry
+from scheduler.state.peers.relay_tokens import RelayTokens
 from scheduler.store.pool import Pool
 from tests.integration.scheduler.scheduler_parts import expire_lease, no_nudge, scheduler_parts
 from tests.integration.scheduler.test_store import begun
@@ -283,3 +286,76 @@ async def test_a_peer_that_is_lost_while_its_previous_connection_is_refused_is_r
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_peer_that_leaves_in_the_instant_of_its_turn_leaves_no_token(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does its unfinished registration delay that of others."""
+    await begun(pool)
+    await expire_lease(pool)
+    scheduler = await scheduler_parts(pool)
+    authority = Authority.create(tmp_path, "test", NOW)
+    assert (await scheduler.hold_lease.run_once()).acting
+    identity = a_peer(authority, "n1", PeerRole.AGENT)
+    identity = msgspec.structs.replace(identity, cluster_id=scheduler.database.cluster_id)
+    left, released = asyncio.Event(), asyncio.Event()
+    tokens: list[RelayTokens] = []
+
+    class NotedTokens(RelayTokens):
+        def __init__(self) -> None:
+            super().__init__()
+            tokens.append(self)
+
+    receive_at_server = ControlSocket.receive
+
+    async def receive_and_note(socket: Any, timeout: float | None = None) -> Any:
+        message = await receive_at_server(socket, timeout)
+        if message.type is WSMsgType.CLOSE:
+            left.set()
+        return message
+
+    async def wait_turn(role: PeerRole, name: str) -> None:
+        await left.wait()
+
+    async def ignore(_: Welcome) -> None:
+        raise AssertionError("a peer that left is welcome")
+
+    monkeypatch.setattr(listeners, "RelayTokens", NotedTokens)
+    monkeypatch.setattr(ControlSocket, "receive", receive_and_note)
+    monkeypatch.setattr(scheduler.state.admission, "wait_turn", wait_turn)
+    monkeypatch.setattr(scheduler.state.admission, "release", lambda *_: released.set())
+    issuer = CertificateIssuer(authority, lifetime_s=3600.0)
+    app = control_app(scheduler.database, scheduler.state, issuer, no_nudge)
+    context = control_server_context(authority, NOW)
+    async with serve_http(app, "127.0.0.1", 0, ssl_context=context) as port:
+        link = a_link(identity, [f"https://127.0.0.1:{port}"], ignore)
+        receive_at_peer = link._receive
+
+        async def receive_once(socket: Any) -> Any:
+            if not isinstance(message := await receive_at_peer(socket), Challenge):
+                return message
+            monkeypatch.setattr(link, "_receive", leave)
+            return message
+
+        async def leave(socket: Any) -> Any:
+            # On a slow line the end of the TLS session takes longer than the registration.
+            transport = socket._response.connection.transport
+            transport.pause_reading()
+            await socket._writer.close()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                transport.abort()
+
+        monkeypatch.setattr(link, "_receive", receive_once)
+        running = asyncio.create_task(link.run())
+        try:
+            async with asyncio.timeout(10.0):
+                await released.wait()
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+    assert len(tokens) == 2
+    assert not any(issued._peers for issued in tokens)
+    assert len(scheduler.state.peers) == 0

@@ -94,6 +94,8 @@ TENSOR = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
         (_with_header({"a": TENSOR, "b": TENSOR}, bytes(32)), "do not fit"),
         (_with_header({"a": {**TENSOR, "shape": [2**31, 2**31]}}), "do not fit"),
         (_with_header({"a": {**TENSOR, "shape": [-1, 2]}}), "cannot read the weights' header"),
+        # Their product would take longer the more there are, by the square of their number.
+        (_with_header({"a": {**TENSOR, "shape": [2**32] * 9}}), "cannot read the weights' header"),
     ],
 )
 def test_files_that_lie_about_their_tensors_are_refused(weights: bytes, reason: str) -> None:

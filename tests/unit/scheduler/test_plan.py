@@ -796,9 +796,20 @@ def test_residency_liveness_and_bounds_hold_for_every_start(cluster: ClusterStat
             assert node.refusal_of(part.spec.deployment_id, part.spec.version) is None
             assert view.by_node[node.node_id].value == "ready"
             assert part.reason
+            devices = [d for d in node.devices if d.device_id in part.spec.device_ids]
+            assert len(devices) == part.spec.engine.devices_per_node
+            assert all(device.healthy for device in devices)
+            assert len({device.device_class for device in devices}) == 1
     ids = [start.spec.replica_id for start in plan.starts]
     assert len(set(ids)) == len(ids)
     assert not {p.replica_id for p in cluster.placements} & set(ids)
+    started = Counter(start.spec.deployment_id for start in plan.starts)
+    ended = {ending.replica_id for ending in plan.endings}
+    running = Counter(p.deployment_id for p in cluster.placements if p.replica_id not in ended)
+    for deployment_id, count in started.items():
+        most = policies[deployment_id].replicas_max
+        assert most > 0
+        assert running[deployment_id] + count <= most + limits.surge_max
     if plan.frozen:
         failed = {
             placement.replica_id

@@ -74,12 +74,28 @@ def test_replicas_fit_if_any_choice_of_devices_has_enough_memory(
 def test_replicas_are_packed_only_on_nodes_that_may_take_them() -> None:
     size = ReplicaSize(1, 40)
     packing = a_packing([[80], [80]], [size, size], [{1}, {0, 1}])
-    assert packing.most(0) == 2
-    assert packing.most(1) == 4
+    assert packing.most(0, 9) == 2
+    assert packing.most(1, 9) == 4
     packed = packing.pack((2, 2))
     assert packed is not None
     assert {p.node.node_id for p in packed if p.deployment == 0} == {"n1"}
     assert packing.pack((3, 0)) is None
+
+
+def test_replicas_so_small_that_millions_fit_are_counted_up_to_the_deployments_maximum() -> None:
+    """Counting them all took longer than a planner has for a plan, so that none was made."""
+    packing = a_packing([[10**15, 10**15]], [ReplicaSize(1, 1)])
+    assert packing.most(0, 50) == 50
+
+
+def test_few_choices_of_devices_are_compared_on_a_node_with_very_many() -> None:
+    """There are ten million choices of eight devices among 32."""
+    packing = a_packing([[40 + device for device in range(32)]], [ReplicaSize(8, 40)])
+    packed = packing.pack((4,))
+    assert packed is not None
+    assert {len(replica.device_ids) for replica in packed} == {8}
+    assert len({device for replica in packed for device in replica.device_ids}) == 32
+    assert packing.pack((5,)) is None
 
 
 @settings(deadline=None, max_examples=60)
@@ -94,7 +110,7 @@ def test_packed_replicas_never_take_more_than_a_device_has(data: st.DataObject) 
         )
     )
     packing = a_packing(free, sizes)
-    most = [packing.most(number) for number in range(len(sizes))]
+    most = [packing.most(number, 9) for number in range(len(sizes))]
     for counts in product(*(range(min(count, 2) + 2) for count in most)):
         packed = packing.pack(counts)
         items = [number for number, count in enumerate(counts) for _ in range(count)]

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isochrone.wire.ids import DeploymentId, NodeId, PopId
+from isochrone.wire.ids import DeploymentId, DeviceId, NodeId, PopId
+from isochrone.wire.peers.assignment import Role
 from isochrone.wire.peers.report import ReplicaProfile
 from scheduler.decide.cluster import ClusterState, DemandRate, MeasuredProfile
 from scheduler.decide.membership import LivenessLimits
@@ -205,6 +206,19 @@ def test_near_users_with_free_capacity_are_answered_sooner() -> None:
     assert ttft(near) < ttft(near, requests=4.0)
     assert ttft(near, a_placement("c", "ams-2"), requests=4.0) < ttft(near, requests=4.0)
     assert ttft(near, far) == ttft(near)
+
+
+def test_a_prefill_replica_beside_one_whose_device_is_gone_takes_the_requests() -> None:
+    """A GPU that is lost is no longer reported, while its replica may still be."""
+    deployment = a_deployment(replicas_max=6, roles="auto")
+    prefill = a_placement("r1", "ams-1", role=Role.PREFILL)
+    lost = a_placement("r2", "ams-2", role=Role.DECODE, device_ids=(DeviceId("gone"),))
+    alone, beside = (
+        predict_service(a_snapshot(deployments=(deployment,), placements=placements).cluster)
+        for placements in ((prefill,), (prefill, lost))
+    )
+    assert beside.cities == alone.cities
+    assert alone.cities[0].unserved_per_s < 2.0
 
 
 def test_predictions_use_the_rates_that_the_planner_uses() -> None:

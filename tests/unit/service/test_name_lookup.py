@@ -133,3 +133,34 @@ def test_failed_lookups_are_freed_without_the_garbage_collector(names: NameServe
         run(main())
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("host", ["a..b", "..", 64 * "x"])
+def test_what_is_no_host_name_fails_as_a_name_does(host: str) -> None:
+    """Connections expect an OSError: any other would end the tasks that dial."""
+
+    async def main() -> None:
+        with pytest.raises(socket.gaierror):
+            await asyncio.get_running_loop().getaddrinfo(host, 9000)
+
+    run(main())
+
+
+def test_names_are_looked_up_again_after_threads_had_run_out(
+    names: NameServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread that could not start was counted as one that runs."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with monkeypatch.context() as exhausted:
+            exhausted.setattr(threading.Thread, "start", fail)
+            for number in range(LOOKUPS_MAX):
+                with pytest.raises(OSError, match="can't start new thread"):
+                    await loop.getaddrinfo(f"node-{number}", 9000)
+        assert await loop.getaddrinfo("node", 9000) == [ADDRESS]
+
+    def fail(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    run(main())

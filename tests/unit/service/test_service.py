@@ -1,10 +1,12 @@
 """Configuration, snapshots and identity."""
 
+import base64
 import errno
 import fcntl
 import json
 import logging
 import os
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -218,6 +220,23 @@ def test_a_torn_snapshot_falls_back_to_the_previous_one(tmp_path: Path) -> None:
     assert (path.with_name("table.prev").stat().st_mode & 0o777) == 0o600
 
 
+def test_a_snapshot_that_cannot_be_written_leaves_the_previous_one_as_it_is(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "table"
+    files.write_snapshot(path, b"one")
+    files.write_snapshot(path, b"two")
+    path.write_bytes(path.read_bytes()[:-1])
+
+    def pieces() -> Iterator[bytes]:
+        yield b"three"
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        files.write_snapshot(path, pieces())
+    assert files.read_snapshot(path) == b"one"
+
+
 def issued(authority: Authority, role: PeerRole = PeerRole.AGENT) -> tuple[str, str]:
     key = identity.new_key_pem()
     csr = identity.make_csr(key, "whatever-it-asks-for")
@@ -288,6 +307,30 @@ def test_a_foreign_or_expired_certificate_is_refused(tmp_path: Path) -> None:
         identity.verify_certificate(certificate, ours.ca_pem, NOW + timedelta(days=100))
     with pytest.raises(IdentityError, match="check clocks"):
         identity.verify_certificate(certificate, ours.ca_pem, NOW - timedelta(days=2))
+
+
+def test_a_certificate_that_the_library_cannot_use_is_refused_like_any_other(
+    tmp_path: Path,
+) -> None:
+    """Anyone may send one: other errors would fill the log with their tracebacks."""
+    authority = Authority.create(tmp_path, "ours", NOW)
+    key, certificate = issued(authority)
+    request = identity.make_csr(key, "n1")
+    strange_version = _altered(certificate, b"\x02\x01\x02", b"\x02\x01\x6c")
+    public_key = b"\x2a\x86\x48\xce\x3d\x02"
+    strange_key = _altered(request, public_key + b"\x01", public_key + b"\x38")
+    with pytest.raises(IdentityError, match="cannot read the certificate"):
+        identity.verify_certificate(strange_version, authority.ca_pem, NOW)
+    with pytest.raises(IdentityError, match="cannot read the certificate request"):
+        authority.issue(strange_key, role=PeerRole.AGENT, name="n1", pop=PopId("ams"), now=NOW)
+
+
+def _altered(pem: str, old: bytes, new: bytes) -> str:
+    """Return the PEM of a certificate or request with its first `old` replaced."""
+    first, *lines, last = pem.strip().splitlines()
+    der = base64.b64decode("".join(lines))
+    assert old in der
+    return "\n".join((first, base64.b64encode(der.replace(old, new, 1)).decode(), last, ""))
 
 
 def test_a_certificate_is_dated_back_but_not_before_a_revocation(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ class _FreeCapacity:
             candidate = None
             if needs.site_capacity[site] > 0:
                 candidate = draft.ledger.best_candidate(site, needs.eligible_nodes[site], needs)
-            most = packing.most(number) if candidate else 0
+            most = packing.most(number, needs.replicas_max) if candidate else 0
             start_cost = candidate.start_cost if candidate else 0.0
             sites.append(LayoutSite(site, draft.fleet.sites[site].pop, most, start_cost))
         return DeploymentLayouts(state, sites, self._use(self._sizes[number]))
