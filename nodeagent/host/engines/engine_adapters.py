@@ -263,7 +263,7 @@ async def _model_names(engine: EngineProcess) -> Collection[str]:
         answer = await read_response(response, ANSWER_BYTES_MAX)
     try:
         return [row["id"] for row in msgspec.json.decode(answer)["data"]]
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (ValueError, RecursionError, KeyError, TypeError):
         return ()
 
 
@@ -271,7 +271,7 @@ def _error_message(answer: bytes) -> str:
     """Return the message of an engine's error answer, "" if it has none."""
     try:
         fields: Any = msgspec.json.decode(answer)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         return ""
     error = fields.get("error", fields) if isinstance(fields, dict) else None
     message = error.get("message") if isinstance(error, dict) else error

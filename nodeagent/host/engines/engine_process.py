@@ -196,7 +196,7 @@ class EngineProcess:
     async def stats(self) -> EngineStats | None:
         """Return the engine's statistics, or None if it returns none that can be read."""
         status, body = await self._request("GET", self._driver.stats_path or self._ready_path)
-        with suppress(msgspec.DecodeError):
+        with suppress(ValueError, RecursionError):  # not valid JSON, or not UTF-8
             if status == OK:
                 return self._kv_events.with_reach(self._driver.read_stats(body))
         return None
