@@ -63,14 +63,14 @@ class AdapterFetcher:
 
     async def fetch(self, adapter: RequestAdapter) -> Path:
         """Return the folder of an adapter, fetching it if it is missing. Raises ArtifactError."""
-        async with self._slots:
-            return await self._artifacts.ensure(
-                adapter.artifact,
-                self._pinned(),
-                lambda _: None,
-                holders=adapter.holders,
-                is_adapter=True,
-            )
+        return await self._artifacts.ensure(
+            adapter.artifact,
+            self._pinned,
+            lambda _: None,
+            holders=adapter.holders,
+            is_adapter=True,
+            fetch_slots=self._slots,
+        )
 
 
 class EngineAdapters:

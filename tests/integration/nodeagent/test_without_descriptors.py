@@ -128,7 +128,7 @@ async def test_an_engine_whose_start_fails_for_lack_of_descriptors_is_not_left(
 ) -> None:
     """It went on without a folder and a record, and the next one started beside it."""
     started: list[int] = []
-    lower_priority = engine_process.lower_priority
+    lower_priority = processes.lower_priority
 
     def without_descriptors(pid: int) -> None:
         started.append(pid)

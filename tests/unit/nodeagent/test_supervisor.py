@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -42,7 +42,7 @@ class FakeArtifacts:
         self.errors: list[Exception] = []
         self.fetches = 0
 
-    async def ensure(self, artifact: object, pinned: Collection[str], progress: object) -> Path:
+    async def ensure(self, artifact: object, pinned: object, progress: object) -> Path:
         self.fetches += 1
         if self.errors:
             raise self.errors.pop()
