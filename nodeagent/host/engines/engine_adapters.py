@@ -120,6 +120,10 @@ class EngineAdapters:
 
         Raises AdapterUnavailable and AdapterRefused.
         """
+        if engine is self._engine and adapter.adapter_id in self._table:
+            # It does not wait for others that are being loaded.
+            self._table.begin_use(adapter.adapter_id)
+            return
         async with self._load_lock:
             if engine is not self._engine:
                 if engine.exited.is_set():
