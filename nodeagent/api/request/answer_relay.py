@@ -76,15 +76,18 @@ async def relay_body(
     outcome: str,
     running: EngineRequest | None = None,
 ) -> None:
-    """Relay an answer's body and count its outcome; abort the connection if the source breaks.
+    """Send an answer's head and relay its body; count its outcome.
 
-    If the source is an engine and `running` is blamed for its failure, end a stream with
-    ENGINE_LOST_EVENT instead.
+    The connection is aborted if the source breaks. If that is an engine, and `running` is blamed
+    for its failure, a stream ends with ENGINE_LOST_EVENT instead. A router that has disconnected is
+    not taken for an engine that failed, neither at the head nor at the end.
     """
     chunk = b""
     try:
+        await response.prepare(request)
         async for chunk in chunks:
             await response.write(chunk)
+        await response.write_eof()
     except aiohttp.ClientConnectionResetError:
         metrics.REQUESTS.labels("client_disconnected").inc()
         return
@@ -100,7 +103,6 @@ async def relay_body(
         if request.transport is not None:
             request.transport.abort()
         return
-    await response.write_eof()
     metrics.REQUESTS.labels(outcome).inc()
 
 
