@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -118,11 +118,11 @@ class StuckStore(ArtifactStore):
     def __init__(self, folder: Path) -> None:
         sources = ArtifactSources(private=True, hf_url="")
         super().__init__(folder, sources, 1 << 30, link=TransferLink(0, monotonic))
-        self.fetching: list[str] = []
+        self.fetching: asyncio.Queue[str] = asyncio.Queue()
 
     async def _fetch_files(self, artifact: Artifact, *rest: Any) -> None:
         if "stuck" in artifact.source:
-            self.fetching.append(artifact.source)
+            self.fetching.put_nowait(artifact.source)
             await asyncio.Event().wait()
         await super()._fetch_files(artifact, *rest)
 
@@ -138,18 +138,29 @@ async def test_adapters_that_are_here_do_not_wait_for_those_that_are_fetched(
     stuck = [named(an_artifact(tmp_path, f"stuck {number}")) for number in range(FETCHES_MAX + 1)]
     async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
         waiting = [tasks.create_task(fetcher.fetch(stuck[0])) for _ in range(2 * FETCHES_MAX)]
-        while not store.fetching:
-            await asyncio.sleep(0)
+        await store.fetching.get()
         await fetcher.fetch(named(an_artifact(tmp_path, "other")))
         waiting += [tasks.create_task(fetcher.fetch(adapter)) for adapter in stuck[1:]]
-        while len(store.fetching) < FETCHES_MAX:
-            await asyncio.sleep(0)
+        for _ in range(FETCHES_MAX - 1):
+            await store.fetching.get()
         folder = await fetcher.fetch(here)
         assert folder.name == here.artifact.digest
         for task in waiting:
             task.cancel()
     # No more than that many are fetched at once.
-    assert len(store.fetching) == FETCHES_MAX
+    assert store.fetching.empty()
+
+
+class FullSlots(asyncio.Semaphore):
+    """The places of fetches, that say when a fetch waits for one."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__(value)
+        self.is_awaited = asyncio.Event()
+
+    async def acquire(self) -> Literal[True]:
+        self.is_awaited.set()
+        return await super().acquire()
 
 
 async def test_what_is_pinned_while_a_fetch_waits_is_not_deleted_for_it(tmp_path: Path) -> None:
@@ -164,14 +175,12 @@ async def test_what_is_pinned_while_a_fetch_waits_is_not_deleted_for_it(tmp_path
     pinned: list[str] = []
     fetcher = AdapterFetcher(store, lambda: tuple(pinned))
     await fetcher.fetch(named(kept))
-    for _ in range(FETCHES_MAX):
-        await fetcher._slots.acquire()
+    slots = fetcher._slots = FullSlots(0)
     fetching = asyncio.create_task(fetcher.fetch(named(other)))
     async with asyncio.timeout(5.0):
-        while not fetcher._slots._waiters:
-            await asyncio.sleep(0)
+        await slots.is_awaited.wait()
         pinned.append(kept.digest)
-        fetcher._slots.release()
+        slots.release()
         with pytest.raises(ArtifactError, match="do not fit"):
             await fetching
     assert store.digests() == (kept.digest,)
