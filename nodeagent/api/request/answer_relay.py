@@ -13,6 +13,7 @@ from isochrone.wire.http import headers
 from isochrone.wire.kv import kv_sharing, kv_transfer
 from nodeagent import metrics
 from nodeagent.api.request.engine_trials import EngineRequest
+from nodeagent.host.engines.open_session import EngineStopped
 from nodeagent.managed_replica import ManagedReplica
 
 WHOLE_BODY_BYTES_MAX: Final = 512 * 1024
@@ -27,6 +28,9 @@ FROM_ENGINE: Final = (
 
 FROM_PEER: Final = (*FROM_ENGINE, kv_sharing.FETCH_MS, headers.LOAD, headers.ENGINE_LOST)
 """Headers of another node's answer that are relayed."""
+
+NOT_SENT: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, EngineStopped)
+"""The errors of a request that did not reach its engine."""
 
 EVENT_STREAM: Final = "text/event-stream"
 ENGINE_LOST_EVENT: Final = b"data: " + msgspec.json.encode(
@@ -108,7 +112,8 @@ async def relay_body(
 
 async def loss_headers(running: EngineRequest, error: Exception) -> dict[str, str]:
     """Return the headers of the answer to a request whose engine failed before its first byte."""
-    was_sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+    # Its prompt may have been read elsewhere while the engine ended.
+    was_sent = not isinstance(error, NOT_SENT)
     return {headers.ENGINE_LOST: "1"} if was_sent and await running.is_blamed() else {}
 
 

@@ -1,13 +1,16 @@
 """The data-plane server counts each relayed answer by how it ended."""
 
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 
+from isochrone.wire.http import headers
 from nodeagent import metrics
-from nodeagent.api.request.answer_relay import relay_body
+from nodeagent.api.request.answer_relay import loss_headers, relay_body
+from nodeagent.host.engines.open_session import open_session
 
 
 class FakeExchange:
@@ -68,3 +71,21 @@ async def test_an_answer_is_counted_by_how_it_ended(
     await relay_body(exchange, exchange, chunks(error), "answered")
     assert {name for name in outcomes if counted(name) > before[name]} == {outcome}
     assert exchange.aborted == (outcome == "engine_failed")
+
+
+async def test_a_request_that_was_not_sent_is_not_blamed_for_its_engine() -> None:
+    """Its prompt was read elsewhere while the engine failed and was released."""
+    blamed: list[int] = []
+
+    async def is_blamed() -> bool:
+        blamed.append(1)
+        return True
+
+    running: Any = SimpleNamespace(is_blamed=is_blamed)
+    closed: Any = SimpleNamespace(closed=True)
+    with pytest.raises(aiohttp.ClientConnectionError) as stopped:
+        open_session(closed)
+    assert await loss_headers(running, stopped.value) == {}
+    assert not blamed, "a verdict would count for others, too"
+    lost = await loss_headers(running, aiohttp.ServerDisconnectedError())
+    assert lost == {headers.ENGINE_LOST: "1"}
