@@ -254,7 +254,7 @@ class Supervisor:
 
         replica.apply(ReplicaEvent.FETCH_BEGAN)
         self._on_change()
-        path = await self._artifacts.ensure(replica.spec.artifact, self.pinned(), on_progress)
+        path = await self._artifacts.ensure(replica.spec.artifact, self.pinned, on_progress)
         replica.apply(ReplicaEvent.ARTIFACT_READY)
         self._on_change()
         return path

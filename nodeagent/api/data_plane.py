@@ -293,7 +293,6 @@ class DataPlaneServer:
                     await announce_prefill(request, ReplicaId(read_at))
                 response = response_head(answer, FROM_PEER)
                 response.headers[headers.HANDOFF_REPLICA] = target.replica_id
-                await response.prepare(request)
                 await relay_body(request, response, answer.content.iter_any(), "handed_off")
                 return response
         finally:
@@ -414,7 +413,6 @@ class DataPlaneServer:
             name = replica.engine.model_name
             counted = with_deployment_name(response, counted, name, replica.spec.name)
         with child_span("relay"):
-            await response.prepare(request)
             await relay_body(request, response, counted, "answered", running)
         return response
 

@@ -16,6 +16,7 @@ import msgspec
 from aiohttp import web
 
 from isochrone.service.network.http_server import json_response, read_body
+from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
@@ -193,8 +194,8 @@ class KvSharingRoutes:
         engine, deployment_id, _ = self._find_replica(request)
         user = KvUser(deployment_id)
         try:
-            query = _KEEP.decode(await _read_query(request))
-        except msgspec.DecodeError as error:
+            query = codec.decode(await _read_query(request), _KEEP)
+        except codec.MalformedFrame as error:
             raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot keep KV: {error}") from error
         self._check_quota(user)
         if self._keeping.locked():
@@ -216,8 +217,8 @@ class KvSharingRoutes:
         body = msgspec.msgpack.encode(kv_sharing.BlockQuery(digests=query.digests))
         try:
             async with engine.http.post(kv_sharing.LOCATE_PATH, data=body) as answer:
-                located = _LOCATED.decode(await answer.read())
-        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+                located = codec.decode_json(await answer.read(), _LOCATED)
+        except (aiohttp.ClientError, OSError, codec.MalformedFrame) as error:
             raise _engine_failed(error) from error
         lacking = query.digests[located.blocks :]
         if located.keep_blocks_max >= 0:

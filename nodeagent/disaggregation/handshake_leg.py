@@ -16,9 +16,11 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
+from isochrone.service.http_responses import read_response
 from isochrone.service.tracing import names
 from isochrone.service.tracing.recorder import child_span, current_span
 from isochrone.service.tracing.spans import SpanKind
+from isochrone.wire import codec
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import ReplicaId
@@ -55,6 +57,7 @@ PostToEngine = Callable[[bytes], AnswerContext]
 """Sends a body to this node's engine."""
 
 _ADDRESS: Final = msgspec.json.Decoder(KvAddress)
+_ANSWER: Final = msgspec.json.Decoder(dict[str, Any])
 _FAILURES: Final = (
     LegRefused,
     HandshakeFailed,
@@ -62,7 +65,7 @@ _FAILURES: Final = (
     aiohttp.ClientError,
     OSError,
     TimeoutError,
-    msgspec.DecodeError,
+    codec.MalformedFrame,
 )
 
 
@@ -231,7 +234,8 @@ class HandshakeLeg:
         ):
             if answer.status != 200:
                 raise LegRefused(f"{candidate.replica_id} has no address for KV: {answer.status}")
-            return _ADDRESS.decode(await answer.content.read(ADDRESS_BYTES_MAX))
+            body = await read_response(answer, ADDRESS_BYTES_MAX)
+            return codec.decode_json(body, _ADDRESS)
 
     async def _read_prompt(self, candidate: PeerReplica, body: Fields) -> Fields:
         """Send the prefill leg; return its answer."""
@@ -247,13 +251,8 @@ class HandshakeLeg:
         async with self._peers.relay(candidate, request.path, data, sent) as answer:
             if answer.status != 200:
                 raise LegRefused(f"{candidate.replica_id} answered {answer.status}")
-            received = bytearray()
-            async for piece in answer.content.iter_any():
-                received += piece
-                if len(received) > ANSWER_BYTES_MAX:
-                    raise LegRefused(f"{candidate.replica_id} answers without end")
-        decoded: Fields = msgspec.json.decode(received, type=dict[str, Any])
-        return decoded
+            received = await read_response(answer, ANSWER_BYTES_MAX)
+        return codec.decode_json(received, _ANSWER, bytes_max=ANSWER_BYTES_MAX)
 
 
 @asynccontextmanager

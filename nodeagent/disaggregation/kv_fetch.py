@@ -20,8 +20,10 @@ from typing import Final, NamedTuple, Protocol
 import aiohttp
 import msgspec
 
+from isochrone.service.http_responses import read_response
 from isochrone.service.tracing import names
 from isochrone.service.tracing.recorder import current_span
+from isochrone.wire import codec
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
@@ -47,6 +49,7 @@ ANSWER_BYTES_MAX: Final = 64 * 1024
 FAILED: Final = "failed"
 
 _LOCATED: Final = msgspec.json.Decoder(kv_sharing.LocatedBlocks)
+_RECEIVED: Final = msgspec.json.Decoder(kv_transfer.ReceivedBlocks)
 
 
 class RelayToPeer(Protocol):
@@ -217,8 +220,9 @@ class PrefixFetcher:
                 async with self._peers.relay(peer, kv_sharing.LOCATE_PATH, body, sent) as answer:
                     if answer.status != 200:
                         return PrefixHolder(peer, 0, rate)
-                    located = _LOCATED.decode(await answer.content.read(ANSWER_BYTES_MAX))
-        except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
+                    body = await read_response(answer, ANSWER_BYTES_MAX)
+                    located = codec.decode_json(body, _LOCATED)
+        except (PeerReplicaLost, aiohttp.ClientError, OSError, codec.MalformedFrame):
             return PrefixHolder(peer, 0, rate)
         if located.kv_format and expected.kv_format not in ("", located.kv_format):
             metrics.KV_OTHER_FORMAT.labels("fetch").inc()
@@ -401,8 +405,8 @@ def _blocks_of(status: int, body: bytes) -> int:
     if status != 200:
         return 0
     try:
-        return msgspec.json.decode(body, type=kv_transfer.ReceivedBlocks).blocks
-    except msgspec.DecodeError:
+        return codec.decode_json(body, _RECEIVED).blocks
+    except codec.MalformedFrame:
         return 0
 
 

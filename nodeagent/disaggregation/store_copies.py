@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 import aiohttp
 import msgspec
 
+from isochrone.wire import codec
 from isochrone.wire.kv import kv_sharing
 from isochrone.wire.kv.kv_store import STORE_COPIES
 from nodeagent import metrics
@@ -79,8 +80,8 @@ class StoreCopies:
                     ) as answer,
                 ):
                     answer.raise_for_status()
-                    stored = _LOCATED.decode(await answer.read())
-            except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
+                    stored = codec.decode_json(await answer.read(), _LOCATED)
+            except (aiohttp.ClientError, OSError, TimeoutError, codec.MalformedFrame):
                 metrics.KV_COPIES.labels("failed").inc()
                 self._paused_until_s = self._clock() + PAUSE_S
                 continue

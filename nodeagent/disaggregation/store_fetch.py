@@ -12,6 +12,7 @@ from typing import Final
 import aiohttp
 import msgspec
 
+from isochrone.wire import codec
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.kv import kv_sharing, kv_transfer
@@ -55,11 +56,11 @@ class StoreFetch:
                 open_session(self._engine).post(kv_sharing.STORE_LOCATE_PATH, data=body) as answer,
             ):
                 if answer.status == 200:
-                    blocks = _LOCATED.decode(await answer.read()).blocks
+                    blocks = codec.decode_json(await answer.read(), _LOCATED).blocks
         except TimeoutError:
             now_s = self._clock()
             self._rate.record_failure(0, now_s - began_s, now_s - began_s, now_s)
-        except (aiohttp.ClientError, OSError, msgspec.DecodeError):
+        except (aiohttp.ClientError, OSError, codec.MalformedFrame):
             # The engine here failed, which says nothing about the store.
             blocks = 0
         return PrefixHolder(
@@ -81,10 +82,10 @@ class StoreFetch:
                 if taken.status in kv_transfer.RECEIVER_STATUSES:
                     return 0
                 if taken.status == 200:
-                    blocks = _RECEIVED.decode(await taken.read()).blocks
+                    blocks = codec.decode_json(await taken.read(), _RECEIVED).blocks
         except TimeoutError:
             blocks = 0
-        except (aiohttp.ClientError, OSError, msgspec.DecodeError):
+        except (aiohttp.ClientError, OSError, codec.MalformedFrame):
             # The engine here failed, which says nothing about the store.
             return 0
         now_s = self._clock()

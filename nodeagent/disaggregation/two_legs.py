@@ -24,6 +24,7 @@ import msgspec
 from isochrone.service.tracing import names
 from isochrone.service.tracing.recorder import child_span, current_span
 from isochrone.service.tracing.spans import SpanKind
+from isochrone.wire import codec
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import ReplicaId
@@ -61,6 +62,9 @@ UNKNOWN_TRANSFER: Final = 404
 """The engine's answer while it does not know the request, or no longer."""
 
 FAILED: Final = "failed"
+
+_EXPECTED: Final = msgspec.json.Decoder(kv_transfer.ExpectedPrompt)
+_RECEIVED: Final = msgspec.json.Decoder(kv_transfer.ReceivedBlocks)
 
 
 class LegRefused(Exception):
@@ -245,8 +249,8 @@ class PrefillLeg:
             async with open_session(self._engine).get(path) as answer:
                 if answer.status != 200:
                     return None
-                return msgspec.json.decode(await answer.read(), type=kv_transfer.ExpectedPrompt)
-        except (aiohttp.ClientError, OSError, msgspec.DecodeError):
+                return codec.decode_json(await answer.read(), _EXPECTED)
+        except (aiohttp.ClientError, OSError, codec.MalformedFrame):
             return None
 
     async def _transfer(
@@ -322,8 +326,8 @@ class PrefillLeg:
 def _received(body: bytes) -> kv_transfer.ReceivedBlocks:
     """Decode the engine's account of a transfer; raise LegRefused if it sent none."""
     try:
-        return msgspec.json.decode(body, type=kv_transfer.ReceivedBlocks)
-    except msgspec.DecodeError as error:
+        return codec.decode_json(body, _RECEIVED)
+    except codec.MalformedFrame as error:
         raise LegRefused("the engine sent no result") from error
 
 

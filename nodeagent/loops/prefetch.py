@@ -56,11 +56,15 @@ class PrefetchJob:
 
     async def _fetch(self, prefetch: ArtifactPrefetch) -> bool:
         """Fetch one artifact; return False if it was suspended. Raises ArtifactError."""
-        pinned = {listed.artifact.digest for listed in self._node.prefetches()}
+
+        def pinned() -> set[str]:
+            listed = {prefetch.artifact.digest for prefetch in self._node.prefetches()}
+            return listed | set(self._supervisor.pinned())
+
         fetch = asyncio.create_task(
             self._artifacts.ensure(
                 prefetch.artifact,
-                pinned | set(self._supervisor.pinned()),
+                pinned,
                 lambda _: None,
                 bytes_per_s=prefetch.bytes_per_s,
             )

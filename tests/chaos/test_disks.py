@@ -185,14 +185,14 @@ async def test_an_artifact_that_does_not_fit_is_fetched_once_there_is_space(
     )
     disk.fill()
     with pytest.raises(ArtifactError, match=r"1048576 more bytes and the disk has 0 free"):
-        await store.ensure(artifact, (), lambda size: None)
+        await store.ensure(artifact, tuple, lambda size: None)
     assert store.digests() == ()
     disk.free()
     # The remains of an abandoned fetch are deleted for a new artifact.
     left = disk.folder / "artifacts" / f"{'0' * 64}.partial"
     left.mkdir()
     (left / "w").write_bytes(bytes(DISK_BYTES * 3 // 4))
-    folder = await store.ensure(artifact, (), lambda size: None)
+    folder = await store.ensure(artifact, tuple, lambda size: None)
     assert (folder / "w").read_bytes() == body
     assert not left.exists()
     shutil.rmtree(folder)
@@ -203,7 +203,7 @@ async def test_an_artifact_that_does_not_fit_is_fetched_once_there_is_space(
     disk.fill()
     with (disk.folder / "filler").open("r+b") as filler:
         filler.truncate(filler.seek(0, os.SEEK_END) - len(body) * 3 // 4)
-    folder = await store.ensure(artifact, (), lambda size: None)
+    folder = await store.ensure(artifact, tuple, lambda size: None)
     assert (folder / "w").read_bytes() == body
 
 

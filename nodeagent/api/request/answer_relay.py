@@ -13,6 +13,7 @@ from isochrone.wire.http import headers
 from isochrone.wire.kv import kv_sharing, kv_transfer
 from nodeagent import metrics
 from nodeagent.api.request.engine_trials import EngineRequest
+from nodeagent.host.engines.open_session import EngineStopped
 from nodeagent.managed_replica import ManagedReplica
 
 WHOLE_BODY_BYTES_MAX: Final = 512 * 1024
@@ -27,6 +28,9 @@ FROM_ENGINE: Final = (
 
 FROM_PEER: Final = (*FROM_ENGINE, kv_sharing.FETCH_MS, headers.LOAD, headers.ENGINE_LOST)
 """Headers of another node's answer that are relayed."""
+
+NOT_SENT: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, EngineStopped)
+"""The errors of a request that did not reach its engine."""
 
 EVENT_STREAM: Final = "text/event-stream"
 ENGINE_LOST_EVENT: Final = b"data: " + msgspec.json.encode(
@@ -76,15 +80,18 @@ async def relay_body(
     outcome: str,
     running: EngineRequest | None = None,
 ) -> None:
-    """Relay an answer's body and count its outcome; abort the connection if the source breaks.
+    """Send an answer's head and relay its body; count its outcome.
 
-    If the source is an engine and `running` is blamed for its failure, end a stream with
-    ENGINE_LOST_EVENT instead.
+    The connection is aborted if the source breaks. If that is an engine, and `running` is blamed
+    for its failure, a stream ends with ENGINE_LOST_EVENT instead. A router that has disconnected is
+    not taken for an engine that failed, neither at the head nor at the end.
     """
     chunk = b""
     try:
+        await response.prepare(request)
         async for chunk in chunks:
             await response.write(chunk)
+        await response.write_eof()
     except aiohttp.ClientConnectionResetError:
         metrics.REQUESTS.labels("client_disconnected").inc()
         return
@@ -100,13 +107,13 @@ async def relay_body(
         if request.transport is not None:
             request.transport.abort()
         return
-    await response.write_eof()
     metrics.REQUESTS.labels(outcome).inc()
 
 
 async def loss_headers(running: EngineRequest, error: Exception) -> dict[str, str]:
     """Return the headers of the answer to a request whose engine failed before its first byte."""
-    was_sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+    # Its prompt may have been read elsewhere while the engine ended.
+    was_sent = not isinstance(error, NOT_SENT)
     return {headers.ENGINE_LOST: "1"} if was_sent and await running.is_blamed() else {}
 
 

@@ -70,12 +70,14 @@ async def _renamed(
     chunks: AsyncIterator[bytes], pattern: re.Pattern[bytes], renamed: bytes, *, is_stream: bool
 ) -> AsyncIterator[bytes]:
     """Yield a stream's events as their lines end, and other answers whole."""
-    unsent = b""
+    # An answer with embeddings or images has many megabytes: none of them is copied per chunk.
+    unsent = bytearray()
     async for chunk in chunks:
-        unsent += chunk
-        end = unsent.rfind(b"\n") + 1 if is_stream else 0
-        if end:
-            yield pattern.sub(renamed, unsent[:end])
-            unsent = unsent[end:]
+        end = chunk.rfind(b"\n") + 1 if is_stream else 0
+        if not end:
+            unsent += chunk
+            continue
+        yield pattern.sub(renamed, bytes(unsent) + chunk[:end])
+        unsent = bytearray(chunk[end:])
     if unsent:
-        yield pattern.sub(renamed, unsent)
+        yield pattern.sub(renamed, bytes(unsent))

@@ -13,6 +13,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -112,19 +113,22 @@ class ArtifactStore:
     async def ensure(
         self,
         artifact: Artifact,
-        pinned: Collection[str],
+        pinned: Callable[[], Collection[str]],
         on_progress: OnProgress,
         *,
         bytes_per_s: float = 0.0,
         holders: Sequence[PeerSource] = (),
         is_adapter: bool = False,
+        fetch_slots: asyncio.Semaphore | None = None,
     ) -> Path:
         """Return the folder of an artifact, fetching it if it is missing. Raises ArtifactError.
 
-        `pinned` digests are not deleted to make space. `on_progress` gets the bytes so far.
+        The digests that `pinned` returns, once it is this fetch's turn, are not deleted to make
+        space. `on_progress` gets the bytes so far.
         `bytes_per_s` limits this fetch below the link's own rate; 0 is no further limit. `holders`
         are nodes to fetch from beside those that the assignment names. An adapter needs no
-        signature: only an engine's request for one loads it, under a name of its own.
+        signature: only an engine's request for one loads it, under a name of its own. A fetch waits
+        for one of the `fetch_slots`; an artifact that is here, or is being fetched, does not.
         """
         problem = check_artifact(artifact, (*SCHEMES, CLUSTER_SCHEME))
         problem = problem or ("" if is_adapter else self._signers.problem(artifact))
@@ -135,21 +139,33 @@ class ArtifactStore:
             if await asyncio.to_thread(_note_use, target):
                 on_progress(artifact.size_bytes)
                 return target
-            try:
-                async with self._space_lock:
-                    await run_to_completion(self._make_space, artifact, pinned)
-                    self._fetches[artifact.digest] = _FetchInProgress(artifact.size_bytes)
-                if self._peers is not None:
-                    self._peers.name_holders(artifact.digest, holders)
-                link = self.link.limited_to(bytes_per_s)
-                await self._fetch_files(artifact, target, on_progress, link)
-            except OSError as error:
-                raise ArtifactError(
-                    f"cannot store {artifact.source}: {error.strerror or error}"
-                ) from error
-            finally:
-                self._fetches.pop(artifact.digest, None)
+            if self._peers is not None:
+                self._peers.name_holders(artifact.digest, holders)
+            link = self.link.limited_to(bytes_per_s)
+            async with fetch_slots or nullcontext():
+                await self._fetch(artifact, target, pinned, on_progress, link)
         return target
+
+    async def _fetch(
+        self,
+        artifact: Artifact,
+        target: Path,
+        pinned: Callable[[], Collection[str]],
+        on_progress: OnProgress,
+        link: TransferLink,
+    ) -> None:
+        """Make space for a missing artifact, and fetch it. Raises ArtifactError."""
+        try:
+            async with self._space_lock:
+                await run_to_completion(self._make_space, artifact, pinned())
+                self._fetches[artifact.digest] = _FetchInProgress(artifact.size_bytes)
+            await self._fetch_files(artifact, target, on_progress, link)
+        except OSError as error:
+            raise ArtifactError(
+                f"cannot store {artifact.source}: {error.strerror or error}"
+            ) from error
+        finally:
+            self._fetches.pop(artifact.digest, None)
 
     async def delete_idle_adapters(self, kept: Collection[str], used_before: float) -> int:
         """Delete LoRA adapters that were last used before then (Unix time); return how many.

@@ -81,7 +81,7 @@ def tokens_read(answer: bytes) -> int:
     """Return how many tokens of the prompt an answer's engine has read; 0 if it does not say so."""
     try:
         usage = msgspec.json.decode(answer, type=_Answer).usage
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         return 0
     if usage is None:
         return 0
@@ -94,7 +94,7 @@ def has_list(answer: bytes, name: str) -> bool:
     """Return whether an answer is a JSON object with a list `name` that is not empty."""
     try:
         fields = msgspec.json.decode(answer)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         return False
     found = fields.get(name) if isinstance(fields, dict) else None
     return isinstance(found, list) and bool(found)

@@ -63,14 +63,14 @@ class AdapterFetcher:
 
     async def fetch(self, adapter: RequestAdapter) -> Path:
         """Return the folder of an adapter, fetching it if it is missing. Raises ArtifactError."""
-        async with self._slots:
-            return await self._artifacts.ensure(
-                adapter.artifact,
-                self._pinned(),
-                lambda _: None,
-                holders=adapter.holders,
-                is_adapter=True,
-            )
+        return await self._artifacts.ensure(
+            adapter.artifact,
+            self._pinned,
+            lambda _: None,
+            holders=adapter.holders,
+            is_adapter=True,
+            fetch_slots=self._slots,
+        )
 
 
 class EngineAdapters:
@@ -120,6 +120,10 @@ class EngineAdapters:
 
         Raises AdapterUnavailable and AdapterRefused.
         """
+        if engine is self._engine and adapter.adapter_id in self._table:
+            # It does not wait for others that are being loaded.
+            self._table.begin_use(adapter.adapter_id)
+            return
         async with self._load_lock:
             if engine is not self._engine:
                 if engine.exited.is_set():
@@ -263,7 +267,7 @@ async def _model_names(engine: EngineProcess) -> Collection[str]:
         answer = await read_response(response, ANSWER_BYTES_MAX)
     try:
         return [row["id"] for row in msgspec.json.decode(answer)["data"]]
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (ValueError, RecursionError, KeyError, TypeError):
         return ()
 
 
@@ -271,7 +275,7 @@ def _error_message(answer: bytes) -> str:
     """Return the message of an engine's error answer, "" if it has none."""
     try:
         fields: Any = msgspec.json.decode(answer)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         return ""
     error = fields.get("error", fields) if isinstance(fields, dict) else None
     message = error.get("message") if isinstance(error, dict) else error

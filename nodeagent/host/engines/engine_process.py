@@ -196,7 +196,7 @@ class EngineProcess:
     async def stats(self) -> EngineStats | None:
         """Return the engine's statistics, or None if it returns none that can be read."""
         status, body = await self._request("GET", self._driver.stats_path or self._ready_path)
-        with suppress(msgspec.DecodeError):
+        with suppress(ValueError, RecursionError):  # not valid JSON, or not UTF-8
             if status == OK:
                 return self._kv_events.with_reach(self._driver.read_stats(body))
         return None
@@ -400,15 +400,17 @@ class EngineProcesses:
             await asyncio.to_thread(write_record, folder, unstarted)
             async with self._spawn_lock:
                 child = await asyncio.to_thread(self._spawn, command, folder / LOG)
-            if spec.device_ids == (CPU,):
-                await asyncio.to_thread(lower_priority, child.pid)
-            started = start_time(child.pid)
-            record = msgspec.structs.replace(unstarted, pid=child.pid, started=started)
             try:
+                if spec.device_ids == (CPU,):
+                    await asyncio.to_thread(lower_priority, child.pid)
+                started = start_time(child.pid)
+                record = msgspec.structs.replace(unstarted, pid=child.pid, started=started)
                 await asyncio.to_thread(write_record, folder, record)
             except BaseException:
                 # An engine without a record, for example on a full disk, might not be found again.
-                signal_group(record.pid, record.started, signal.SIGKILL)
+                # No one has waited for it, so its number is still its own.
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
                 await asyncio.to_thread(child.wait)
                 raise
             return EngineProcess(record, folder, child, on_release, self._canary_timeout_s)

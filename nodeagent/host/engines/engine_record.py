@@ -51,7 +51,7 @@ def surviving_engines(folder: Path) -> list[EngineRecord]:
     for path in sorted(folder.glob("*/process.json")):
         try:
             record = msgspec.json.decode(path.read_bytes(), type=EngineRecord)
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, ValueError) as error:  # one that is not UTF-8, too
             fields = {"path": str(path), "reason": str(error)}
             log.warning("cannot read an engine's record", extra={"fields": fields})
             # Its replica is unknown, and it would occupy its devices for ever.

@@ -30,13 +30,17 @@ def new_session(command: EngineCommand) -> aiohttp.ClientSession:
     )
 
 
+class EngineStopped(aiohttp.ClientConnectionError):
+    """The engine's session was closed: the request was not sent."""
+
+
 def open_session(session: aiohttp.ClientSession) -> aiohttp.ClientSession:
-    """Return `session`. Raises aiohttp.ClientConnectionError if it was closed.
+    """Return `session`. Raises EngineStopped if it was closed.
 
     aiohttp raises RuntimeError where a stopped engine's session is used, which looks like a bug.
     """
     if session.closed:
-        raise aiohttp.ClientConnectionError("the engine has stopped")
+        raise EngineStopped("the engine has stopped")
     return session
 
 

@@ -111,7 +111,7 @@ def a_store(
 
 async def fetched(store: ArtifactStore, artifact: Artifact, pinned: tuple[str, ...] = ()) -> Path:
     sizes: list[int] = []
-    path = await store.ensure(artifact, pinned, sizes.append)
+    path = await store.ensure(artifact, lambda: pinned, sizes.append)
     assert sizes[-1] == artifact.size_bytes
     assert sizes == sorted(sizes)
     return path
@@ -460,7 +460,7 @@ async def test_a_copy_reports_progress_and_can_be_cancelled(
     artifact = artifact_of(a_folder(tmp_path, a=BODY), {"a": BODY})
     has_progress = asyncio.Event()
     store = a_store(tmp_path)
-    copying = asyncio.create_task(store.ensure(artifact, (), lambda size: has_progress.set()))
+    copying = asyncio.create_task(store.ensure(artifact, tuple, lambda size: has_progress.set()))
     async with asyncio.timeout(30):
         await has_progress.wait()
         copying.cancel()

@@ -44,10 +44,10 @@ async def test_a_cancelled_fetch_can_be_resumed_at_once(
     store = a_store(tmp_path)
 
     async def fetch() -> None:
-        await store.ensure(artifact, (), lambda _: None)
+        await store.ensure(artifact, tuple, lambda _: None)
 
     async def again() -> None:
-        path = await store.ensure(artifact, (), lambda _: None)
+        path = await store.ensure(artifact, tuple, lambda _: None)
         assert {name: (path / name).read_bytes() for name in FILES} == FILES
         assert store.fetched_bytes(artifact.digest) is None
         shutil.rmtree(path)

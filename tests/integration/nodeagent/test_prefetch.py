@@ -64,7 +64,7 @@ async def test_a_start_suspends_the_prefetch_and_resumes_its_bytes(
         "it is suspended while the start waits"
     )
     assert store.digests() == ()
-    path = await store.ensure(artifact, (), lambda _: None)
+    path = await store.ensure(artifact, tuple, lambda _: None)
     assert (path / "m.gguf").read_bytes() == BODY
     assert len(served.ranges) == 1, "the start resumes the bytes"
     node.has_start = False

@@ -27,7 +27,7 @@ def a_store(folder: Path, *signers: Path) -> ArtifactStore:
 
 
 async def ensure(store: ArtifactStore, artifact: Artifact, *, is_adapter: bool = False) -> Path:
-    return await store.ensure(artifact, (), lambda _: None, is_adapter=is_adapter)
+    return await store.ensure(artifact, tuple, lambda _: None, is_adapter=is_adapter)
 
 
 async def test_a_model_that_nobody_trusted_has_signed_leaves_nothing_on_disk(

@@ -286,10 +286,11 @@ async def test_children_of_an_engine_without_a_recorded_pid_are_killed(folder: P
     assert not left.exists()
 
 
-async def test_an_engine_with_an_unreadable_record_is_killed(folder: Path) -> None:
+@pytest.mark.parametrize("record", [b"{", b'{"boot":"\xff"}'], ids=["cut", "not UTF-8"])
+async def test_an_engine_with_an_unreadable_record_is_killed(folder: Path, record: bytes) -> None:
     left = folder / "r-left"
     left.mkdir()
-    (left / "process.json").write_bytes(b"{")
+    (left / "process.json").write_bytes(record)
     leader = processes.spawn(("sleep", "60"), left / "engine.log")
     child = processes.spawn(("sleep", "60"), left / "engine.log")
     apart = processes.spawn(("sleep", "60"), folder / "other.log", {})

@@ -134,7 +134,7 @@ async def city(tmp_path: Path) -> AsyncIterator[City]:
 
 
 async def fetched(store: ArtifactStore, artifact: Artifact) -> Path:
-    path = await store.ensure(artifact, (), lambda size: None)
+    path = await store.ensure(artifact, tuple, lambda size: None)
     for name, body in FILES.items():
         assert (path / name).read_bytes() == body
     return path
@@ -304,7 +304,7 @@ async def test_nothing_from_a_bad_peer_is_kept_and_the_origin_is_used(
     empty(origin)
     other = city.node("ams-2", bad)
     with pytest.raises(ArtifactError, match="answered 404"):
-        await other.ensure(artifact, (), lambda size: None)
+        await other.ensure(artifact, tuple, lambda size: None)
     assert other.digests() == ()
 
 
@@ -329,7 +329,7 @@ async def test_wrong_bytes_exclude_every_sender_but_never_become_an_artifact(
     # The combined file fails verification, and it is unknown which peer was wrong. Both are
     # excluded, and without an origin the fetch fails.
     with pytest.raises(ArtifactError, match="answered 404"):
-        await node.ensure(artifact, (), lambda size: None)
+        await node.ensure(artifact, tuple, lambda size: None)
     assert node.digests() == ()
     an_artifact(origin)
     await fetched(node, artifact)
@@ -419,7 +419,7 @@ async def test_with_tls_only_nodes_of_the_cluster_get_artifacts(
     stranger = tls.client_context(a_peer(theirs, "ams-1", PeerRole.AGENT))
     empty(origin)
     with pytest.raises(ArtifactError, match="answered 404"):
-        await city.node("ams-1", peer, context=stranger).ensure(artifact, (), lambda size: None)
+        await city.node("ams-1", peer, context=stranger).ensure(artifact, tuple, lambda size: None)
     member = tls.client_context(a_peer(ours, "ams-1", PeerRole.AGENT))
     await fetched(city.node("ams-1", peer, context=member), artifact)
 

@@ -11,12 +11,14 @@ import msgspec
 import pytest
 
 from isochrone.wire.ids import ReplicaId
+from isochrone.wire.models.model import EngineSettings
 from nodeagent.decide.replicas.health import UNANSWERED_MAX
 from nodeagent.drivers.driver import EngineCommand, EngineLaunch
 from nodeagent.drivers.mock import MockDriver
 from nodeagent.host import processes
 from nodeagent.host.devices import CPU, DeviceReader
 from nodeagent.host.engines import engine_process
+from tests.builders import a_spec
 from tests.integration.nodeagent.test_data_plane import a_node
 from tests.system.harness import until
 
@@ -119,3 +121,26 @@ def test_the_rest_of_an_engine_is_looked_for_until_proc_can_be_read(
     finally:
         child.kill()
         child.wait()
+
+
+async def test_an_engine_whose_start_fails_for_lack_of_descriptors_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on without a folder and a record, and the next one started beside it."""
+    started: list[int] = []
+    lower_priority = processes.lower_priority
+
+    def without_descriptors(pid: int) -> None:
+        started.append(pid)
+        with no_descriptors():
+            lower_priority(pid)
+
+    monkeypatch.setattr(engine_process, "lower_priority", without_descriptors)
+    spec = a_spec("r1", device_ids=(CPU,), engine=EngineSettings(driver="mock", kv_memory_bytes=1))
+    with pytest.raises(OSError, match="Too many open files"):
+        await engine_process.EngineProcesses(tmp_path, 1).start(spec, tmp_path)
+    (pid,) = started
+    left = processes.group_members(pid)
+    for process in left:
+        os.kill(process, 9)
+    assert not left

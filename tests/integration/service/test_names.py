@@ -208,8 +208,8 @@ async def test_weights_are_asked_of_the_node_that_is_said_to_hold_them(tmp_path:
         for address in (place.address, place.address.replace("https", "http")):
             holders[:] = [PeerSource(node_id=NodeId("n1"), pop=PopId("iad"), address=address)]
             with pytest.raises(ArtifactError):
-                await held.ensure(artifact, (), lambda done: None)
+                await held.ensure(artifact, tuple, lambda done: None)
         assert place.asked == []
         holders[:] = [PeerSource(node_id=NodeId("n2"), pop=PopId("iad"), address=place.address)]
-        folder = await held.ensure(artifact, (), lambda done: None)
+        folder = await held.ensure(artifact, tuple, lambda done: None)
         assert (folder / "config.json").read_bytes() == BODY

@@ -370,6 +370,9 @@ class FakeKvAnswer:
         return self
 
     async def iter_any(self) -> AsyncIterator[bytes]:
+        if self._body:
+            yield self._body
+            return
         yield b"head"
         raise aiohttp.ClientPayloadError("the sender is lost")
 
@@ -381,9 +384,9 @@ class FullHolder:
     async def relay(
         self, peer: PeerReplica, path: str, body: bytes, sent: Mapping[str, str]
     ) -> AsyncIterator[Any]:
-        yield FakeKvAnswer(
-            200, msgspec.json.encode(kv_sharing.LocatedBlocks(blocks=12, block_bytes=1000))
-        )
+        located = kv_sharing.LocatedBlocks(blocks=12, block_bytes=1000)
+        is_locate = path == kv_sharing.LOCATE_PATH
+        yield FakeKvAnswer(200, msgspec.json.encode(located) if is_locate else b"")
 
 
 class RefusingEngine:

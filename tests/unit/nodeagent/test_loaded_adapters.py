@@ -86,3 +86,28 @@ async def test_a_request_that_waited_for_an_engine_that_ended_leaves_the_next_on
     # It is still known to be there.
     await adapters.load(a, folder, running)
     assert running.loaded == ["m:a"]
+
+
+async def test_a_loaded_adapter_does_not_wait_for_another_that_is_being_loaded() -> None:
+    """Each waited for up to 50 s, with a place in the engine that others waited for."""
+    adapters, folder = EngineAdapters(), Path("unused")
+    engine: Any = SlowEngine()
+    a, b = map(an_adapter, "ab")
+    await adapters.load(a, folder, engine)
+    adapters.end_use(a, engine)
+    is_loading = asyncio.Event()
+
+    @asynccontextmanager
+    async def hangs(path: str, json: Mapping[str, str]) -> AsyncIterator[Any]:
+        is_loading.set()
+        await asyncio.Event().wait()
+        yield None
+
+    engine.post = hangs
+    loading = asyncio.create_task(adapters.load(b, folder, engine))
+    async with asyncio.timeout(5.0):
+        await is_loading.wait()
+        await adapters.load(a, folder, engine)
+    assert adapters._table._loaded["a"].users == 1
+    loading.cancel()
+    await asyncio.wait({loading})

@@ -3,7 +3,7 @@
 import asyncio
 import errno
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -43,7 +43,7 @@ class FakeArtifacts:
         self.errors: list[Exception] = []
         self.fetches = 0
 
-    async def ensure(self, artifact: object, pinned: Collection[str], progress: object) -> Path:
+    async def ensure(self, artifact: object, pinned: object, progress: object) -> Path:
         self.fetches += 1
         if self.errors:
             raise self.errors.pop()
