@@ -18,6 +18,9 @@ TOGETHER_S: Final = 0.002
 SPREAD_MIN: Final = 0.1
 """If lengths differ by a smaller share (standard deviation over mean), the constant is unknown."""
 
+ALIKE_S_MIN: Final = 0.5
+"""Prompts of one length that take less time on average say nothing: much of it may be constant."""
+
 
 class ReadPrompt(NamedTuple):
     """Prompts that were read at once: their uncached tokens, and how long that took."""
@@ -59,12 +62,13 @@ class PrefillPace:
         self._ns_per_token = round(1e9 * self._s_per_token()) if is_known else 0
 
     def _s_per_token(self) -> float:
+        """Return the time per token, 0 if it cannot be told."""
         count = len(self._prompts)
         mean_tokens = sum(p.tokens for p in self._prompts) / count
         mean_s = sum(p.took_s for p in self._prompts) / count
         variance = sum((p.tokens - mean_tokens) ** 2 for p in self._prompts) / count
         if variance < (SPREAD_MIN * mean_tokens) ** 2:
-            return mean_s / mean_tokens
+            return mean_s / mean_tokens if mean_s >= ALIKE_S_MIN else 0.0
         slope = sum((p.tokens - mean_tokens) * p.took_s for p in self._prompts) / count / variance
         shortest_s = min(p.took_s for p in self._prompts)
         constant_s = max(0.0, min(shortest_s, mean_s - slope * mean_tokens))

@@ -29,7 +29,8 @@ def test_a_constant_time_per_prompt_is_no_slowness(
     newest = lengths[-PROMPTS_MAX:]
     alike_ns = 1e9 * (s_per_token + constant_s * len(newest) / sum(newest))
     # Of prompts that are all alike, the constant part cannot be told.
-    assert 1e9 * s_per_token * (1 - 1e-6) - 1 <= measured <= alike_ns * (1 + 1e-6) + 1
+    least_ns = 1e9 * s_per_token * (1 - 1e-6) - 1
+    assert measured == 0 or least_ns <= measured <= alike_ns * (1 + 1e-6) + 1
     if max(newest) > 2 * min(newest) and len(set(newest)) > 4:
         assert measured == pytest.approx(1e9 * s_per_token, rel=1e-3, abs=1)
 
@@ -45,6 +46,11 @@ def test_times_with_noise_give_about_the_pace() -> None:
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(0, 1e3)), max_size=60))
 def test_any_times_give_a_time_that_is_not_negative(prompts: list[tuple[int, float]]) -> None:
     assert pace_of(prompts) >= 0
+
+
+def test_short_prompts_of_one_length_say_nothing_and_long_ones_do() -> None:
+    assert pace_of([(50, 0.03)] * 16) == 0
+    assert pace_of([(50_000, 5.0)] * 16) == 100_000
 
 
 def test_prompts_that_were_read_in_one_step_count_as_one() -> None:
