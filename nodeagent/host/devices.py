@@ -74,7 +74,7 @@ class DeviceReader:
             indices = [int(device_id.removeprefix("gpu")) for device_id in device_ids]
             handles = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in indices]
             memories = [self._nvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
-        except (ValueError, self._nvml.NVMLError) as error:
+        except (ValueError, OSError, self._nvml.NVMLError) as error:
             log.warning("cannot read the memory of a GPU", extra={"fields": {"reason": str(error)}})
             return None
         if not memories:
@@ -107,7 +107,7 @@ class DeviceReader:
                     int(process.usedGpuMemory or 0) for process in running if process.pid in members
                 )
                 most = max(most, used)
-        except (ValueError, self._nvml.NVMLError) as error:
+        except (ValueError, OSError, self._nvml.NVMLError) as error:
             log.warning("cannot read who uses a GPU", extra={"fields": {"reason": str(error)}})
             return 0
         return most

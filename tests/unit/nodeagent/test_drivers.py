@@ -1,5 +1,7 @@
 """The command that each driver builds, and how it reads its engine's statistics."""
 
+import errno
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -500,6 +502,20 @@ def test_an_engine_is_told_the_memory_of_its_gpus() -> None:
     on_cpu = DeviceReader(0, open_nvml=lambda: None).memory([DeviceId("cpu")])
     assert on_cpu is not None
     assert 0 < on_cpu.free_bytes < on_cpu.total_bytes
+
+
+def test_an_agent_without_descriptors_reads_nothing_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nvml = FakeNvml()
+    devices = DeviceReader(0, open_nvml=lambda: nvml)
+
+    def fail(index: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(nvml, "nvmlDeviceGetHandleByIndex", fail)
+    assert devices.memory([DeviceId("gpu0")]) is None
+    assert devices.used_by(os.getpid(), [DeviceId("gpu0")]) == 0
 
 
 def test_without_a_gpu_the_cpu_is_the_only_device() -> None:
