@@ -62,7 +62,7 @@ class PrefillPace:
         self._ns_per_token = round(1e9 * self._s_per_token()) if is_known else 0
 
     def _s_per_token(self) -> float:
-        """Return the time per token, 0 if it cannot be told."""
+        """Return the time per token, 0 if unknown."""
         count = len(self._prompts)
         mean_tokens = sum(p.tokens for p in self._prompts) / count
         mean_s = sum(p.took_s for p in self._prompts) / count
