@@ -1,9 +1,8 @@
 """Demand of cities for deployments: rows from routers, current rates, and forecasts.
 
-`intake` checks what routers report, `silent_pops` keeps what counts of routers that are cut off,
-`demand_columns` reads rows as columns, `demand_rates` turns
-them into arrays of load, and `fleet_forecast` forecasts every (deployment, city) with
-`series_forecast`.
+`intake` checks what routers report, `silent_pops` keeps the last demand of PoPs whose routers are
+cut off, `demand_columns` reads rows as columns, `demand_rates` turns them into arrays of load, and
+`fleet_forecast` forecasts every (deployment, city) with `series_forecast`.
 """
 
 from scheduler.decide.demand.demand_rates import with_forecast
