@@ -1,11 +1,12 @@
-"""Measures everything that ops/bench/relay.md quotes, in one run of at most a quarter of an hour.
+"""Measures everything that ops/bench/relay.md quotes, in one run of ten minutes for each round.
 
-    python -m ops.bench.relay_tables --peers FOLDER [--only TITLE ...]
+    python -m ops.bench.relay_tables --peers FOLDER [--rounds 1] [--only TITLE ...]
 
 It writes ops/bench/relay_tables.md: requests of five sizes before 1, 8 and 64 replicas (relay.py),
 the same without a C compiler, streams that an engine writes at once, the latency at a fixed rate
 below capacity (half_load.py), and paced streams (paced_streams.py). The routers take
-turns in each. Run it where nothing else runs. A part that fails, or that does not end in its time,
+turns in each, and in each round of it; a figure is the median of its rounds. Run it where nothing
+else runs. A part that fails, or that does not end in its time,
 is named in the output; the others still run. With `--only` the parts whose title has one of these
 words run again, and their sections, with the date of that run, take the places of the old ones.
 """
@@ -26,22 +27,23 @@ ROUTERS: Final = ("isochrone, compiled", "round_robin", "cache_aware")
 
 
 class Part(NamedTuple):
-    """A section of the output: its title, the arguments of its benchmark, and its time limit."""
+    """A section of the output: its title, its benchmark's arguments, and a round's time limit."""
 
     title: str
     arguments: tuple[str, ...]
     limit_s: float
 
 
-def parts(peers: str) -> Iterator[Part]:
-    """Yield the parts in their order."""
+def parts(peers: str, rounds: int) -> Iterator[Part]:
+    """Yield the parts in their order, each of so many rounds."""
     chosen = ("--peers", peers, "--only", *ROUTERS)
+    of_rounds = ("--rounds", str(rounds), "--seconds", "2")
     yield Part(
         "Real request sizes",
-        ("relay", *chosen, "--replicas", "1", "8", "64", "--rounds", "1", "--seconds", "2"),
+        ("relay", *chosen, "--replicas", "1", "8", "64", *of_rounds),
         400.0,
     )
-    few = ("relay", "--peers", peers, "--rounds", "1", "--seconds", "2", "--replicas", "8")
+    few = ("relay", "--peers", peers, *of_rounds, "--replicas", "8")
     yield Part("Uncompiled", (*few, "--only", "uncompiled", "--sizes", "0", "4", "16", "100"), 60.0)
     yield Part(
         "Streams of 100 tokens that are written at once",
@@ -50,15 +52,12 @@ def parts(peers: str) -> Iterator[Part]:
     )
     for kib, rate in ((0, 3000), (4, 2000), (100, 400)):
         size = f"{kib} KiB" if kib else "0.1 KiB"
-        load = (str(rate), "3", "1", "--kib", str(kib), "--replicas", "8")
+        load = (str(rate), "3", str(rounds), "--kib", str(kib), "--replicas", "8")
         yield Part(
             f"Half load: {rate} requests a second of {size}", ("half_load", *load, *chosen), 70
         )
-    yield Part(
-        "Paced streams",
-        ("paced_streams", "--peers", peers, "--seconds", "3", "--only", "floor", *ROUTERS[:2]),
-        280.0,
-    )
+    paced = ("paced_streams", "--peers", peers, "--seconds", "3", "--rounds", str(rounds))
+    yield Part("Paced streams", (*paced, "--only", "floor", *ROUTERS[:2]), 280.0)
 
 
 def machine(peers: Path) -> str:
@@ -76,20 +75,21 @@ def machine(peers: Path) -> str:
     )
 
 
-def run(part: Part, peers: str) -> str:
+def run(part: Part, peers: str, rounds: int) -> str:
     """Run one part and return its section, which names the folder `peers` as FOLDER."""
+    limit_s = part.limit_s * rounds
     command = [sys.executable, "-m", f"ops.bench.{part.arguments[0]}", *part.arguments[1:]]
     began_s = time.monotonic()
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         try:
-            output, _ = process.communicate(timeout=part.limit_s)
+            output, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             # As Ctrl-C does, so that it ends the routers that it has started.
             process.send_signal(2)
             output, _ = process.communicate()
-            output += f"\n**Cut off after {part.limit_s:g} s.**\n"
+            output += f"\n**Cut off after {limit_s:g} s.**\n"
         if process.returncode > 0:
             output += f"\n**Failed with exit status {process.returncode}.**\n"
     shown = " ".join(("python -m", f"ops.bench.{part.arguments[0]}", *part.arguments[1:]))
@@ -110,22 +110,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", default="peers")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", nargs="+", default=[], help="run these parts again")
     arguments = parser.parse_args()
     if arguments.only:
         machine_line = machine(Path(arguments.peers))
-        for part in parts(arguments.peers):
+        for part in parts(arguments.peers, arguments.rounds):
             if any(word in part.title for word in arguments.only):
                 print(f"{part.title} ...", file=sys.stderr, flush=True)
-                title, _, body = run(part, arguments.peers).partition("\n\n")
+                title, _, body = run(part, arguments.peers, arguments.rounds).partition("\n\n")
                 section = f"{title}\n\n{machine_line}\n\n{body}"
                 text = replace_sections(arguments.out.read_text(), {part.title: section})
                 arguments.out.write_text(text)
         return
     sections = [machine(Path(arguments.peers)) + "\n"]
-    for part in parts(arguments.peers):
+    for part in parts(arguments.peers, arguments.rounds):
         print(f"{part.title} ...", file=sys.stderr, flush=True)
-        sections.append(run(part, arguments.peers))
+        sections.append(run(part, arguments.peers, arguments.rounds))
         # Written as they come: a run that is interrupted keeps what it has.
         arguments.out.write_text("\n".join(sections))
 
