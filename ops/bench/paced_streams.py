@@ -30,6 +30,7 @@ from ops.bench.relay import (
     BACKEND_PORT,
     PATH,
     RouterContestant,
+    build_program,
     contestants,
     cpu_s,
     router_key,
@@ -37,8 +38,6 @@ from ops.bench.relay import (
     until_idle,
 )
 
-FOLDER = Path(__file__).parent
-FLOOR_PORT = 18130
 BODY = (
     b'{"model":"bench","stream":true,"stream_options":{"include_usage":true},"max_tokens":10000,'
     b'"messages":[{"role":"user","content":"Hello there, how are you today?"}]}'
@@ -62,14 +61,6 @@ class PacedLoad(NamedTuple):
 
     streams: int
     tokens_per_s: int
-
-
-def build(name: str, folder: Path) -> str:
-    """Compile one C program of this folder and return its path."""
-    program = folder / name
-    source = FOLDER / f"{name}.c"
-    subprocess.run(["cc", "-O2", "-o", str(program), str(source)], check=True)
-    return str(program)
 
 
 def line_of(output: IO[str]) -> str:
@@ -150,10 +141,8 @@ def main() -> None:
     rows: dict[tuple[str, PacedLoad], list[PacedMeasurement]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        program = build("paced_streams", folder)
-        relay = [build("copy_relay", folder), str(FLOOR_PORT), str(BACKEND_PORT)]
-        routers = [RouterContestant("floor", FLOOR_PORT, relay)]
-        routers += contestants(arguments.peers.absolute(), folder)
+        program = build_program("paced_streams", folder)
+        routers = contestants(arguments.peers.absolute(), folder)
         if arguments.only:
             routers = [r for r in routers if any(part in r.name for part in arguments.only)]
         for rate in arguments.rates:

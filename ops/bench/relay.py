@@ -11,6 +11,9 @@ missing are skipped. Needs `wrk`. The routers take turns within each round, so t
 machine affects all of them. The most reliable figure is CPU per request (user and system time of
 the router's processes, from /proc), as the median over the rounds.
 
+`floor` is a relay in C that only copies (copy_relay.c, one thread; not without a C compiler): what
+the system calls of a request cost, without reading it.
+
 Our router runs as in production: authentication, limits, ranking, token accounting, usage journal
 and metrics. Every router's response body is compared byte by byte with the backend's.
 """
@@ -21,6 +24,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -39,8 +43,10 @@ from isochrone.service.machine_share import usable_cores
 from ops.bench import backend
 from ops.bench.bench_router import replica_host
 
-ROOT = Path(__file__).parent.parent.parent
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent.parent
 BACKEND_PORT = 18101
+FLOOR_PORT = 18130
 PATH = "/v1/chat/completions"
 MESSAGES = '"messages":[{"role":"user","content":"Hello there, how are you today?"}]'
 PLAIN = f'{{"model":"bench",{MESSAGES}}}'
@@ -121,11 +127,22 @@ def load_pattern(kib: int, connections: int, *, is_stream: bool) -> LoadPattern:
     return LoadPattern(f"{kind} {size} c={connections}", bodies, connections)
 
 
+def build_program(name: str, folder: Path) -> str:
+    """Compile one C program of this folder and return its path."""
+    program = folder / name
+    source = FOLDER / f"{name}.c"
+    subprocess.run(["cc", "-O2", "-o", str(program), str(source)], check=True)
+    return str(program)
+
+
 def contestants(peers: Path, folder: Path, replicas: int = 1) -> list[RouterContestant]:
-    """Return our router in its variants, and the other routers that are installed."""
+    """Return the floor, our router in its variants, and the other routers that are installed."""
     target = f"http://127.0.0.1:{BACKEND_PORT}"
     targets = [f"http://{replica_host(number)}:{BACKEND_PORT}" for number in range(replicas)]
     routers = []
+    if shutil.which("cc") is not None:
+        copying = [build_program("copy_relay", folder), str(FLOOR_PORT), str(BACKEND_PORT)]
+        routers.append(RouterContestant("floor", FLOOR_PORT, copying))
     variants = [(18102, "isochrone, uncompiled", "0", 1), (18103, "isochrone, compiled", "1", 1)]
     # A benchmark that pins routers to one core has no variant with more processes: nor have users.
     if (cores := usable_cores()) > 1:

@@ -24,6 +24,7 @@ from typing import Final, NamedTuple
 
 PEERS: Final = ("vllm-router", "sglang-router", "smg")
 ROUTERS: Final = ("isochrone, compiled", "round_robin", "cache_aware")
+FLOOR: Final = "floor"
 
 
 class Part(NamedTuple):
@@ -40,7 +41,7 @@ def parts(peers: str, rounds: int) -> Iterator[Part]:
     of_rounds = ("--rounds", str(rounds), "--seconds", "2")
     yield Part(
         "Real request sizes",
-        ("relay", *chosen, "--replicas", "1", "8", "64", *of_rounds),
+        ("relay", *chosen, FLOOR, "--replicas", "1", "8", "64", *of_rounds),
         400.0,
     )
     few = ("relay", "--peers", peers, *of_rounds, "--replicas", "8")
@@ -57,7 +58,7 @@ def parts(peers: str, rounds: int) -> Iterator[Part]:
             f"Half load: {rate} requests a second of {size}", ("half_load", *load, *chosen), 70
         )
     paced = ("paced_streams", "--peers", peers, "--seconds", "3", "--rounds", str(rounds))
-    yield Part("Paced streams", (*paced, "--only", "floor", *ROUTERS[:2]), 280.0)
+    yield Part("Paced streams", (*paced, "--only", FLOOR, *ROUTERS[:2]), 280.0)
 
 
 def machine(peers: Path) -> str:
