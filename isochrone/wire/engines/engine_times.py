@@ -5,13 +5,14 @@ head of the answer, which a stream has with its first token, and a prefill leg w
 blocks; the node makes spans of them.
 """
 
-from math import isfinite
 from typing import Final
 
 import msgspec
 
 ENGINE_TIMES: Final = "x-isochrone-engine-times"
 _VALUE_CHARS_MAX: Final = 24
+_SECONDS_MAX: Final = 86_400.0
+"""No request takes a day. A step that began before 1970 cannot be written as a span."""
 
 
 class EngineTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +47,6 @@ def parse_times(text: str) -> EngineTimes:
             seconds = float(value[:_VALUE_CHARS_MAX])
         except ValueError:
             continue
-        if name in EngineTimes.__struct_fields__ and isfinite(seconds) and seconds > 0:
+        if name in EngineTimes.__struct_fields__ and 0 < seconds <= _SECONDS_MAX:
             found[name] = seconds
     return EngineTimes(**found)

@@ -15,7 +15,19 @@ def test_times_are_read_as_they_were_written(times: EngineTimes) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", ";", "queue", "queue=", "queue=x", "queue=nan", "queue=inf", "queue=-1", "other=1", "=1"],
+    [
+        "",
+        ";",
+        "queue",
+        "queue=",
+        "queue=x",
+        "queue=nan",
+        "queue=inf",
+        "queue=1e300",
+        "queue=-1",
+        "other=1",
+        "=1",
+    ],
 )
 def test_what_cannot_be_read_took_no_time(text: str) -> None:
     assert parse_times(text + ";prefill=0.5") == EngineTimes(prefill=0.5)
