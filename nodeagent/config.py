@@ -11,6 +11,9 @@ from nodeagent.drivers.configured_command import ConfiguredCommand
 
 CANARY_TIMEOUT_S: Final = 20.0
 STORE_PORTS_MIN: Final = 4
+STORE_PORTS: Final = ((1024, 32_767), (61_000, 65_535))
+"""The ports that Mooncake accepts. In place of others it listens at its defaults, which no firewall
+for `plaintext_kv_store_ports` protects."""
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
@@ -121,4 +124,12 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError(
                 f"cannot use plaintext_kv_store_ports {store_ports[0]} to {store_ports[1]}: the "
                 f"master needs one and each replica three, so give at least {STORE_PORTS_MIN}"
+            )
+        if store_ports is not None and not any(
+            first <= store_ports[0] and store_ports[1] <= last for first, last in STORE_PORTS
+        ):
+            allowed = " or ".join(f"{first} to {last}" for first, last in STORE_PORTS)
+            raise ValueError(
+                f"cannot use plaintext_kv_store_ports {store_ports[0]} to {store_ports[1]}: "
+                f"Mooncake would listen at others instead; use ports from {allowed}"
             )

@@ -127,7 +127,8 @@ class HandshakeLeg:
         """Do nothing: both legs end with `answer`."""
 
     def record_wait(self, wait_s: float) -> None:
-        """Learn how long after the prompt was read the decode engine's first token came."""
+        """Learn how long after the prompt was read the decode engine's first token came; of a
+        leg that was given up, how long it took."""
         self._rate.record(self._size.uncached_tokens, wait_s, self._clock())
 
     async def _open(self, post: PostToEngine, stack: AsyncExitStack) -> aiohttp.ClientResponse:
@@ -170,14 +171,18 @@ class HandshakeLeg:
         """Try the prefill replicas in order; return the decode engine's answer, None without."""
         for candidate in plan.candidates:
             await self._request.announce(candidate.replica_id)
+            began_s = self._clock()
             async with AsyncExitStack() as attempt:
                 try:
-                    timeout_s = plan.timeout_before_s(self._request.deadline_s - self._clock())
+                    timeout_s = plan.timeout_before_s(self._request.deadline_s - began_s)
                     answer = await self._attempt(candidate, timeout_s, fields, post, attempt)
                 except DecodeEngineFailed as failed:
                     raise failed.error from None
-                except _FAILURES:
+                except _FAILURES as error:
                     answer = None
+                    if isinstance(error, TimeoutError):
+                        # The next prompts would wait as long for nothing.
+                        self.record_wait(self._clock() - began_s)
                 if answer is not None:
                     stack.push_async_exit(attempt.pop_all())
                     return answer

@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from isochrone.service.files import write_atomic
+from isochrone.wire.kv.kv_store import MEMBER_TTL_S
 from nodeagent.host.confinement import EngineConfinement
 from nodeagent.host.engines.engine_log import trim_log
 from nodeagent.host.engines.engine_ports import free_port
@@ -34,9 +35,6 @@ from nodeagent.host.processes import (
 log = logging.getLogger(__name__)
 
 PROGRAM: Final = "mooncake_master"
-CLIENT_TTL_S: Final = 5
-"""An engine that is silent for this long has left the store, and its blocks with it."""
-
 RESTART_S: Final = 1.0
 RESTART_MAX_S: Final = 60.0
 """The pause before a master that exited is started again, twice as long after each further exit
@@ -134,7 +132,7 @@ class StoreMaster:
             store_master_program() or PROGRAM,
             *("--rpc_address=127.0.0.1", f"--rpc_port={port}"),
             *("--metrics_host=127.0.0.1", f"--metrics_port={free_port([port])}"),
-            f"--client_ttl={CLIENT_TTL_S}",
+            f"--client_ttl={MEMBER_TTL_S}",
         )
         rules = self._confinement.rules(self._folder) if self._confinement else ()
         child = self._child = spawn(arguments, self._log, rules=rules)

@@ -1,6 +1,7 @@
 """Nodes that share KV through a real Mooncake Store, whose agents run and relay its master."""
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -37,8 +38,9 @@ class StoreNode:
         self.relay = StoreRelay(
             NodeId(name), lambda: self.place, lambda: self.master.port, dial_through(self.peers)
         )
-        ports = [free_port() for _ in range(12)]
-        self.ports = StorePorts(master=ports[0], first=ports[1], last=ports[-1])
+        # Mooncake takes no ports of the range in which the system chooses free ones.
+        first = random.randrange(20_000, 32_000)
+        self.ports = StorePorts(master=free_port(), first=first, last=first + 10)
         self.node: Node
 
     def supervise(self) -> Loop:

@@ -10,6 +10,8 @@ STORE_BYTES: Final = 1024 * MIB
 """The host memory that each replica gives to the store, unless its deployment says otherwise."""
 STORE_BUFFER_BYTES: Final = 128 * MIB
 """The host memory that a replica's own client of the store takes besides."""
+MEMBER_TTL_S: Final = 5
+"""An engine that is silent for this long has left the store, and its blocks with it."""
 STORE_COPIES: Final = 2
 """The copies that the embedded engine has the store keep of each block, each in the memory of
 another engine where there are so many: so a block outlives one of them."""

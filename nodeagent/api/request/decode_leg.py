@@ -117,7 +117,7 @@ class DecodeLegs:
             load=load,
             announce=announce,
             holders=others.holders,
-            deadline_s=_deadline_s(request),
+            deadline_s=_deadline_s(request, reservation.admitted_s),
             lease_window=lambda source: self._windows.lease(source, replica),
             set_waiting=reservation.set_prefill_elsewhere,
         )
@@ -243,12 +243,15 @@ def report_found(leg: DecodeLeg | None, response: web.StreamResponse) -> None:
         metrics.KV_FOUND_TOKENS.labels(place).inc(tokens)
 
 
-def _deadline_s(request: web.Request) -> float:
-    """Return the monotonic time by which the request must have begun to answer."""
+def _deadline_s(request: web.Request, admitted_s: float) -> float:
+    """Return the monotonic time by which the request must have begun to answer.
+
+    Since it was admitted it may have waited for a seat of the engine, or for the engine to wake.
+    """
     wanted = request.headers.get(headers.DEADLINE_MS, "")
     if not (wanted.isascii() and wanted.isdigit() and len(wanted) <= 9):
         return inf
-    return monotonic() + int(wanted) / 1000
+    return admitted_s + int(wanted) / 1000
 
 
 def prefix_copy(leg: DecodeLeg | None) -> PrefixCopy | None:

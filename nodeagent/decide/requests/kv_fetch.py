@@ -4,8 +4,10 @@ Both times are predicted from measurements. A fetch is predicted from earlier on
 the time until the first block, and for each byte after it. Computing is predicted from the
 replica's prefill rate.
 
-Rule 1: a fetch that fails or is given up counts with the time that it took. Then its node is not
-used for a while, twice as long after each further failure of a fetch that began later.
+Rule 1: the blocks of a fetch that fails or is given up count with the time that it took. If none
+came, nothing is learned of the rate: the node may be lost, and be as fast as before once it is
+back. After each failure the node is not used for a while, twice as long after each further failure
+of a fetch that began later.
 Rule 2: the first block may take no longer than computing the prefix would. After that a fetch goes
 on as long as the rest comes sooner than it would be computed, for the same time again at most. It
 leaves a request with a deadline the time to compute after all.
@@ -147,7 +149,6 @@ class FetchRate:
         self.bytes_per_s = RATE_UNKNOWN_BYTES_PER_S
         self.latency_s = LATENCY_UNKNOWN_S
         self._measured_at_s = -inf
-        self._is_measured = False
         self._failures = 0
         self._failed_at_s = -inf
         self._backoff_until_s = -inf
@@ -161,9 +162,9 @@ class FetchRate:
         self, transfer_bytes: int, seconds: float, first_s: float, now_s: float
     ) -> None:
         """Learn from a fetch that ended after `seconds` without having brought everything."""
-        # Without a byte, all of the time was spent waiting for the first.
-        first_s = min(first_s, seconds) if transfer_bytes else seconds
-        self._learn(transfer_bytes, max(0.0, seconds - first_s), first_s, now_s)
+        if transfer_bytes:
+            first_s = min(first_s, seconds)
+            self._learn(transfer_bytes, seconds - first_s, first_s, now_s)
         # A fetch that ran when the last one failed has the same cause: it is no further failure.
         if now_s - seconds >= self._failed_at_s or not self._failures:
             self._failures += 1
@@ -185,19 +186,19 @@ class FetchRate:
         return self.latency_s + transfer_bytes / self.bytes_per_s
 
     def _learn(self, transfer_bytes: int, moving_s: float, first_s: float, now_s: float) -> None:
-        self._measured_at_s = now_s
-        self.latency_s = self._mixed(self.latency_s, first_s, is_worse=first_s > self.latency_s)
+        self.latency_s = self._mixed(self.latency_s, first_s, now_s)
         if transfer_bytes:
             # In the time per byte, so that a slow fetch weighs more than a fast one.
-            known, sample = 1 / self.bytes_per_s, moving_s / transfer_bytes
-            mixed = self._mixed(known, sample, is_worse=sample > known)
+            mixed = self._mixed(1 / self.bytes_per_s, moving_s / transfer_bytes, now_s)
             self.bytes_per_s = 1 / max(1e-12, mixed)
-        self._is_measured = True
+        self._measured_at_s = now_s
 
-    def _mixed(self, known: float, sample: float, *, is_worse: bool) -> float:
-        if not self._is_measured:
-            return sample
-        return known + (_SMOOTHING_WORSE if is_worse else _SMOOTHING) * (sample - known)
+    def _mixed(self, known: float, sample: float, now_s: float) -> float:
+        """Return the time `known` with one more `sample` of it."""
+        if sample > known and self._measured_at_s > -inf:
+            return known + _SMOOTHING_WORSE * (sample - known)
+        # What has refused fetches until it was too old says nothing against the one after that.
+        return sample if self.is_aged(now_s) else known + _SMOOTHING * (sample - known)
 
 
 class PrefixHolder(NamedTuple):

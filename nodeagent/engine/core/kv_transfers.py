@@ -12,7 +12,7 @@ first: sequences that each hold a part of their prompts would all wait for each 
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -36,6 +36,8 @@ class OutgoingBlocks:
         self.blocks: list[int] = []
         """Those that are computed, on the device. The first `read` of them are no longer held."""
         self.read = 0
+        self.is_closed = False
+        """Whether nothing is held any more: what is read from then on may be anything."""
 
     @property
     def held(self) -> list[int]:
@@ -170,7 +172,18 @@ class KvTransfers:
         """Let go of what was not read. Does nothing the second time."""
         outgoing = self._outgoing.pop(number, None)
         if outgoing is not None:
+            outgoing.is_closed = True
             self._pool.release(outgoing.held)
+
+    def let_go_of(self, number: int, blocks: Collection[int]) -> None:
+        """Let go of the blocks of a generation that failed: their contents may be no numbers. What
+        is being read of them is not sent any more."""
+        self.close_outgoing(number)
+        for incoming in self._incoming.values():
+            for held in (incoming.cached, incoming.arrived):
+                failed = [block for block in held if block in blocks]
+                held[:] = [block for block in held if block not in blocks]
+                self._pool.release(failed)
 
     def open_incoming(self, transfer: str, digests: Sequence[bytes]) -> HeldPrefix:
         """Hold the prefix of a prompt that is cached on the device; return how long it is."""

@@ -388,6 +388,9 @@ class EngineCore:
         if finish is FinishReason.ERROR:
             # Masked slots are multiplied by zero, and zero times NaN is NaN: the contents of its
             # blocks would spread to the sequences that get them next.
+            if self.kv_transfers is not None:
+                failed = frozenset(generation.sequence.blocks)
+                self.kv_transfers.let_go_of(generation.number, failed)
             blocks = self.scheduler.pool.uncache(generation.sequence.blocks)
             self._executor.clear(blocks)
         if finish is not None:

@@ -8,10 +8,16 @@ Rule 1: a block is named by the model's fingerprint and its digest, a chain over
 and the tokens, and is sealed: what does not fit its seal is deleted, and counts as missing.
 Rule 2: nothing here runs on the step thread. Each call may block for seconds while the master or
 an engine is lost; while CALLS_MAX calls block, and for PAUSE_S after a failure, the store is empty.
+A read from an engine whose host is gone ends after a minute, and the master names that engine for
+seconds: the store is empty until then, and is read through the other parts of the buffer after it.
 Rule 3: the engine serves before it has joined the store, and without it.
+Rule 4: an engine joins only once the master has forgotten one that died before it started. The new
+one may listen at the same port, and would take that one's memory for its own: the process would
+read and write addresses that mean something else there, or nothing.
 """
 
 import logging
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,12 +27,19 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from isochrone.wire.kv.kv_store import MEMBER_TTL_S
 from nodeagent.engine.kvcache.block_seal import SEAL_BYTES, seal
 
 log = logging.getLogger(__name__)
 
 CALLS_MAX: Final = 8
+READS_MAX: Final = 3
+"""Reads at a time, each into a part of the buffer."""
 PAUSE_S: Final = 1.0
+HANGS_AFTER_S: Final = 2.0
+FORGOTTEN_AFTER_S: Final = 2.0 * MEMBER_TTL_S
+"""How long the master may name the memory of an engine that died."""
+JOIN_AFTER_S: Final = FORGOTTEN_AFTER_S
 JOIN_AGAIN_S: Final = 2.0
 _HEAD_BYTES: Final = 64
 """The place of the seal before the content, which begins at a multiple of the numbers' size."""
@@ -79,18 +92,23 @@ class StoreTier:
         buffer_bytes: int,
         clock: Callable[[], float],
     ) -> None:
-        """`fingerprint` may read files. Of `buffer_bytes`, half is for reading and half for
-        writing, one block each at least. `clock` returns monotonic seconds."""
+        """`fingerprint` may read files. `buffer_bytes` are for READS_MAX reads and one write, of
+        one block each at least. `clock` returns monotonic seconds."""
         self._join, self._fingerprint, self._clock = join, fingerprint, clock
         self._block_bytes = block_bytes
         self._slot_bytes = _HEAD_BYTES + -(-block_bytes // _HEAD_BYTES) * _HEAD_BYTES
-        self.part_blocks = max(1, buffer_bytes // 2 // self._slot_bytes)
+        self.part_blocks = max(1, buffer_bytes // (READS_MAX + 1) // self._slot_bytes)
         """The most blocks of one read or write."""
-        buffer = torch.empty(2, self.part_blocks, self._slot_bytes, dtype=torch.uint8)
-        self._buffer, (self._reads, self._writes) = buffer, buffer
-        self._reading, self._writing = threading.Lock(), threading.Lock()
+        parts = (READS_MAX + 1, self.part_blocks, self._slot_bytes)
+        self._buffer = torch.empty(*parts, dtype=torch.uint8)
+        *reads, self._writes = self._buffer
+        self._writing = threading.Lock()
+        self._free_reads: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        for part in reads:
+            self._free_reads.put(part)
         self._counting = threading.Lock()
         self._calls = 0
+        self._reads_began_s: list[float] = []
         self._paused_until_s = 0.0
         self._client: StoreClient | None = None
         self._closing = threading.Event()
@@ -98,7 +116,10 @@ class StoreTier:
 
     def start(self) -> None:
         """Join the store on a thread of its own, however long that takes."""
-        threading.Thread(target=self._keep_joining, name="kv-store-join", daemon=True).start()
+        joining = threading.Thread(
+            target=self._keep_joining, args=(JOIN_AFTER_S,), name="kv-store-join", daemon=True
+        )
+        joining.start()
 
     def close(self, timeout_s: float) -> None:
         """Leave the store, which may take long without its master: wait `timeout_s` at most."""
@@ -136,25 +157,29 @@ class StoreTier:
 
         It ends before the first block that is missing or wrong.
         """
-        digests = digests[: self.part_blocks]
-        fingerprint = self._fingerprint()
-        names = [self._name(fingerprint, digest) for digest in digests]
-        with self._call() as client, self._reading:
+        with self._call() as client:
             if client is None:
                 return torch.empty(0, self._block_bytes, dtype=torch.uint8)
-            whole = client.get(names, [self._object(self._reads, n) for n in range(len(names))])
-            blocks = sum(1 for _ in takewhile(bool, whole))
-            if not blocks:
-                self._pause()
-            for number in range(blocks):
-                if not self._is_sealed(fingerprint, digests[number], self._reads[number]):
-                    self.wrong_total += 1
-                    client.delete(names[number])
-                    blocks = number
-                    break
-            self.read_total += blocks
-            read: Tensor = self._reads[:blocks, _HEAD_BYTES : _HEAD_BYTES + self._block_bytes]
-            return read.clone()
+            with self._part_to_read() as part:
+                return self._read(client, digests[: self.part_blocks], part)
+
+    def _read(self, client: StoreClient, digests: Sequence[bytes], part: Tensor) -> Tensor:
+        """Read blocks to a part of the buffer; return a copy of those that came whole."""
+        fingerprint = self._fingerprint()
+        names = [self._name(fingerprint, digest) for digest in digests]
+        whole = client.get(names, [self._object(part, n) for n in range(len(names))])
+        blocks = sum(1 for _ in takewhile(bool, whole))
+        if not blocks:
+            self._pause()
+        for number in range(blocks):
+            if not self._is_sealed(fingerprint, digests[number], part[number]):
+                self.wrong_total += 1
+                client.delete(names[number])
+                blocks = number
+                break
+        self.read_total += blocks
+        read: Tensor = part[:blocks, _HEAD_BYTES : _HEAD_BYTES + self._block_bytes]
+        return read.clone()
 
     def write(self, digests: Sequence[bytes], contents: Tensor) -> int:
         """Store the blocks [blocks, ...], `part_blocks` at most; return how many are stored."""
@@ -187,8 +212,13 @@ class StoreTier:
     @contextmanager
     def _call(self) -> Iterator[StoreClient | None]:
         """Count a call; yield None if the store is not to be used now."""
+        now_s = self._clock()
         with self._counting:
-            is_paused = self._clock() < self._paused_until_s or self._calls >= CALLS_MAX
+            is_paused = now_s < self._paused_until_s or self._calls >= CALLS_MAX
+            is_paused |= any(
+                HANGS_AFTER_S <= now_s - began_s < FORGOTTEN_AFTER_S
+                for began_s in self._reads_began_s
+            )
             self._calls += 1
         try:
             yield None if is_paused else self._client
@@ -196,11 +226,25 @@ class StoreTier:
             with self._counting:
                 self._calls -= 1
 
+    @contextmanager
+    def _part_to_read(self) -> Iterator[Tensor]:
+        """Wait for a part of the buffer that no read uses."""
+        part, began_s = self._free_reads.get(), self._clock()
+        with self._counting:
+            self._reads_began_s.append(began_s)
+        try:
+            yield part
+        finally:
+            with self._counting:
+                self._reads_began_s.remove(began_s)
+            self._free_reads.put(part)
+
     def _pause(self) -> None:
         self._paused_until_s = self._clock() + PAUSE_S
 
-    def _keep_joining(self) -> None:
+    def _keep_joining(self, after_s: float = 0.0) -> None:
         is_logged = False
+        self._closing.wait(after_s)
         while not self._closing.is_set():
             try:
                 client = self._join_once()

@@ -8,10 +8,12 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from isochrone.wire.errors import ApiError
+from isochrone.wire.kv import kv_sharing, kv_transfer
 from nodeagent.engine.core.kv_transfers import KvTransfers
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.kvcache.staging_memory import StagingMemory
@@ -135,6 +137,32 @@ async def test_a_transfer_is_that_of_one_request() -> None:
     await asyncio.wait({first})
     assert receiver.counts()["kv_transfers_waiting"] == 0
     assert receiving.transfers.held_blocks == receiving.pool.used_blocks == 0
+
+
+async def test_of_a_long_prompt_as_many_blocks_are_named_as_a_query_may_have() -> None:
+    """Holders and the store refused the whole query of a prompt of more than 262,144 tokens, and
+    its copies paused those of all other prompts."""
+    receiving, transfer = Receiving(), "f" * 32
+    tokens = list(range(16 * (kv_sharing.CHAIN_BLOCKS_MAX + 1) + 1))
+    prepared: Any = SimpleNamespace(
+        prompts=[SimpleNamespace(tokens=tokens)], salt=b"s", adapter=None
+    )
+
+    async def answer() -> None:
+        async with receiving.receiver.hold(transfer, prepared):
+            raise AssertionError("nobody lets it begin")
+
+    request = asyncio.create_task(answer())
+    await turns()
+    http: Any = SimpleNamespace(match_info={"transfer": transfer}, query={"digests": "1"})
+    described: Any = await receiving.receiver._describe(http)
+    expected = msgspec.json.decode(described.body, type=kv_transfer.ExpectedPrompt)
+    assert expected.blocks == kv_sharing.CHAIN_BLOCKS_MAX + 1
+    query = msgspec.msgpack.encode(kv_sharing.BlockQuery(digests=expected.digests))
+    assert len(query) <= kv_sharing.QUERY_BYTES_MAX
+    assert msgspec.msgpack.decode(query, type=kv_sharing.BlockQuery).digests == expected.digests
+    request.cancel()
+    await asyncio.wait({request})
 
 
 async def test_abandoned_requests_leave_nothing() -> None:

@@ -106,6 +106,18 @@ class TransferMachine(RuleBasedStateMachine):
             self.pool.release(sequence.blocks)
             self.transfers.close_outgoing(number)
 
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        """A sequence may fail that is sent, and one that uses blocks which arrived."""
+        if self.sequences:
+            number = data.draw(st.sampled_from(sorted(self.sequences)))
+            sequence = self.sequences.pop(number)
+            arrived = self.pool.match_prefix([digest("a", 0)])
+            blocks = [*sequence.blocks, *(self.pool.allocate(arrived, 0) or ())]
+            self.transfers.let_go_of(number, blocks)
+            assert self.pool.uncache(blocks) == blocks
+            self.pool.release(blocks)
+
     @rule(name=st.sampled_from("abc"))
     def open_incoming(self, name: str) -> None:
         if name not in self.waiting:

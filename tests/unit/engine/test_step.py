@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nodeagent.engine.core.generation import Generation, GenerationDelta
+from nodeagent.engine.core.kv_transfers import KvTransfers, OutgoingBlocks
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
@@ -14,6 +15,7 @@ from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.sequence import FinishReason, Sequence, StopConditions
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 from tests.unit.engine.byte_vocabulary import VOCABULARY
+from tests.unit.engine.test_kv_transfers import Memory
 
 END = 256
 NAN = -1
@@ -128,6 +130,41 @@ def test_all_forks_of_a_prompt_with_nan_end_and_their_blocks_are_cleared() -> No
     ]
     assert len(engine._executor.cleared) == 2  # type: ignore[attr-defined]
     assert not engine.scheduler.pool.cached_blocks()
+
+
+def engine_with_transfers(lines: dict[int, list[int]]) -> EngineCore:
+    pool = BlockPool(16)
+    scheduler = BatchScheduler(StepLimits(16, 4), pool)
+    transfers = KvTransfers(pool, Memory(16), None)
+    return EngineCore(Script(lines), scheduler, kv_transfers=transfers)  # type: ignore[arg-type]
+
+
+def test_what_is_being_sent_of_a_prompt_with_nan_is_cleared_and_not_found() -> None:
+    """The transfer kept its blocks in the cache, and they spread to whoever got them next."""
+    engine = engine_with_transfers({1: [NAN]})
+    first = generation(1)
+    first.outgoing = OutgoingBlocks(0, 1, lambda computed, began_s: None)
+    engine.submit(first)
+    assert run(engine)[1][-1].finish is FinishReason.ERROR
+    assert first.outgoing.blocks
+    assert first.outgoing.is_closed
+    assert len(engine._executor.cleared) == 2  # type: ignore[attr-defined]
+    assert not engine.scheduler.pool.cached_blocks()
+
+
+def test_blocks_with_nan_that_arrived_are_cleared_and_not_found() -> None:
+    engine = engine_with_transfers({1: [NAN]})
+    first, transfers = generation(1), engine.kv_transfers
+    assert transfers is not None
+    digests = first.sequence.block_digests(1)
+    transfers.open_incoming("t", digests)
+    assert transfers.store_incoming("t", digests, torch.full((1, 1), torch.nan))
+    engine.submit(first)
+    assert run(engine)[1][-1].finish is FinishReason.ERROR
+    assert first.sequence.cached_tokens == 16
+    assert len(engine._executor.cleared) == 2  # type: ignore[attr-defined]
+    assert not engine.scheduler.pool.cached_blocks()
+    transfers.close_incoming("t")
 
 
 def test_cancelling_a_generation_before_its_prompt_cancels_its_forks() -> None:

@@ -8,7 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from nodeagent.engine.kvcache.store_tier import CALLS_MAX, PAUSE_S, StoreLost, StoreTier
+from isochrone.wire.kv.kv_store import MEMBER_TTL_S
+from nodeagent.engine.kvcache.store_tier import (
+    CALLS_MAX,
+    FORGOTTEN_AFTER_S,
+    HANGS_AFTER_S,
+    JOIN_AFTER_S,
+    PAUSE_S,
+    READS_MAX,
+    StoreLost,
+    StoreTier,
+)
 
 MODEL, OTHER_MODEL = b"m" * 16, b"o" * 16
 BLOCK_BYTES = 100
@@ -75,7 +85,7 @@ def a_tier(
     join: Callable[[], Store], model: bytes = MODEL, clock: Callable[[], float] = lambda: 0.0
 ) -> StoreTier:
     """Return a tier that takes three blocks at a time, which has joined."""
-    tier = StoreTier(join, lambda: model, BLOCK_BYTES, 2 * 3 * 192, clock)
+    tier = StoreTier(join, lambda: model, BLOCK_BYTES, 4 * 3 * 192, clock)
     tier._keep_joining()
     assert tier.part_blocks == 3
     return tier
@@ -216,7 +226,7 @@ def test_an_engine_that_ends_while_it_joins_leaves_the_store() -> None:
         tier.close(1.0)
         return store
 
-    tier = StoreTier(join, lambda: MODEL, BLOCK_BYTES, 2 * 3 * 192, lambda: 0.0)
+    tier = StoreTier(join, lambda: MODEL, BLOCK_BYTES, 4 * 3 * 192, lambda: 0.0)
     tier._keep_joining()
     assert (store.left, tier.counts()["kv_store_joined"]) == (1, 0)
 
@@ -251,6 +261,48 @@ def test_calls_that_hang_leave_the_store_empty_for_others() -> None:
     assert tier.count_prefix(DIGESTS) == 1
 
 
+def test_a_read_that_hangs_holds_up_no_other_once_the_master_has_forgotten_its_engine() -> None:
+    """Mooncake gives up after a minute. Until then all fetches of the engine waited for that one,
+    and each request for its fetch."""
+    store, clock = Store(), Clock()
+    tier = a_tier(lambda: store, clock=clock)
+    tier.write(DIGESTS[:1], contents(0))
+    may_end, has_begun = threading.Event(), threading.Semaphore(0)
+    answer = store.get
+
+    def hang(names: Sequence[str], places: Sequence[Tensor]) -> list[bool]:
+        has_begun.release()
+        may_end.wait()
+        return answer(names, places)
+
+    store.get = hang  # type: ignore[method-assign]
+    read: list[Tensor] = []
+    hung = [
+        threading.Thread(target=lambda: read.append(tier.read(DIGESTS[:1])))
+        for _ in range(READS_MAX)
+    ]
+    for thread in hung[1:]:
+        thread.start()
+        assert has_begun.acquire(timeout=60)
+    store.get = answer  # type: ignore[method-assign]
+    # It may only be slow.
+    assert (tier.count_prefix(DIGESTS), len(tier.read(DIGESTS[:1]))) == (1, 1)
+    clock.now_s = HANGS_AFTER_S
+    assert (tier.count_prefix(DIGESTS), len(tier.read(DIGESTS[:1]))) == (0, 0)
+    clock.now_s = FORGOTTEN_AFTER_S
+    assert (tier.count_prefix(DIGESTS), len(tier.read(DIGESTS[:1]))) == (1, 1)
+    # All parts are in use: nothing waits for one while the store is not to be used.
+    store.get = hang  # type: ignore[method-assign]
+    hung[0].start()
+    assert has_begun.acquire(timeout=60)
+    clock.now_s += HANGS_AFTER_S
+    assert (tier.count_prefix(DIGESTS), len(tier.read(DIGESTS[:1]))) == (0, 0)
+    may_end.set()
+    for thread in hung:
+        thread.join()
+    assert [len(blocks) for blocks in read] == [1] * len(hung)
+
+
 def test_the_store_is_joined_once_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nodeagent.engine.kvcache.store_tier.JOIN_AGAIN_S", 0.0)
     store, attempts = Store(), 0
@@ -267,6 +319,28 @@ def test_the_store_is_joined_once_it_can_be(monkeypatch: pytest.MonkeyPatch) -> 
     tier.close(60.0)
     assert (store.left, tier.counts()["kv_store_joined"]) == (1, 0)
     assert tier.count_prefix(DIGESTS) == 0
+
+
+def test_an_engine_does_not_join_while_the_master_names_the_memory_of_one_that_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It listened at the port of its predecessor, copied from that one's addresses, and crashed."""
+    assert JOIN_AFTER_S > MEMBER_TTL_S
+    monkeypatch.setattr("nodeagent.engine.kvcache.store_tier.JOIN_AFTER_S", 3600.0)
+    attempts = 0
+
+    def join() -> Store:
+        nonlocal attempts
+        attempts += 1
+        return Store()
+
+    tier = StoreTier(join, lambda: MODEL, BLOCK_BYTES, 4 * 3 * 192, Clock())
+    before = set(threading.enumerate())
+    tier.start()
+    (joining,) = set(threading.enumerate()) - before
+    tier.close(0.0)
+    joining.join(60.0)
+    assert (joining.is_alive(), attempts) == (False, 0)
 
 
 def test_an_engine_serves_before_it_has_joined() -> None:

@@ -8,9 +8,16 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from isochrone.wire.http import headers
+from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.kv.kv_transfer import ReceivedBlocks
 from nodeagent import metrics
-from nodeagent.api.request.decode_leg import apply_leg
+from nodeagent.api.request.decode_leg import DecodeLegs, apply_leg
+from nodeagent.decide.requests.admission import ReplicaAdmission
+from nodeagent.decide.requests.kv_quota import NO_KV_LIMITS, KvQuota
+from nodeagent.disaggregation.two_legs import LegRequest
+from tests.builders import a_spec
 
 
 def waits_counted() -> float:
@@ -35,3 +42,34 @@ async def test_the_wait_for_the_first_token_is_known_of_streams_only(
     body = apply_leg(leg, response, chunks())
     assert waits_counted() - before == counted
     assert b"".join([chunk async for chunk in body])
+
+
+async def test_the_deadline_counts_from_the_admission(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leg that was late left no time to read the prompt here if the request had waited for a
+    seat before it."""
+    opened: list[LegRequest] = []
+    monkeypatch.setattr(
+        "nodeagent.api.request.decode_leg.PrefillLeg",
+        lambda http, peers, rate, leg_request, *others: opened.append(leg_request),
+    )
+    nothing: Any = None
+    readers = [
+        PeerReplica(ReplicaId(name), NodeId("n"), "n:1", 100, 4000, 20_000) for name in ("r1", "p")
+    ]
+    request: Any = SimpleNamespace(
+        path="/v1/completions",
+        headers={
+            headers.REPLICA: "r1",
+            headers.PREFILL_REPLICAS: headers.format_peer_replicas(readers),
+            headers.DEADLINE_MS: "9000",
+        },
+    )
+    admission = ReplicaAdmission(10_000)
+    replica: Any = SimpleNamespace(spec=a_spec("r1"), admission=admission)
+    engine: Any = SimpleNamespace(handshake=None, sends_kv=True, http=None)
+    admitted_s = monotonic() - 8.0
+    reservation = admission.admit(100, 8, now_s=admitted_s)
+    assert reservation is not None
+    legs = DecodeLegs(nothing, KvQuota(NO_KV_LIMITS), nothing)
+    legs.open(request, replica, engine, b"{}", reservation, ())
+    assert [leg.deadline_s for leg in opened] == [admitted_s + 9.0]

@@ -21,6 +21,7 @@ from nodeagent.decide.requests.kv_fetch import (
     BACKOFF_S,
     COST_SHARE_MAX,
     FETCHES_MAX,
+    LATENCY_UNKNOWN_S,
     STORE_S_MAX,
     TIMEOUT_MIN_S,
     FetchChoice,
@@ -186,12 +187,12 @@ def test_a_link_that_got_slow_is_believed_soon_and_tried_again_in_time() -> None
     assert better.peer.replica_id == "fast"
 
 
-def test_a_failed_fetch_counts_with_its_time_and_its_node_is_left_alone() -> None:
+def test_the_part_of_a_fetch_that_failed_counts_with_its_time_and_its_node_is_left_alone() -> None:
     rate, now_s = rate_of(1e9), 0.0
     assert rate.may_ask(now_s)
-    rate.record_failure(0, 5.0, inf, now_s)
-    # All of the time was spent waiting.
-    assert 1.0 < rate.predict_s(0) <= 5.0
+    rate.record_failure(1000, 5.0, 4.0, now_s)
+    assert 1.0 < rate.predict_s(0) <= 4.0
+    assert rate.bytes_per_s < 2000
     pauses = []
     for _ in range(12):
         began_s = now_s
@@ -205,6 +206,38 @@ def test_a_failed_fetch_counts_with_its_time_and_its_node_is_left_alone() -> Non
     assert rate.may_ask(now_s + BACKOFF_MAX_S)
     rate.record_failure(1000, 1.0, 0.01, now_s)
     assert rate.may_ask(now_s + BACKOFF_S)
+
+
+def test_a_node_that_is_back_is_trusted_as_before_it_was_lost() -> None:
+    """A dead engine of the store made every fetch time out for 5 s. Its blocks were computed for
+    minutes then: one fetch in 30 s showed that the store is fast, and counted for a third.
+    """
+    rate, now_s = rate_of(1e9), 0.0
+    holders = [a_holder("a", 90)._replace(rate=rate)]
+    for _ in range(3):
+        while not rate.may_ask(now_s):
+            now_s += BACKOFF_S
+        plan = plan_fetch(a_prompt(), holders, limits(now_s=now_s))
+        assert plan.choice is FetchChoice.FETCH
+        now_s += plan.timeout_s
+        rate.record_failure(0, plan.timeout_s, inf, now_s)
+    now_s += 4 * BACKOFF_S
+    assert rate.may_ask(now_s)
+    assert plan_fetch(a_prompt(), holders, limits(now_s=now_s)).choice is FetchChoice.FETCH
+
+
+def test_a_fast_fetch_after_a_long_refusal_counts_alone() -> None:
+    """What was measured 30 s ago refused every fetch that could have corrected it."""
+    rate, now_s = rate_of(1e9), 100.0
+    for _ in range(3):
+        rate.record_failure(1000, 5.0, 4.0, now_s)
+    now_s += AGING_S
+    rate.record(80 * MEBIBYTE, 0.1, 0.01, now_s)
+    holders = [a_holder("a", 90)._replace(rate=rate)]
+    assert plan_fetch(a_prompt(), holders, limits(now_s=now_s)).choice is FetchChoice.FETCH
+    # A slow one is still believed only in part.
+    rate.record(80 * MEBIBYTE, 5.0, 4.0, now_s + AGING_S)
+    assert rate.latency_s < 4.0
 
 
 def test_fetches_that_fail_together_are_one_failure() -> None:
@@ -228,7 +261,7 @@ def test_fetches_that_fail_together_are_one_failure() -> None:
 def test_predictions_stay_within_what_was_measured(
     fetches: list[tuple[bool, int, float, float]],
 ) -> None:
-    rate, seen_s = FetchRate(), []
+    rate, seen_s = FetchRate(), [LATENCY_UNKNOWN_S]
     for is_whole, transfer_bytes, seconds, first_share in fetches:
         learn = rate.record if is_whole else rate.record_failure
         learn(transfer_bytes, seconds, first_share * seconds, 0.0)

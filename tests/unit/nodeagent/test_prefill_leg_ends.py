@@ -15,8 +15,10 @@ from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.kv import kv_transfer
 from nodeagent.decide.requests.prefill_leg import DecodeLoad, TransferRate
+from nodeagent.disaggregation.handshake_leg import HandshakeLeg
 from nodeagent.disaggregation.kv_fetch import PrefixFetcher
 from nodeagent.disaggregation.two_legs import LegRequest, PrefillLeg, PrefillPeers
+from nodeagent.drivers.handshake import NixlHandshake
 
 REPLICAS = [
     PeerReplica(ReplicaId(name), NodeId("n"), "http://n", 100, 10, 100) for name in ("d", "p")
@@ -204,10 +206,16 @@ async def test_a_leg_that_is_late_ends_before_its_deadline() -> None:
     assert (announced, engine.has_begun) == (["p", "d"], True)
 
 
-async def test_a_leg_that_ran_out_of_time_counts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each next prompt waited as long for nothing."""
+@pytest.fixture
+def short_legs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give up legs within a millisecond."""
     monkeypatch.setattr("nodeagent.decide.requests.prefill_leg.TIMEOUT_MIN_S", 0.001)
     monkeypatch.setattr("nodeagent.decide.requests.prefill_leg.TIMEOUT_FACTOR", 0.01)
+
+
+@pytest.mark.usefixtures("short_legs")
+async def test_a_leg_that_ran_out_of_time_counts_with_it() -> None:
+    """Each next prompt waited as long for nothing."""
     announced: list[ReplicaId] = []
 
     async def announce(replica_id: ReplicaId) -> None:
@@ -231,3 +239,29 @@ async def test_a_leg_that_ran_out_of_time_counts_with_it(monkeypatch: pytest.Mon
     assert (announced, engine.has_begun) == (["p", "d"], True)
     # A second by the clock of this test.
     assert rate.after_ms(992, 100, next(seconds)) == 1000
+
+
+@pytest.mark.usefixtures("short_legs")
+async def test_a_leg_of_another_vendor_that_ran_out_of_time_counts_with_it() -> None:
+    """While a prefill engine hung, each prompt waited for it: two seconds and more."""
+    announced: list[ReplicaId] = []
+
+    async def announce(replica_id: ReplicaId) -> None:
+        announced.append(replica_id)
+
+    @asynccontextmanager
+    async def post(body: bytes) -> AsyncIterator[Any]:
+        yield SimpleNamespace(status=200)
+
+    rate, seconds = TransferRate(), itertools.count(1.0)
+    request = LegRequest(
+        transfer="f" * 32, path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
+        load=lambda: DecodeLoad(0, 8), announce=announce,
+    )  # fmt: skip
+    peers = cast(PrefillPeers, HungPeers())
+    leg = HandshakeLeg(NixlHandshake(), peers, rate, request, lambda: next(seconds))
+    async with leg.answer(post) as answer:
+        assert answer.status == 200
+    assert announced == ["p", "d"]
+    # Its clock goes on by a second with each look.
+    assert rate.after_ms(100, 100, next(seconds)) >= 1000

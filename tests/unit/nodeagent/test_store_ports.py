@@ -162,7 +162,13 @@ def reasons(engine: EngineSettings, missing: dict[str, str]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("ports", "reason"),
-    [((9510, 9500), "first port must not be above"), ((9500, 9502), "give at least 4")],
+    [
+        ((9510, 9500), "first port must not be above"),
+        ((9500, 9502), "give at least 4"),
+        ((1000, 1031), "use ports from 1024 to 32767 or 61000 to 65535"),
+        ((32_760, 32_780), "Mooncake would listen at others instead"),
+        ((40_000, 40_031), "Mooncake would listen at others instead"),
+    ],
 )
 def test_a_range_of_ports_that_cannot_work_is_refused(ports: tuple[int, int], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):

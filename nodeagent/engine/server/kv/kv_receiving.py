@@ -24,7 +24,7 @@ from aiohttp import web
 from isochrone.service.network.http_server import json_response
 from isochrone.service.shared_window import MappedWindows
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.kv import kv_transfer
+from isochrone.wire.kv import kv_sharing, kv_transfer
 from nodeagent.engine.core.generation_thread import GenerationThread
 from nodeagent.engine.core.kv_transfers import HeldPrefix, KvTransfers
 from nodeagent.engine.core.step import EngineCore
@@ -154,6 +154,7 @@ class KvReceiver:
         except TimeoutError:
             raise _unknown_transfer() from None
         fingerprint = await self._form.read_fingerprint()
+        named = kv_sharing.CHAIN_BLOCKS_MAX if "digests" in request.query else 0
         # The end of a broken transfer may be noticed before this returns: what it brought counts.
         async with self.receiving(transfer) as waiting:
             return json_response(
@@ -164,7 +165,7 @@ class KvReceiver:
                     held_blocks=waiting.held.in_all_tiers,
                     block_tokens=BLOCK_TOKENS,
                     block_bytes=self._form.block_bytes,
-                    digests=tuple(waiting.digests) if "digests" in request.query else (),
+                    digests=tuple(waiting.digests[:named]),
                     kv_format=fingerprint.hex(),
                 )
             )

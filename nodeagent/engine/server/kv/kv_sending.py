@@ -144,6 +144,8 @@ class OutgoingReader:
         if transfers is not None and transfers.can_copy_beside_steps:
             blocks = self._outgoing.numbers(first, destination.blocks)
             contents = transfers.read_held(blocks, destination.out)
+            if self._outgoing.is_closed:
+                raise ConnectionResetError("the transfer was closed")
             self._worker.call(lambda core: _release_outgoing(core, number, destination.blocks))
             return contents
         read = self._worker.call(lambda core: _read_outgoing(core, number, destination)).result()
