@@ -20,7 +20,7 @@ from isochrone.wire.peers.report import ReplicaReport, ReplicaState
 from nodeagent import app
 from nodeagent import supervisor as module
 from nodeagent.config import NodeConfig
-from nodeagent.decide.replicas import backoff, start_memory
+from nodeagent.decide.replicas import backoff, start_lack
 from nodeagent.drivers.driver import DeviceMemory, EngineCommand, UnknownOption
 from nodeagent.host.artifacts.download import ArtifactError
 from nodeagent.host.engines.engine_record import EngineRecord
@@ -392,7 +392,7 @@ def starts_without_memory(fixture: SupervisorFixture, monkeypatch: pytest.Monkey
     """Engines die while less than the planned memory is free, which is read all the time."""
     monkeypatch.setattr(backoff, "DELAY_MAX_S", 0.0)
     monkeypatch.setattr(module, "retry_delay_s", backoff.retry_delay_s)
-    monkeypatch.setattr(module, "MEMORY_POLL_S", 0.0)
+    monkeypatch.setattr(module, "RESOURCE_POLL_S", 0.0)
 
     async def wait_ready(*_: object) -> str:
         return OUT_OF_MEMORY if fixture.free_bytes < LARGE.memory_bytes else ""
@@ -403,7 +403,7 @@ def starts_without_memory(fixture: SupervisorFixture, monkeypatch: pytest.Monkey
 async def test_a_start_without_memory_waits_for_it_and_is_no_failure(
     fixture: SupervisorFixture, starts_without_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start_memory, "START_RETRY_S", 10.0)
+    monkeypatch.setattr(start_lack, "MEMORY_RETRY_S", 10.0)
     fixture.free_bytes = 3
     fixture.supervisor.start(LARGE)
     for starts in range(1, backoff.FAILURES_MAX + 2):
@@ -430,9 +430,9 @@ async def test_a_replica_that_waits_long_for_memory_is_given_up_for_other_nodes(
     fixture.free_bytes = 3
     fixture.supervisor.start(LARGE)
     await fixture.until(lambda: "waits for memory" in fixture.replica.reason)
-    fixture.now_s += start_memory.START_RETRY_S
+    fixture.now_s += start_lack.MEMORY_RETRY_S
     await fixture.until(lambda: len(fixture.engines.started) == 2)
-    fixture.now_s += start_memory.WAIT_MAX_S - start_memory.START_RETRY_S
+    fixture.now_s += start_lack.WAIT_MAX_S - start_lack.MEMORY_RETRY_S
     await fixture.until(lambda: fixture.replica.state is ReplicaState.FAILED)
     report = fixture.replica.report()
     assert report.reason.startswith("no memory for 300 s: ")
@@ -470,13 +470,14 @@ async def test_a_start_without_a_descriptor_of_the_agent_is_no_failure(
     fixture: SupervisorFixture, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each was counted against the replica's version, and six gave the replica up."""
-    monkeypatch.setattr(module, "DESCRIPTORS_RETRY_S", 0.0)
+    monkeypatch.setattr(module, "RESOURCE_POLL_S", 0.0)
     monkeypatch.setattr(module, "retry_delay_s", backoff.retry_delay_s)
     fixture.engines.error = error
     fixture.supervisor.start(SPEC)
     for fetches in range(1, backoff.FAILURES_MAX + 2):
         await fixture.until(partial(is_waiting_for_descriptors, fixture, fetches))
         assert fixture.replica.report().restarts == 0
+        fixture.now_s += start_lack.DESCRIPTORS_RETRY_S
     fixture.engines.error = None
     await fixture.warm()
     assert fixture.replica.report().reason == ""
@@ -491,11 +492,11 @@ def is_waiting_for_descriptors(fixture: SupervisorFixture, fetches: int) -> bool
 async def test_a_start_that_lacks_descriptors_for_long_is_given_up_for_other_nodes(
     fixture: SupervisorFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "DESCRIPTORS_RETRY_S", 0.0)
+    monkeypatch.setattr(module, "RESOURCE_POLL_S", 0.0)
     fixture.engines.error = NO_DESCRIPTOR
     fixture.supervisor.start(SPEC)
     await fixture.until(partial(is_waiting_for_descriptors, fixture, 1))
-    fixture.now_s += start_memory.WAIT_MAX_S
+    fixture.now_s += start_lack.WAIT_MAX_S
     await fixture.until(lambda: fixture.replica.state is ReplicaState.FAILED)
     report = fixture.replica.report()
     assert report.reason.startswith("no free file descriptor for 300 s: ")
@@ -507,7 +508,7 @@ async def test_a_start_that_lacks_descriptors_for_long_is_given_up_for_other_nod
 async def test_a_first_request_without_a_descriptor_of_the_agent_is_no_failure(
     fixture: SupervisorFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "DESCRIPTORS_RETRY_S", 0.0)
+    monkeypatch.setattr(start_lack, "DESCRIPTORS_RETRY_S", 0.0)
 
     async def wait_ready(engine: FakeEngine, *_: object) -> str:
         engine.lacks_descriptors = len(fixture.engines.started) == 1
