@@ -162,7 +162,7 @@ def _choose_tenant_victim(queues: RunQueues, sequence: Sequence) -> Sequence | N
     if count < 2:
         return None
     victim = next(s for s in reversed(queues.running) if s.scheduling.tenant == tenant)
-    blocks = queues.blocks.pool.free_blocks + len(victim.blocks)
+    blocks = queues.blocks.pool.free_blocks + queues.blocks.own_blocks(victim)
     slots = queues.free_sequence_slots + sequence_count([victim])
     is_enough = blocks >= sequence.blocks_needed() and slots >= sequence_count([sequence])
     has_lower_priority = sequence.scheduling.priority < victim.scheduling.priority
