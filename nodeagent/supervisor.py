@@ -43,6 +43,7 @@ from nodeagent.host.engines.engine_record import EngineRecord
 from nodeagent.host.engines.leader_watch import LeaderWatch
 from nodeagent.host.engines.open_session import lacks_descriptors
 from nodeagent.host.memory_guard import MemoryGuard, RunningReplica
+from nodeagent.host.memory_peaks import MemoryPeaks
 from nodeagent.managed_replica import ManagedReplica
 
 log = logging.getLogger(__name__)
@@ -71,12 +72,14 @@ class Supervisor:
         device_budgets: Callable[[], Awaitable[Mapping[DeviceId, int]]] = no_budgets,
         memory_used: Callable[[int, Sequence[DeviceId]], int] = lambda _leader, _devices: 0,
         device_memory: Callable[[Sequence[DeviceId]], DeviceMemory | None] = lambda _: None,
+        memory_peaks: MemoryPeaks | None = None,
     ) -> None:
         """`device_budgets` returns the bytes of each device that replicas may take, `memory_used`
         what a process group takes of one of some devices, and `device_memory` the memory of the
-        smallest of them; `memory_used` may block."""
+        smallest of them; `memory_used` may block. `memory_peaks` are those of earlier replicas."""
         self._memory_guard = MemoryGuard(device_memory, memory_used)
         self._memory_used, self._device_memory = memory_used, device_memory
+        self._memory_peaks = memory_peaks
         self.awake = AwakeMemory(device_budgets, clock)
         self.replicas: dict[ReplicaId, ManagedReplica] = {}
         self.handoffs_in_progress = 0
@@ -179,6 +182,9 @@ class Supervisor:
     async def _run_replica(self, replica: ManagedReplica) -> None:
         """Main path of a replica: run its engine, restart it after failures, drain it, stop it."""
         try:
+            if self._memory_peaks is not None:
+                peak = await asyncio.to_thread(self._memory_peaks.peak_bytes, replica.spec)
+                replica.note_memory(peak)
             while not replica.end_ordered.is_set():
                 problem = await self._run_engine(replica)
                 self._on_change()
@@ -315,6 +321,8 @@ class Supervisor:
         """Record the most memory that the engine's processes were seen to take of one device."""
         used = await asyncio.to_thread(self._memory_used, engine.pid, replica.spec.device_ids)
         replica.note_memory(used)
+        if self._memory_peaks is not None:
+            await asyncio.to_thread(self._memory_peaks.note, replica.spec, used)
 
     async def _wait_to_retry(self, replica: ManagedReplica, problem: str) -> None:
         """Wait out the backoff; a replica that is given up waits for its end to be ordered."""

@@ -41,3 +41,8 @@ def spare_seats_of(spec: ReplicaSpec) -> int:
     """Return how many seats a replica's engine has beyond `sequences_max`."""
     driver = DRIVERS.get(spec.engine.driver)
     return driver.spare_seats(spec.engine.options) if driver is not None else 0
+
+
+def version_of(driver: str) -> str:
+    """Return the installed version of an engine, "" if it is unknown. Blocks."""
+    return DRIVERS[driver].version() if driver in DRIVERS else ""

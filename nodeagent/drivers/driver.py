@@ -180,6 +180,10 @@ class EngineDriver(ABC):
     def missing(self) -> str:
         """Return what the engine lacks on this node, or "" if it can start. Blocks."""
 
+    def version(self) -> str:
+        """Return the engine's installed version, "" if it is unknown. Blocks."""
+        return ""
+
     @abstractmethod
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """Return the process to start. Raises UnknownOption."""

@@ -53,6 +53,10 @@ class SglangDriver(EngineDriver):
         """Return an error message if SGLang is not installed, or of another version, else ""."""
         return installed_version.package_problem("sglang", VERSIONS)
 
+    def version(self) -> str:
+        """Return the engine's installed version, "" if it is unknown."""
+        return installed_version.package_version("sglang")
+
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """Return the server's command, with tensor parallelism over the replica's devices."""
         spec = launch.spec

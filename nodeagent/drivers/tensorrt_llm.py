@@ -56,6 +56,10 @@ class TensorRtLlmDriver(EngineDriver):
         """Return an error message if trtllm-serve is not installed, or too old, else ""."""
         return installed_version.problem("trtllm-serve", VERSIONS, "tensorrt_llm")
 
+    def version(self) -> str:
+        """Return the engine's installed version, "" if it is unknown."""
+        return installed_version.program_version("trtllm-serve", "tensorrt_llm")
+
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """Return the server's command, split by tensor and pipeline parallelism."""
         spec = launch.spec

@@ -98,6 +98,10 @@ class VllmDriver(EngineDriver):
         """Return an error message if vLLM is not installed, or is too old, else ""."""
         return installed_version.problem("vllm", VERSIONS)
 
+    def version(self) -> str:
+        """Return the engine's installed version, "" if it is unknown."""
+        return installed_version.program_version("vllm")
+
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """Return the server's command, split by tensor, pipeline and data parallelism."""
         spec = launch.spec
