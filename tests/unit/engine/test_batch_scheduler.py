@@ -232,7 +232,7 @@ def test_no_sequence_is_preempted_for_blocks_that_others_use_too() -> None:
     tenants = {1: b"a", 2: b"a", 3: b"b"}
     params = {number: SchedulingParams(tenant=tenant) for number, tenant in tenants.items()}
     for number in (1, 2):
-        sharing = sequence(number, 128, 20)
+        sharing = sequence(number, 128, 14)
         sharing.scheduling = params[number]
         scheduler.submit(sharing)
         play(scheduler, scheduler.next_batch())
