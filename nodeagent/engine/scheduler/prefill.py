@@ -129,7 +129,10 @@ def admit_waiting(
         if victim is None:
             break
         queues.preempt(victim)
-        tokens_max += _remove_chunks(victim, decodes) + _remove_chunks(victim, prefills)
+        decoded = _remove_chunks(victim, decodes)
+        # Decodes that yield to these prompts take none of the step's tokens.
+        tokens_max += 0 if skip_yielding and victim.yields else decoded
+        tokens_max += _remove_chunks(victim, prefills)
 
 
 def _admit(queues: RunQueues, sequence: Sequence, prefill_token_s: float) -> bool:

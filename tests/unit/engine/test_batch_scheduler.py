@@ -8,7 +8,7 @@ from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.kvcache.swap_or_recompute import SwapOrRecompute
 from nodeagent.engine.scheduler.batch import Batch, BatchChunk, StepLimits
 from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
-from nodeagent.engine.scheduler.fair_queue import SchedulingParams
+from nodeagent.engine.scheduler.fair_queue import PRIORITY_LOWEST, SchedulingParams
 from nodeagent.engine.scheduler.sequence import FinishReason, Sequence, StopConditions
 
 BLOCKS = 8
@@ -224,6 +224,20 @@ def test_the_last_sequence_is_preempted_and_resumes() -> None:
         play(scheduler, scheduler.next_batch())
     assert young.output_tokens == 20
     assert scheduler.pool.used_blocks == 0
+
+
+def test_a_step_keeps_its_budget_where_a_prompt_preempts_a_sequence_that_yields() -> None:
+    """The decode that yielded anyway was given to the prompt a second time."""
+    scheduler = make(budget=3, sequences=1)
+    item = sequence(1, 2, 9)
+    item.scheduling = SchedulingParams(priority=PRIORITY_LOWEST)
+    scheduler.submit(item)
+    play(scheduler, scheduler.next_batch())
+    scheduler.submit(sequence(2, 20, 2))
+    batch = scheduler.next_batch()
+    assert [chunk.sequence.number for chunk in batch.chunks] == [2]
+    assert batch.tokens == 3
+    assert scheduler.queues.preemptions == 1
 
 
 def test_no_sequence_is_preempted_for_blocks_that_others_use_too() -> None:
