@@ -45,6 +45,7 @@ from nodeagent.api.store_relay import StoreRelay, dial_through
 from nodeagent.config import NodeConfig
 from nodeagent.decide.replicas.reconcile import is_same_spec
 from nodeagent.decide.requests.kv_quota import KvRateLimits
+from nodeagent.drivers import version_of
 from nodeagent.drivers.driver import StorePorts
 from nodeagent.host.artifacts.artifact_store import ArtifactStore
 from nodeagent.host.artifacts.link import TransferLink
@@ -55,6 +56,7 @@ from nodeagent.host.cache_salts import load_cache_salts
 from nodeagent.host.confinement import EngineConfinement, engine_confinement
 from nodeagent.host.devices import DeviceReader
 from nodeagent.host.engines.engine_process import EngineProcesses
+from nodeagent.host.memory_peaks import MemoryPeaks
 from nodeagent.host.store_master import StoreMaster
 from nodeagent.loops.converge import ConvergeJob
 from nodeagent.loops.delete_idle_adapters import DeleteIdleAdapters
@@ -170,6 +172,7 @@ def _supervisor(
         device_budgets=node.device_budgets,
         memory_used=node.devices.used_by,
         device_memory=node.devices.memory,
+        memory_peaks=MemoryPeaks(config.state, version_of),
     )
 
 

@@ -25,11 +25,12 @@ from nodeagent.decide.replicas import health
 from nodeagent.decide.replicas.backoff import retry_delay_s
 from nodeagent.decide.replicas.health import OBSERVE_INTERVAL_S
 from nodeagent.decide.replicas.replica import ReplicaEvent
-from nodeagent.decide.replicas.start_memory import (
+from nodeagent.decide.replicas.start_lack import (
     WAIT_MAX_S,
-    lacks_memory,
+    StartLack,
+    descriptor_lack,
     may_start,
-    memory_wait_reason,
+    memory_lack,
 )
 from nodeagent.drivers.driver import DeviceMemory, UnknownOption
 from nodeagent.host.artifacts.artifact_store import ArtifactStore
@@ -42,15 +43,13 @@ from nodeagent.host.engines.engine_record import EngineRecord
 from nodeagent.host.engines.leader_watch import LeaderWatch
 from nodeagent.host.engines.open_session import lacks_descriptors
 from nodeagent.host.memory_guard import MemoryGuard, RunningReplica
+from nodeagent.host.memory_peaks import MemoryPeaks
 from nodeagent.managed_replica import ManagedReplica
 
 log = logging.getLogger(__name__)
 
-MEMORY_POLL_S: Final = 1.0
-"""How often the free memory of devices is read while a replica waits for it."""
-
-DESCRIPTORS_RETRY_S: Final = 5.0
-"""How long a start waits for file descriptors that other work of the agent frees."""
+RESOURCE_POLL_S: Final = 1.0
+"""How often a replica that lacks memory or descriptors is looked at."""
 
 
 async def no_budgets() -> Mapping[DeviceId, int]:
@@ -73,12 +72,14 @@ class Supervisor:
         device_budgets: Callable[[], Awaitable[Mapping[DeviceId, int]]] = no_budgets,
         memory_used: Callable[[int, Sequence[DeviceId]], int] = lambda _leader, _devices: 0,
         device_memory: Callable[[Sequence[DeviceId]], DeviceMemory | None] = lambda _: None,
+        memory_peaks: MemoryPeaks | None = None,
     ) -> None:
         """`device_budgets` returns the bytes of each device that replicas may take, `memory_used`
         what a process group takes of one of some devices, and `device_memory` the memory of the
-        smallest of them; `memory_used` may block."""
+        smallest of them; `memory_used` may block. `memory_peaks` are those of earlier replicas."""
         self._memory_guard = MemoryGuard(device_memory, memory_used)
         self._memory_used, self._device_memory = memory_used, device_memory
+        self._memory_peaks = memory_peaks
         self.awake = AwakeMemory(device_budgets, clock)
         self.replicas: dict[ReplicaId, ManagedReplica] = {}
         self.handoffs_in_progress = 0
@@ -181,16 +182,15 @@ class Supervisor:
     async def _run_replica(self, replica: ManagedReplica) -> None:
         """Main path of a replica: run its engine, restart it after failures, drain it, stop it."""
         try:
+            if self._memory_peaks is not None:
+                peak = await asyncio.to_thread(self._memory_peaks.peak_bytes, replica.spec)
+                replica.note_memory(peak)
             while not replica.end_ordered.is_set():
                 problem = await self._run_engine(replica)
                 self._on_change()
                 if replica.end_ordered.is_set():
                     break
-                is_lack = replica.was_starting and (
-                    await self._wait_for_descriptors(replica, problem)
-                    or await self._wait_for_memory(replica, problem)
-                )
-                if not is_lack:
+                if not (replica.was_starting and await self._wait_for_resource(replica, problem)):
                     await self._wait_to_retry(replica, problem)
             await self._drain(replica)
         finally:
@@ -321,6 +321,8 @@ class Supervisor:
         """Record the most memory that the engine's processes were seen to take of one device."""
         used = await asyncio.to_thread(self._memory_used, engine.pid, replica.spec.device_ids)
         replica.note_memory(used)
+        if self._memory_peaks is not None:
+            await asyncio.to_thread(self._memory_peaks.note, replica.spec, used)
 
     async def _wait_to_retry(self, replica: ManagedReplica, problem: str) -> None:
         """Wait out the backoff; a replica that is given up waits for its end to be ordered."""
@@ -335,55 +337,39 @@ class Supervisor:
             async with asyncio.timeout(delay_s):
                 await replica.end_ordered.wait()
 
-    async def _wait_for_descriptors(self, replica: ManagedReplica, problem: str) -> bool:
-        """Wait before a start that failed because the agent had no free file descriptor is retried.
+    async def _wait_for_resource(self, replica: ManagedReplica, problem: str) -> bool:
+        """Wait until a replica whose start lacked memory or a descriptor may start again.
 
-        That is no failure of the replica's version. It is given up after long, because other nodes
-        may have some. Returns False at once if its start failed for another reason.
+        That is no failure of its version. It is given up after long, because other nodes may have
+        what it lacks. Returns False at once if its start failed for another reason.
         """
-        if not replica.lacked_descriptors:
-            return False
-        now_s = self._clock()
-        if now_s - replica.note_wait(now_s) >= WAIT_MAX_S:
-            await self._give_up(
-                replica, f"no free file descriptor for {WAIT_MAX_S:.0f} s: {problem}"
-            )
-            return True
-        replica.reason = f"waits for a free file descriptor of the agent: {problem}"
-        self._on_change()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(DESCRIPTORS_RETRY_S):
-                await replica.end_ordered.wait()
-        return True
-
-    async def _wait_for_memory(self, replica: ManagedReplica, problem: str) -> bool:
-        """Wait until a replica that lacked memory may start again; give it up after long.
-
-        Returns False at once if its start failed for another reason.
-        """
-        failed_s, planned_bytes = self._clock(), replica.spec.memory_bytes
-        free_bytes = await self._free_bytes(replica)
-        if replica.end_ordered.is_set():
-            return True
-        if not lacks_memory(problem, free_bytes, planned_bytes):
-            return False
+        failed_s = self._clock()
+        lack = await self._start_lack(replica, problem)
+        if lack is None or replica.end_ordered.is_set():
+            return replica.end_ordered.is_set()
         since_s = replica.note_wait(failed_s)
-        replica.reason = memory_wait_reason(
-            replica.spec.device_ids, free_bytes, planned_bytes, problem
-        )
+        replica.reason = lack.reason
         self._on_change()
         while not replica.end_ordered.is_set():
             now_s = self._clock()
-            if may_start(free_bytes, planned_bytes, now_s - failed_s):
+            free_bytes = await self._free_bytes(replica) if lack.needed_bytes else 0
+            if may_start(lack, free_bytes, now_s - failed_s):
                 return True
             if now_s - since_s >= WAIT_MAX_S:
-                await self._give_up(replica, f"no memory for {WAIT_MAX_S:.0f} s: {problem}")
+                reason = f"no {lack.resource} for {WAIT_MAX_S:.0f} s: {problem}"
+                await self._give_up(replica, reason)
                 return True
             with suppress(TimeoutError):
-                async with asyncio.timeout(MEMORY_POLL_S):
+                async with asyncio.timeout(RESOURCE_POLL_S):
                     await replica.end_ordered.wait()
-            free_bytes = await self._free_bytes(replica)
         return True
+
+    async def _start_lack(self, replica: ManagedReplica, problem: str) -> StartLack | None:
+        """Return what a replica's start lacked; None if it failed for another reason."""
+        if replica.lacked_descriptors:
+            return descriptor_lack(problem)
+        spec, free_bytes = replica.spec, await self._free_bytes(replica)
+        return memory_lack(spec.device_ids, free_bytes, spec.memory_bytes, problem)
 
     async def _free_bytes(self, replica: ManagedReplica) -> int:
         """Return the memory that is free on each of a replica's devices; as planned if unknown."""

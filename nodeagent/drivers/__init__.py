@@ -3,9 +3,8 @@
 from typing import Final
 
 from isochrone.wire.peers.assignment import ReplicaSpec
-from nodeagent.decide.requests.seats import spare_seats
 from nodeagent.drivers.command import CommandDriver
-from nodeagent.drivers.driver import EngineDriver
+from nodeagent.drivers.driver import EngineDriver, given_number
 from nodeagent.drivers.embedded import EmbeddedDriver
 from nodeagent.drivers.llama_cpp import LlamaCppDriver
 from nodeagent.drivers.mock import MockDriver
@@ -29,10 +28,7 @@ def sequences_max(spec: ReplicaSpec) -> int:
     driver = DRIVERS.get(spec.engine.driver)
     if driver is None:
         return 0
-    limit = spec.engine.options.get(driver.sequences_option, "")
-    # The driver itself refuses to start with any other value.
-    is_number = limit.isascii() and limit.isdigit() and len(limit) <= 9
-    return int(limit) if is_number else driver.sequences_default
+    return given_number(spec.engine.options, driver.sequences_option) or driver.sequences_default
 
 
 def is_queue_fair(spec: ReplicaSpec) -> bool:
@@ -43,5 +39,10 @@ def is_queue_fair(spec: ReplicaSpec) -> bool:
 
 def spare_seats_of(spec: ReplicaSpec) -> int:
     """Return how many seats a replica's engine has beyond `sequences_max`."""
-    driver, seats = DRIVERS.get(spec.engine.driver), sequences_max(spec)
-    return spare_seats(seats) if seats and driver is not None and driver.has_spare_seats else 0
+    driver = DRIVERS.get(spec.engine.driver)
+    return driver.spare_seats(spec.engine.options) if driver is not None else 0
+
+
+def version_of(driver: str) -> str:
+    """Return the installed version of an engine, "" if it is unknown. Blocks."""
+    return DRIVERS[driver].version() if driver in DRIVERS else ""

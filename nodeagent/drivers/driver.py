@@ -22,7 +22,6 @@ from isochrone.wire.http.json_body import check_json_body
 from isochrone.wire.kv.kv_store import sharing_problem
 from isochrone.wire.kv.kv_transfer import KvAddress
 from isochrone.wire.peers.assignment import ReplicaSpec
-from nodeagent.decide.requests.seats import spare_seats
 from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.drivers.guided_decoding import GuidedDecoding, with_guided_decoding
 from nodeagent.drivers.handshake import Handshake
@@ -167,8 +166,6 @@ class EngineDriver(ABC):
     is_queue_fair: bool = False
     """Whether the engine's own queue is fair between tenants."""
 
-    has_spare_seats: bool = False
-    """Whether it is started with more seats than `sequences_option` says (requests/seats.py)."""
     load_adapter_path: str = ""
     unload_adapter_path: str = ""
     """Paths that load a LoRA adapter into the running engine and forget it, as vLLM's; "" if it
@@ -183,6 +180,10 @@ class EngineDriver(ABC):
     def missing(self) -> str:
         """Return what the engine lacks on this node, or "" if it can start. Blocks."""
 
+    def version(self) -> str:
+        """Return the engine's installed version, "" if it is unknown. Blocks."""
+        return ""
+
     @abstractmethod
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """Return the process to start. Raises UnknownOption."""
@@ -190,6 +191,10 @@ class EngineDriver(ABC):
     def handshake(self, spec: ReplicaSpec) -> Handshake | None:
         """Return the engine's own protocol for sending KV; None if it has, or uses, none."""
         return None
+
+    def spare_seats(self, options: Mapping[str, str]) -> int:
+        """Return how many seats it has beyond its `sequences_option` (requests/seats.py)."""
+        return 0
 
     def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
         """Return the fields of a request body that the agent sets, replacing the client's.
@@ -239,12 +244,20 @@ def check_options(spec: ReplicaSpec) -> None:
         raise UnknownOption(f"cannot start {spec.engine.driver}: {problem}")
 
 
-def with_spare_seats(options: Mapping[str, str], name: str) -> dict[str, str]:
-    """Return the options with the spare seats added to the limit of concurrent sequences `name`."""
-    seats = options.get(name, "")
-    if not seats.isascii() or not seats.isdigit() or not int(seats):
+def given_number(options: Mapping[str, str], name: str) -> int:
+    """Return the whole number that an option is given; 0 if it is given none."""
+    text = options.get(name, "")
+    # The driver itself refuses to start with any other value.
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
+
+
+def with_spare_seats(driver: EngineDriver, options: Mapping[str, str]) -> dict[str, str]:
+    """Return the options with the spare seats added to the limit of concurrent sequences."""
+    spare = driver.spare_seats(options)
+    if not spare:
         return dict(options)
-    return {**options, name: str(int(seats) + spare_seats(int(seats)))}
+    name = driver.sequences_option
+    return {**options, name: str(given_number(options, name) + spare)}
 
 
 def body_for(command: EngineCommand, body: bytes, values: Mapping[str, Any]) -> bytes:
@@ -351,7 +364,8 @@ def _strict(tools: Any) -> Any:
 def visible_devices(spec: ReplicaSpec) -> dict[str, str]:
     """Return the environment that limits an engine to the replica's GPUs."""
     gpus = [device.removeprefix("gpu") for device in spec.device_ids if device != "cpu"]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    # NVML numbers GPUs by their bus. CUDA's own order begins with the fastest one.
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def cpu_threads(launch: EngineLaunch) -> dict[str, str]:

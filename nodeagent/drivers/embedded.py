@@ -5,10 +5,12 @@ from typing import Final
 
 import msgspec
 
+from isochrone import __version__
 from isochrone.wire.engines.engine import EngineConfig, EngineStats, KvStorePlace
 from isochrone.wire.engines.engine_options import ENGINE_OPTIONS
 from isochrone.wire.http import headers
 from isochrone.wire.kv.kv_store import uses_kv_store
+from nodeagent.drivers import installed_version
 from nodeagent.drivers.driver import (
     LOAD_ADAPTER_PATH,
     TOKENIZE_PATH,
@@ -54,6 +56,10 @@ class EmbeddedDriver(EngineDriver):
     def missing(self) -> str:
         """Return an error message if torch is not installed, else ""."""
         return missing_package("torch")
+
+    def version(self) -> str:
+        """Return the version of this release and of torch."""
+        return f"{__version__} {installed_version.package_version('torch')}"
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """Return the engine's command and its config file; it listens on a socket in its folder."""

@@ -58,23 +58,32 @@ CALL_FORMATS: Final[Mapping[str, CallFormat]] = {
         before_arguments="<|tool_call_argument_begin|>",
         end="<|tool_call_end|>",
     ),
-    "deepseekv3": CallFormat(
-        opening="<｜tool▁calls▁begin｜>",
-        trigger="<｜tool▁call▁begin｜>",
-        begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-        after_name="\n```json\n",
-        end="\n```<｜tool▁call▁end｜>",
+    **dict.fromkeys(
+        ("deepseekv3", "deepseek_v3"),
+        CallFormat(
+            opening="<｜tool▁calls▁begin｜>",
+            trigger="<｜tool▁call▁begin｜>",
+            begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+            after_name="\n```json\n",
+            end="\n```<｜tool▁call▁end｜>",
+        ),
     ),
-    "deepseekv3.1": CallFormat(
-        opening="<｜tool▁calls▁begin｜>",
-        trigger="<｜tool▁call▁begin｜>",
-        begin="<｜tool▁call▁begin｜>",
-        after_name="<｜tool▁sep｜>",
-        end="<｜tool▁call▁end｜>",
+    **dict.fromkeys(
+        ("deepseekv3.1", "deepseek_v31"),
+        CallFormat(
+            opening="<｜tool▁calls▁begin｜>",
+            trigger="<｜tool▁call▁begin｜>",
+            begin="<｜tool▁call▁begin｜>",
+            after_name="<｜tool▁sep｜>",
+            end="<｜tool▁call▁end｜>",
+        ),
     ),
 }
 """The formats that TensorRT-LLM's parsers read and whose arguments are JSON, by the parser's name
-(tensorrt_llm/serve/tool_parser). Others do not write JSON."""
+(tensorrt_llm/serve/tool_parser); those for DeepSeek have their second name in versions after 1.2.
+Others do not write JSON. A grammar could hold the tags of `qwen3_coder`, but its parser reads the
+values by rules of its own: whatever the schema says, 1.2 makes a number of a text of digits, and
+later versions make none of the text `null`."""
 
 ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object", "additionalProperties": True}
 """The arguments of a function that is not strict, or that has no `parameters`."""

@@ -8,6 +8,7 @@ which would take seconds.
 import re
 import shutil
 import subprocess
+from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -35,11 +36,18 @@ class VersionRange(NamedTuple):
         return ""
 
 
+def package_version(package: str) -> str:
+    """Return the version of a package of the agent's own environment, "" if it has none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def package_problem(package: str, versions: VersionRange) -> str:
     """Return why a package of the agent's own environment cannot be used, or ""."""
-    try:
-        version = metadata.version(package)
-    except metadata.PackageNotFoundError:
+    version = package_version(package)
+    if not version:
         return f"{package} is not installed in the agent's environment"
     problem = versions.problem(version)
     return f"{package} {version} {problem}" if problem else ""
@@ -63,6 +71,15 @@ def problem(program: str, versions: VersionRange, package: str = "") -> str:
         return f"{program} at {found} cannot start: {error}"
     problem = versions.problem(version) if version else ""
     return f"{program} {version} at {found} {problem}" if problem else ""
+
+
+def program_version(program: str, package: str = "") -> str:
+    """Return the version of `program`, "" if it cannot be told. Blocks."""
+    found = shutil.which(program)
+    with suppress(CannotStart, OSError):
+        if found is not None:
+            return _version(package or program, found, Path(found).stat().st_mtime_ns)
+    return ""
 
 
 @lru_cache(maxsize=16)

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -88,6 +89,13 @@ class LlamaCppDriver(EngineDriver):
             return _problem(found, Path(found).stat().st_mtime_ns)
         except OSError as error:
             return f"{PROGRAM} at {found} cannot start: {error}"
+
+    def version(self) -> str:
+        """Return when the program was installed: releases have numbers of builds only."""
+        found = shutil.which(PROGRAM)
+        with suppress(OSError):
+            return str(Path(found).stat().st_mtime_ns) if found is not None else ""
+        return ""
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """Return the server's command. Raises UnknownOption."""

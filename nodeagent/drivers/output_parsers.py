@@ -118,13 +118,13 @@ FORMATS: Final = (
         marks=("<function=", "<parameter="),
         vllm=OutputParsers("qwen3_coder", "qwen3"),
         sglang=OutputParsers("qwen3_coder", "qwen3"),
+        tensorrt_llm=OutputParsers("qwen3_coder"),
     ),
     # Hermes, Qwen2.5 and Qwen3
     OutputFormat(
         marks=("<tool_call>",),
         vllm=OutputParsers("hermes", "qwen3"),
         sglang=OutputParsers("qwen", "qwen3"),
-        # The one tool parser of its first version with tools.
         tensorrt_llm=OutputParsers("qwen3"),
     ),
     OutputFormat(
@@ -147,7 +147,7 @@ FORMATS: Final = (
     ),
 )
 """The first one that fits a model counts. The names are those of vLLM 0.32, SGLang 0.5.23 and
-TensorRT-LLM 1.2."""
+TensorRT-LLM 1.2; later versions have other names of its parsers for DeepSeek."""
 
 
 def with_parsers(engine: str, options: Mapping[str, str], model_path: Path) -> dict[str, str]:

@@ -2,12 +2,14 @@
 
 import secrets
 import sys
+from collections.abc import Mapping
 from typing import Any, Final
 
 from isochrone.wire.engines.engine import EngineStats
 from isochrone.wire.http import headers
 from isochrone.wire.kv.kv_transfer import KvAddress
 from isochrone.wire.peers.assignment import ReplicaSpec, Role
+from nodeagent.decide.requests.seats import spare_seats
 from nodeagent.drivers import installed_version
 from nodeagent.drivers.driver import (
     CHAT_PATH,
@@ -17,6 +19,7 @@ from nodeagent.drivers.driver import (
     EngineLaunch,
     check_options,
     flags,
+    given_number,
     read_prometheus,
     visible_devices,
     with_spare_seats,
@@ -45,11 +48,14 @@ class SglangDriver(EngineDriver):
     resumes = headers.INEXACT
     salted_paths = frozenset({CHAT_PATH, COMPLETIONS_PATH})
     sequences_option = "max_running_requests"
-    has_spare_seats = True
 
     def missing(self) -> str:
         """Return an error message if SGLang is not installed, or of another version, else ""."""
         return installed_version.package_problem("sglang", VERSIONS)
+
+    def version(self) -> str:
+        """Return the engine's installed version, "" if it is unknown."""
+        return installed_version.package_version("sglang")
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """Return the server's command, with tensor parallelism over the replica's devices."""
@@ -57,7 +63,7 @@ class SglangDriver(EngineDriver):
         check_options(spec)
         nodes = spec.group.nodes if spec.group else 1
         options = with_spare_seats(
-            with_parsers("sglang", spec.engine.options, launch.model_path), self.sequences_option
+            self, with_parsers("sglang", spec.engine.options, launch.model_path)
         )
         if not _is_split(spec):
             options = {name: options[name] for name in options if name not in TRANSFER_OPTIONS}
@@ -90,6 +96,10 @@ class SglangDriver(EngineDriver):
     def handshake(self, spec: ReplicaSpec) -> Handshake | None:
         """Return the protocol of a replica that was started for one phase."""
         return HANDSHAKE if _is_split(spec) else None
+
+    def spare_seats(self, options: Mapping[str, str]) -> int:
+        """Return the spare seats for its limit of requests."""
+        return spare_seats(given_number(options, self.sequences_option))
 
     def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
         """Return the salt."""

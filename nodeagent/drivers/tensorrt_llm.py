@@ -13,6 +13,7 @@ from nodeagent.drivers.driver import (
     UnknownOption,
     check_options,
     flags,
+    given_number,
     read_prometheus,
     require_one_node,
     visible_devices,
@@ -36,6 +37,7 @@ VERSIONS: Final = VersionRange(first=(1, 2), before=(2, 0))
 """1.1 has no `--tool_parser`. tests/engines/tensorrt_llm_options.json has the options of both."""
 
 
+STAGES_OPTION: Final = "pp_size"
 TOOLS_OPTION: Final = "tool_parser"
 """Without a parser a model's calls stay in the text of its answers."""
 BACKEND_OPTION: Final = "cache_transceiver_backend"
@@ -54,8 +56,12 @@ class TensorRtLlmDriver(EngineDriver):
         """Return an error message if trtllm-serve is not installed, or too old, else ""."""
         return installed_version.problem("trtllm-serve", VERSIONS, "tensorrt_llm")
 
+    def version(self) -> str:
+        """Return the engine's installed version, "" if it is unknown."""
+        return installed_version.program_version("trtllm-serve", "tensorrt_llm")
+
     def command(self, launch: EngineLaunch) -> EngineCommand:
-        """Return the server's command, with tensor parallelism over the replica's devices."""
+        """Return the server's command, split by tensor and pipeline parallelism."""
         spec = launch.spec
         check_options(spec)
         require_one_node(
@@ -76,7 +82,7 @@ class TensorRtLlmDriver(EngineDriver):
                 *("trtllm-serve", "serve", str(launch.model_path)),
                 *("--host", "127.0.0.1", "--port", str(launch.port)),
                 *("--max_seq_len", str(spec.context_tokens)),
-                *("--tp_size", str(len(spec.device_ids))),
+                *("--tp_size", str(_tensor_parallel(spec))),
                 *("--extra_llm_api_options", str(launch.folder / "extra.yaml")),
                 *flags("tensorrt_llm", options, separator="_"),
             ),
@@ -119,6 +125,17 @@ class TensorRtLlmDriver(EngineDriver):
             # No counter moves before a request ends. The KV cache use moves block by block.
             steps_total=finished + int(used * 1_000_000),
         )
+
+
+def _tensor_parallel(spec: ReplicaSpec) -> int:
+    """Return into how many parts each stage is split. Raises UnknownOption."""
+    devices, stages = len(spec.device_ids), given_number(spec.engine.options, STAGES_OPTION) or 1
+    if devices % stages:
+        raise UnknownOption(
+            f"cannot use {STAGES_OPTION} {stages} with {devices} devices: it must divide their"
+            " number"
+        )
+    return devices // stages
 
 
 def _transfer_config(role: Role, backend: str) -> bytes:

@@ -4,13 +4,13 @@ import json
 import os
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from isochrone.wire.engines.engine import EngineStats
 from isochrone.wire.engines.engine_capabilities import sleep_problem_on
-from isochrone.wire.engines.engine_options import TRUE
+from isochrone.wire.engines.engine_options import TRUE, read_size
 from isochrone.wire.http import headers
 from isochrone.wire.kv.kv_store import (
     STORE_BUFFER_BYTES,
@@ -20,6 +20,7 @@ from isochrone.wire.kv.kv_store import (
 )
 from isochrone.wire.kv.kv_transfer import KvAddress
 from isochrone.wire.peers.assignment import ReplicaSpec
+from nodeagent.decide.requests.seats import spare_seats
 from nodeagent.drivers import installed_version
 from nodeagent.drivers.driver import (
     CHAT_PATH,
@@ -34,6 +35,7 @@ from nodeagent.drivers.driver import (
     check_options,
     cpu_threads,
     flags,
+    given_number,
     read_prometheus,
     require_store_ports,
     visible_devices,
@@ -47,6 +49,8 @@ SORTED_QUEUE: Final = ("--scheduling-policy", "priority")
 BINDING: Final = "VLLM_CPU_OMP_THREADS_BIND"
 TRACES_OPTION: Final = "otlp_traces_endpoint"
 STAGES_OPTION: Final = "pipeline_parallel_size"
+COPIES_OPTION: Final = "data_parallel_size"
+STEP_TOKENS_OPTION: Final = "max_num_batched_tokens"
 MEMORY_OPTIONS: Final = frozenset({"kv_cache_memory_bytes", "gpu_memory_utilization"})
 VERSIONS: Final = VersionRange(first=(0, 11), before=(1, 0))
 """0.11 is the first version with `--kv-cache-memory-bytes` and `--nnodes`. Tested with 0.32."""
@@ -84,7 +88,6 @@ class VllmDriver(EngineDriver):
     tokenize_path = TOKENIZE_PATH
     salted_paths = frozenset({CHAT_PATH, COMPLETIONS_PATH})
     sequences_option = "max_num_seqs"
-    has_spare_seats = True
     load_adapter_path = LOAD_ADAPTER_PATH
     unload_adapter_path = UNLOAD_ADAPTER_PATH
     sleep_path = "/sleep?level=1"
@@ -95,8 +98,12 @@ class VllmDriver(EngineDriver):
         """Return an error message if vLLM is not installed, or is too old, else ""."""
         return installed_version.problem("vllm", VERSIONS)
 
+    def version(self) -> str:
+        """Return the engine's installed version, "" if it is unknown."""
+        return installed_version.program_version("vllm")
+
     def command(self, launch: EngineLaunch) -> EngineCommand:
-        """Return the server's command, split by tensor and pipeline parallelism."""
+        """Return the server's command, split by tensor, pipeline and data parallelism."""
         spec = launch.spec
         check_options(spec)
         problem = sleep_problem_on(spec.engine, spec.device_ids[0])
@@ -105,7 +112,7 @@ class VllmDriver(EngineDriver):
         chosen = with_parsers("vllm", spec.engine.options, launch.model_path)
         defaults = {"scheduling_policy": "priority", **_device_options(spec)}
         options = {**defaults, **_memory_options(launch), **chosen}
-        options = with_spare_seats(options, self.sequences_option)
+        options = with_spare_seats(self, options)
         connector = options.pop(CONNECTOR_OPTION, "")
         options.pop(STORE_BYTES_OPTION, None)
         shares_kv = uses_kv_store(spec.engine)
@@ -119,9 +126,8 @@ class VllmDriver(EngineDriver):
         # Engines exchange KV only if their models' paths are the same (NIXL's compatibility hash),
         # and the names of blocks in a store begin with the last part of that path.
         link = f"model-{spec.artifact.digest[:16]}" if connector or shares_kv else ""
-        pipeline = _pipeline_stages(spec)
+        split = _device_split(spec)
         options.pop(STAGES_OPTION, None)
-        devices = len(spec.device_ids) * (spec.group.nodes if spec.group else 1)
         can_sleep = options.get("enable_sleep_mode", "false").lower() in TRUE
         return EngineCommand(
             arguments=(
@@ -129,8 +135,8 @@ class VllmDriver(EngineDriver):
                 *(("--host", "127.0.0.1", "--port", str(launch.port)) if spec.leads else ()),
                 *("--served-model-name", spec.name),
                 *("--max-model-len", str(spec.context_tokens)),
-                *("--tensor-parallel-size", str(devices // pipeline)),
-                *("--pipeline-parallel-size", str(pipeline)),
+                *("--tensor-parallel-size", str(split.tensor)),
+                *("--pipeline-parallel-size", str(split.pipeline)),
                 *_multi_node_flags(spec),
                 # Adds cached_tokens to every usage, from which routers learn cache hits.
                 "--enable-prompt-tokens-details",
@@ -160,6 +166,13 @@ class VllmDriver(EngineDriver):
     def handshake(self, spec: ReplicaSpec) -> Handshake | None:
         """Return the protocol of the connector that the deployment names."""
         return HANDSHAKES.get(spec.engine.options.get(CONNECTOR_OPTION, ""))
+
+    def spare_seats(self, options: Mapping[str, str]) -> int:
+        """Return the spare seats: vLLM does not start with more sequences than tokens of a step."""
+        seats = given_number(options, self.sequences_option)
+        tokens = read_size(options.get(STEP_TOKENS_OPTION, ""))
+        spare = spare_seats(seats)
+        return min(spare, max(0, tokens - seats)) if tokens else spare
 
     def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
         """Return the salt and the priority: its queue is in ascending order, with 0 the default."""
@@ -357,29 +370,37 @@ def _memory_options(launch: EngineLaunch) -> dict[str, str]:
     return options
 
 
-def _pipeline_stages(spec: ReplicaSpec) -> int:
-    """Return the number of pipeline stages: the deployment's option, else one per node.
+class DeviceSplit(NamedTuple):
+    """Into how many parts a model's layers and its stages are split."""
 
-    On CPUs it is 1, and heads are split over the nodes: vLLM's workers there fail with an assertion
-    at the first request of a pipeline. Raises UnknownOption if the devices or nodes cannot be
-    divided by it.
+    tensor: int
+    pipeline: int
+
+
+def _device_split(spec: ReplicaSpec) -> DeviceSplit:
+    """Return the split of each copy of the model: the deployment's stages, else one per node.
+
+    On CPUs there is one stage, and heads are split over the nodes: vLLM's workers there fail with
+    an assertion at the first request of a pipeline. Raises UnknownOption if the devices or nodes
+    cannot be divided.
     """
     nodes = spec.group.nodes if spec.group else 1
-    stages = spec.engine.options.get(STAGES_OPTION, "")
-    devices = len(spec.device_ids) * nodes
+    options, devices = spec.engine.options, len(spec.device_ids) * nodes
+    stages = given_number(options, STAGES_OPTION)
     if spec.device_ids == ("cpu",):
-        if stages not in ("", "1"):
+        if stages > 1:
             raise UnknownOption(
                 f"cannot use {STAGES_OPTION} {stages} on a CPU: vLLM has none there"
             )
-        return 1
-    count = int(stages) if stages else nodes
-    if devices % count or count % nodes:
+        return DeviceSplit(devices, 1)
+    stages, copies = stages or nodes, given_number(options, COPIES_OPTION) or 1
+    if devices % (stages * copies) or stages % nodes:
         raise UnknownOption(
-            f"cannot use {STAGES_OPTION} {count} with {devices} devices on {nodes} nodes: it must "
-            "divide the number of devices and be a multiple of the number of nodes"
+            f"cannot use {STAGES_OPTION} {stages} and {COPIES_OPTION} {copies} with {devices}"
+            f" devices on {nodes} nodes: their product must divide the number of devices, and the"
+            " stages be a multiple of the number of nodes"
         )
-    return count
+    return DeviceSplit(devices // (stages * copies), stages)
 
 
 def _multi_node_flags(spec: ReplicaSpec) -> tuple[str, ...]:

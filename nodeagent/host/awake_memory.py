@@ -30,6 +30,7 @@ from nodeagent.decide.replicas.sleep import (
     WakePlan,
     late_after_s,
     plan_wake,
+    sleep_limit_s,
     waiting_reason,
     wake_limit_s,
 )
@@ -370,7 +371,8 @@ class AwakeMemory:
         outcome = SleepOutcome.FAILED
         try:
             if resident.engine is not None:
-                outcome = await resident.engine.fall_asleep()
+                limit_s = sleep_limit_s(resident.spec.artifact.size_bytes)
+                outcome = await resident.engine.fall_asleep(limit_s)
         finally:
             resident.switch_due_s = None
             self._changed.set()
@@ -391,7 +393,8 @@ class AwakeMemory:
         outcome = WakeOutcome.FAILED
         try:
             if resident.engine is not None:
-                limit_s = wake_limit_s(resident.wake_s, resident.start_s)
+                weights_bytes = resident.spec.artifact.size_bytes
+                limit_s = wake_limit_s(resident.wake_s, resident.start_s, weights_bytes)
                 outcome = await resident.engine.wake_up(limit_s)
         finally:
             resident.switch_due_s = None

@@ -13,8 +13,8 @@ WAKE_S_UNKNOWN: Final = 0.5
 class SleepingEngine(Protocol):
     """An engine that can drop its model and load it again."""
 
-    async def fall_asleep(self) -> SleepOutcome:
-        """Drop the model."""
+    async def fall_asleep(self, timeout_s: float) -> SleepOutcome:
+        """Drop the model, in at most this time."""
         ...
 
     async def wake_up(self, timeout_s: float) -> WakeOutcome:

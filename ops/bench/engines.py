@@ -211,7 +211,7 @@ class EngineTrial:
         took_ms = []
 
         async def falls_asleep() -> bool:
-            return await engine.fall_asleep() is SleepOutcome.ASLEEP
+            return await engine.fall_asleep(WAKE_LIMIT_MAX_S) is SleepOutcome.ASLEEP
 
         try:
             for _ in range(WAKES):

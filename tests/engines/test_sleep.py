@@ -45,7 +45,7 @@ async def test_a_model_that_slept_answers_as_before(
         assert before.status == 200, before.body
         awake_bytes = resident_bytes(engine)
         for _ in range(2):
-            assert await engine.fall_asleep() is SleepOutcome.ASLEEP
+            assert await engine.fall_asleep(60.0) is SleepOutcome.ASLEEP
             assert await engine.is_asleep()
             assert resident_bytes(engine) < awake_bytes - (50 << 20)
             assert await engine.wake_up(60.0) is WakeOutcome.AWAKE

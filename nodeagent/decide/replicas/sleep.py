@@ -29,8 +29,16 @@ DEMAND_HALF_LIFE_S: Final = 120.0
 YIELD_AFTER_S: Final = 1.0
 
 WAKE_LIMIT_MIN_S: Final = 10.0
-"""A wake that takes less never counts as failed: a busy machine may pause for seconds."""
+"""A wake may always take this long beside its reading: a busy machine may pause for seconds."""
+READ_BYTES_PER_S_MIN: Final = 250e6
+"""The slowest that a wake reads weights: a hard disk. Earlier wakes may have found them in memory,
+so they do not say how long the disk takes."""
+SLEEP_LIMIT_MIN_S: Final = 30.0
+"""The same for falling asleep: an engine may save its prefix cache first."""
+COPY_BYTES_PER_S_MIN: Final = 1e9
+"""The slowest that weights are copied to host memory, which is allocated and pinned meanwhile."""
 WAKE_LIMIT_MAX_S: Final = 120.0
+"""What earlier times say counts up to this limit."""
 WAKE_SLOWER_MAX: Final = 20
 """How many times as long as its earlier wakes a wake may take. From the disk it takes 4 times as
 long as from the page cache on a machine with a fast disk (ops/bench/overcommit.md)."""
@@ -66,13 +74,19 @@ class WakeOutcome(StrEnum):
     """The engine did not answer, or failed: what it holds is unknown."""
 
 
-def wake_limit_s(wake_s: float, start_s: float) -> float:
+def wake_limit_s(wake_s: float, start_s: float, weights_bytes: int) -> float:
     """Return how long a wake may take before it counts as failed.
 
     `wake_s` is how long earlier wakes of the engine took, and `start_s` its start; 0 if unknown.
     """
     expected_s = WAKE_SLOWER_MAX * wake_s or START_SLOWER_MAX * start_s or WAKE_LIMIT_MAX_S
-    return min(max(expected_s, WAKE_LIMIT_MIN_S), WAKE_LIMIT_MAX_S)
+    reading_s = weights_bytes / READ_BYTES_PER_S_MIN
+    return max(min(expected_s, WAKE_LIMIT_MAX_S), WAKE_LIMIT_MIN_S + reading_s)
+
+
+def sleep_limit_s(weights_bytes: int) -> float:
+    """Return how long an engine may take to fall asleep before that counts as failed."""
+    return SLEEP_LIMIT_MIN_S + weights_bytes / COPY_BYTES_PER_S_MIN
 
 
 def late_after_s(expected_s: float) -> float:

@@ -48,8 +48,8 @@ prompt is estimated to take."""
 
 
 def spare_seats(seats: int) -> int:
-    """Return how many seats an engine gets beyond those in its option."""
-    return max(1, int(SPARE_SHARE * seats))
+    """Return how many seats an engine gets beyond those in its option; 0 if it limits none."""
+    return max(1, int(SPARE_SHARE * seats)) if seats else 0
 
 
 class SeatRequest:

@@ -205,7 +205,11 @@ def _draw_sorted(
     tokens = order.gather(-1, index.minimum(keep - 1))
     if not is_whole:
         is_cut = _column([row.has_cuts for row in params], best, torch.bool)
-        tokens[(index >= keep) | (is_cut & (keep == count))] = -1
+        # top_p is a share of what top_k leaves, which is not known here.
+        is_share = _column(
+            [row.top_p < 1.0 and row.top_k > count for row in params], best, torch.bool
+        )
+        tokens[(index >= keep) | (is_cut & (keep == count)) | is_share] = -1
     drawn: list[int] = tokens[:, 0].tolist()
     rest = [row for row, token in enumerate(drawn) if token < 0]
     if rest:

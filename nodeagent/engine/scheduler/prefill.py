@@ -129,7 +129,10 @@ def admit_waiting(
         if victim is None:
             break
         queues.preempt(victim)
-        tokens_max += _remove_chunks(victim, decodes) + _remove_chunks(victim, prefills)
+        decoded = _remove_chunks(victim, decodes)
+        # Decodes that yield to these prompts take none of the step's tokens.
+        tokens_max += 0 if skip_yielding and victim.yields else decoded
+        tokens_max += _remove_chunks(victim, prefills)
 
 
 def _admit(queues: RunQueues, sequence: Sequence, prefill_token_s: float) -> bool:
@@ -162,7 +165,7 @@ def _choose_tenant_victim(queues: RunQueues, sequence: Sequence) -> Sequence | N
     if count < 2:
         return None
     victim = next(s for s in reversed(queues.running) if s.scheduling.tenant == tenant)
-    blocks = queues.blocks.pool.free_blocks + len(victim.blocks)
+    blocks = queues.blocks.pool.free_blocks + queues.blocks.own_blocks(victim)
     slots = queues.free_sequence_slots + sequence_count([victim])
     is_enough = blocks >= sequence.blocks_needed() and slots >= sequence_count([sequence])
     has_lower_priority = sequence.scheduling.priority < victim.scheduling.priority

@@ -120,6 +120,10 @@ class SequenceBlocks:
         fork.published_blocks = sequence.published_blocks
         fork.was_admitted = True
 
+    def own_blocks(self, sequence: Sequence) -> int:
+        """Return how many blocks become free if `sequence` releases its: no other one uses them."""
+        return sum(self.pool.reference_count(block) == 1 for block in sequence.blocks)
+
     def release(self, sequence: Sequence) -> None:
         """Return the blocks of `sequence` to the pool, and reset its progress."""
         # A sequence preempted in the step that admitted it needs no restores and no copies.

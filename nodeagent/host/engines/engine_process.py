@@ -72,7 +72,6 @@ TERM_TIMEOUT_S: Final = 10.0
 KILL_TIMEOUT_S: Final = 10.0
 PIDFD_RETRY_S: Final = 1.0
 PROBE_TIMEOUT_S: Final = 4.0
-SLEEP_TIMEOUT_S: Final = 30.0
 NO_MEMORY: Final = 429  # the embedded engine's answer to a wake if there is no memory for its model
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 
@@ -240,9 +239,9 @@ class EngineProcess:
             return 0, f"a test request was not answered within {timeout_s:g} s"
         return status, canary.problem(status, answer)
 
-    async def fall_asleep(self) -> SleepOutcome:
-        """Have the engine drop its model."""
-        status = await self._order(self._driver.sleep_path, SLEEP_TIMEOUT_S)
+    async def fall_asleep(self, timeout_s: float) -> SleepOutcome:
+        """Have the engine drop its model, in at most `timeout_s`."""
+        status = await self._order(self._driver.sleep_path, timeout_s)
         if 400 <= status < 500:
             return SleepOutcome.REFUSED
         return SleepOutcome.ASLEEP if status == OK else SleepOutcome.FAILED

@@ -9,7 +9,7 @@ import pytest
 from isochrone.wire.ids import DeviceId, Generation, ReplicaId
 from isochrone.wire.peers.assignment import Tombstone
 from isochrone.wire.peers.report import ReplicaState
-from nodeagent.decide.replicas import start_memory
+from nodeagent.decide.replicas import start_lack
 from nodeagent.decide.replicas.backoff import FAILURES_MAX
 from nodeagent.drivers.driver import DeviceMemory
 from tests.integration.nodeagent.test_data_plane import a_node
@@ -22,7 +22,7 @@ async def test_a_replica_that_lacks_memory_starts_once_its_neighbour_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """More of its starts fail than a broken replica has."""
-    monkeypatch.setattr(start_memory, "START_RETRY_S", 0.5)
+    monkeypatch.setattr(start_lack, "MEMORY_RETRY_S", 0.5)
     async with a_node() as node:
         supervisor = node.supervisor
         await node.warm(node.spec("neighbour"))

@@ -159,6 +159,34 @@ async def test_an_engine_that_hangs_as_it_wakes_is_started_again(
     await sharing.all_answer()
 
 
+@pytest.mark.parametrize("does", ["wakes", "falls asleep"])
+async def test_an_engine_that_loads_or_copies_large_weights_is_not_taken_for_hung(
+    sharing: SharingNode, monkeypatch: pytest.MonkeyPatch, does: str
+) -> None:
+    """The limits were 120 and 30 s for any model."""
+    (asleep,) = sharing.names(awake=False)
+    demand = {name: sharing.resident(name).demand.at(time.monotonic()) for name in NAMES}
+    victim = min(sharing.names(awake=True), key=lambda name: demand[name])
+    slow = asleep if does == "wakes" else victim
+    size_bytes = sharing.resident(slow).spec.artifact.size_bytes
+    for name in ("READ_BYTES_PER_S_MIN", "COPY_BYTES_PER_S_MIN"):
+        monkeypatch.setattr(sleep, name, size_bytes / 60.0)
+    for name in ("WAKE_LIMIT_MIN_S", "WAKE_LIMIT_MAX_S", "SLEEP_LIMIT_MIN_S"):
+        monkeypatch.setattr(sleep, name, 0.5)
+    engine = sharing.engine(slow)
+    # Else another one would sleep instead of the victim.
+    woke_s = sharing.resident(victim).awake_since_s
+    await sharing.until("it may sleep", lambda: time.monotonic() > woke_s + sleep.AWAKE_MIN_S)
+    sharing.signal(slow, signal.SIGSTOP)
+    request = asyncio.create_task(sharing.status(asleep))
+    await sharing.until("it switches", lambda: sharing.resident(slow).is_switching)
+    await asyncio.sleep(1.0)
+    sharing.signal(slow, signal.SIGCONT)
+    assert await request == 200
+    assert sharing.engine(slow) is engine
+    await sharing.all_answer()
+
+
 @pytest.mark.parametrize("client", ["waits", "has gone"])
 async def test_an_engine_that_hangs_as_it_wakes_does_not_hold_up_others(
     sharing: SharingNode, monkeypatch: pytest.MonkeyPatch, client: str

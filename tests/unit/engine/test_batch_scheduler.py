@@ -8,6 +8,7 @@ from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.kvcache.swap_or_recompute import SwapOrRecompute
 from nodeagent.engine.scheduler.batch import Batch, BatchChunk, StepLimits
 from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
+from nodeagent.engine.scheduler.fair_queue import PRIORITY_LOWEST, SchedulingParams
 from nodeagent.engine.scheduler.sequence import FinishReason, Sequence, StopConditions
 
 BLOCKS = 8
@@ -223,6 +224,41 @@ def test_the_last_sequence_is_preempted_and_resumes() -> None:
         play(scheduler, scheduler.next_batch())
     assert young.output_tokens == 20
     assert scheduler.pool.used_blocks == 0
+
+
+def test_a_step_keeps_its_budget_where_a_prompt_preempts_a_sequence_that_yields() -> None:
+    """The decode that yielded anyway was given to the prompt a second time."""
+    scheduler = make(budget=3, sequences=1)
+    item = sequence(1, 2, 9)
+    item.scheduling = SchedulingParams(priority=PRIORITY_LOWEST)
+    scheduler.submit(item)
+    play(scheduler, scheduler.next_batch())
+    scheduler.submit(sequence(2, 20, 2))
+    batch = scheduler.next_batch()
+    assert [chunk.sequence.number for chunk in batch.chunks] == [2]
+    assert batch.tokens == 3
+    assert scheduler.queues.preemptions == 1
+
+
+def test_no_sequence_is_preempted_for_blocks_that_others_use_too() -> None:
+    """It was admitted again at once, in each step, and the other tenant got none of its blocks."""
+    scheduler = make(blocks=12, budget=256)
+    tenants = {1: b"a", 2: b"a", 3: b"b"}
+    params = {number: SchedulingParams(tenant=tenant) for number, tenant in tenants.items()}
+    for number in (1, 2):
+        sharing = sequence(number, 128, 14)
+        sharing.scheduling = params[number]
+        scheduler.submit(sharing)
+        play(scheduler, scheduler.next_batch())
+    assert scheduler.pool.used_blocks == 10
+    other = sequence(3, 80, 2, b"b")
+    other.scheduling = params[3]
+    scheduler.submit(other)
+    finished: list[Sequence] = []
+    while scheduler.has_work:
+        finished += play(scheduler, scheduler.next_batch())
+    assert [one.number for one in finished] == [1, 2, 3]
+    assert scheduler.queues.preemptions == 0
 
 
 def test_removing_a_sequence_releases_its_blocks() -> None:

@@ -94,6 +94,8 @@ def test_draws_follow_the_probabilities() -> None:
         {"top_k": 700},
         {"top_p": 0.9},
         {"top_p": 0.999, "top_k": 2000},
+        {"top_p": 0.7, "top_k": 300},
+        {"top_p": 0.5, "top_k": 300},
         {"min_p": 0.05},
         {"min_p": 1e-5, "top_p": 0.99},
     ],

@@ -59,7 +59,8 @@ def test_placeholders_are_filled_and_other_braces_stay() -> None:
     )
     assert (made.base_url, made.ready_path) == ("http://127.0.0.1:4321", "/up")
     assert made.model_name == "/models/x"
-    assert made.environment == {"CUDA_VISIBLE_DEVICES": "1", "EAR": "1"}
+    devices = {"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert made.environment == {**devices, "EAR": "1"}
 
 
 def test_a_command_that_the_node_does_not_have_is_refused() -> None:

@@ -50,6 +50,8 @@ def test_an_external_engine_gets_its_flags_and_its_gpus(driver: str, expected: l
     assert all(flags in line for flags in expected), line
     assert command.base_url == "http://127.0.0.1:4321"
     assert command.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    # The devices are numbered as NVML does, also where not all are of one kind.
+    assert command.environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert "--host 127.0.0.1" in line
 
 
@@ -328,6 +330,26 @@ def test_the_embedded_engine_uses_all_gpus_of_the_replica(
     assert (config.tensor_parallel, config.pipeline_parallel) == split
     assert config.device == "cuda:0"
     assert command.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+@pytest.mark.parametrize(
+    ("driver", "options", "expected"),
+    [
+        ("vllm", {"data_parallel_size": "2"}, "--tensor-parallel-size 1"),
+        ("vllm", {"pipeline_parallel_size": "2"}, "--tensor-parallel-size 1"),
+        ("tensorrt_llm", {"pp_size": "2"}, "--tp_size 1"),
+        ("tensorrt_llm", {"pp_size": "1"}, "--tp_size 2"),
+    ],
+)
+def test_copies_and_stages_share_the_gpus_of_the_replica(
+    driver: str, options: dict[str, str], expected: str
+) -> None:
+    """Each part was split over all of them, and the engine looked for twice as many."""
+    (name,) = options
+    line = " ".join(DRIVERS[driver].command(a_launch(driver, **options)).arguments)
+    assert expected in line
+    with pytest.raises(UnknownOption, match=f"cannot use .*{name} 3"):
+        DRIVERS[driver].command(a_launch(driver, **{name: "3"}))
 
 
 def over_two_nodes(driver: str, place: int, **options: str) -> EngineLaunch:

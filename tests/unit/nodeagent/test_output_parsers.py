@@ -10,7 +10,12 @@ from isochrone.wire.ids import DeviceId
 from isochrone.wire.models.model import EngineSettings
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import EngineLaunch
-from nodeagent.drivers.output_parsers import FORMATS, output_parsers, with_parsers
+from nodeagent.drivers.output_parsers import (
+    FORMATS,
+    OutputParsers,
+    output_parsers,
+    with_parsers,
+)
 from tests.builders import a_spec
 
 HERMES = "{% if tools %}<tool_call>{% endif %}"
@@ -66,6 +71,19 @@ def test_the_chat_template_shows_the_parsers(
         for engine, expected in (("vllm", vllm), ("sglang", sglang)):
             found = output_parsers(engine, folder)
             assert (found.tools, found.reasoning) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        ("<tool_call><function=a><parameter=b>", "qwen3_coder"),
+        (HERMES, "qwen3"),
+        ("{{ messages }}", ""),
+    ],
+)
+def test_tensorrt_llm_reads_the_calls_of_qwen(tmp_path: Path, template: str, parser: str) -> None:
+    """Without a parser they stay in the text of answers."""
+    assert output_parsers("tensorrt_llm", a_folder(tmp_path, template)) == OutputParsers(parser)
 
 
 @pytest.mark.parametrize("config", ["", "[]", '{"model_type":3}', '{"model_type"', "\xff"])

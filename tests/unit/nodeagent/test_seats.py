@@ -12,7 +12,7 @@ from isochrone.ttft_order import TtftObjective, ttft_objective
 from isochrone.wire.models.model import EngineSettings
 from nodeagent.decide.requests.seats import ACTIVE_S, SeatRequest, Seats, spare_seats
 from nodeagent.drivers import DRIVERS, sequences_max, spare_seats_of
-from nodeagent.drivers.driver import EngineLaunch
+from nodeagent.drivers.driver import EngineLaunch, with_spare_seats
 from nodeagent.host.engine_seats import EngineSeats
 from tests.builders import a_spec
 
@@ -216,6 +216,15 @@ def test_tenants_that_are_gone_take_no_memory() -> None:
         seats.record_start(request, now_s)
         seats.release(request, now_s)
     assert list(seats._last_used_s) == [f"tenant {number}" for number in range(990, 1000)]
+
+
+@pytest.mark.parametrize(("tokens", "spare"), [("256", 0), ("260", 4), ("2k", 32), ("128", 0)])
+def test_vllm_has_no_more_seats_than_tokens_of_a_step(tokens: str, spare: int) -> None:
+    """It refuses to start with more (`SchedulerConfig.verify_max_model_len`)."""
+    options = {"max_num_seqs": "256", "max_num_batched_tokens": tokens}
+    spec = a_spec(engine=EngineSettings(driver="vllm", options=options))
+    assert (sequences_max(spec), spare_seats_of(spec)) == (256, spare)
+    assert with_spare_seats(DRIVERS["vllm"], options)["max_num_seqs"] == str(256 + spare)
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,11 @@ from isochrone.wire.peers.report import ReplicaReport, ReplicaState
 from nodeagent import app
 from nodeagent import supervisor as module
 from nodeagent.config import NodeConfig
-from nodeagent.decide.replicas import backoff, start_memory
+from nodeagent.decide.replicas import backoff, start_lack
 from nodeagent.drivers.driver import DeviceMemory, EngineCommand, UnknownOption
 from nodeagent.host.artifacts.download import ArtifactError
 from nodeagent.host.engines.engine_record import EngineRecord
+from nodeagent.host.memory_peaks import MemoryPeaks
 from nodeagent.managed_replica import ManagedReplica
 from nodeagent.supervisor import Supervisor
 from tests.builders import a_spec
@@ -111,20 +112,22 @@ class FakeEngines:
 class SupervisorFixture:
     """A supervisor with fake artifacts and engines."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self.artifacts = FakeArtifacts()
         self.engines = FakeEngines()
         self.changed = asyncio.Event()
         self.now_s = 0.0
         self.free_bytes = 8
+        self.used_bytes: Callable[[int], int] = lambda leader: 100 * leader
         fakes: Any = {"artifacts": self.artifacts, "engines": self.engines}
         self.supervisor = Supervisor(
             config=NodeConfig(name="n1", schedulers=("x",), state=Path("x"), address="x"),
             clock=lambda: self.now_s,
             rng=random.Random(1),
             on_change=self.changed.set,
-            memory_used=lambda leader, _: 100 * leader,
+            memory_used=lambda leader, _: self.used_bytes(leader),
             device_memory=lambda _: DeviceMemory(total_bytes=8, free_bytes=self.free_bytes),
+            memory_peaks=MemoryPeaks(folder, lambda driver: "1.0"),
             **fakes,
         )
 
@@ -145,11 +148,11 @@ class SupervisorFixture:
 
 
 @pytest.fixture
-def fixture(monkeypatch: pytest.MonkeyPatch) -> SupervisorFixture:
+def fixture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SupervisorFixture:
     monkeypatch.setattr(module, "OBSERVE_INTERVAL_S", 0.0)
     monkeypatch.setattr(module, "last_error", lambda log: "the last line")
     monkeypatch.setattr(module, "retry_delay_s", lambda *_: 0.0)
-    return SupervisorFixture()
+    return SupervisorFixture(tmp_path)
 
 
 def after_turns(turns: int, then: Callable[[], None]) -> None:
@@ -392,7 +395,7 @@ def starts_without_memory(fixture: SupervisorFixture, monkeypatch: pytest.Monkey
     """Engines die while less than the planned memory is free, which is read all the time."""
     monkeypatch.setattr(backoff, "DELAY_MAX_S", 0.0)
     monkeypatch.setattr(module, "retry_delay_s", backoff.retry_delay_s)
-    monkeypatch.setattr(module, "MEMORY_POLL_S", 0.0)
+    monkeypatch.setattr(module, "RESOURCE_POLL_S", 0.0)
 
     async def wait_ready(*_: object) -> str:
         return OUT_OF_MEMORY if fixture.free_bytes < LARGE.memory_bytes else ""
@@ -403,7 +406,7 @@ def starts_without_memory(fixture: SupervisorFixture, monkeypatch: pytest.Monkey
 async def test_a_start_without_memory_waits_for_it_and_is_no_failure(
     fixture: SupervisorFixture, starts_without_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start_memory, "START_RETRY_S", 10.0)
+    monkeypatch.setattr(start_lack, "MEMORY_RETRY_S", 10.0)
     fixture.free_bytes = 3
     fixture.supervisor.start(LARGE)
     for starts in range(1, backoff.FAILURES_MAX + 2):
@@ -430,9 +433,9 @@ async def test_a_replica_that_waits_long_for_memory_is_given_up_for_other_nodes(
     fixture.free_bytes = 3
     fixture.supervisor.start(LARGE)
     await fixture.until(lambda: "waits for memory" in fixture.replica.reason)
-    fixture.now_s += start_memory.START_RETRY_S
+    fixture.now_s += start_lack.MEMORY_RETRY_S
     await fixture.until(lambda: len(fixture.engines.started) == 2)
-    fixture.now_s += start_memory.WAIT_MAX_S - start_memory.START_RETRY_S
+    fixture.now_s += start_lack.WAIT_MAX_S - start_lack.MEMORY_RETRY_S
     await fixture.until(lambda: fixture.replica.state is ReplicaState.FAILED)
     report = fixture.replica.report()
     assert report.reason.startswith("no memory for 300 s: ")
@@ -470,13 +473,14 @@ async def test_a_start_without_a_descriptor_of_the_agent_is_no_failure(
     fixture: SupervisorFixture, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each was counted against the replica's version, and six gave the replica up."""
-    monkeypatch.setattr(module, "DESCRIPTORS_RETRY_S", 0.0)
+    monkeypatch.setattr(module, "RESOURCE_POLL_S", 0.0)
     monkeypatch.setattr(module, "retry_delay_s", backoff.retry_delay_s)
     fixture.engines.error = error
     fixture.supervisor.start(SPEC)
     for fetches in range(1, backoff.FAILURES_MAX + 2):
         await fixture.until(partial(is_waiting_for_descriptors, fixture, fetches))
         assert fixture.replica.report().restarts == 0
+        fixture.now_s += start_lack.DESCRIPTORS_RETRY_S
     fixture.engines.error = None
     await fixture.warm()
     assert fixture.replica.report().reason == ""
@@ -491,11 +495,11 @@ def is_waiting_for_descriptors(fixture: SupervisorFixture, fetches: int) -> bool
 async def test_a_start_that_lacks_descriptors_for_long_is_given_up_for_other_nodes(
     fixture: SupervisorFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "DESCRIPTORS_RETRY_S", 0.0)
+    monkeypatch.setattr(module, "RESOURCE_POLL_S", 0.0)
     fixture.engines.error = NO_DESCRIPTOR
     fixture.supervisor.start(SPEC)
     await fixture.until(partial(is_waiting_for_descriptors, fixture, 1))
-    fixture.now_s += start_memory.WAIT_MAX_S
+    fixture.now_s += start_lack.WAIT_MAX_S
     await fixture.until(lambda: fixture.replica.state is ReplicaState.FAILED)
     report = fixture.replica.report()
     assert report.reason.startswith("no free file descriptor for 300 s: ")
@@ -507,7 +511,7 @@ async def test_a_start_that_lacks_descriptors_for_long_is_given_up_for_other_nod
 async def test_a_first_request_without_a_descriptor_of_the_agent_is_no_failure(
     fixture: SupervisorFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "DESCRIPTORS_RETRY_S", 0.0)
+    monkeypatch.setattr(start_lack, "DESCRIPTORS_RETRY_S", 0.0)
 
     async def wait_ready(engine: FakeEngine, *_: object) -> str:
         engine.lacks_descriptors = len(fixture.engines.started) == 1
@@ -584,7 +588,7 @@ async def test_an_engine_without_a_first_token_is_not_warm(
 
 
 async def test_the_memory_of_an_adopted_engine_is_known_before_it_answers(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its plan counts for the replicas that start here, and what it takes for the scheduler."""
 
@@ -592,7 +596,7 @@ async def test_the_memory_of_an_adopted_engine_is_known_before_it_answers(
         return await asyncio.Event().wait()
 
     monkeypatch.setattr(FakeEngine, "is_ready", is_ready)
-    fixture = SupervisorFixture()
+    fixture = SupervisorFixture(tmp_path)
     shared = a_spec("r1", memory_bytes=4, overcommit=2.0)
     survivor = EngineRecord(pid=7, command=FakeEngine.record.command, spec=shared)
     node: Any = SimpleNamespace(assignment=None)
@@ -605,6 +609,24 @@ async def test_the_memory_of_an_adopted_engine_is_known_before_it_answers(
     (awake,) = fixture.supervisor.awake._awake_replicas()
     assert (awake.memory_bytes, awake.may_sleep) == (4, False)
     await fixture.supervisor.shut_down(keep_engines=True)
+
+
+async def test_the_most_memory_that_an_engine_took_outlives_the_agent(
+    fixture: SupervisorFixture, tmp_path: Path
+) -> None:
+    """Later replicas were placed as if it never took more than when it starts."""
+    used = iter([500, 900, 100])
+    fixture.used_bytes = lambda leader: next(used, 100)
+    fixture.supervisor.start(SPEC)
+    await fixture.warm()
+    await observed(fixture, 6)
+    await fixture.supervisor.shut_down(keep_engines=False)
+    later = SupervisorFixture(tmp_path)
+    later.used_bytes = lambda leader: 100
+    later.supervisor.start(SPEC)
+    await later.warm()
+    assert later.replica.report().profile.used_bytes == 900
+    await later.supervisor.shut_down(keep_engines=False)
 
 
 async def test_an_adopted_engine_gets_no_warm_up_request(fixture: SupervisorFixture) -> None:

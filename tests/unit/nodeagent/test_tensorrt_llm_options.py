@@ -26,10 +26,11 @@ TYPES: Final = {"int": int, "float": float, "str": str}
 VALUES: Final[Mapping[str, str]] = {
     "backend": "pytorch",
     "kv_cache_free_gpu_memory_fraction": "0.8",
+    "pp_size": "2",
     "reasoning_parser": "qwen3",
     "tool_parser": "qwen3",
 }
-"""A value of each option that takes no number."""
+"""The values of options that do not take any number."""
 
 
 class Refused(Exception):

@@ -1,16 +1,18 @@
-"""Which failed starts wait for memory of their device, and until when."""
+"""Which failed starts wait for memory of their device or for a descriptor, and until when."""
 
 import pytest
 
 from isochrone.wire.ids import DeviceId
-from nodeagent.decide.replicas.start_memory import (
-    START_RETRY_S,
-    lacks_memory,
+from nodeagent.decide.replicas.start_lack import (
+    DESCRIPTORS_RETRY_S,
+    MEMORY_RETRY_S,
+    descriptor_lack,
     may_start,
-    memory_wait_reason,
+    memory_lack,
 )
 
 GIB = 1 << 30
+GPUS = (DeviceId("gpu0"), DeviceId("gpu1"))
 VLLM = (
     "ValueError: Free memory on device cuda:0 (3.1/79.1 GiB) on startup is less than desired GPU"
     " memory utilization (0.2, 15.8 GiB)."
@@ -36,9 +38,9 @@ EMBEDDED = "cannot load m on cpu: not enough memory, 9 bytes of weights and 9 of
     ],
 )
 def test_a_start_without_memory_waits_for_what_was_planned(problem: str) -> None:
-    assert lacks_memory(problem, free_bytes=8 * GIB, planned_bytes=16 * GIB)
+    assert memory_lack(GPUS, free_bytes=8 * GIB, planned_bytes=16 * GIB, problem=problem)
     # With that much free it needs more than its plan, and would again.
-    assert not lacks_memory(problem, free_bytes=16 * GIB, planned_bytes=16 * GIB)
+    assert not memory_lack(GPUS, free_bytes=16 * GIB, planned_bytes=16 * GIB, problem=problem)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,7 @@ def test_a_start_without_memory_waits_for_what_was_planned(problem: str) -> None
     ],
 )
 def test_another_failure_does_not_wait_for_memory(problem: str) -> None:
-    assert not lacks_memory(problem, free_bytes=0, planned_bytes=16 * GIB)
+    assert memory_lack(GPUS, free_bytes=0, planned_bytes=16 * GIB, problem=problem) is None
 
 
 @pytest.mark.parametrize(
@@ -58,18 +60,28 @@ def test_another_failure_does_not_wait_for_memory(problem: str) -> None:
     [
         (16 * GIB, 0.0, True),
         (16 * GIB - 1, 0.0, False),
-        (16 * GIB - 1, START_RETRY_S - 1, False),
-        (0, START_RETRY_S, True),
+        (16 * GIB - 1, MEMORY_RETRY_S - 1, False),
+        (0, MEMORY_RETRY_S, True),
     ],
 )
 def test_a_replica_starts_again_once_its_memory_is_free_or_after_a_while(
     free_bytes: int, waited_s: float, expected: bool
 ) -> None:
-    assert may_start(free_bytes, 16 * GIB, waited_s) is expected
+    lack = memory_lack(GPUS, 0, 16 * GIB, VLLM)
+    assert lack is not None
+    assert may_start(lack, free_bytes, waited_s) is expected
+
+
+def test_free_memory_says_nothing_of_descriptors() -> None:
+    lack = descriptor_lack("Too many open files")
+    assert not may_start(lack, 99 * GIB, DESCRIPTORS_RETRY_S - 1)
+    assert may_start(lack, 0, DESCRIPTORS_RETRY_S)
 
 
 def test_operators_see_what_a_replica_waits_for() -> None:
-    devices = (DeviceId("gpu0"), DeviceId("gpu1"))
-    assert memory_wait_reason(devices, 3 * GIB, 16 * GIB, "no luck").startswith(
+    lack = memory_lack(GPUS, 3 * GIB, 16 * GIB, VLLM)
+    assert lack is not None
+    assert lack.reason.startswith(
         "waits for memory: gpu0, gpu1 has 3072 MiB free, and 16384 MiB are planned"
     )
+    assert VLLM in lack.reason
