@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from isochrone.service.config import ConfigError
+from isochrone.service.threads import start_daemon_thread
 from scheduler.api.client_objects.batch_service import BatchStorage
 from scheduler.config import SchedulerConfig
 from scheduler.state.files.batch_bucket import BatchBucket
@@ -41,7 +42,7 @@ async def open_batch_storage(
         else:
             folder = BatchFolder(config.batch_folder)
         async with asyncio.timeout(PREPARE_TIMEOUT_S):
-            await asyncio.to_thread(folder.prepare)
+            await start_daemon_thread("files", folder.prepare)
     except TimeoutError:
         fields = {"place": place, "waited_s": PREPARE_TIMEOUT_S}
         log.error(

@@ -7,6 +7,7 @@ its own, and loses its last ones if there are too many.
 import asyncio
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import PurePath
 from typing import Final
 
@@ -20,6 +21,10 @@ from router.documents.formats import FORMATS
 AT_ONCE_MAX: Final = 2
 WAITING_MAX: Final = 16
 TIMEOUT_S: Final = 50.0
+OUTPUT_BYTES_MAX: Final = 64 * 1024 * 1024
+"""More than the JSON of the longest Markdown. A process that a document has taken over may write
+without end."""
+
 WAITING_BYTES_MAX: Final = 1 << 40
 """The router's limits on bodies bound the documents in memory."""
 
@@ -97,7 +102,7 @@ class DocumentConverter:
         process = await self._start(extension)
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                output, _ = await process.communicate(document)
+                output = await _exchange(process, document)
         except TimeoutError:
             return ConvertedDocument(error=f"it takes longer than {TIMEOUT_S:g} s to read")
         finally:
@@ -124,6 +129,31 @@ class DocumentConverter:
                 f" ({error.strerror or error})",
                 retry_after_s=BUSY_RETRY_AFTER_S,
             ) from error
+
+
+async def _exchange(process: asyncio.subprocess.Process, document: bytes) -> bytes:
+    """Send a process a document; return what it writes, nothing if that is too much."""
+    assert process.stdin is not None and process.stdout is not None
+    sending = asyncio.create_task(_send(process.stdin, document))
+    try:
+        await process.stdout.readexactly(OUTPUT_BYTES_MAX)
+        process.kill()
+        # Its pipe is closed once it is empty.
+        while await process.stdout.read(OUTPUT_BYTES_MAX):
+            pass
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    finally:
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+    return b""
+
+
+async def _send(stdin: asyncio.StreamWriter, document: bytes) -> None:
+    with suppress(ConnectionError):  # the process has ended
+        stdin.write(document)
+        await stdin.drain()
+    stdin.close()
 
 
 def _busy() -> ApiError:

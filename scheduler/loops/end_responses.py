@@ -7,7 +7,11 @@ from typing import Final, NamedTuple
 from scheduler.decide.response_items import ended_body
 from scheduler.decide.response_limits import ResponseLimits
 from scheduler.state.lease_state import LeaseState
-from scheduler.store.client_objects.responses import abandoned_responses, end_response
+from scheduler.store.client_objects.responses import (
+    abandoned_responses,
+    end_response,
+    read_response,
+)
 from scheduler.store.pool import Pool, transaction
 
 BATCH_ROWS: Final = 100
@@ -49,12 +53,15 @@ class EndResponses:
         now_s = self._clock()
         since_s = now_s if since_s is None else since_s
         async with transaction(self._pool) as connection:
-            rows = await abandoned_responses(connection, BATCH_ROWS)
+            response_ids = await abandoned_responses(connection, BATCH_ROWS)
             if now_s - since_s < self._limits.lease_s:
-                rows = []
-            for row in rows:
+                response_ids = []
+            for response_id in response_ids:
+                # One at a time: each may have megabytes.
+                row = await read_response(connection, response_id)
+                assert row is not None
                 message = "cannot answer: the router that answered has stopped"
                 body = ended_body(row.body, "failed", message)
-                await end_response(connection, row.response_id, "failed", body)
+                await end_response(connection, response_id, "failed", body)
         self._renewable_since_s = since_s
-        return EndedResponseCounts(len(rows))
+        return EndedResponseCounts(len(response_ids))

@@ -26,7 +26,7 @@ from scheduler.decide.cluster import (
     PopDistance,
     StartFailures,
 )
-from scheduler.decide.demand import PopSilence, held_pops, raise_to_last_known
+from scheduler.decide.demand import RouterSilence, held_silences, raise_to_last_known
 from scheduler.decide.membership import NodeContact
 from scheduler.store.deployments import read_deprecation
 from scheduler.store.fleet.node_reports import NodeReportCache, read_nodes
@@ -56,7 +56,7 @@ async def read_cluster(
         fleet,
         demand=raise_to_last_known(
             await _read_demand(connection),
-            await _read_last_demand(connection, held_pops(await _read_silences(connection))),
+            await _read_last_demand(connection, held_silences(await _read_silences(connection))),
         ),
         is_demand_known=await _is_demand_known(connection, contact.acting_for_s),
         distances=await _read_distances(connection),
@@ -271,21 +271,21 @@ async def _read_demand(connection: Connection) -> tuple[DemandRate, ...]:
     return tuple(as_struct(row, DemandRate) for row in rows)
 
 
-async def _read_silences(connection: Connection) -> list[PopSilence]:
-    """Return for how long no scheduler has heard the routers of each PoP that has any."""
+async def _read_silences(connection: Connection) -> list[RouterSilence]:
+    """Return for how long no scheduler has heard each router."""
     rows = await connection.fetch(
         """
-        SELECT pop, extract(epoch FROM clock_timestamp() - max(last_seen_at))::float8 AS silent_s
-        FROM router WHERE NOT revoked AND last_seen_at IS NOT NULL GROUP BY pop ORDER BY pop
+        SELECT pop, extract(epoch FROM clock_timestamp() - last_seen_at)::float8 AS silent_s
+        FROM router WHERE NOT revoked AND last_seen_at IS NOT NULL
         """
     )
-    return [PopSilence(*row) for row in rows]
+    return [RouterSilence(*row) for row in rows]
 
 
 async def _read_last_demand(
-    connection: Connection, silences: Sequence[PopSilence]
+    connection: Connection, silences: Sequence[RouterSilence]
 ) -> tuple[DemandRate, ...]:
-    """Return the average demand of each PoP in the ten minutes before it fell silent."""
+    """Return the average demand of PoPs in the ten minutes before a router there fell silent."""
     if not silences:
         return ()
     rows = await connection.fetch(
@@ -294,8 +294,9 @@ async def _read_last_demand(
                uncached / 600 AS uncached_tokens_per_s, output / 600 AS output_tokens_per_s,
                refused / 600 AS refused_per_s
         FROM (
-            SELECT pop, date_trunc('minute', clock_timestamp() - make_interval(secs => silent_s))
-                AS until FROM unnest($1::text[], $2::float8[]) AS given (pop, silent_s)
+            SELECT DISTINCT pop,
+                date_trunc('minute', clock_timestamp() - make_interval(secs => silent_s)) AS until
+            FROM unnest($1::text[], $2::float8[]) AS given (pop, silent_s)
         ) AS silent
         CROSS JOIN LATERAL (
             SELECT deployment_id, sum(greatest(requests - refused, 0))::float8 AS answered,

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from scheduler.state.files.batch_folder import UNFINISHED
+from scheduler.state.files.batch_folder import CLIENT_CALL_TIMEOUT_S, UNFINISHED
 from tests.chaos.slow_disk import SlowDisks
 from tests.stored_contents import stored_names
 from tests.system.harness import LEASE_S, Fleet, a_fleet, until
@@ -25,6 +25,10 @@ TOKENS = 300
 UPLOAD_BYTES = 48 << 20
 SLOW_S = 0.2
 """How long each operation on the disk takes while files are sent."""
+
+HANGS_S = 3600.0
+STOP_S = 30.0
+"""In which a scheduler ends that is told to: it waits for its connections, up to ten seconds."""
 
 LINE = (
     b'{"custom_id": "one", "method": "POST", "url": "/v1/chat/completions",'
@@ -177,6 +181,34 @@ async def test_files_that_are_being_sent_end_soon(fleet: Fleet, strike: signal.S
 
         # What one that was killed had begun stays for a day.
         await until_only_rows(client, folder, may_have_parts=strike is signal.SIGKILL)
+
+
+async def test_a_disk_that_hangs_keeps_neither_clients_nor_the_scheduler(fleet: Fleet) -> None:
+    disks = SlowDisks(fleet)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120.0)) as http:
+        client = Client(fleet, http)
+
+        async def stores() -> Any:
+            status, file, _ = await client.upload()
+            return file if status == 200 else None
+
+        file = await until("files are stored", stores)
+        disks.set("batches", HANGS_S)
+        began_s = time.monotonic()
+        answers = await asyncio.gather(
+            client.ask("GET", f"/v1/files/{file['id']}/content"), client.upload()
+        )
+        assert time.monotonic() - began_s < CLIENT_CALL_TIMEOUT_S + ANSWER_S
+        for status, body, has_retry_after in answers:
+            assert (status, has_retry_after) == (503, True), body
+        os.kill(fleet.processes.pid("scheduler-a"), signal.SIGTERM)
+
+        async def has_ended() -> bool:
+            return "scheduler-a" in fleet.processes.ended()
+
+        await until("it ends although its calls hang", has_ended, STOP_S)
+        disks.set("batches", 0.0)
+        await until("another scheduler answers", stores, LEASE_S + 30.0)
 
 
 async def test_a_stored_response_ends_though_its_scheduler_hangs(fleet: Fleet) -> None:

@@ -10,6 +10,10 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http.allowed_values import allowed_values
 
 T = TypeVar("T")
+REASON_CHARS_MAX: Final = 1_000
+"""A decoder repeats the value or the name that it refuses, which may be as long as the body, and
+regular expressions take seconds to search that."""
+
 READ_BYTES_MAX: Final = 256 * 1024
 """A larger body is not read again to make a message more exact."""
 
@@ -44,6 +48,9 @@ def invalid_field(reason: str, kind: Any = None, body: bytes = b"") -> ApiError:
     `kind` is the type that it decoded `body` to: the message lists the values that the field may
     have.
     """
+    if len(reason) > REASON_CHARS_MAX:
+        # Its end names the field.
+        reason = f"{reason[: REASON_CHARS_MAX // 2]} ... {reason[-REASON_CHARS_MAX // 2 :]}"
     invalid, missing = _INVALID_FIELD.search(reason), _MISSING_FIELD.search(reason)
     unknown = _UNKNOWN_FIELD.search(reason)
     field = ".".join([match.group(1) for match in (invalid, missing, unknown) if match])

@@ -25,7 +25,7 @@ fit a JSON schema of 64 levels, the engine's own limit, and the request around i
 JSON_CONTAINERS_MAX: Final = 400_000
 """Arrays and objects in a body. More than any real request has; it bounds the work of parsing."""
 
-_NOT_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_NOT_BRACKETS_OR_QUOTES: Final = bytes(byte for byte in range(256) if byte not in b'[]{}"')
 _STEP: Final = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE_PAIR: Final = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
@@ -62,9 +62,11 @@ def _check_surrogates(body: bytes) -> None:
 
 def _check_nesting(body: bytes) -> None:
     """Raise UnsafeJson if arrays and objects outside strings are too deep or too many."""
-    # Without escaped quotes every other part between quotes is outside strings.
+    # Without escaped quotes every other part between quotes is outside strings. Two quotes without
+    # a bracket between them may go: a body has a million of them.
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    brackets = b"".join(unescaped.split(b'"')[::2]).translate(None, _NOT_BRACKETS)
+    kept = unescaped.translate(None, _NOT_BRACKETS_OR_QUOTES).replace(b'""', b"")
+    brackets = b"".join(kept.split(b'"')[::2])
     if len(brackets) > 2 * JSON_CONTAINERS_MAX:
         raise UnsafeJson(f"more than {JSON_CONTAINERS_MAX} arrays and objects")
     depth = max(accumulate(map(_STEP.__getitem__, brackets)), default=0)

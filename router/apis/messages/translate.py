@@ -5,6 +5,8 @@ the role `tool` for each. Its images go to the engine as `data:` URLs.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Final
 
 import msgspec
@@ -104,9 +106,9 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
     system = _system_text(request.system)
     if system:
         messages.append({"role": "system", "content": system})
-    for message in request.messages:
-        for translated in _translate_message(message):
-            _append(messages, translated)
+    translated = [each for message in request.messages for each in _translate_message(message)]
+    for role, following in groupby(translated, key=itemgetter("role")):
+        messages += _combined(role, list(following))
     if not any(message["role"] != "system" for message in messages):
         raise _invalid_field("messages", "no message has any content")
     return messages
@@ -166,22 +168,33 @@ def _check_blocks(
             )
 
 
-def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Append a message; one of the role of the last message is combined with it."""
-    last: dict[str, Any] = messages[-1] if messages else {"role": ""}
-    if last["role"] != message["role"] or message["role"] not in ("user", "assistant"):
-        messages.append(message)
-        return
-    if message["role"] == "user":
-        last["content"] = _content([*_parts(last["content"]), *_parts(message["content"])])
-        return
+def _combined(role: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages of one role that follow each other: one for the user or the assistant."""
+    if role == "user":
+        return [{"role": role, "content": _combined_content([m["content"] for m in messages])}]
+    if role != "assistant":
+        return messages
+    combined = messages[0]
     for name in ("content", "reasoning_content"):
-        texts = [text for text in (last.get(name), message.get(name)) if text]
-        if texts:
-            last[name] = BETWEEN_BLOCKS.join(texts)
-    calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
-    if calls:
-        last["tool_calls"] = calls
+        if texts := [text for message in messages if (text := message.get(name))]:
+            combined[name] = BETWEEN_BLOCKS.join(texts)
+    if calls := [call for message in messages for call in message.get("tool_calls", ())]:
+        combined["tool_calls"] = calls
+    return [combined]
+
+
+def _combined_content(contents: list[str | list[dict[str, Any]]]) -> str | list[dict[str, Any]]:
+    """Return the contents of messages as one: texts are joined up to the first with images."""
+    texts: list[str] = []
+    for content in contents:
+        if not isinstance(content, str):
+            break
+        texts.append(content)
+    joined = BETWEEN_BLOCKS.join(texts)
+    if len(texts) == len(contents):
+        return joined
+    parts = _parts(joined) if texts else []
+    return parts + [part for content in contents[len(texts) :] for part in _parts(content)]
 
 
 def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

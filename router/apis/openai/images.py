@@ -94,19 +94,19 @@ def check_images(request: ChatRequest, pixels_max: int, taken: Sequence[memoryvi
 
     A number in the place of a URL is that of an image in `taken`, see long_texts.py.
     """
-    count, blocks = 0, BlockCount()
-    for number, message in enumerate(request.messages):
-        if not isinstance(message.content, list):
-            continue
-        for place, part in enumerate(message.content):
-            url = _image_url(part)
-            if url is not None:
-                count += 1
-                field = f"messages[{number}].content[{place}].image_url"
-                data = taken[url] if isinstance(url, int) else url
-                _check_image(data, field, pixels_max, blocks)
-    if count > IMAGES_MAX:
-        raise _invalid("messages", f"they have {count} images, the limit is {IMAGES_MAX}")
+    images = [
+        (number, place, url)
+        for number, message in enumerate(request.messages)
+        if isinstance(message.content, list)
+        for place, part in enumerate(message.content)
+        if (url := _image_url(part)) is not None
+    ]
+    if len(images) > IMAGES_MAX:
+        raise _invalid("messages", f"they have {len(images)} images, the limit is {IMAGES_MAX}")
+    blocks = BlockCount()
+    for number, place, url in images:
+        field = f"messages[{number}].content[{place}].image_url"
+        _check_image(taken[url] if isinstance(url, int) else url, field, pixels_max, blocks)
 
 
 def image_size(data: bytes, blocks: BlockCount) -> ImageSize | None:

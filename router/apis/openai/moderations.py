@@ -5,7 +5,7 @@ categories. A category that the model does not know is false, with score 0.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -42,6 +42,9 @@ _SHORT_NAMES: Final = {
     "s3": "sexual/minors", "sh": "self-harm", "v": "violence", "v2": "violence/graphic",
 }  # fmt: skip
 """Labels of KoalaAI's Text-Moderation."""
+
+LABELS_KEPT_MAX: Final = 1024
+"""The labels whose categories are kept: an answer has each of a model's labels for each text."""
 
 _UNNAMED: Final = "label"
 
@@ -118,8 +121,8 @@ def moderation_result(scores: dict[str, float]) -> dict[str, Any]:
     """Return the moderation of one text by the scores of the model's labels."""
     by_category = dict.fromkeys(CATEGORIES, 0.0)
     for label, score in scores.items():
-        if _plain(label) not in _NEUTRAL:
-            category = category_of(label)
+        category = category_of(label)
+        if category is not None:
             by_category[category] = max(score, by_category.get(category, 0.0))
     flags = {name: score >= FLAGGED_FROM for name, score in by_category.items()}
     return {
@@ -130,9 +133,12 @@ def moderation_result(scores: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def category_of(label: str) -> str:
-    """Return OpenAI's category of the same meaning as a label, else the label."""
+@lru_cache(LABELS_KEPT_MAX)
+def category_of(label: str) -> str | None:
+    """Return OpenAI's category of the same meaning as a label, else the label; None if neutral."""
     plain = _plain(label)
+    if plain in _NEUTRAL:
+        return None
     named = {_plain(category): category for category in CATEGORIES} | _SHORT_NAMES
     return named.get(plain, label)
 

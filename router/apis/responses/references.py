@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from router.apis.responses.translate import ITEMS_MAX
 
 RESPONSES_MAX: Final = 64
 """Responses that one input may refer to: each is read from a scheduler."""
@@ -86,10 +87,14 @@ def with_items(body: bytes, items: Mapping[str, Any]) -> bytes:
 
 
 def _input_of(body: bytes) -> list[msgspec.Raw]:
+    """Return the items of an input. Raises ApiError 400 if it has too many."""
     try:
-        return _ITEMS.decode(_FIELDS.decode(body)["input"])
-    except (msgspec.DecodeError, KeyError):
+        items = _ITEMS.decode(_FIELDS.decode(body)["input"])
+    except (msgspec.DecodeError, RecursionError, KeyError):
         return []
+    if len(items) > ITEMS_MAX:
+        raise _invalid("input", f"it has {len(items)} items, more than {ITEMS_MAX}")
+    return items
 
 
 def _reference(raw: msgspec.Raw) -> str:

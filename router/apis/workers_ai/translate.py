@@ -111,6 +111,10 @@ class OpenAiCall(NamedTuple):
     text_field: str = ""
 
 
+class _Embedded(msgspec.Struct, frozen=True):
+    embedding: msgspec.Raw
+
+
 class _ResponsesShape(msgspec.Struct, frozen=True):
     input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     model: str | None = None
@@ -124,6 +128,7 @@ _FLAGS: Final = frozenset({"raw", "stream"})
 _RESPONSES_SHAPE: Final = msgspec.json.Decoder(_ResponsesShape)
 _RUN: Final = msgspec.json.Decoder(RunRequest)
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_EMBEDDED: Final = msgspec.json.Decoder(list[_Embedded])
 
 
 def to_openai(body: bytes, model: str) -> OpenAiCall:
@@ -302,6 +307,9 @@ def result_of(body: bytes, *, is_json: bool = False) -> dict[str, Any]:
 
     With `is_json` its text is returned as a JSON value; text that is not valid JSON stays text.
     """
+    fields = _FIELDS.decode(body)
+    if "results" not in fields and bytes(fields.get("object", b"")) == b'"list"':
+        return _embeddings(fields["data"])
     answer: dict[str, Any] = msgspec.json.decode(body)
     if "results" in answer:
         ranking = [
@@ -309,9 +317,6 @@ def result_of(body: bytes, *, is_json: bool = False) -> dict[str, Any]:
             for ranked in answer["results"]
         ]
         return {"response": ranking}
-    if answer.get("object") == "list":
-        vectors = [item["embedding"] for item in answer["data"]]
-        return {"shape": [len(vectors), len(vectors[0]) if vectors else 0], "data": vectors}
     choice = (answer.get("choices") or [{}])[0]
     message = choice.get("message") or {}
     text = message.get("content")
@@ -328,6 +333,14 @@ def result_of(body: bytes, *, is_json: bool = False) -> dict[str, Any]:
     if answer.get("usage"):
         result["usage"] = answer["usage"]
     return result
+
+
+def _embeddings(data: msgspec.Raw) -> dict[str, Any]:
+    """Return the result for a list of embeddings. An answer may have millions of numbers, so they
+    stay as the engine wrote them."""
+    vectors = [item.embedding for item in _EMBEDDED.decode(data)]
+    size = len(msgspec.json.decode(vectors[0])) if vectors else 0
+    return {"shape": [len(vectors), size], "data": vectors}
 
 
 def translate_frame(frame: bytes) -> bytes:

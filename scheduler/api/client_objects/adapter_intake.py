@@ -1,13 +1,14 @@
 """Takes new LoRA adapters and their files, uploaded by a tenant or an operator.
 
-An adapter is described first; then its two files are uploaded, in any order, and read while they
-arrive. When both are there and fit each other and the base model, the adapter is complete: from
-then on it can be used and its files never change.
+An adapter is described first; then its two files are uploaded, in any order. When both are there
+and fit each other and the base model, the adapter is complete: from then on it can be used and its
+files never change.
 """
 
+import asyncio
 import hashlib
 import secrets
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, NamedTuple
 
@@ -15,7 +16,6 @@ from isochrone.wire.engines.engine_capabilities import adapter_rank_max
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.models.adapter_files import (
     CONFIG_BYTES_MAX,
-    HEADER_BYTES_MAX,
     LENGTH_BYTES,
     AdapterConfig,
     BadAdapter,
@@ -24,6 +24,7 @@ from isochrone.wire.models.adapter_files import (
     read_adapter_config,
     read_tensor_shapes,
 )
+from isochrone.wire.models.model import ModelDimensions
 from isochrone.wire.peers.adapter import ADAPTER_FILES, CONFIG_FILE, WEIGHTS_FILE
 from scheduler.api.client_objects.uploads import ReadChunk, add_or_discard, write_upload
 from scheduler.decide.adapter_fit import check_adapter
@@ -45,12 +46,11 @@ NAMES: Final = " and ".join(ADAPTER_FILES)
 
 
 class UploadedFile(NamedTuple):
-    """A file that was stored, and its beginning (of weights: at least the header)."""
+    """A file that was stored."""
 
     file_id: str
     size_bytes: int
     sha256: str
-    start: bytes
 
 
 class TakenFile(NamedTuple):
@@ -130,22 +130,15 @@ class AdapterIntake:
     async def write(self, tenant_id: str, read_chunk: ReadChunk) -> UploadedFile:
         """Write a tenant's file to the folder while it arrives. Raises ApiError."""
         file_id = f"adapter-{secrets.token_hex(12)}"
-        digest, start = hashlib.sha256(), bytearray()
-
-        def read(chunk: bytes) -> None:
-            if len(start) < LENGTH_BYTES + HEADER_BYTES_MAX:
-                start.extend(chunk)
-                _drop_weights(start)
-            digest.update(chunk)
-
+        digest = hashlib.sha256()
         size_bytes = await write_upload(
             self._folder.of_tenant(tenant_id),
             file_id,
             read_chunk,
             bytes_max=self.limits.file_bytes_max,
-            on_chunk=read,
+            on_chunk=digest.update,
         )
-        return UploadedFile(file_id, size_bytes, digest.hexdigest(), bytes(start))
+        return UploadedFile(file_id, size_bytes, digest.hexdigest())
 
     async def take(
         self, connection: Connection, adapter: StoredAdapter, name: str, uploaded: UploadedFile
@@ -166,7 +159,7 @@ class AdapterIntake:
         )
         others = [file for file in adapter.files if file.path != name]
         files = tuple(sorted((*others, new), key=lambda file: file.path))
-        rank = await self._check(connection, adapter, uploaded, name, others)
+        rank = await self._check(connection, adapter, files)
         stored = await set_files(connection, adapter, files, rank)
         return TakenFile(stored, [file for file in adapter.files if file.path == name])
 
@@ -194,36 +187,24 @@ class AdapterIntake:
         self,
         connection: Connection,
         adapter: StoredAdapter,
-        uploaded: UploadedFile,
-        name: str,
-        others: Sequence[AdapterFile],
+        files: Sequence[AdapterFile],
     ) -> int:
         """Check what is there of an adapter; return its rank if it is complete, else 0."""
         folder = self._folder.of_tenant(adapter.tenant_id)
-        starts = {name: (uploaded.start, uploaded.size_bytes)}
-        for file in others:
-            start = await folder.run_briefly(self._read_start, file)
-            starts[file.path] = (start, file.size_bytes)
-        config: AdapterConfig | None = None
-        shapes: TensorShapes | None = None
+        stored = await get_model(connection, adapter.model_id)
+        shape = stored.model.shape if stored is not None else None
         try:
-            if CONFIG_FILE in starts:
-                start, size_bytes = starts[CONFIG_FILE]
-                if size_bytes > CONFIG_BYTES_MAX:
-                    raise BadAdapter(f"cannot read a config of {size_bytes} bytes")
-                config = read_adapter_config(start)
-                check_rank(config, self.limits.rank_max)
-            if WEIGHTS_FILE in starts:
-                shapes = read_tensor_shapes(*starts[WEIGHTS_FILE])
-            if config is None or shapes is None:
-                return 0
-            model = await get_model(connection, adapter.model_id)
-            check_adapter(config, shapes, model.model.shape if model is not None else None)
+            starts = {
+                file.path: (await folder.run_briefly(self._read_start, file), file.size_bytes)
+                for file in files
+            }
+            # In a thread: a header with 190,000 tensors takes most of a second.
+            return await asyncio.to_thread(_checked_rank, starts, shape, self.limits.rank_max)
         except BadAdapter as error:
             raise ApiError(ErrorCode.INVALID_REQUEST, str(error), param="file") from error
-        return config.r
 
     def _read_start(self, file: AdapterFile) -> bytes:
+        """Return the beginning of a file, of weights at least the header. Raises BadAdapter."""
         try:
             with self._folder.open(file.file_id) as source:
                 start = bytearray(source.read(CONFIG_BYTES_MAX))
@@ -235,6 +216,27 @@ class AdapterIntake:
                 ErrorCode.CONFLICT, f"cannot find {file.path} any more: upload it again"
             ) from None
         return bytes(start)
+
+
+def _checked_rank(
+    starts: Mapping[str, tuple[bytes, int]], shape: ModelDimensions | None, rank_max: int
+) -> int:
+    """Check the files that are there, given their beginnings and sizes; return the rank of a
+    complete adapter, else 0. Raises BadAdapter."""
+    config: AdapterConfig | None = None
+    shapes: TensorShapes | None = None
+    if CONFIG_FILE in starts:
+        start, size_bytes = starts[CONFIG_FILE]
+        if size_bytes > CONFIG_BYTES_MAX:
+            raise BadAdapter(f"cannot read a config of {size_bytes} bytes")
+        config = read_adapter_config(start)
+        check_rank(config, rank_max)
+    if WEIGHTS_FILE in starts:
+        shapes = read_tensor_shapes(*starts[WEIGHTS_FILE])
+    if config is None or shapes is None:
+        return 0
+    check_adapter(config, shapes, shape)
+    return config.r
 
 
 def check_rank(config: AdapterConfig, rank_max: int) -> None:
@@ -250,10 +252,3 @@ def refuse_complete(adapter: StoredAdapter) -> None:
             ErrorCode.CONFLICT,
             f"cannot change the adapter {adapter.name!r}: its files are complete; make a new one",
         )
-
-
-def _drop_weights(start: bytearray) -> None:
-    """Keep of the beginning of a safetensors file its header only. Configs are small."""
-    if len(start) > CONFIG_BYTES_MAX:
-        length = LENGTH_BYTES + int.from_bytes(start[:LENGTH_BYTES], "little")
-        del start[max(CONFIG_BYTES_MAX, min(length, LENGTH_BYTES + HEADER_BYTES_MAX)) :]

@@ -7,16 +7,15 @@ from typing import Final, NoReturn
 
 from aiohttp import web
 
-from isochrone.service.network.connection_count import ConnectionCount
+from isochrone.fair_shares import FairShares
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.state.files.batch_folder import CHUNK_BYTES, BatchFolder
 
 log = logging.getLogger(__name__)
 
 DOWNLOADS_MAX: Final = 128
-DOWNLOADS_PER_TENANT_MAX: Final = 32
 """Downloads at a time, through all routers. Each may have 8 MiB of a bucket's object in memory, and
-a client may read as slowly as it likes."""
+a client may read as slowly as it likes: a tenant has at most as many as are free."""
 
 BUSY_RETRY_AFTER_S: Final = 5.0
 
@@ -25,21 +24,21 @@ class DownloadLimit:
     """Counts the downloads of clients."""
 
     def __init__(self) -> None:
-        self._count = ConnectionCount(DOWNLOADS_MAX, DOWNLOADS_PER_TENANT_MAX)
+        self._shares = FairShares(DOWNLOADS_MAX)
 
     @contextmanager
     def counted(self, tenant_id: str) -> Iterator[None]:
         """Count a tenant's download while it lasts. Raises ApiError 429 if there are too many."""
+        if not self._shares.take(tenant_id, 1):
+            raise ApiError(
+                ErrorCode.OUT_OF_CAPACITY,
+                "cannot send the file now: too many files are being sent",
+                retry_after_s=BUSY_RETRY_AFTER_S,
+            )
         try:
-            if not self._count.add(tenant_id):
-                raise ApiError(
-                    ErrorCode.OUT_OF_CAPACITY,
-                    "cannot send the file now: too many files are being sent",
-                    retry_after_s=BUSY_RETRY_AFTER_S,
-                )
             yield
         finally:
-            self._count.remove(tenant_id)
+            self._shares.give_back(tenant_id, 1)
 
 
 async def send_file(
@@ -56,17 +55,17 @@ async def send_file(
     Raises FileNotFoundError, or ApiError, if nothing was sent yet. After that a failure, or a file
     that is shorter, closes the connection: the body has its length, so the reader notices.
     """
-    source = await folder.run(folder.open, file_id)
+    source = await folder.run_for_client(folder.open, file_id)
     try:
-        await folder.run(source.seek, first)
-        chunk = await folder.run(source.read, min(CHUNK_BYTES, count))
+        await folder.run_for_client(source.seek, first)
+        chunk = await folder.run_for_client(source.read, min(CHUNK_BYTES, count))
         response.content_length = left = count
         await response.prepare(request)
         try:
             while chunk:
                 await response.write(chunk)
                 left -= len(chunk)
-                chunk = await folder.run(source.read, min(CHUNK_BYTES, left))
+                chunk = await folder.run_for_client(source.read, min(CHUNK_BYTES, left))
         except (ApiError, FileNotFoundError) as error:
             give_up(request, file_id, str(error))
         if left:

@@ -117,7 +117,7 @@ class QueuedRuns:
         folder = self._folder.of_tenant(batch.tenant_id)
         parts = result_parts(folder, batch)
         try:
-            part = await folder.run(next, parts, b"")
+            part = await folder.run_for_client(next, parts, b"")
         except FileNotFoundError:
             message = "cannot return the results: they were deleted"
             raise ApiError(ErrorCode.NOT_FOUND, message) from None
@@ -126,7 +126,7 @@ class QueuedRuns:
         try:
             while part:
                 await response.write(part)
-                part = await folder.run(next, parts, b"")
+                part = await folder.run_for_client(next, parts, b"")
         except (ApiError, FileNotFoundError) as error:
             give_up(request, batch.batch_id, str(error))
         await response.write_eof()

@@ -9,7 +9,6 @@ from aiohttp import web
 from isochrone.service.network.http_server import json_response
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers.responses import (
-    MESSAGE_BYTES_MAX,
     BeginResponse,
     BegunResponse,
     FinishedResponse,
@@ -117,13 +116,6 @@ class ResponseWork:
             keys = await live_keys(connection, sorted({one.key_id for one in leased}))
         valid = {key.key_id for key in keys}
         leased = [msgspec.structs.replace(one, is_key_valid=one.key_id in valid) for one in leased]
-        size_bytes = 0
-        for count, one in enumerate(leased):
-            size_bytes += len(one.run) + len(one.body) + len(one.context_items)
-            if count and size_bytes > MESSAGE_BYTES_MAX:
-                # The leases of the others run out, and they are leased again.
-                leased = leased[:count]
-                break
         return LeasedResponses(responses=tuple(leased), lost=tuple(lost))
 
     async def _context(self, connection: Connection, begin: BeginResponse) -> bytes:

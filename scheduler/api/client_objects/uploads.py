@@ -8,7 +8,11 @@ from typing import Any, BinaryIO, Final, TypeVar
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers.batches import store_timeout_s
-from scheduler.state.files.batch_folder import CHUNK_BYTES, BatchFolder
+from scheduler.state.files.batch_folder import (
+    CHUNK_BYTES,
+    CLIENT_CALL_TIMEOUT_S,
+    BatchFolder,
+)
 from scheduler.state.files.file_threads import no_answer
 from scheduler.store.client_objects.batch_files import has_file
 from scheduler.store.pool import IDLE_TIMEOUT_S, UNAVAILABLE, Connection, Pool, using
@@ -52,7 +56,8 @@ async def write_upload(
 
     Raises ApiError for a file above `bytes_max`, for one that does not go on, if the disk has no
     room, and if the disk or bucket takes longer than `timeout_s_of` the file's size: for all that
-    is written while it arrives, and again to complete it. Then no file is left.
+    is written while it arrives, and again to complete it. Then no file is left. While it arrives
+    no call may take longer than CLIENT_CALL_TIMEOUT_S.
     """
     size_bytes, checked_at = 0, 0
     file = _ArrivingFile(folder, file_id, timeout_s_of)
@@ -144,7 +149,8 @@ class _ArrivingFile:
         clock = asyncio.get_running_loop().time
         began_at_s = clock()
         self._call = calling = asyncio.create_task(_on_disk(self._folder, call))
-        timeout_s = max(0.0, self._timeout_s_of(size_bytes) - self._spent_s)
+        left_s = max(0.0, self._timeout_s_of(size_bytes) - self._spent_s)
+        timeout_s = min(left_s, CLIENT_CALL_TIMEOUT_S)
         await asyncio.wait([calling], timeout=timeout_s)
         self._spent_s += clock() - began_at_s
         if not calling.done():

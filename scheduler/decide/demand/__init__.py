@@ -1,8 +1,8 @@
 """Demand of cities for deployments: rows from routers, current rates, and forecasts.
 
-`intake` checks what routers report, `silent_pops` keeps the last demand of PoPs whose routers are
-cut off, `demand_columns` reads rows as columns, `demand_rates` turns them into arrays of load, and
-`fleet_forecast` forecasts every (deployment, city) with `series_forecast`.
+`intake` checks what routers report, `silent_routers` keeps the last demand of PoPs if their routers
+are cut off, `demand_columns` reads rows as columns, `demand_rates` turns them into arrays of load,
+and `fleet_forecast` forecasts every (deployment, city) with `series_forecast`.
 """
 
 from scheduler.decide.demand.demand_rates import with_forecast
@@ -25,7 +25,11 @@ from scheduler.decide.demand.intake import (
     accept_usage,
 )
 from scheduler.decide.demand.series_forecast import SLOT_S
-from scheduler.decide.demand.silent_pops import PopSilence, held_pops, raise_to_last_known
+from scheduler.decide.demand.silent_routers import (
+    RouterSilence,
+    held_silences,
+    raise_to_last_known,
+)
 
 __all__ = (
     "COUNTS",
@@ -36,14 +40,14 @@ __all__ = (
     "AcceptedDemand",
     "AcceptedUsage",
     "FleetForecast",
-    "PopSilence",
+    "RouterSilence",
     "SeriesKey",
     "SlotDemand",
     "accept_demand",
     "accept_round_trips",
     "accept_trials",
     "accept_usage",
-    "held_pops",
+    "held_silences",
     "raise_to_last_known",
     "slot_of",
     "with_forecast",

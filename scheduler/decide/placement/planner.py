@@ -31,7 +31,6 @@ contact report as failed are replaced on nodes in contact.
 from collections import defaultdict
 from collections.abc import Sequence
 from math import inf
-from typing import Final
 
 import msgspec
 
@@ -73,7 +72,7 @@ from scheduler.decide.placement.search.draft import PlacementDraft
 from scheduler.decide.placement.search.greedy_fill import fill, keep_first
 from scheduler.decide.placement.search.local_search import LocalSearch
 from scheduler.decide.placement.search.pop_roles import due_role_changes, role_of_start
-from scheduler.decide.placement.search.recombine import is_small
+from scheduler.decide.placement.search.recombine import LAID_OUT_PER_DEVICE_MAX, is_small
 from scheduler.decide.placement.search.slot_ledger import SlotLedger
 from scheduler.decide.placement.unmet import (
     impossible_policy,
@@ -81,9 +80,6 @@ from scheduler.decide.placement.unmet import (
     no_slot_for_version,
     unmet_requirements,
 )
-
-STARTS_ALL: Final = 10**6
-"""More replicas than any plan starts."""
 
 
 class PlanLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +117,8 @@ def plan_deployments(
     is_whole = limits.thorough_effort > 0 and is_small_fleet
     if is_whole:
         # Later plans make the starts that are too many for this one: all have to fit together.
-        draft.limit_starts(STARTS_ALL)
+        laid_out = LAID_OUT_PER_DEVICE_MAX * len(draft.ledger.free)
+        draft.limit_starts(max(builder.starts_max, laid_out))
     search.fill()
     search.run()
     if is_whole:

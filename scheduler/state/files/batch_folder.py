@@ -45,6 +45,9 @@ there are twenty for everything that the scheduler does."""
 TRANSACTION_CALL_TIMEOUT_S: Final = 3.0
 """Less than the 5 s after which Postgres ends a transaction that waits."""
 
+CLIENT_CALL_TIMEOUT_S: Final = 30.0
+"""How long one call may take while a client waits: half of what its router waits for an answer."""
+
 RELEASES: Final[set[asyncio.Task[None]]] = set()
 """The tasks that close files. The event loop itself keeps none alive."""
 
@@ -100,11 +103,15 @@ class BatchFolder:
 
     async def run_briefly(self, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """Do what `run` does, for a transaction. Raises ApiError 503 if it takes too long."""
-        try:
-            async with asyncio.timeout(TRANSACTION_CALL_TIMEOUT_S):
-                return await self.run(call, *arguments, **named)
-        except TimeoutError:
-            raise no_answer() from None
+        async with _within(TRANSACTION_CALL_TIMEOUT_S):
+            return await self.run(call, *arguments, **named)
+
+    async def run_for_client(
+        self, call: Callable[P, T], *arguments: P.args, **named: P.kwargs
+    ) -> T:
+        """Do what `run` does, while a client waits. Raises ApiError 503 if it takes too long."""
+        async with _within(CLIENT_CALL_TIMEOUT_S):
+            return await self.run(call, *arguments, **named)
 
     def release(
         self, call: Callable[P, object], *arguments: P.args, **named: P.kwargs
@@ -217,3 +224,13 @@ class BatchFolder:
 
     def _path(self, file_id: str) -> Path:
         return self._folder / file_id
+
+
+@asynccontextmanager
+async def _within(timeout_s: float) -> AsyncIterator[None]:
+    """Raise ApiError 503 if what is awaited takes longer."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        raise no_answer() from None

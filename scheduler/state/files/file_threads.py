@@ -1,17 +1,16 @@
 """Runs calls to a disk or a bucket in threads, which tenants share.
 
 Nothing ends a call that hangs, so it keeps its thread. One tenant's calls never keep all threads,
-and a call waits for its turn for a limited time.
+a call waits for its turn for a limited time, and the process ends without waiting for any.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from typing import Final, TypeVar
 
 from isochrone.fair_shares import FairShares
+from isochrone.service.threads import start_daemon_thread
 from isochrone.wire.errors import ApiError, ErrorCode
 
 THREADS_MAX: Final = 16
@@ -87,7 +86,6 @@ class FileThreads:
 
     def __init__(self) -> None:
         """Start without calls."""
-        self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="files")
         self._turns = FairTurns(THREADS_MAX)
 
     async def run(self, holder: str, call: Callable[[], T], *, is_patient: bool = False) -> T:
@@ -97,16 +95,9 @@ class FileThreads:
         runs to its end, even if this is cancelled.
         """
         await self._turns.take(holder, is_patient=is_patient)
-        loop = asyncio.get_running_loop()
-
-        def free_thread(_: Future[T]) -> None:
-            # Without the loop nothing waits any more.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._turns.give_back, holder)
-
-        running = self._threads.submit(call)
-        running.add_done_callback(free_thread)
-        return await asyncio.wrap_future(running)
+        running = start_daemon_thread("files", call)
+        running.add_done_callback(lambda _: self._turns.give_back(holder))
+        return await asyncio.shield(running)
 
 
 def no_answer() -> ApiError:

@@ -1,12 +1,13 @@
 """The rows of stored responses: begun by a router, and ended once."""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from isochrone.wire.ids import KeyId, TenantId
 from isochrone.wire.peers.responses import (
+    MESSAGE_BYTES_MAX,
     BeginResponse,
     FinishResponse,
     LeasedResponse,
@@ -159,19 +160,25 @@ async def delete_response(connection: Connection, response_id: str, tenant_id: s
 async def lease_responses(
     connection: Connection, count: int, lease_id: str, lease_s: float
 ) -> list[LeasedResponse]:
-    """Lease background responses that no router holds; tenants take turns."""
+    """Lease background responses that no router holds, as many as fit into a message.
+
+    Tenants take turns.
+    """
     rows = await connection.fetch(
         """
         UPDATE stored_response r SET status = 'in_progress', lease_id = $2,
             available_at = now() + $3 * interval '1 second'
         FROM (SELECT response_id FROM stored_response WHERE response_id = ANY (ARRAY(
                   SELECT response_id FROM (
-                      SELECT response_id, row_number() OVER (
-                          PARTITION BY tenant_id ORDER BY created_at) AS place
-                      FROM stored_response
-                      WHERE status IN ('queued', 'in_progress') AND is_background
-                          AND available_at <= now() AND expires_at > now()) waiting
-                  ORDER BY place LIMIT $1))
+                      SELECT *, sum(size_bytes) OVER (ORDER BY place, response_id) AS sum_bytes
+                      FROM (
+                          SELECT response_id, size_bytes, row_number() OVER (
+                              PARTITION BY tenant_id ORDER BY created_at) AS place
+                          FROM stored_response
+                          WHERE status IN ('queued', 'in_progress') AND is_background
+                              AND available_at <= now() AND expires_at > now()) waiting
+                      ORDER BY place, response_id LIMIT $1) sized
+                  WHERE sum_bytes <= $4::bigint OR sum_bytes = size_bytes))
                   AND status IN ('queued', 'in_progress') AND available_at <= now()
               FOR UPDATE SKIP LOCKED) free
         WHERE r.response_id = free.response_id
@@ -180,6 +187,7 @@ async def lease_responses(
         count,
         lease_id,
         lease_s,
+        MESSAGE_BYTES_MAX,
     )
     return [
         LeasedResponse(
@@ -214,12 +222,12 @@ async def renew_responses(
     return [ref for ref in refs if ref not in kept]
 
 
-async def abandoned_responses(connection: Connection, limit: int) -> list[ResponseRow]:
-    """Return responses whose router is gone and whose client waited for it, and lock them."""
-    rows: list[Any] = await connection.fetch(
-        f"SELECT {_COLUMNS} FROM stored_response"  # noqa: S608
+async def abandoned_responses(connection: Connection, limit: int) -> list[str]:
+    """Return the responses whose router is gone and whose client waited for it, and lock them."""
+    rows = await connection.fetch(
+        "SELECT response_id FROM stored_response"
         " WHERE status = 'in_progress' AND NOT is_background AND available_at <= now()"
         " ORDER BY available_at LIMIT $1 FOR UPDATE SKIP LOCKED",
         limit,
     )
-    return [as_struct(row, ResponseRow) for row in rows]
+    return [row["response_id"] for row in rows]

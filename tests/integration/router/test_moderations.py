@@ -40,6 +40,7 @@ def test_labels_are_mapped_to_categories() -> None:
     assert category_of("S3") == "sexual/minors"
     assert category_of("hate_threatening") == "hate/threatening"
     assert category_of("toxic") == "toxic"
+    assert category_of("Not hate") is None
     result = moderation_result({"safe": 0.99, "H": 0.2, "hate": 0.5, "toxic": 0.1})
     assert (result["flagged"], result["categories"]["hate"]) == (True, True)
     assert result["category_scores"]["hate"] == 0.5

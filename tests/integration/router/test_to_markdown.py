@@ -16,6 +16,7 @@ from isochrone.service.trust.landlock import landlock_version
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import TenantId
 from isochrone.wire.peers.routes import KeyLimits
+from router.documents import converter as converter_module
 from router.documents.converter import AT_ONCE_MAX, DocumentConverter
 from tests.integration.router.fleet_of import Bench, a_bench
 from tests.system.harness import until
@@ -112,6 +113,17 @@ async def test_a_converter_that_dies_or_babbles_is_an_error() -> None:
     for program in ("import os; os.abort()", "print('x' * 100)"):
         converter = DocumentConverter(lambda _, program=program: [sys.executable, "-c", program])  # type: ignore[misc]
         assert (await converter.convert(TenantId("acme"), "a.txt", b"")).error
+
+
+async def test_a_converter_that_writes_without_end_is_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All that it wrote in 50 s was in the router's memory."""
+    monkeypatch.setattr(converter_module, "OUTPUT_BYTES_MAX", 1 << 20)
+    program = "while True: print('x' * 65536)"
+    converter = DocumentConverter(lambda _: [sys.executable, "-c", program])
+    async with asyncio.timeout(30):
+        assert (await converter.convert(TenantId("acme"), "a.txt", bytes(1 << 20))).error
 
 
 async def test_a_killed_process_of_a_document_is_an_error_and_others_go_on(tmp_path: Path) -> None:

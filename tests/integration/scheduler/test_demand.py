@@ -13,7 +13,7 @@ from isochrone.wire.admin import PopBody
 from isochrone.wire.ids import BootId, ClusterId, RouterId
 from isochrone.wire.peers.usage import Demand, Usage
 from scheduler.decide.demand import accept_demand, accept_usage
-from scheduler.decide.demand.silent_pops import HELD_FOR_S
+from scheduler.decide.demand.silent_routers import HELD_FOR_S
 from scheduler.decide.membership import NodeContact
 from scheduler.store import catalogue, deployments
 from scheduler.store.accounts.usage import record_demand, record_usage, rotate_demand_partitions
@@ -91,12 +91,12 @@ async def test_after_an_outage_demand_is_not_known_until_routers_have_reported(
     ("silent_s", "expected"),
     [
         ({"cut-off": 1200.0}, {"ams": 1.0, "sin": 0.5}),
-        ({"cut-off": 1200.0, "in-contact": 5.0}, {"ams": 1.0}),
+        ({"cut-off": 1200.0, "in-contact": 5.0}, {"ams": 1.0, "sin": 0.5}),
         ({"cut-off": HELD_FOR_S + 60.0}, {"ams": 1.0}),
     ],
     ids=["silent", "another-reports", "for-too-long"],
 )
-async def test_the_last_known_demand_counts_while_the_routers_of_a_pop_are_silent(
+async def test_the_last_known_demand_of_a_pop_counts_while_a_router_of_it_is_silent(
     pool: Pool, silent_s: dict[str, float], expected: dict[str, float]
 ) -> None:
     await begun(pool)

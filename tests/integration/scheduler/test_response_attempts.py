@@ -4,12 +4,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 
 from isochrone.wire.ids import TenantId
 from isochrone.wire.peers.responses import BeginResponse, FinishResponse, LeaseResponses
 from scheduler.api.client_objects.responses import ResponseWork
 from scheduler.decide.response_limits import ResponseLimits
 from scheduler.loops.end_responses import EndResponses
+from scheduler.store.client_objects import responses
 from scheduler.store.client_objects.responses import (
     add_response,
     lease_responses,
@@ -98,3 +100,29 @@ async def test_a_response_survives_a_time_in_which_its_lease_could_not_be_renewe
     assert await turn(9.0) == 0
     lease.is_acting = True
     assert [await turn(1.0), await turn(59.0), await turn(1.0)] == [0, 0, 1]
+
+
+async def test_only_responses_that_fit_into_a_message_are_leased(
+    with_key: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a router asked for were in memory, and those that did not fit waited a minute."""
+    size = 1000
+    monkeypatch.setattr(responses, "MESSAGE_BYTES_MAX", 3 * size)
+    async with transaction(with_key) as connection:
+        for number in range(8):
+            begun = BeginResponse(
+                response_id=f"resp_{number}",
+                tenant_id=TenantId("acme"),
+                key_id=KEY,
+                body=bytes(size if number else 4 * size),
+                input_items=b"",
+                run=b"{}",
+            )
+            assert await add_response(connection, begun, b"", "", ResponseLimits())
+            await connection.execute(
+                "UPDATE stored_response SET created_at = now() + interval '1 second' * $1"
+                " WHERE response_id = $2",
+                *(float(number), begun.response_id),
+            )
+        counts = [len(await lease_responses(connection, 9, "lease", 60.0)) for _ in range(6)]
+    assert counts == [1, 2, 2, 2, 1, 0]

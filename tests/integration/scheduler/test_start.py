@@ -82,8 +82,13 @@ async def test_a_scheduler_starts_while_the_folder_of_files_hangs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A file system of another host may hang for hours; schedulers serve everything else."""
-    may_end = threading.Event()
-    monkeypatch.setattr(BatchFolder, "prepare", lambda _: may_end.wait(60))
+    may_end, is_daemon = threading.Event(), list[bool]()
+
+    def hang(_: BatchFolder) -> None:
+        is_daemon.append(threading.current_thread().daemon)
+        may_end.wait(60)
+
+    monkeypatch.setattr(BatchFolder, "prepare", hang)
     monkeypatch.setattr(batch_storage, "PREPARE_TIMEOUT_S", 0.05)
     try:
         async with asyncio.timeout(30):
@@ -91,3 +96,4 @@ async def test_a_scheduler_starts_while_the_folder_of_files_hangs(
     finally:
         may_end.set()
     assert "cannot reach the place of files" in caplog.text
+    assert is_daemon == [True], "its process would not end before the folder answers"

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 from isochrone.wire.ids import ClusterId, Epoch, KeyId, NodeId, PopId
-from scheduler.decide.demand import PopSilence
+from scheduler.decide.demand import RouterSilence
 from scheduler.store.accounts.keys import (
     list_keys,
     live_keys,
@@ -135,8 +135,8 @@ STATEMENTS: dict[str, Callable[[Connection], Awaitable[Any]]] = {
     "record a refusal once": lambda c: _record_refusal_once(c, NodeId("n"), "s7", "reason"),
     "read a slot of demand": lambda c: read_slot(c, SLOT),
     "read demand": _read_demand,
-    "read the last demand of silent PoPs": lambda c: _read_last_demand(
-        c, [PopSilence(PopId("p"), 3600.0)]
+    "read the last demand before silences": lambda c: _read_last_demand(
+        c, [RouterSilence(PopId("p"), 3600.0)]
     ),
     "read whether demand is known": lambda c: _is_demand_known(c, 5.0),
     "read the members of stores": read_store_members,

@@ -158,7 +158,8 @@ def test_an_image_that_cannot_be_used_is_refused_by_name(url: str, match: str) -
 def test_the_number_of_images_is_limited() -> None:
     urls = [a_url(a_png(2, 2))] * (IMAGES_MAX + 1)
     check_images(chat(*urls[1:]), PIXELS_MAX)
-    with pytest.raises(ApiError, match="the limit is 64"):
+    urls[0] = "data:none is looked at"
+    with pytest.raises(ApiError, match="they have 65 images, the limit is 64"):
         check_images(chat(*urls), PIXELS_MAX)
 
 

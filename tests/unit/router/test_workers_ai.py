@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from isochrone.wire.errors import ApiError
@@ -146,8 +147,14 @@ def test_complete_responses_become_results() -> None:
     for arguments in ("{", "[" * 5000):
         call["function"] = {"name": "f", "arguments": arguments}
         assert result_of(json.dumps(chat).encode())["tool_calls"] == [call["function"]]
-    listed = {"object": "list", "data": [{"embedding": [0.5, 1.0]}]}
-    assert result_of(json.dumps(listed).encode()) == {"shape": [1, 2], "data": [[0.5, 1.0]]}
+
+
+def test_the_numbers_of_embeddings_stay_as_the_engine_wrote_them() -> None:
+    """Two million floats that were read and written again stopped the router for a second."""
+    listed = b'{"object":"list","data":[{"index":0,"embedding":[0.50, 1e-3]},{"embedding":[]}]}'
+    expected = b'{"shape":[2,2],"data":[[0.50, 1e-3],[]]}'
+    assert msgspec.json.encode(result_of(listed)) == expected
+    assert result_of(b'{"object":"list","data":[]}') == {"shape": [0, 0], "data": []}
 
 
 def test_frames_are_translated() -> None:

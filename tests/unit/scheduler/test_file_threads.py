@@ -82,3 +82,8 @@ async def test_a_cancelled_call_keeps_its_thread_until_it_ends() -> None:
             await asyncio.wait([late], timeout=0)
             assert not late.done()
         assert await late
+
+
+async def test_a_call_that_hangs_does_not_hold_up_the_end_of_the_process() -> None:
+    """The interpreter waits at its exit for threads that are no daemons."""
+    assert await FileThreads().run("a", lambda: threading.current_thread().daemon)

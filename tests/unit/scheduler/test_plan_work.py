@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.ids import DeploymentId, NodeId, PopId
+from isochrone.wire.models.model import EngineSettings
 from ops.sim.recost import empty_draft
 from ops.sim.small_worlds import small_world
 from scheduler.decide.capacity.device_classes import GIB
@@ -16,13 +17,15 @@ from scheduler.decide.cluster import DemandRate
 from scheduler.decide.demand.demand_rates import demand_by_deployment
 from scheduler.decide.membership.liveness import judge_liveness
 from scheduler.decide.placement.fleet import fleet_capacity
-from scheduler.decide.placement.planner import PlanLimits
+from scheduler.decide.placement.planner import PlanLimits, plan_deployments
 from scheduler.decide.placement.search import eviction
 from scheduler.decide.placement.search.blocked_gains import BlockedGain
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.draft import PlacementDraft
 from scheduler.decide.placement.search.eviction import net_loss
 from scheduler.decide.placement.search.greedy_fill import fill
+from scheduler.decide.placement.search.packing import PackedReplica, SitePacking
+from scheduler.decide.placement.search.recombine import LAID_OUT_PER_DEVICE_MAX
 from tests.builders import PLACES, a_cluster, a_deployment, a_device, a_model, a_node, a_placement
 from tests.unit.scheduler.test_plan import a_demand
 
@@ -92,6 +95,39 @@ def test_the_fill_computes_no_gain_where_another_deployment_has_taken_the_device
     # A swap may still find it a slot: what it would gain is known by a bound, and then computed.
     blocked = list(draft.blocked.drain(draft.states, [], draft.net_without_slot))
     assert DeploymentId("e") in [gain.state.deployment_id for gain in blocked]
+
+
+def test_no_more_tiny_replicas_are_laid_out_than_a_machine_may_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of replicas of one byte ten thousand fit on a device, and a plan tried to lay out all."""
+    tiny = EngineSettings(driver="mock", memory_bytes=1)
+    deployments = [a_deployment(name, engine=tiny, replicas_max=10_000) for name in ("d", "e")]
+    nodes = tuple(a_node(f"{pop}-1", pop) for pop in ("ams", "sin"))
+    cluster = a_cluster(
+        nodes=nodes,
+        deployments=tuple(deployments),
+        demand=tuple(a_demand(pop, 500.0, name) for pop in ("ams", "sin") for name in ("d", "e")),
+    )
+    most_replicas = most_packed = 0
+    add, pack = DeploymentState.add, SitePacking.pack
+
+    def counted_add(state: DeploymentState, replica: PlannedReplica) -> None:
+        nonlocal most_replicas
+        add(state, replica)
+        most_replicas = max(most_replicas, len(state.replicas))
+
+    def counted_pack(packing: SitePacking, counts: tuple[int, ...]) -> list[PackedReplica] | None:
+        nonlocal most_packed
+        most_packed = max(most_packed, *counts)
+        return pack(packing, counts)
+
+    monkeypatch.setattr(DeploymentState, "add", counted_add)
+    monkeypatch.setattr(SitePacking, "pack", counted_pack)
+    plan = plan_deployments(cluster)
+    assert len(plan.starts) == PlanLimits().starts_max
+    assert 0 < most_replicas <= len(nodes) * LAID_OUT_PER_DEVICE_MAX
+    assert 0 < most_packed <= LAID_OUT_PER_DEVICE_MAX
 
 
 @pytest.mark.parametrize(("fixed_gib", "losses"), [(4.0, 0), (3.0, 1)])

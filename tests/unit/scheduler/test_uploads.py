@@ -21,7 +21,7 @@ from isochrone.wire.peers.batches import store_timeout_s
 from scheduler.api.client_objects import uploads
 from scheduler.api.client_objects.downloads import send_file
 from scheduler.api.client_objects.uploads import write_upload
-from scheduler.state.files import file_threads
+from scheduler.state.files import batch_folder, file_threads
 from scheduler.state.files.batch_folder import CHUNK_BYTES, RELEASES, BatchFolder
 from scheduler.state.files.file_threads import THREADS_MAX
 
@@ -178,6 +178,31 @@ async def test_an_upload_ends_if_the_disk_hangs_in_the_middle_of_it(tmp_path: Pa
     disk.file.may_end.set()
     await asyncio.gather(*uploads._UNDOING)
     assert disk.file.closed
+
+
+@pytest.mark.parametrize("call", ["upload", "download"])
+async def test_a_client_of_a_disk_that_hangs_gets_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """An upload waited two minutes for it, and a download until its router gave up."""
+    for module in (uploads, batch_folder):
+        monkeypatch.setattr(module, "CLIENT_CALL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(HangingFile, "seekable", lambda _: True)
+    monkeypatch.setattr(HangingFile, "seek", lambda _, place, whence=0: place)
+    disk = HangingDisk(tmp_path)
+    begun: Any = write_upload(disk, "file-1", Sender(9).read_chunk, bytes_max=BYTES_MAX)
+    if call == "download":
+        begun.close()
+        request, response = make_mocked_request("GET", "/"), web.StreamResponse()
+        begun = send_file(request, disk, "file-1", response, first=0, count=9)
+    try:
+        async with asyncio.timeout(15):
+            with pytest.raises(ApiError, match="does not answer") as refused:
+                await begun
+        assert refused.value.code is ErrorCode.UNAVAILABLE
+    finally:
+        disk.file.may_end.set()
+        await asyncio.gather(*uploads._UNDOING, *RELEASES)
 
 
 async def test_an_upload_that_gets_no_thread_does_not_wait_to_be_undone(

@@ -16,18 +16,18 @@ PART: Final = b'--b\r\nContent-Disposition: form-data; name="f"\r\n\r\nx\r\n'
 END: Final = b"--b--\r\n"
 
 
-def a_form(body: bytes) -> web.Request:
+def a_form(body: bytes, kind: str) -> web.Request:
     loop = asyncio.get_running_loop()
     content = StreamReader(mock.create_autospec(BaseProtocol, instance=True), 2**16, loop=loop)
     content.feed_data(body)
     content.feed_eof()
-    headers = {"content-type": "multipart/form-data; boundary=b"}
+    headers = {"content-type": f"multipart/{kind}; boundary=b"}
     return make_mocked_request("POST", "/", headers=headers, payload=content)
 
 
-async def read(body: bytes) -> list[bytes]:
+async def read(body: bytes, kind: str = "form-data") -> list[bytes]:
     contents: list[bytes] = []
-    async for part in form_parts(a_form(body)):
+    async for part in form_parts(a_form(body, kind)):
         assert isinstance(part, BodyPartReader)
         contents.append(bytes(await part.read()))
     return contents
@@ -46,3 +46,17 @@ async def test_a_form_is_read_and_its_contents_have_any_number_of_lines() -> Non
 async def test_a_form_of_many_lines_beside_its_contents_is_refused(body: bytes) -> None:
     with pytest.raises(FORM_ERRORS, match="more than 1000 lines"):
         await read(body)
+
+
+@pytest.mark.parametrize("kind", ["form-data", "mixed"])
+@pytest.mark.parametrize("name", ["Content-Encoding", "Content-Transfer-Encoding"])
+async def test_a_part_with_an_encoding_of_its_own_is_refused(kind: str, name: str) -> None:
+    """A compressed part was inflated on the event loop, and base64 read byte by byte."""
+
+    def a_part(encoding: str) -> bytes:
+        return PART.replace(b"\r\n\r\n", f"\r\n{name}: {encoding}\r\n\r\n".encode(), 1) + END
+
+    assert await read(a_part("Binary"), kind) == [b"x"]
+    for encoding in ("gzip", "base64", "quoted-printable"):
+        with pytest.raises(FORM_ERRORS, match=f"'{encoding}': send it as it is"):
+            await read(a_part(encoding), kind)

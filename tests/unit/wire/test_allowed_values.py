@@ -1,5 +1,6 @@
 """An error about a wrong value lists the values that the field may have."""
 
+import re
 from enum import StrEnum
 from typing import Literal, TypeVar
 
@@ -7,6 +8,7 @@ import msgspec
 import pytest
 
 from isochrone.wire.errors import ApiError
+from isochrone.wire.http import invalid_field
 from isochrone.wire.http.allowed_values import LISTED_MAX, allowed_values
 from isochrone.wire.http.invalid_field import decode_public
 
@@ -89,3 +91,26 @@ def test_only_some_of_many_values_are_named() -> None:
 def test_without_a_known_tag_the_values_of_each_type_are_named(body: object) -> None:
     named = allowed_values(Drawing, "shapes[0].fill", body)
     assert named == "'red', 'blue', 'none'"
+
+
+def test_a_value_as_long_as_the_body_is_not_searched_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of 8 MB, in a form that the search begins with again and again, took three seconds."""
+    searched: list[int] = []
+
+    class MeasuringPattern:
+        def search(self, text: str) -> re.Match[str] | None:
+            searched.append(len(text))
+            return found.search(text)
+
+        def sub(self, replacement: str, text: str) -> str:
+            return found.sub(replacement, text)
+
+    found = invalid_field._INVALID_FIELD
+    monkeypatch.setattr(invalid_field, "_INVALID_FIELD", MeasuringPattern())
+    body = msgspec.json.encode({"effort": 100_000 * " - at `$"})
+    with pytest.raises(ApiError, match="is not one of") as refused:
+        decode_public(body, msgspec.json.Decoder(Drawing))
+    assert refused.value.param is not None
+    assert max(searched) < 2 * invalid_field.REASON_CHARS_MAX

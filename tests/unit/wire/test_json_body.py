@@ -83,3 +83,32 @@ def test_a_body_of_few_brackets_needs_no_check_of_its_nesting(parts: list[str]) 
         return ""
 
     assert refusal(check_json_body) == refusal(json_body._check_nesting)
+
+
+def depth_of(body: bytes) -> int:
+    """Return how deep brackets outside strings are nested, read byte by byte."""
+    depth = most = 0
+    is_string = is_escaped = False
+    for byte in body:
+        was_escaped, is_escaped = is_escaped, byte == ord("\\")
+        if was_escaped and byte in b'\\"':
+            is_escaped = False
+        elif byte == ord('"'):
+            is_string = not is_string
+        elif not is_string:
+            depth += (byte in b"[{") - (byte in b"]}")
+            most = max(most, depth)
+    return most
+
+
+@given(st.lists(st.sampled_from(["[", "{", "]", "}", '"', '""', "\\", "x"]), max_size=30))
+def test_the_depth_is_that_of_the_brackets_outside_strings(parts: list[str]) -> None:
+    body = b"[" * (JSON_DEPTH_MAX - 3) + "".join(parts).encode()
+    refusal = ""
+    try:
+        json_body._check_nesting(body)
+    except UnsafeJson as unsafe:
+        refusal = str(unsafe)
+    depth = depth_of(body)
+    expected = f"nested {depth} levels deep, the limit is {JSON_DEPTH_MAX}"
+    assert refusal == (expected if depth > JSON_DEPTH_MAX else "")

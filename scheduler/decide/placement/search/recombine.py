@@ -31,6 +31,10 @@ CITY_PAIRS_MAX: Final = 150
 DEVICES_MAX: Final = 128
 """With more (city, site) pairs or devices each layout takes too long to look at."""
 
+LAID_OUT_PER_DEVICE_MAX: Final = 8
+"""So many new replicas for each device are laid out together at most. An engine takes more of a
+machine than a deployment may say: ten thousand replicas of one byte would fit on a device."""
+
 TRIED_MAX: Final = 3
 """How many combinations are tried on the draft, the cheapest first."""
 
@@ -161,7 +165,8 @@ class _FreeCapacity:
             candidate = None
             if needs.site_capacity[site] > 0:
                 candidate = draft.ledger.best_candidate(site, needs.eligible_nodes[site], needs)
-            most = packing.most(number, needs.replicas_max) if candidate else 0
+            laid_out = LAID_OUT_PER_DEVICE_MAX * packing.devices_above(0)
+            most = packing.most(number, min(needs.replicas_max, laid_out)) if candidate else 0
             start_cost = candidate.start_cost if candidate else 0.0
             sites.append(LayoutSite(site, draft.fleet.sites[site].pop, most, start_cost))
         return DeploymentLayouts(state, sites, self._use(self._sizes[number]))

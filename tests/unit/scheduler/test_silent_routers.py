@@ -1,14 +1,14 @@
-"""The demand of PoPs whose routers are cut off from all schedulers."""
+"""The demand of PoPs with routers that are cut off from all schedulers."""
 
 import pytest
 
 from isochrone.wire.ids import DeploymentId, PopId
 from scheduler.decide.cluster import DemandRate
-from scheduler.decide.demand.silent_pops import (
+from scheduler.decide.demand.silent_routers import (
     HELD_FOR_S,
     SILENT_AFTER_S,
-    PopSilence,
-    held_pops,
+    RouterSilence,
+    held_silences,
     raise_to_last_known,
 )
 
@@ -34,8 +34,8 @@ def a_rate(pop: str, requests: float, output: float = 0.0, refused: float = 0.0)
     ],
 )
 def test_demand_is_held_for_a_time(silent_s: float, is_held: bool) -> None:
-    row = PopSilence(PopId("sin"), silent_s)
-    assert held_pops([row]) == ((row,) if is_held else ())
+    row = RouterSilence(PopId("sin"), silent_s)
+    assert held_silences([row]) == ((row,) if is_held else ())
 
 
 def test_the_last_known_demand_is_a_lower_bound_of_each_rate() -> None:
@@ -47,3 +47,11 @@ def test_the_last_known_demand_is_a_lower_bound_of_each_rate() -> None:
         a_rate("sin", 3.0, output=90.0, refused=2.0),
     )
     assert raise_to_last_known(now, []) == tuple(now)
+
+
+def test_of_several_last_known_rates_the_highest_counts() -> None:
+    """Two routers of a PoP fell silent one after the other: the second alone had less."""
+    last_known = [a_rate("sin", 3.0), a_rate("sin", 1.0, output=70.0)]
+    assert raise_to_last_known([a_rate("sin", 0.5)], last_known) == (
+        a_rate("sin", 3.0, output=70.0),
+    )

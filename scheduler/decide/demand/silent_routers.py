@@ -1,8 +1,12 @@
-"""Decides which PoPs' last known demand counts, because their routers report none. Pure.
+"""Decides which PoPs' last known demand counts, because routers of theirs report none. Pure.
 
-Routers that are cut off from all schedulers go on serving by the last route table, and their
+A router that is cut off from all schedulers goes on serving by the last route table, and its
 clients go on using the replicas in it. Without the demand of these clients the planner would end
 the replicas within minutes.
+
+The store has the demand of a PoP, not of each router. So what all routers of a PoP reported before
+one of them fell silent is the least that counts. This is also right if the silent router's clients
+have gone to the others: what these report is not added to it.
 """
 
 from collections.abc import Sequence
@@ -22,22 +26,22 @@ HELD_FOR_S: Final = 3 * 3600.0
 longer: routers that were switched off look the same, and their clients may be counted elsewhere."""
 
 
-class PopSilence(NamedTuple):
-    """A PoP with routers, and the seconds since a scheduler last heard any of them."""
+class RouterSilence(NamedTuple):
+    """The PoP of a router, and the seconds since a scheduler last heard the router."""
 
     pop: PopId
     silent_s: float
 
 
-def held_pops(silences: Sequence[PopSilence]) -> tuple[PopSilence, ...]:
-    """Return the PoPs whose last known demand counts."""
+def held_silences(silences: Sequence[RouterSilence]) -> tuple[RouterSilence, ...]:
+    """Return the silences before which a PoP's demand counts."""
     return tuple([row for row in silences if SILENT_AFTER_S < row.silent_s <= HELD_FOR_S])
 
 
 def raise_to_last_known(
     rows: Sequence[DemandRate], last_known: Sequence[DemandRate]
 ) -> tuple[DemandRate, ...]:
-    """Return for each city and deployment the higher of its demand and the last known, by rate."""
+    """Return for each city and deployment the highest of its demand and the last known, by rate."""
     if not last_known:
         return tuple(rows)
     highest = {(row.deployment_id, row.pop): row for row in rows}
