@@ -10,6 +10,8 @@ from typing import Any, Final
 import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from router.apis.earlier_reasoning import FIELDS as REASONING_FIELDS
+from router.apis.earlier_reasoning import reasoning_fields
 from router.apis.messages.schema import (
     AnyToolChoice,
     AutoToolChoice,
@@ -147,8 +149,7 @@ def _assistant_message(blocks: Sequence[ContentBlock]) -> dict[str, Any]:
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [_tool_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
     message: dict[str, Any] = {"role": "assistant", "content": BETWEEN_BLOCKS.join(texts)}
-    if any(thoughts):
-        message["reasoning_content"] = BETWEEN_BLOCKS.join(thoughts)
+    message |= reasoning_fields(BETWEEN_BLOCKS.join(filter(None, thoughts)))
     if calls:
         message["content"] = message["content"] or None
         message["tool_calls"] = calls
@@ -175,7 +176,7 @@ def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
     if message["role"] == "user":
         last["content"] = _content([*_parts(last["content"]), *_parts(message["content"])])
         return
-    for name in ("content", "reasoning_content"):
+    for name in ("content", *REASONING_FIELDS):
         texts = [text for text in (last.get(name), message.get(name)) if text]
         if texts:
             last[name] = BETWEEN_BLOCKS.join(texts)

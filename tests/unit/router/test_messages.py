@@ -9,6 +9,7 @@ from anthropic.types import (
     Message,
     ModelInfo,
     RawMessageStreamEvent,
+    Usage,
     content_block_param,
     message_count_tokens_params,
     message_create_params,
@@ -26,7 +27,7 @@ from isochrone.wire.models.model import Deprecation
 from isochrone.wire.peers.routes import DeploymentEntry
 from router.apis.messages import schema
 from router.apis.messages.errors import error_body, error_status, translate_refusal
-from router.apis.messages.events import MessageEvents, signature_of
+from router.apis.messages.events import MessageEvents, signature_of, translate_usage
 from router.apis.messages.models import model_info
 from router.apis.messages.schema import COUNT_TOKENS_REQUEST, MESSAGES_REQUEST
 from router.apis.messages.translate import to_chat, to_tokenize
@@ -268,6 +269,7 @@ def test_calls_and_results_of_tools_become_messages_of_their_own() -> None:
             "role": "assistant",
             "content": "let me see",
             "reasoning_content": "hm",
+            "reasoning": "hm",
             "tool_calls": [
                 {"id": "a", "type": "function", "function": function},
                 {"id": "b", "type": "function", "function": function},
@@ -388,12 +390,25 @@ def test_a_complete_message() -> None:
         ({"finish_reason": "length"}, "max_tokens", None),
         ({"finish_reason": "stop", "stop_reason": "END"}, "stop_sequence", "END"),
         ({"finish_reason": "stop", "stop_reason": 128001}, "end_turn", None),
+        ({"finish_reason": "stop", "matched_stop": "END"}, "stop_sequence", "END"),
+        ({"finish_reason": "stop", "matched_stop": 128001}, "end_turn", None),
         ({"finish_reason": "content_filter"}, "refusal", None),
     ],
 )
 def test_the_stop_reason(choice: dict[str, Any], reason: str, sequence: str | None) -> None:
     body = message_of({"role": "assistant", "content": "a"}, **choice)
     assert (body["stop_reason"], body["stop_sequence"]) == (reason, sequence)
+
+
+@pytest.mark.parametrize(("reasoning", "thinking"), [(2, 2), (0, 0), (9, 3)])
+def test_the_tokens_of_thinking_are_those_that_the_engine_counts(
+    reasoning: int, thinking: int
+) -> None:
+    as_in_sglang = {"reasoning_tokens": reasoning, "completion_tokens_details": None}
+    for counts in ({"completion_tokens_details": {"reasoning_tokens": reasoning}}, as_in_sglang):
+        usage = Usage.model_validate(translate_usage({**USAGE, **counts}), strict=True)
+        assert usage.output_tokens_details is not None
+        assert (usage.output_tokens, usage.output_tokens_details.thinking_tokens) == (3, thinking)
 
 
 @pytest.mark.parametrize("finish", ["tool_calls", "stop"])
