@@ -4,7 +4,8 @@ import base64
 from typing import Any, Final
 
 FIELDS: Final = ("reasoning_content", "reasoning")
-"""Its fields in a message: vLLM from 0.12 on reads the second one only, other engines the first."""
+"""Its fields in a message. Engines read the first one. Releases of vLLM after 0.12 read only the
+second; 0.32 reads both in chats, and only the second when it counts tokens."""
 
 ENCODED: Final = "encoded:"
 """What an `encrypted_content` of ours begins with. Other servers' cannot be read."""
