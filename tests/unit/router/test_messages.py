@@ -1,6 +1,7 @@
 """Messages are translated to and from chat completions; the official SDK's types accept them."""
 
 import json
+import re
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -21,7 +22,7 @@ from anthropic.types.beta.beta_content_block_param import BetaContentBlockParam
 from anthropic.types.beta.beta_tool_union_param import BetaToolUnionParam
 from anthropic.types.user_message_param import UserMessageParam
 
-from isochrone.wire.errors import ApiError, ErrorCode, openai_error
+from isochrone.wire.errors import ApiError, ErrorCode, context_length_message, openai_error
 from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.models.model import Deprecation
 from isochrone.wire.peers.routes import DeploymentEntry
@@ -542,3 +543,29 @@ def test_a_model_says_when_it_ends(
     body = model_info(entry, 10.0)
     ModelInfo.model_validate(body)
     assert (body["lifecycle"], body["retires_at"]) == (lifecycle, retires_at)
+
+
+@pytest.mark.parametrize(
+    ("said", "counts"),
+    [
+        (context_length_message(4096, "your messages resulted in 5000 tokens"), (5000, 4096)),
+        (
+            "This model's maximum context length is 4096 tokens. However, your prompt contains at"
+            " least 5000 input tokens, which exceeds this limit even without any output tokens.",
+            (5000, 4096),
+        ),
+        ("This model's maximum context length is 9 tokens. However, 99 characters", None),
+        ("the request exceeds the available context size", None),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_named_as_anthropic_does(
+    said: str, counts: tuple[int, int] | None
+) -> None:
+    """Claude Code looks for these words, and for the numbers after them."""
+    refused = openai_error(ApiError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, said))
+    answer = json.loads(translate_refusal(json.dumps(refused).encode(), "req"))
+    message = answer["error"]["message"]
+    assert message.startswith("prompt is too long: ")
+    assert message.endswith(said)
+    found = re.search(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", message)
+    assert (found and (int(found[1]), int(found[2]))) == counts
