@@ -1,6 +1,6 @@
 """The node's data-plane server: admits requests from routers and relays them to the engines.
 
-Bytes between router and engine are not changed. Every answer carries the replica's load.
+Bytes are not changed, except where an engine needs it. Every answer carries the replica's load.
 """
 
 import logging
@@ -53,6 +53,7 @@ from nodeagent.api.request.decode_leg import (
     report_found,
 )
 from nodeagent.api.request.engine_trials import EngineRequest, engine_request
+from nodeagent.api.request.event_tokens import is_counted, with_event_tokens
 from nodeagent.api.request.handoff_notice import announce_prefill, announce_replica
 from nodeagent.api.request.model_name import with_deployment_name, with_model_name
 from nodeagent.api.request.request_adapter import (
@@ -333,6 +334,7 @@ class DataPlaneServer:
         sent = self._headers_to_engine(request, replica)
         salt, priority = sent[headers.CACHE_SALT], sent.get(headers.PRIORITY, "")
         body = with_adapter(body, running.adapter)
+        running.is_counted = is_counted(engine, body)
         if engine.model_name:
             content_type = request.headers.get("content-type", "")
             body = with_model_name(body, content_type, engine.model_name)
@@ -408,7 +410,9 @@ class DataPlaneServer:
         response.headers[headers.LOAD] = load_header(request, replica)
         add_loaded(response, running.adapter)
         report_found(leg, response)
-        counted = apply_leg(leg, response, count_bytes(first_chunk, chunks, replica))
+        counted = count_bytes(first_chunk, chunks, replica)
+        counted = with_event_tokens(response, counted, is_counted=running.is_counted)
+        counted = apply_leg(leg, response, counted)
         if replica.engine is not None and replica.engine.model_name:
             name = replica.engine.model_name
             counted = with_deployment_name(response, counted, name, replica.spec.name)

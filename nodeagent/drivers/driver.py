@@ -127,6 +127,9 @@ COMPLETIONS_PATH: Final = "/v1/completions"
 TOKENIZE_PATH: Final = "/tokenize"
 LOAD_ADAPTER_PATH: Final = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER_PATH: Final = "/v1/unload_lora_adapter"
+CONTINUOUS_USAGE: Final = "continuous_usage_stats"
+"""The option of a stream that puts the usage so far into each event, as vLLM calls it."""
+
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _SCHEMAS: Final = ("response_format", "tools")
 _SCHEMAS_AS_TEXT: Final = ("structured_outputs", "guided_json", "guided_grammar")
@@ -159,6 +162,9 @@ class EngineDriver(ABC):
     """The option with the limit of concurrent sequences, "" if there is none."""
     sequences_default: int = 0
     """The limit without that option, 0 if it depends on the machine."""
+
+    counts_tokens: bool = False
+    """Whether events of its streams say how many tokens there are, if CONTINUOUS_USAGE is set."""
 
     kv_transfer: bool = False
     """Whether it sends the KV of a prompt over the nodes' API, and takes it."""
@@ -260,7 +266,9 @@ def with_spare_seats(driver: EngineDriver, options: Mapping[str, str]) -> dict[s
     return {**options, name: str(given_number(options, name) + spare)}
 
 
-def body_for(command: EngineCommand, body: bytes, values: Mapping[str, Any]) -> bytes:
+def body_for(
+    command: EngineCommand, body: bytes, values: Mapping[str, Any], *, counts_tokens: bool
+) -> bytes:
     """Return a request body with these fields set, as an engine started so can use it.
 
     Raises ApiError 400, as `with_fields` does.
@@ -272,6 +280,7 @@ def body_for(command: EngineCommand, body: bytes, values: Mapping[str, Any]) -> 
         may_be_strict=command.may_be_strict,
         strict_forced_tools=command.strict_forced_tools,
         guided=command.guided,
+        counts_tokens=counts_tokens,
     )
 
 
@@ -283,6 +292,7 @@ def with_fields(
     may_be_strict: bool = True,
     strict_forced_tools: bool = False,
     guided: GuidedDecoding | None = None,
+    counts_tokens: bool = False,
 ) -> bytes:
     """Return a request body with these fields set, replacing what the client wrote.
 
@@ -293,7 +303,8 @@ def with_fields(
     unless it `may_force_tools`, or leaves the model to call a `strict` function unless that
     `may_be_strict`. With `strict_forced_tools` the tools of a body that
     requires a call are marked `strict`, except those that the client has marked. With `guided`
-    schemas are translated (`with_guided_decoding`).
+    schemas are translated (`with_guided_decoding`). With `counts_tokens` a stream asks for
+    CONTINUOUS_USAGE, unless its client may have chosen.
     """
     try:
         check_json_body(body)
@@ -322,7 +333,22 @@ def with_fields(
         fields["tools"] = _strict(msgspec.json.decode(fields.get("tools", b"null")))
     if guided is not None:
         fields = with_guided_decoding(fields, guided)
+    is_stream = bytes(fields.get("stream", b"")) == b"true"
+    if counts_tokens and is_stream and not mentions_token_counts(body):
+        fields["stream_options"] = _with_token_counts(fields.get("stream_options", b"null"))
     return msgspec.json.encode({**fields, **values})
+
+
+def mentions_token_counts(body: bytes) -> bool:
+    """Return whether a client may have chosen CONTINUOUS_USAGE itself. Costs one search."""
+    return CONTINUOUS_USAGE.encode() in body
+
+
+def _with_token_counts(stream_options: msgspec.Raw | bytes) -> Any:
+    options = msgspec.json.decode(stream_options)
+    if options is not None and not isinstance(options, dict):
+        return options  # the engine refuses it
+    return {CONTINUOUS_USAGE: True, **(options or {})}
 
 
 def _check_schemas(fields: Mapping[str, msgspec.Raw]) -> None:

@@ -46,6 +46,7 @@ class SglangDriver(EngineDriver):
 
     stats_path = metrics_path = "/metrics"
     resumes = headers.INEXACT
+    counts_tokens = True
     salted_paths = frozenset({CHAT_PATH, COMPLETIONS_PATH})
     sequences_option = "max_running_requests"
 

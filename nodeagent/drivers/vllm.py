@@ -85,6 +85,7 @@ class VllmDriver(EngineDriver):
     stats_path = metrics_path = "/metrics"
     # In bf16 the result of a step depends on the batch, so that greedy answers do, too.
     resumes = headers.INEXACT
+    counts_tokens = True
     tokenize_path = TOKENIZE_PATH
     salted_paths = frozenset({CHAT_PATH, COMPLETIONS_PATH})
     sequences_option = "max_num_seqs"

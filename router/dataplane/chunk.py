@@ -48,8 +48,11 @@ class ChunkChoice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """The stop string or token that ended the text, if the engine says."""
+    matched_stop: str | int | None = None
+    """SGLang's name of `stop_reason`."""
     generated_tokens: int = 1
-    """The output tokens in a frame. The embedded engine says it where it is not one."""
+    """The output tokens in a frame. The embedded engine, and the agents of vLLM and SGLang, say it
+    where it is not one."""
 
 
 class ResponseChunk(msgspec.Struct):
@@ -101,6 +104,7 @@ def read_output(data: bytes) -> AnswerDelta | None:
         # Calls of a complete message have no index: each is a call of its own.
         calls = [msgspec.structs.replace(call, index=n) for n, call in enumerate(calls)]
     text = delta.content or ""
+    stop_reason = choice.matched_stop if choice.stop_reason is None else choice.stop_reason
     return AnswerDelta(
-        delta.reasoning_text, text, calls, choice.finish_reason, choice.stop_reason, chunk.usage
+        delta.reasoning_text, text, calls, choice.finish_reason, stop_reason, chunk.usage
     )

@@ -40,6 +40,16 @@ def usage_of(body: dict[str, Any]) -> UsageCount | None:
     )
 
 
+def reasoning_tokens_of(usage: dict[str, Any]) -> int | None:
+    """Return the output tokens that were reasoning, None if the engine does not say.
+
+    SGLang has the number beside the other counts.
+    """
+    details = usage.get("completion_tokens_details") or {}
+    counts = [one.get("reasoning_tokens") for one in (details, usage)]
+    return max([count for count in counts if isinstance(count, int)], default=None)
+
+
 def add_cached_tokens(body: dict[str, Any]) -> bool:
     """Add `usage.prompt_tokens_details.cached_tokens` if it is missing; return whether it was."""
     usage = body.get("usage")

@@ -15,6 +15,7 @@ import pytest
 
 from isochrone.wire.http import headers
 from isochrone.wire.peers.assignment import ReplicaSpec
+from nodeagent.api.request.event_tokens import EventTokens
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import CHAT_PATH
 from nodeagent.host.confinement import engine_confinement
@@ -135,7 +136,8 @@ async def stream(
     data = engine.salted(path, msgspec.json.encode(values), salt)
     sent = {**JSON, headers.CACHE_SALT: salt}
     async with engine.http.post(path, data=data, headers=sent) as response:
-        text = await response.text()
+        received = await response.read()
+        text = (EventTokens().feed(received) if engine.counts_tokens else received).decode()
         assert response.status == 200, text
         assert response.content_type == "text/event-stream"
     events = [line[6:] for line in text.split("\n") if line.startswith("data: ")]

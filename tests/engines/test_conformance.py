@@ -89,6 +89,21 @@ async def test_a_stream_has_the_same_text_and_ends_with_its_usage(engine: Engine
     check_usage(chunks[-1]["usage"], 8)
 
 
+async def test_events_of_several_tokens_say_so(
+    engine: EngineProcess, traits: EngineCapabilities
+) -> None:
+    """Without it the rest of an interrupted answer could be longer than its limit."""
+    characters = "\U0001f98a\U0001f419\U0001f30a\U0001f680 " * 6
+    chunks = await stream(engine, path=COMPLETIONS_PATH, prompt=characters, max_tokens=24)
+    assert not any(chunk.get("usage") for chunk in chunks[:-1])
+    events = [chunk["choices"][0] for chunk in chunks if text_of([chunk])]
+    counted = sum(choice.get("generated_tokens", 1) for choice in events)
+    # The last tokens may be a part of a character, or end the answer, without any text.
+    without_text = chunks[-1]["usage"]["completion_tokens"] - counted
+    assert 0 <= without_text <= 3 or not traits.counts_tokens
+    assert counted > len(events) or not (traits.counts_tokens and traits.generates_text)
+
+
 async def test_a_text_is_completed(engine: EngineProcess, traits: EngineCapabilities) -> None:
     fields: dict[str, Any] = {
         "path": COMPLETIONS_PATH,

@@ -87,7 +87,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     vendor's store to which all of them belong. With `kv_store_by_option` they always use the nodes'
     API, and the store if the deployment sets `kv_store_bytes`. `resumes` says which interrupted
     answers it continues exactly: SEEDED (greedy and seeded), INEXACT (with another text), or "" for
-    none.
+    none. With `counts_tokens` an event of a stream says how many tokens it has if that is not one.
     `salt` says where it reads the tenant's cache salt, and `priority` whether it orders its own
     queue by priority. With `preempts`, a waiting request also takes the place of a running one
     of lower priority. With `sleeps_on_cpu` its sleep frees memory on CPUs, too.
@@ -130,6 +130,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     sleeps_on_cpu: bool = True
     kv_events: bool = False
     resumes: str = ""
+    counts_tokens: bool = False
     salt: Literal["", "body", "chat_body", "header"] = ""
     priority: bool = False
     preempts: bool = False
@@ -180,6 +181,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         adapters="always",
         sleep="always",
         resumes=SEEDED,
+        counts_tokens=True,
         salt="header",
         priority=True,
         preempts=True,
@@ -202,6 +204,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         | _COUNT,
         sleep="always",
         resumes=SEEDED,
+        counts_tokens=True,
         salt="header",
         priority=True,
         has_kv_cache=False,
@@ -225,6 +228,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         sleeps_on_cpu=False,
         kv_events=True,
         resumes=INEXACT,
+        counts_tokens=True,
         overhead_bytes=768 * MIB,
         graph_bytes=768 * MIB,
         no_graphs_option="enforce_eager",
@@ -273,6 +277,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         over_nodes=True,
         adapters="with_option",
         resumes=INEXACT,
+        counts_tokens=True,
         overhead_bytes=768 * MIB,
         graph_bytes=1024 * MIB,
         no_graphs_option="disable_cuda_graph",

@@ -32,6 +32,8 @@ class EngineRequest:
     ) -> None:
         """With `is_on_trial` the caller holds the replica's trial lock, which is released here."""
         self.adapter: LoadedAdapter | None = None
+        self.is_counted = False
+        """Whether the engine counts the tokens of each event for the router."""
         self._replica = replica
         self._engine = engine
         self._entry = replica.blame.begin(engine.pid, is_on_trial=is_on_trial)

@@ -96,9 +96,9 @@ def _token_delta(
     text, sampled = "", None
     if finish is not FinishReason.STOP:
         sampled, params = sample, generation.sampler.params
-        output_tokens = params.drawn_before + generation.sequence.output_tokens
         fed = generation.text.feed(sample.token)
-        text = stops.feed(fed, early=output_tokens <= params.min_tokens)
+        is_early = generation.sequence.output_tokens <= params.min_tokens
+        text = stops.feed(fed, early=is_early)
     if stops.matched:
         finish = FinishReason.STOP
     elif finish is not None:

@@ -113,7 +113,7 @@ class Sampler:
     @property
     def _may_not_end(self) -> bool:
         """Whether the next token may not end the sequence."""
-        return self.params.drawn_before + self._drawn < self.params.min_tokens
+        return self._drawn < self.params.min_tokens
 
     def sample(self, logits: Tensor) -> SampledToken:
         """Sample from `logits` [vocabulary], which change in place. Raises ConstraintError."""

@@ -262,7 +262,7 @@ class RequestPreparer:
                     f" {param}, {max_tokens} in the completion)"
                 )
             raise context_length_exceeded(param, context_length_message(limit, excess))
-        min_tokens = options.params.min_tokens - options.params.drawn_before
+        min_tokens = options.params.min_tokens
         if min_tokens > max_tokens or (min_tokens > 0 and options.grammar is not None):
             other = "a constrained output" if options.grammar else f"max_tokens {max_tokens}"
             raise invalid_request("min_tokens", f"cannot use min_tokens {min_tokens} with {other}")

@@ -141,6 +141,11 @@ class EngineProcess:
         return self.record.command.model_name
 
     @property
+    def counts_tokens(self) -> bool:
+        """Whether the events of a stream can say how many tokens there are so far."""
+        return self._driver.counts_tokens
+
+    @property
     def _ready_path(self) -> str:
         return self.record.command.ready_path or self._driver.health_path
 
@@ -172,7 +177,7 @@ class EngineProcess:
         is_number = priority.isascii() and priority.isdigit() and len(priority) <= 3
         rank = int(priority) if is_number else headers.PRIORITY_DEFAULT
         values = self._driver.body_fields(command, salt, rank) if is_salted else {}
-        return body_for(command, body, values)
+        return body_for(command, body, values, counts_tokens=self.counts_tokens)
 
     async def is_ready(self) -> bool:
         """Return True if the engine reports to be healthy.

@@ -1,5 +1,6 @@
 """Errors in Anthropic's shape. Names are from Anthropic's API reference, "Errors". Pure."""
 
+import re
 from typing import Any, Final
 
 import msgspec
@@ -20,6 +21,11 @@ _KINDS: Final = {
     429: "rate_limit_error",
 }
 """The type of an error by its status. Other statuses from 500 on are `api_error`."""
+
+_LENGTHS: Final = re.compile(
+    r"maximum context length is (\d+) tokens\. However, \D*(\d+) (?:input )?tokens"
+)
+"""How our engine and vLLM say the length of the context and of the prompt."""
 
 _CODES: Final = {code.value: code for code in ErrorCode}
 
@@ -43,10 +49,22 @@ def error_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]
         kind = "overloaded_error"
     elif status == 504:
         kind = "timeout_error"
-    described: dict[str, Any] = {"type": kind, "message": error.message}
+    message = error.message
+    if error.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED:
+        message = _too_long(message)
+    described: dict[str, Any] = {"type": kind, "message": message}
     if error.param in _DETAILS:
         described["details"] = _DETAILS[error.param]
     return {"type": "error", "error": described, "request_id": request_id}
+
+
+def _too_long(message: str) -> str:
+    """Return Anthropic's wording, by which Claude Code knows that it must compact its conversation,
+    and by how much.
+    """
+    lengths = _LENGTHS.search(message)
+    counts = f"{lengths[2]} tokens > {lengths[1]} maximum; " if lengths else ""
+    return f"prompt is too long: {counts}{message}"
 
 
 def translate_refusal(body: bytes, request_id: str) -> bytes:

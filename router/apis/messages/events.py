@@ -13,6 +13,7 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from router.apis.messages.errors import error_body
 from router.dataplane import sse
 from router.dataplane.chunk import ToolCallDelta, read_output
+from router.dataplane.usage import reasoning_tokens_of
 
 EVENT: Final = b"event: "
 UNPARSED_INPUT: Final = "unparsed"
@@ -195,17 +196,23 @@ def signature_of(thinking: str) -> str:
     return f"sha256:{hashlib.sha256(thinking.encode(errors='replace')).hexdigest()}"
 
 
-def translate_usage(usage: Any) -> dict[str, int]:
-    """Return the usage as Anthropic counts it: cached tokens are no part of `input_tokens`."""
+def translate_usage(usage: Any) -> dict[str, Any]:
+    """Return the usage as Anthropic counts it: cached tokens are no part of `input_tokens`.
+
+    It has the tokens of reasoning if the engine counts them.
+    """
     counts = usage if isinstance(usage, dict) else {}
     prompt, output = counts.get("prompt_tokens") or 0, counts.get("completion_tokens") or 0
     cached = min((counts.get("prompt_tokens_details") or {}).get("cached_tokens") or 0, prompt)
+    reasoning = reasoning_tokens_of(counts)
+    details = {} if reasoning is None else {"thinking_tokens": min(reasoning, output)}
     return {
         "input_tokens": prompt - cached,
         # Writing to the prefix cache costs nothing, so nothing is counted for it.
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": output,
+        **({"output_tokens_details": details} if details else {}),
     }
 
 

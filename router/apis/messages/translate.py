@@ -12,6 +12,8 @@ from typing import Any, Final
 import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from router.apis.earlier_reasoning import FIELDS as REASONING_FIELDS
+from router.apis.earlier_reasoning import reasoning_fields
 from router.apis.messages.schema import (
     AnyToolChoice,
     AutoToolChoice,
@@ -149,8 +151,7 @@ def _assistant_message(blocks: Sequence[ContentBlock]) -> dict[str, Any]:
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [_tool_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
     message: dict[str, Any] = {"role": "assistant", "content": BETWEEN_BLOCKS.join(texts)}
-    if any(thoughts):
-        message["reasoning_content"] = BETWEEN_BLOCKS.join(thoughts)
+    message |= reasoning_fields(BETWEEN_BLOCKS.join(filter(None, thoughts)))
     if calls:
         message["content"] = message["content"] or None
         message["tool_calls"] = calls
@@ -175,7 +176,7 @@ def _combined(role: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]
     if role != "assistant":
         return messages
     combined = messages[0]
-    for name in ("content", "reasoning_content"):
+    for name in ("content", *REASONING_FIELDS):
         if texts := [text for message in messages if (text := message.get(name))]:
             combined[name] = BETWEEN_BLOCKS.join(texts)
     if calls := [call for message in messages for call in message.get("tool_calls", ())]:

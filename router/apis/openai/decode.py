@@ -164,6 +164,12 @@ def determinism_of(request: OpenAiRequest) -> str:
     return headers.SEEDED if request.seed is not None else ""
 
 
+def _has_state(value: msgspec.Raw) -> bool:
+    """Return whether an option of `_STATEFUL` has a value that asks for something."""
+    option = msgspec.json.decode(value)
+    return not (option is None or option is False or option in ([], {"type": "text"}))
+
+
 def resume_body_builder(
     body: bytes, request: OpenAiRequest
 ) -> Callable[[str, int], bytes | None] | None:
@@ -181,7 +187,7 @@ def resume_body_builder(
 
     def build(text: str, tokens: int) -> bytes | None:
         fields: dict[str, Any] = _FIELDS.decode(body)
-        if any(name in fields for name in _STATEFUL):
+        if any(_has_state(fields[name]) for name in fields.keys() & _STATEFUL):
             return None
         for name in ("max_tokens", "max_completion_tokens"):
             limit = getattr(request, name, None)
@@ -189,6 +195,10 @@ def resume_body_builder(
                 if limit <= tokens:
                     return NOTHING_LEFT
                 fields[name] = limit - tokens
+        least = msgspec.json.decode(fields.get("min_tokens", b"null"))
+        if isinstance(least, int):
+            # Engines refuse more than the limit above, and do not count what another has generated.
+            fields["min_tokens"] = max(0, least - tokens)
         if isinstance(request, CompletionRequest):
             assert isinstance(request.prompt, str)
             fields["prompt"] = request.prompt + text

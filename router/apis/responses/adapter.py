@@ -33,7 +33,8 @@ def read_responses_request(
     responses_request = decode(request.body, RESPONSES_REQUEST)
     refuse_stored(responses_request)
     response_id = f"resp_{request.request_id}"
-    events = ResponseEvents(new_response(responses_request, response_id, int(openai.unix_clock())))
+    response = new_response(responses_request, response_id, int(openai.unix_clock()))
+    events = ResponseEvents(response, responses_request.include)
     inference = openai.read_translated(request, to_chat(responses_request), events.failed, "input")
     return inference, responses_writer(writer, events)
 

@@ -5,21 +5,24 @@ order: the response is created, items are added, filled and done one after the o
 event holds the whole response. Events are numbered.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
+from router.apis.earlier_reasoning import encode_reasoning
 from router.apis.responses.tools import CalledName, called_names
 from router.apis.responses.translate import ReasoningSettings, ResponsesRequest, TextFormat
 from router.dataplane import sse
 from router.dataplane.chunk import ToolCallDelta, read_output
+from router.dataplane.usage import reasoning_tokens_of
 
 EVENT: Final = b"event: "
 IN_PROGRESS: Final = "in_progress"
 INCOMPLETE: Final = "incomplete"
 COMPLETED: Final = "completed"
+ENCRYPTED_CONTENT: Final = "reasoning.encrypted_content"
 
 _INCOMPLETE_REASONS: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
 """A response's reason to be incomplete, by the finish reason of its chat completion."""
@@ -31,9 +34,11 @@ ItemEvent = tuple[str, dict[str, Any]]
 class TextItem:
     """An output item of generated text: `output_text`, or `reasoning_text`."""
 
-    def __init__(self, kind: str, id_suffix: str) -> None:
+    def __init__(self, kind: str, id_suffix: str, *, is_encoded: bool = False) -> None:
+        """With `is_encoded`, reasoning also has an `encrypted_content`."""
         self.kind = kind
         self.text = ""
+        self._is_encoded = is_encoded
         self.id = f"{'msg' if kind == 'output_text' else 'rs'}_{id_suffix}"
 
     def body(self, status: str) -> dict[str, Any]:
@@ -42,7 +47,10 @@ class TextItem:
         item: dict[str, Any] = {"id": self.id, "status": status, "content": content}
         if self.kind == "output_text":
             return {**item, "type": "message", "role": "assistant"}
-        return {**item, "type": "reasoning", "summary": []}
+        item |= {"type": "reasoning", "summary": []}
+        if self._is_encoded and status != IN_PROGRESS:
+            item["encrypted_content"] = encode_reasoning(self.text)
+        return item
 
     def opening_events(self) -> list[ItemEvent]:
         """Return the events that begin the item's content."""
@@ -116,9 +124,10 @@ class FunctionCallItem:
 class ResponseEvents:
     """Builds one response from chat completion frames or from one complete answer."""
 
-    def __init__(self, response: dict[str, Any]) -> None:
-        """Begin with the result of `new_response`."""
+    def __init__(self, response: dict[str, Any], include: Collection[str] | None = None) -> None:
+        """Begin with the result of `new_response`. `include` is the request's."""
         self._response = response
+        self._is_encoded = ENCRYPTED_CONTENT in (include or ())
         self._called_names = called_names(response["tools"])
         self._next_number = 0
         self._output: list[dict[str, Any]] = []
@@ -178,7 +187,8 @@ class ResponseEvents:
             return b""
         events = b""
         if self._item is None or self._item.kind != kind:
-            events = self._open_item(TextItem(kind, self._id_suffix()))
+            is_encoded = self._is_encoded and kind == "reasoning_text"
+            events = self._open_item(TextItem(kind, self._id_suffix(), is_encoded=is_encoded))
         return events + self._append(text)
 
     def _add_call(self, call: ToolCallDelta) -> bytes:
@@ -288,11 +298,10 @@ def _translate_usage(usage: Any) -> dict[str, Any] | None:
         return None
     prompt, output = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": output,
-        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens_of(usage) or 0},
         "total_tokens": prompt + output,
     }

@@ -22,8 +22,8 @@ ITEMS_BYTES_MAX: Final = 8 * 1024 * 1024
 _TYPE: Final = "item_reference"
 _QUOTED_TYPE: Final = b'"item_reference"'
 _REASONING: Final = "rs_"
-"""What the ids of reasoning begin with. Earlier reasoning is no part of the prompt."""
-_STORED_ID: Final = re.compile(r"(?:msg|fc)_(resp_[0-9a-f]{32})_\d{1,5}")
+"""What the ids of reasoning begin with. An answer goes on without reasoning that is not stored."""
+_STORED_ID: Final = re.compile(r"(?:msg|fc|rs)_(resp_[0-9a-f]{32})_\d{1,5}")
 """The id of an output item of a stored response."""
 
 
@@ -50,11 +50,11 @@ def referenced_responses(body: bytes) -> list[str]:
     found = {}
     for number, raw in enumerate(_input_of(body)):
         reference = _reference(raw)
-        if reference and not reference.startswith(_REASONING):
-            stored = _STORED_ID.fullmatch(reference)
-            if stored is None:
-                raise _not_stored(number, reference)
+        stored = _STORED_ID.fullmatch(reference)
+        if stored is not None:
             found[stored[1]] = True
+        elif reference and not reference.startswith(_REASONING):
+            raise _not_stored(number, reference)
     if len(found) > RESPONSES_MAX:
         reason = f"it refers to items of {len(found)} responses, more than {RESPONSES_MAX}"
         raise _invalid("input", f"{reason}; send the items themselves")
@@ -64,8 +64,8 @@ def referenced_responses(body: bytes) -> list[str]:
 def with_items(body: bytes, items: Mapping[str, Any]) -> bytes:
     """Return a body whose input has the stored items, by id, in place of references to them.
 
-    References to reasoning are left out. Raises ApiError 400 for an item that is not among `items`,
-    and for more than `ITEMS_BYTES_MAX`.
+    References to reasoning that is not among them are left out. Raises ApiError 400 for any other
+    item that is not, and for more than `ITEMS_BYTES_MAX`.
     """
     whole: list[msgspec.Raw] = []
     items_bytes = 0

@@ -110,7 +110,7 @@ class StoredResponses:
                 )
                 return None
             return ref
-        events = ResponseEvents(response)
+        events = ResponseEvents(response, given.include)
         try:
             context_items = msgspec.json.decode(begun.context_items, type=list[msgspec.Raw])
             earlier = parse_items(context_items, "previous_response_id")
@@ -260,7 +260,8 @@ def read_background(
         given,
         input=[*parse_items(earlier, "previous_response_id"), *parse_items(items, "input")],
     )
-    events = ResponseEvents({**msgspec.json.decode(leased.body), "status": "in_progress"})
+    response = {**msgspec.json.decode(leased.body), "status": "in_progress"}
+    events = ResponseEvents(response, given.include)
     inference = openai.read_translated(request, to_chat(whole), events.failed, "input")
     return inference, responses_writer(writer, events), events
 

@@ -12,6 +12,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http.public_bodies import ReasoningEffort
+from router.apis.earlier_reasoning import FIELDS as REASONING_FIELDS
+from router.apis.earlier_reasoning import decode_reasoning, reasoning_fields
 from router.apis.openai.schema import (
     DataUrl,
     Fraction,
@@ -70,7 +72,7 @@ class InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str | None = None
     status: str | None = None
     summary: Any = None
-    """Of reasoning, like `encrypted_content`: earlier reasoning is no part of the prompt."""
+    """Of reasoning, whose text is in `content` or in `encrypted_content`."""
     encrypted_content: Any = None
     caller: DirectFunctionCaller | None = None
     is_async: Literal[False] | None = msgspec.field(default=None, name="async")
@@ -161,7 +163,8 @@ class ResponsesRequest(RefusedOpenAiFields, frozen=True, kw_only=True, forbid_un
     user: str | None = None
     options: RouterOptions | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
-    """Reasoning is returned unencrypted, in the item that clients send back."""
+    """Reasoning is returned unencrypted, and again in this form for clients that send back no
+    other."""
     max_tool_calls: int | None = None
     """Limits built-in tools, which do not exist here."""
     safety_identifier: str | None = None
@@ -261,24 +264,55 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def _add_messages(messages: list[dict[str, Any]], items: Sequence[InputItem]) -> None:
-    """Append the messages of items. Raises ApiError 400."""
+    """Append the messages of items. Raises ApiError 400.
+
+    Reasoning belongs to the message or the calls after it. Whether it becomes a part of the prompt
+    is for the chat template to decide.
+    """
+    reasoning, images = "", list[dict[str, Any]]()
     for item in items:
         if item.namespace and not item.type.startswith("function_call"):
             raise _invalid_field("input", f"items of type {item.type[:60]!r} have no 'namespace'")
+        if item.type == "reasoning":
+            reasoning += _text(item.content or "") or decode_reasoning(item.encrypted_content)
+            continue
+        if item.type != "function_call_output":
+            _add_images(messages, images)
         if item.type == "message":
             messages.append({"role": item.role, "content": _content(item.content or "")})
         elif item.type == "function_call":
-            name = chat_name(item.namespace, item.name)
-            function = {"name": name, "arguments": item.arguments}
-            call = {"id": item.call_id, "type": "function", "function": function}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
-            messages[-1].setdefault("tool_calls", []).append(call)
+            messages[-1].setdefault("tool_calls", []).append(_call(item))
         elif item.type == "function_call_output":
-            content = _text(item.output)
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
-        elif item.type != "reasoning":
+            output = _content(item.output)
+            if not isinstance(output, str):
+                images += [part for part in output if part["type"] == "image_url"]
+                output = "".join(part["text"] for part in output if part["type"] == "text")
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+        else:
             raise _invalid_field("input", f"items of type {item.type[:60]!r} are not supported")
+        if messages[-1]["role"] == "assistant":
+            before = messages[-1].get(REASONING_FIELDS[0], "")
+            messages[-1] |= reasoning_fields(before + reasoning)
+        reasoning = ""
+    _add_images(messages, images)
+
+
+def _add_images(messages: list[dict[str, Any]], images: list[dict[str, Any]]) -> None:
+    """Append the images of functions' outputs, and forget them.
+
+    A message of a tool is text in most chat templates: images follow all of them.
+    """
+    if images:
+        messages.append({"role": "user", "content": [*images]})
+        images.clear()
+
+
+def _call(item: InputItem) -> dict[str, Any]:
+    name = chat_name(item.namespace, item.name)
+    function = {"name": name, "arguments": item.arguments}
+    return {"id": item.call_id, "type": "function", "function": function}
 
 
 def _content(content: Content) -> str | list[dict[str, Any]]:

@@ -57,5 +57,6 @@ async def test_a_prompt_that_does_not_fit_is_refused(bench: Any) -> None:
     long: list[Any] = [{"role": "user", "content": "word " * CONTEXT_TOKENS}]
     async with a_client(bench) as client:
         for max_tokens in (20, 20_000):
-            with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
+            wording = r"prompt is too long: \d+ tokens > 4096 maximum; This model's maximum"
+            with pytest.raises(anthropic.BadRequestError, match=wording):
                 await client.messages.create(model="tiny", max_tokens=max_tokens, messages=long)

@@ -18,6 +18,7 @@ from tests.integration.router.fleet_of import Bench, a_bench, a_route, a_table
 from tests.integration.router.test_serving import frames, usage, words
 
 TOKENS = 12
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 async def read_stream(bench: Bench, **fields: Any) -> str:
@@ -121,7 +122,7 @@ async def test_a_completion_is_resumed_by_extending_its_prompt(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("tools", "replacement", "seen"),
-    [([], 200, (1, 1)), (None, 500, (2, 2)), (None, 200, (2, 1))],
+    [(TOOLS, 200, (1, 1)), (None, 500, (2, 2)), (None, 200, (2, 1))],
     ids=["not resumed", "resumed in vain", "resumed"],
 )
 async def test_each_attempt_of_a_stream_is_counted_once(
@@ -163,7 +164,7 @@ async def test_a_stream_survives_a_second_failure(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"tools": []}, {"response_format": {"type": "json_object"}}, {"n": 2}, {"logprobs": True}],
+    [{"tools": TOOLS}, {"response_format": {"type": "json_object"}}, {"n": 2}, {"logprobs": True}],
     ids=["tools", "json", "n", "logprobs"],
 )
 async def test_a_request_with_state_besides_its_text_is_not_resumed(

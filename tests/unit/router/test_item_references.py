@@ -29,17 +29,21 @@ def body_of(*items: Any) -> bytes:
 def test_items_take_the_place_of_references() -> None:
     text = {"type": "message", "id": f"msg_{FIRST}_1", "role": "assistant", "content": "a"}
     call = {"type": "function_call", "id": f"fc_{SECOND}_0"}
-    given = [HELLO, refer(f"rs_{FIRST}_0"), refer(text["id"]), "no item", refer(call["id"]), HELLO]
-    body = body_of(*given)
+    thought = {"type": "reasoning", "id": f"rs_{FIRST}_0"}
+    named = (thought, text, "no item", call)
+    given = [refer(item["id"]) if isinstance(item, dict) else item for item in named]
+    body = body_of(HELLO, *given, HELLO)
     assert may_have_references(body)
     assert referenced_responses(body) == [FIRST, SECOND]
-    whole = json.loads(with_items(body, {text["id"]: text, call["id"]: call}))
-    assert whole == {"model": "m", "input": [HELLO, text, "no item", call, HELLO], "store": True}
+    items = {item["id"]: item for item in (thought, text, call)}
+    whole = json.loads(with_items(body, items))
+    assert whole == {"model": "m", "input": [HELLO, *named, HELLO], "store": True}
 
 
-def test_reasoning_is_left_out_without_a_stored_response() -> None:
-    body = body_of(HELLO, refer("rs_resp_req-1_0"))
-    assert referenced_responses(body) == []
+@pytest.mark.parametrize(("of", "read"), [("resp_req-1", []), (FIRST, [FIRST])])
+def test_reasoning_is_left_out_if_it_is_not_stored(of: str, read: list[str]) -> None:
+    body = body_of(HELLO, refer(f"rs_{of}_0"))
+    assert referenced_responses(body) == read
     assert json.loads(with_items(body, {}))["input"] == [HELLO]
 
 

@@ -1,6 +1,7 @@
 """Messages are translated to and from chat completions; the official SDK's types accept them."""
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any, get_args, get_type_hints
 
@@ -10,6 +11,7 @@ from anthropic.types import (
     Message,
     ModelInfo,
     RawMessageStreamEvent,
+    Usage,
     content_block_param,
     message_count_tokens_params,
     message_create_params,
@@ -21,13 +23,13 @@ from anthropic.types.beta.beta_content_block_param import BetaContentBlockParam
 from anthropic.types.beta.beta_tool_union_param import BetaToolUnionParam
 from anthropic.types.user_message_param import UserMessageParam
 
-from isochrone.wire.errors import ApiError, ErrorCode, openai_error
+from isochrone.wire.errors import ApiError, ErrorCode, context_length_message, openai_error
 from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.models.model import Deprecation
 from isochrone.wire.peers.routes import DeploymentEntry
 from router.apis.messages import schema, translate
 from router.apis.messages.errors import error_body, error_status, translate_refusal
-from router.apis.messages.events import MessageEvents, signature_of
+from router.apis.messages.events import MessageEvents, signature_of, translate_usage
 from router.apis.messages.models import model_info
 from router.apis.messages.schema import COUNT_TOKENS_REQUEST, MESSAGES_REQUEST
 from router.apis.messages.translate import to_chat, to_tokenize
@@ -301,6 +303,7 @@ def test_calls_and_results_of_tools_become_messages_of_their_own() -> None:
             "role": "assistant",
             "content": "let me see",
             "reasoning_content": "hm",
+            "reasoning": "hm",
             "tool_calls": [
                 {"id": "a", "type": "function", "function": function},
                 {"id": "b", "type": "function", "function": function},
@@ -421,12 +424,25 @@ def test_a_complete_message() -> None:
         ({"finish_reason": "length"}, "max_tokens", None),
         ({"finish_reason": "stop", "stop_reason": "END"}, "stop_sequence", "END"),
         ({"finish_reason": "stop", "stop_reason": 128001}, "end_turn", None),
+        ({"finish_reason": "stop", "matched_stop": "END"}, "stop_sequence", "END"),
+        ({"finish_reason": "stop", "matched_stop": 128001}, "end_turn", None),
         ({"finish_reason": "content_filter"}, "refusal", None),
     ],
 )
 def test_the_stop_reason(choice: dict[str, Any], reason: str, sequence: str | None) -> None:
     body = message_of({"role": "assistant", "content": "a"}, **choice)
     assert (body["stop_reason"], body["stop_sequence"]) == (reason, sequence)
+
+
+@pytest.mark.parametrize(("reasoning", "thinking"), [(2, 2), (0, 0), (9, 3)])
+def test_the_tokens_of_thinking_are_those_that_the_engine_counts(
+    reasoning: int, thinking: int
+) -> None:
+    as_in_sglang = {"reasoning_tokens": reasoning, "completion_tokens_details": None}
+    for counts in ({"completion_tokens_details": {"reasoning_tokens": reasoning}}, as_in_sglang):
+        usage = Usage.model_validate(translate_usage({**USAGE, **counts}), strict=True)
+        assert usage.output_tokens_details is not None
+        assert (usage.output_tokens, usage.output_tokens_details.thinking_tokens) == (3, thinking)
 
 
 @pytest.mark.parametrize("finish", ["tool_calls", "stop"])
@@ -560,3 +576,29 @@ def test_a_model_says_when_it_ends(
     body = model_info(entry, 10.0)
     ModelInfo.model_validate(body)
     assert (body["lifecycle"], body["retires_at"]) == (lifecycle, retires_at)
+
+
+@pytest.mark.parametrize(
+    ("said", "counts"),
+    [
+        (context_length_message(4096, "your messages resulted in 5000 tokens"), (5000, 4096)),
+        (
+            "This model's maximum context length is 4096 tokens. However, your prompt contains at"
+            " least 5000 input tokens, which exceeds this limit even without any output tokens.",
+            (5000, 4096),
+        ),
+        ("This model's maximum context length is 9 tokens. However, 99 characters", None),
+        ("the request exceeds the available context size", None),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_named_as_anthropic_does(
+    said: str, counts: tuple[int, int] | None
+) -> None:
+    """Claude Code looks for these words, and for the numbers after them."""
+    refused = openai_error(ApiError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, said))
+    answer = json.loads(translate_refusal(json.dumps(refused).encode(), "req"))
+    message = answer["error"]["message"]
+    assert message.startswith("prompt is too long: ")
+    assert message.endswith(said)
+    found = re.search(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", message)
+    assert (found and (int(found[1]), int(found[2]))) == counts

@@ -4,7 +4,12 @@ import json
 from typing import Any, get_args
 
 import pytest
-from openai.types.responses import Response, ResponseFunctionToolCall, ResponseStreamEvent
+from openai.types.responses import (
+    Response,
+    ResponseFunctionToolCall,
+    ResponseReasoningItem,
+    ResponseStreamEvent,
+)
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.apis.openai.decode import decode
@@ -94,6 +99,12 @@ def test_input_items_become_messages_tool_calls_and_tool_outputs() -> None:
         {"role": "user", "content": "weather?"},
         {"type": "reasoning", "id": "rs_1", "summary": []},
         {
+            "type": "reasoning",
+            "id": "rs_2",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "rain"}, {"type": "t", "text": "?"}],
+        },
+        {
             "type": "message",
             "id": "msg_1",
             "role": "assistant",
@@ -123,6 +134,8 @@ def test_input_items_become_messages_tool_calls_and_tool_outputs() -> None:
         {
             "role": "assistant",
             "content": "let me see",
+            "reasoning_content": "rain?",
+            "reasoning": "rain?",
             "tool_calls": [
                 {"id": "a", "type": "function", "function": function},
                 {"id": "b", "type": "function", "function": function},
@@ -131,6 +144,70 @@ def test_input_items_become_messages_tool_calls_and_tool_outputs() -> None:
         {"role": "tool", "tool_call_id": "a", "content": "sun"},
         {"role": "tool", "tool_call_id": "b", "content": "rain"},
     ]
+
+
+def test_reasoning_belongs_to_the_answer_after_it() -> None:
+    """Without it a model that reasons would begin anew after each result of a tool."""
+
+    def thought(text: str) -> dict[str, Any]:
+        content = [{"type": "reasoning_text", "text": text}]
+        return {"type": "reasoning", "id": f"rs_{text}", "summary": [], "content": content}
+
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "a", "output": "sun"}
+    text = {"role": "assistant", "content": "let me see"}
+    user = {"role": "user", "content": "and?"}
+    given = [thought("a"), text, thought("b"), call, output, thought("c"), user, text]
+    first, _, _, last = chat(input=given)["messages"]
+    assert (first["content"], len(first["tool_calls"])) == ("let me see", 1)
+    assert (first["reasoning_content"], first["reasoning"]) == ("ab", "ab")
+    assert last == text
+    (alone,) = chat(input=[thought("a"), call])["messages"]
+    assert (alone["content"], alone["reasoning"]) == (None, "a")
+
+
+def test_reasoning_comes_back_as_its_encrypted_content() -> None:
+    """Codex and the AI SDK send back no other part of it."""
+    message = {"reasoning": "h\u00fcm", "content": "a"}
+    body = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
+    include = ["reasoning.encrypted_content"]
+    answer = json.loads(ResponseEvents(a_new_response(), include).translate_body(body))
+    first, _ = Response.model_validate(answer, strict=True).output
+    assert isinstance(first, ResponseReasoningItem)
+    encoded: dict[str, Any] = {"type": "reasoning", "id": first.id, "summary": []}
+    encoded["encrypted_content"] = first.encrypted_content
+    (back,) = chat(input=[encoded, answer["output"][1]])["messages"]
+    assert (back["content"], back["reasoning_content"]) == ("a", "h\u00fcm")
+    assert "encrypted_content" not in answer["output"][1]
+    for others in ("gAAAAABo", "encoded:\u00fc", "encoded:/w==", 3, None):
+        (back,) = chat(input=[{**encoded, "encrypted_content": others}, answer["output"][1]])[
+            "messages"
+        ]
+        assert back == {"role": "assistant", "content": "a"}
+    plain = json.loads(ResponseEvents(a_new_response()).translate_body(body))
+    assert "encrypted_content" not in plain["output"][0]
+
+
+def test_images_of_tools_follow_their_results() -> None:
+    url = "data:image/png;base64,AAAA"
+    image = {"type": "input_image", "image_url": url}
+    outputs = [
+        {"type": "function_call_output", "call_id": "a", "output": [image]},
+        {
+            "type": "function_call_output",
+            "call_id": "b",
+            "output": [{"type": "input_text", "text": "see"}, image],
+        },
+    ]
+    part = {"type": "image_url", "image_url": {"url": url}}
+    results = [
+        {"role": "tool", "tool_call_id": "a", "content": ""},
+        {"role": "tool", "tool_call_id": "b", "content": "see"},
+        {"role": "user", "content": [part, part]},
+    ]
+    assert chat(input=outputs)["messages"] == results
+    question = {"role": "user", "content": "what?"}
+    assert chat(input=[*outputs, question])["messages"] == [*results, question]
 
 
 def test_images_become_parts() -> None:

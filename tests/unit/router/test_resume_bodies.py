@@ -42,6 +42,40 @@ def test_a_completion_is_continued() -> None:
     assert read_completion(resumed, 1_000_000).prompt == "One, two, "
 
 
+@pytest.mark.parametrize(
+    ("options", "can_continue"),
+    [
+        ({"tools": None, "logprobs": None}, True),
+        ({"tools": [], "logprobs": False, "response_format": {"type": "text"}}, True),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, False),
+        ({"response_format": {"type": "json_object"}}, False),
+        ({"logprobs": True}, False),
+        ({"logprobs": 0}, False),
+    ],
+)
+def test_only_options_with_a_state_end_an_answer(
+    options: dict[str, Any], can_continue: bool
+) -> None:
+    """Clients send options with values that ask for nothing."""
+    body = json.dumps({"model": "m", "messages": [HI], "stream": True, **options}).encode()
+    build = resume_body_builder(body, decode(body, CHAT))
+    assert build is not None
+    assert (build("two, ", 2) is not None) is can_continue
+
+
+@pytest.mark.parametrize(("least", "rest"), [(8, 6), (2, 0), (1, 0), (None, None)])
+def test_the_least_tokens_are_those_of_the_whole_answer(
+    least: int | None, rest: int | None
+) -> None:
+    """vLLM refuses more than `max_tokens`, and would not let the rest end where it does."""
+    fields = {"model": "m", "prompt": "One, ", "stream": True, "max_tokens": 8, "min_tokens": least}
+    body = json.dumps(fields).encode()
+    build = resume_body_builder(body, decode(body, COMPLETION))
+    assert build is not None
+    resumed = json.loads(build("two, ", 2) or b"{}")
+    assert (resumed["max_tokens"], resumed["min_tokens"]) == (6, rest)
+
+
 @pytest.mark.parametrize("options", [None, {"continuous_usage_stats": True}])
 def test_the_options_of_the_stream_stay(options: dict[str, Any] | None) -> None:
     fields = {"model": "m", "prompt": "One, ", "stream": True, "stream_options": options}
