@@ -86,12 +86,13 @@ def keys_create(
         "ttl_s": ttl_s,
     }
     made = obj.api.ask("POST", "/v1/keys", body)
-    if regions:
-        _warn_of_cold_regions(obj, made)
+    # First of all the key: nobody can read it again if a request for the warning fails.
     if obj.output == "json":
         show_one(made, obj.output)
     else:
         click.echo(made["key"])
+    if regions:
+        _warn_of_cold_regions(obj, made)
 
 
 def _warn_of_cold_regions(obj: CliContext, key: dict[str, Any]) -> None:
@@ -259,6 +260,11 @@ def chat(
         show_one(result._asdict(), obj.output)
         return
     click.echo()
+    if not result.text:
+        stderr.print(
+            f"note: the answer has no text in {result.output_tokens} tokens; a model that reasons"
+            " first may need more: --max-tokens"
+        )
     stderr.print(
         f"{result.pop} {result.node} ({result.why}) TTFT {result.ttft_ms:.0f} ms, "
         f"{result.output_tokens} tokens, {result.tokens_per_s:.1f} tokens/s, "

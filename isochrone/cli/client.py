@@ -116,8 +116,14 @@ class AdminClient:
                         f" a scheduler's address; {WHERE_THE_URL_IS_SET}"
                     )
                 if response.status >= 400:
-                    raise AdminError(_error_message(answer, response.status))
-                return msgspec.json.decode(answer) if answer else None
+                    raise AdminError(_error_message(url, answer, response.status))
+                try:
+                    return msgspec.json.decode(answer) if answer else None
+                except msgspec.DecodeError as error:
+                    raise AdminError(
+                        f"cannot use the admin API at {url}: what answers there is another server;"
+                        f" {WHERE_THE_URL_IS_SET}"
+                    ) from error
         raise AdminError(
             f"cannot reach the admin API {'; '.join(problems)}; {WHERE_THE_URL_IS_SET}"
         )
@@ -138,8 +144,10 @@ def segment(name: str) -> str:
     return quote(name, safe="/@")
 
 
-def _error_message(answer: bytes, status: int) -> str:
+def _error_message(url: str, answer: bytes, status: int) -> str:
     message, code = parse_error_body(answer, status)
     if code == ErrorCode.INVALID_KEY:
         return f"{message}; {WHERE_TO_SET_IT}"
-    return f"{message} ({code})" if code else f"cannot use the admin API: {message}"
+    if code:
+        return f"{message} ({code})"
+    return f"cannot use the admin API at {url}: {message}; {WHERE_THE_URL_IS_SET}"

@@ -1,9 +1,11 @@
-"""The command line at a router's address says that the admin API is elsewhere."""
+"""The command line at another server's address says that the admin API is elsewhere."""
 
 import asyncio
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from isochrone.cli.client import AdminClient, AdminError
 from tests.integration.router.fleet_of import a_bench
@@ -27,4 +29,19 @@ async def test_a_router_is_not_taken_for_a_scheduler(
         with pytest.raises(AdminError) as refused:
             await asyncio.to_thread(client.ask, method, path, {} if method == "POST" else None)
     assert f"{bench.url}: this is a router; the admin API is at a scheduler" in str(refused.value)
+    assert "ISOCHRONE_ADMIN_URL" in str(refused.value)
+
+
+@pytest.mark.parametrize("status", [200, 404, 502])
+async def test_a_page_for_browsers_is_not_taken_for_an_answer(status: int) -> None:
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(status=status, text="<html>Grafana</html>")
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", page)
+    async with TestServer(app) as server:
+        url = str(server.make_url("")).rstrip("/")
+        with pytest.raises(AdminError) as refused:
+            await asyncio.to_thread(AdminClient(url, "an admin token").ask, "GET", "/v1/status")
+    assert str(refused.value).startswith(f"cannot use the admin API at {url}: ")
     assert "ISOCHRONE_ADMIN_URL" in str(refused.value)
