@@ -7,8 +7,8 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 import msgspec
 
-from isochrone.cli.connection_errors import describe_connection_error
 from isochrone.service.http_responses import parse_error_body
+from isochrone.service.network.connection_errors import describe_connection_error
 from isochrone.wire.http import headers
 
 TIMEOUT_S: Final = 300.0

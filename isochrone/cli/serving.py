@@ -190,6 +190,12 @@ def _wait_warm(obj: CliContext, deployment: str, timeout_s: float) -> dict[str, 
         while True:
             row: dict[str, Any] = obj.api.ask("GET", f"/v1/deployments/{segment(deployment)}")
             placed = obj.api.list("/v1/placements", {"deployment_id": deployment})
+            policy = row["policy"]
+            if not (placed or row["unmet"] or policy["replicas_min"] or policy["keep_warm"]):
+                raise AdminError(
+                    "cannot wait for a warm replica: with --min 0 and no --keep-warm the first one"
+                    " starts when there is demand"
+                )
             if any(_is_warm(placement, row["version"]) for placement in placed):
                 return row
             counts = ", ".join(f"{n} {state}" for state, n in row["replicas"].items())
@@ -197,7 +203,10 @@ def _wait_warm(obj: CliContext, deployment: str, timeout_s: float) -> dict[str, 
             progress = "; ".join((counts or "not placed yet", *row["unmet"], *reasons))
             spinner.update(progress)
             if time.monotonic() > deadline:
-                raise AdminError(f"no replica is warm after {timeout_s:g} s: {progress}")
+                raise AdminError(
+                    f"no replica of version {row['version']} is warm after {timeout_s:g} s:"
+                    f" {progress}"
+                )
             time.sleep(WAIT_INTERVAL_S)
 
 
