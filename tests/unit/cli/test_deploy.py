@@ -45,7 +45,7 @@ def waits(monkeypatch: pytest.MonkeyPatch, placed: list[dict[str, Any]]) -> str:
     api: Any = Api()
     api.row["policy"] = {"replicas_min": 0, "keep_warm": []}
     api.list = lambda path, *_: [api.row] if path == "/v1/deployments" else placed
-    command = [serving.deploy.name, "d", "--model", "new", "--wait", "--timeout", "0"]
+    command = ["deploy", "d", "--model", "new", "--wait", "--timeout", "0"]
     monkeypatch.setattr(main, "AdminClient", lambda *_: api)
     result = CliRunner().invoke(main.main, command)
     assert result.exit_code == 1
