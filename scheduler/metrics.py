@@ -47,13 +47,13 @@ REFUSED = Counter(
     "isochrone_scheduler_refused_peers", "Peers refused, by code.", ["code"], registry=REGISTRY
 )
 JOB_TURNS = Gauge(
-    "isochrone_scheduler_job_turns", "Turns of each periodic job, by outcome.", ["job", "outcome"],
+    "isochrone_scheduler_job_turns", "Turns of each periodic job, by outcome.", ["loop", "outcome"],
     registry=REGISTRY,
 )  # fmt: skip
 JOB_SECONDS = Gauge(
     "isochrone_scheduler_job_seconds",
     "Time spent in each periodic job: in all turns, and in the last turn.",
-    ["job", "of"], registry=REGISTRY,
+    ["loop", "of"], registry=REGISTRY,
 )  # fmt: skip
 LAG = Histogram(
     "isochrone_scheduler_lag_seconds", "How late the event loop runs a timer.",

@@ -86,12 +86,13 @@ def keys_create(
         "ttl_s": ttl_s,
     }
     made = obj.api.ask("POST", "/v1/keys", body)
-    if regions:
-        _warn_of_cold_regions(obj, made)
+    # First of all the key: nobody can read it again if a request for the warning fails.
     if obj.output == "json":
         show_one(made, obj.output)
     else:
         click.echo(made["key"])
+    if regions:
+        _warn_of_cold_regions(obj, made)
 
 
 def _warn_of_cold_regions(obj: CliContext, key: dict[str, Any]) -> None:
@@ -130,7 +131,8 @@ def keys_limit(obj: CliContext, /, key_id: str, **limits: float | None) -> None:
     path = f"/v1/keys/{segment(key_id)}"
     before = obj.api.ask("GET", path)
     body = {**before["limits"], **given_limits(limits)}
-    show_one(obj.api.ask("PUT", f"{path}/limits", body, etag=before["etag"]), obj.output)
+    row = obj.api.ask("PUT", f"{path}/limits", body, etag=before["etag"])
+    show_one(row if obj.output == "json" else with_set_limits(row), obj.output)
 
 
 def given_limits(limits: dict[str, float | None]) -> dict[str, float]:
@@ -138,9 +140,9 @@ def given_limits(limits: dict[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in limits.items() if value is not None}
 
 
-def set_limits(limits: dict[str, float]) -> dict[str, float]:
-    """Return the limits that are set: 0 is none."""
-    return {name: value for name, value in limits.items() if value}
+def with_set_limits(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a key or tenant for a table, with the limits that are set: 0 is none."""
+    return {**row, "limits": {name: value for name, value in row["limits"].items() if value}}
 
 
 @keys.command("list")
@@ -159,9 +161,9 @@ def keys_list(obj: CliContext) -> None:
 
 def _only_set_limits(row: dict[str, Any]) -> dict[str, Any]:
     """Remove limits of 0, and today's count if the key has no daily quota that it belongs to."""
-    limits = set_limits(row["limits"])
-    has_quota = "tokens_per_day" in limits or "spend_per_day" in limits
-    return {**row, "limits": limits, "tokens_today": row["tokens_today"] if has_quota else None}
+    shown = with_set_limits(row)
+    has_quota = "tokens_per_day" in shown["limits"] or "spend_per_day" in shown["limits"]
+    return {**shown, "tokens_today": row["tokens_today"] if has_quota else None}
 
 
 add_command(
@@ -259,6 +261,11 @@ def chat(
         show_one(result._asdict(), obj.output)
         return
     click.echo()
+    if not result.text:
+        stderr.print(
+            f"note: the answer has no text in {result.output_tokens} tokens; a model that reasons"
+            " first may need more: --max-tokens"
+        )
     stderr.print(
         f"{result.pop} {result.node} ({result.why}) TTFT {result.ttft_ms:.0f} ms, "
         f"{result.output_tokens} tokens, {result.tokens_per_s:.1f} tokens/s, "

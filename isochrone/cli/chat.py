@@ -7,8 +7,8 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 import msgspec
 
-from isochrone.cli.connection_errors import describe_connection_error
 from isochrone.service.http_responses import parse_error_body
+from isochrone.service.network.connection_errors import describe_connection_error
 from isochrone.wire.http import headers
 
 TIMEOUT_S: Final = 300.0
@@ -74,11 +74,13 @@ async def _read(
         usage = frame.get("usage") or usage
         for choice in frame["choices"]:
             text = choice["delta"].get("content")
-            if text:
+            if text or choice["delta"].get("reasoning_content"):
                 last_at = time.monotonic()
                 first_at = first_at or last_at
+            if text:
                 texts.append(text)
                 on_text(text)
+    first_at = first_at or time.monotonic()  # an answer without a token: its end
     output = usage.get("completion_tokens", len(texts))
     decode_s = last_at - first_at
     return ChatResult(

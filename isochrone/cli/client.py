@@ -12,8 +12,8 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from isochrone.cli.connection_errors import describe_connection_error
 from isochrone.service.http_responses import parse_error_body
+from isochrone.service.network.connection_errors import describe_connection_error
 from isochrone.wire.errors import ErrorCode
 
 TIMEOUT_S: Final = 30.0
@@ -21,7 +21,7 @@ UPLOAD_TIMEOUT_S: Final = 3600.0
 CONNECT_TIMEOUT_S: Final = 5.0
 PAGE_ROWS: Final = 200
 NO_ADMIN_API: Final = frozenset({401, 404, 405})
-"""The statuses that a router answers: it has other keys, paths and methods."""
+"""The statuses that other services answer: they have other keys, paths and methods."""
 WHERE_TO_SET_IT: Final = (
     "set it with --token, ISOCHRONE_ADMIN_TOKEN or `token` in ~/.config/isochrone/config.toml"
 )
@@ -35,11 +35,16 @@ class AdminError(Exception):
 
 
 class AdminClient:
-    """Uses the first of the comma-separated `urls` that can be reached, with `token`."""
+    """Uses the first of the comma-separated `urls` that can be reached, with `token`.
+
+    Raises AdminError for a token that no header can carry.
+    """
 
     def __init__(self, urls: str, token: str) -> None:
-        self._urls = [url.strip().rstrip("/") for url in urls.split(",")]
-        self._token = token
+        self._urls = [url.strip().rstrip("/").removesuffix("/v1") for url in urls.split(",")]
+        self._token = token.strip()
+        if not self._token.isprintable():
+            raise AdminError(f"cannot use the admin token: it is not one line; {WHERE_TO_SET_IT}")
 
     def ask(
         self,
@@ -110,27 +115,36 @@ class AdminClient:
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
                     problems.append(f"at {url}: {describe_connection_error(url, error)}")
                     break
-                if response.status in NO_ADMIN_API and await _is_router(http, url):
+                if response.status in NO_ADMIN_API and (other := await _other_service(http, url)):
                     raise AdminError(
-                        f"cannot use the admin API at {url}: this is a router; the admin API is at"
-                        f" a scheduler's address; {WHERE_THE_URL_IS_SET}"
+                        f"cannot use the admin API at {url}: this is {other}; the admin API is at"
+                        f" a scheduler's admin_port (7000); {WHERE_THE_URL_IS_SET}"
                     )
                 if response.status >= 400:
-                    raise AdminError(_error_message(answer, response.status))
-                return msgspec.json.decode(answer) if answer else None
+                    raise AdminError(_error_message(url, answer, response.status))
+                try:
+                    return msgspec.json.decode(answer) if answer else None
+                except msgspec.DecodeError as error:
+                    raise AdminError(
+                        f"cannot use the admin API at {url}: what answers there is another server;"
+                        f" {WHERE_THE_URL_IS_SET}"
+                    ) from error
         raise AdminError(
             f"cannot reach the admin API {'; '.join(problems)}; {WHERE_THE_URL_IS_SET}"
         )
 
 
-async def _is_router(http: aiohttp.ClientSession, url: str) -> bool:
-    """Say whether a router answers at `url`: its `/healthz` names its PoP."""
+async def _other_service(http: aiohttp.ClientSession, url: str) -> str:
+    """Return which service answers at `url`, by its `/healthz`; empty for the admin API."""
     try:
         async with http.get(f"{url}/healthz") as response:
             found = msgspec.json.decode(await response.read())
     except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError):
-        return False
-    return isinstance(found, dict) and "pop" in found
+        return ""
+    if not isinstance(found, dict) or "scheduler" in found:
+        return ""
+    known = {"pop": "a router", "replicas": "a node", "acting": "a scheduler's control port"}
+    return next((service for field, service in known.items() if field in found), "")
 
 
 def segment(name: str) -> str:
@@ -138,8 +152,10 @@ def segment(name: str) -> str:
     return quote(name, safe="/@")
 
 
-def _error_message(answer: bytes, status: int) -> str:
+def _error_message(url: str, answer: bytes, status: int) -> str:
     message, code = parse_error_body(answer, status)
     if code == ErrorCode.INVALID_KEY:
         return f"{message}; {WHERE_TO_SET_IT}"
-    return f"{message} ({code})" if code else f"cannot use the admin API: {message}"
+    if code:
+        return f"{message} ({code})"
+    return f"cannot use the admin API at {url}: {message}; {WHERE_THE_URL_IS_SET}"

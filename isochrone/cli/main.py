@@ -7,7 +7,7 @@ from typing import Any, Final
 import click
 
 from isochrone import __version__
-from isochrone.cli import access, adapters, fleet, planning, rollouts, serving, tenants
+from isochrone.cli import access, adapters, fleet, models, planning, rollouts, serving, tenants
 from isochrone.cli.chat import ChatFailed
 from isochrone.cli.client import AdminClient, AdminError
 from isochrone.cli.context import CliContext
@@ -87,7 +87,7 @@ for command in (
     fleet.routers,
     fleet.revoke,
     fleet.revocations,
-    serving.models,
+    models.models,
     serving.deploy,
     serving.deployments,
     serving.engines,

@@ -117,13 +117,16 @@ def _add_nodes_change(text: str) -> dict[str, Any]:
         pop, _, kind = text.partition("=")
         kind, _, gib = kind.rpartition("@")
         device_class, _, devices = kind.rpartition("x")
-        return {
+        change: dict[str, Any] = {
             "type": "add_nodes",
             "pop": pop,
             "device_class": device_class,
             "devices": int(devices),
             "memory_bytes": int(float(gib) * GIB),
         }
+        if not device_class or change["devices"] < 1 or change["memory_bytes"] < 1:
+            raise ValueError(text)
+        return change
     except (ValueError, OverflowError) as error:
         raise click.UsageError(
             f"cannot read the node {text!r}: write ams=h100-80gx8@80 for 8 devices of 80 GiB in ams"

@@ -2,7 +2,7 @@
 
 import click
 
-from isochrone.cli.access import given_limits, limit_options, set_limits
+from isochrone.cli.access import given_limits, limit_options, with_set_limits
 from isochrone.cli.client import segment
 from isochrone.cli.context import CliContext
 from isochrone.cli.output import show_one, show_rows
@@ -32,7 +32,8 @@ def tenants_limit(obj: CliContext, /, tenant: str, *, is_new: bool, **limits: fl
     etag = found[0]["etag"] if found else None
     path = f"/v1/tenants/{segment(tenant)}/limits"
     body, query = {**before, **given_limits(limits)}, {"new": "true"} if is_new else None
-    show_one(obj.api.ask("PUT", path, body, query=query, etag=etag), obj.output)
+    row = obj.api.ask("PUT", path, body, query=query, etag=etag)
+    show_one(row if obj.output == "json" else with_set_limits(row), obj.output)
 
 
 @tenants.command("list")
@@ -41,7 +42,7 @@ def tenants_list(obj: CliContext) -> None:
     """List tenants with a budget, and what they have used of it."""
     rows = obj.api.list("/v1/tenants")
     if obj.output == "table":
-        rows = [{**row, "limits": set_limits(row["limits"])} for row in rows]
+        rows = [with_set_limits(row) for row in rows]
     columns = ["tenant_id", "tokens_today", "spend_today", "tokens_this_month", "spend_this_month"]
     show_rows(rows, [*columns, "limits"], obj.output)
 

@@ -61,22 +61,27 @@ class LocalFleet:
         await self.wait_warm(CITIES[0])
 
     async def wait_warm(self, city: City) -> None:
-        """Wait until a replica in `city` is warm, and report each of its states."""
+        """Wait until a replica in `city` is warm, and report each of its states.
+
+        Raises StartFailed with the last one, or with the reason why there is none.
+        """
         last_line = ""
-        async with asyncio.timeout(WARM_TIMEOUT_S):
-            while True:
-                rows = await self.placements()
-                here = [row for row in rows if row["pop"] == city.pop]
-                line = "; ".join(
-                    f"{r['replica_id']} on {r['node_id']}: {r['state']} ({r['reason']})"
-                    for r in here
-                )
-                if line and line != last_line:
-                    self._say(line)
-                    last_line = line
-                if any(row["state"] == "warm" for row in here):
-                    return
-                await asyncio.sleep(0.2)
+        try:
+            async with asyncio.timeout(WARM_TIMEOUT_S):
+                while True:
+                    here = [row for row in await self.placements() if row["pop"] == city.pop]
+                    line = "; ".join(map(_progress, here)) or await self._unmet()
+                    if line and line != last_line:
+                        self._say(line)
+                        last_line = line
+                    if any(row["state"] == "warm" for row in here):
+                        return
+                    await asyncio.sleep(0.2)
+        except TimeoutError as error:
+            raise StartFailed(
+                f"no replica in {city.name} is warm after {WARM_TIMEOUT_S:g} s: "
+                f"{last_line or 'none was placed there'}"
+            ) from error
 
     async def wait_routed(self) -> None:
         """Wait until every router has the route table that the scheduler published last."""
@@ -94,6 +99,11 @@ class LocalFleet:
         answer = await self.ask("GET", "/v1/placements", query=query)
         rows: list[dict[str, Any]] = answer["data"]
         return rows
+
+    async def _unmet(self) -> str:
+        """Return what keeps the scheduler from placing replicas; empty if nothing does."""
+        row = await self.ask("GET", f"/v1/deployments/{model.DEPLOYMENT}")
+        return "; ".join(row["unmet"])
 
     async def ask(
         self, method: str, path: str, body: Any = None, query: dict[str, str] | None = None
@@ -205,6 +215,11 @@ class LocalFleet:
                     return False
 
             await self.processes.wait(name, is_healthy, START_TIMEOUT_S)
+
+
+def _progress(row: dict[str, Any]) -> str:
+    reason = row["state_reason"] or row["reason"]
+    return f"{row['replica_id']} on {row['node_id']}: {row['state']} ({reason})"
 
 
 def kill_leftovers(state: Path) -> None:

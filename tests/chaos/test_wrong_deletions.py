@@ -22,7 +22,7 @@ async def fleet() -> AsyncIterator[Fleet]:
         yield running
 
 
-PLACE_TURNS = 'isochrone_scheduler_job_turns{job="place_replicas",outcome="ended"}'
+PLACE_TURNS = 'isochrone_scheduler_job_turns{loop="place_replicas",outcome="ended"}'
 
 
 async def serves(fleet: Fleet, times: int = 4) -> None:

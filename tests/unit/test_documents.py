@@ -92,7 +92,7 @@ def test_a_configuration_in_the_documents_loads(block: str, tmp_path: Path) -> N
     (kind,) = re.findall(r"^# (?:/etc/isochrone/)?(\w+)\.toml", block, re.M)
     whole = next(one for one in blocks("toml") if f"/etc/isochrone/{kind}.toml" in one)
     # Some blocks show a few settings of a file.
-    (tmp_path / "c.toml").write_text(block if block == whole else f"{block}{whole}")
+    (tmp_path / "c.toml").write_text(block if block == whole else f"{whole}{block}")
     config = load_config(KINDS[kind], tmp_path / "c.toml", {}, "NONE_")
     for name in tomllib.loads(block):
         assert getattr(config, name) != "", name

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.documents import anchors_of
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
     *("README", "ARCHITECTURE", "CONTRIBUTING", "STYLE", "migrations/README"),
@@ -50,6 +52,17 @@ def test_every_file_that_a_document_names_is_there(document: str) -> None:
     named = {name.removeprefix("../") for name in named}
     lost = {name for name in named if not any(f"/{there}".endswith(f"/{name}") for there in NAMES)}
     assert lost <= {"utils.py"}, "but the one that STYLE says there must not be"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_section_that_a_document_links_to_is_there(document: str) -> None:
+    path = ROOT / f"{document}.md"
+    lost = [
+        f"{file}#{anchor}"
+        for file, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", path.read_text())
+        if anchor not in anchors_of((path.parent / file if file else path).read_text())
+    ]
+    assert lost == []
 
 
 MEASUREMENTS = sorted(path.relative_to(ROOT) for path in (ROOT / "ops").rglob("*.md"))

@@ -12,6 +12,7 @@ import msgspec
 
 from isochrone.service.config import ConfigError
 from isochrone.service.http_responses import parse_error_body, read_response
+from isochrone.service.network.connection_errors import describe_connection_error
 from isochrone.service.trust import identity as identities
 from isochrone.service.trust.identity import SCHEDULER_NAME, Identity, IdentityError
 from isochrone.service.trust.tls import verifying_context
@@ -110,8 +111,11 @@ async def _request_certificate(
                     if response.status == 200:
                         return msgspec.json.decode(body, type=JoinReply)
                     problems.append(f"{url}: {parse_error_body(body, response.status).message}")
+            except aiohttp.ClientConnectorCertificateError as error:
+                # Only the cluster's authority counts: no other can be set.
+                problems.append(f"{url}: {error}")
             except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
-                problems.append(f"{url}: {str(error) or type(error).__name__}")
+                problems.append(f"{url}: {describe_connection_error(url, error)}")
     raise IdentityError("cannot join: " + "; ".join(problems))
 
 

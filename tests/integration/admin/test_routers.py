@@ -105,7 +105,7 @@ async def test_demand_without_a_replica_triggers_a_plan_at_once(
 ) -> None:
     async def plans() -> float:
         text = (await admin.ask("GET", "/metrics")).body
-        name = 'isochrone_scheduler_job_turns{job="place_replicas",outcome="ended"} '
+        name = 'isochrone_scheduler_job_turns{loop="place_replicas",outcome="ended"} '
         return sum(float(line.removeprefix(name)) for line in text.splitlines() if name in line)
 
     async with dialling(admin, tmp_path) as router:

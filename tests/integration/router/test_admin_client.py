@@ -1,9 +1,11 @@
-"""The command line at a router's address says that the admin API is elsewhere."""
+"""The command line at another server's address says that the admin API is elsewhere."""
 
 import asyncio
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from isochrone.cli.client import AdminClient, AdminError
 from tests.integration.router.fleet_of import a_bench
@@ -28,3 +30,45 @@ async def test_a_router_is_not_taken_for_a_scheduler(
             await asyncio.to_thread(client.ask, method, path, {} if method == "POST" else None)
     assert f"{bench.url}: this is a router; the admin API is at a scheduler" in str(refused.value)
     assert "ISOCHRONE_ADMIN_URL" in str(refused.value)
+
+
+@pytest.mark.parametrize("status", [200, 404, 502])
+async def test_a_page_for_browsers_is_not_taken_for_an_answer(status: int) -> None:
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(status=status, text="<html>Grafana</html>")
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", page)
+    async with TestServer(app) as server:
+        url = str(server.make_url("")).rstrip("/")
+        with pytest.raises(AdminError) as refused:
+            await asyncio.to_thread(AdminClient(url, "an admin token").ask, "GET", "/v1/status")
+    assert str(refused.value).startswith(f"cannot use the admin API at {url}: ")
+    assert "ISOCHRONE_ADMIN_URL" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("health", "service"),
+    [
+        ({"status": "ok", "pop": "ams"}, "this is a router;"),
+        ({"status": "ok", "replicas": {"warm": 1}}, "this is a node;"),
+        ({"status": "ok", "acting": True}, "this is a scheduler's control port;"),
+        ({"status": "ok", "acting": True, "scheduler": "s1"}, "no such path"),
+    ],
+)
+async def test_a_service_is_known_by_its_health(health: dict[str, object], service: str) -> None:
+    async def healthz(_: web.Request) -> web.Response:
+        return web.json_response(health)
+
+    async def refuse(_: web.Request) -> web.Response:
+        error = {"code": "not_found", "message": "cannot serve: no such path", "param": ""}
+        return web.json_response({"error": error}, status=404)
+
+    app = web.Application()
+    app.router.add_get("/healthz", healthz)
+    app.router.add_route("*", "/{path:.*}", refuse)
+    async with TestServer(app) as server:
+        client = AdminClient(f"{server.make_url('/v1/')}", "an admin token\r\n")
+        with pytest.raises(AdminError) as refused:
+            await asyncio.to_thread(client.ask, "GET", "/v1/status")
+    assert service in str(refused.value)

@@ -28,6 +28,7 @@ def settings_for(targets: Mapping[str, Sequence[str]], folder: Path) -> Path:
     assert {job["job_name"] for job in settings["scrape_configs"]} == targets.keys()
     for job in settings["scrape_configs"]:
         job["static_configs"] = [{"targets": list(targets[job["job_name"]])}]
+        job.pop("scheme", None)  # this fleet has no TLS
     for rules in settings["rule_files"]:
         shutil.copy(SETTINGS / rules, folder)
     file = folder / "prometheus.yml"

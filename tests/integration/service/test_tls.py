@@ -266,6 +266,19 @@ async def test_a_node_cannot_pass_for_a_scheduler(tmp_path: Path) -> None:
     assert set(asked) == {"/v1/ca"}, "only the unauthenticated request for the authority is sent"
 
 
+@pytest.mark.parametrize(("has_tls", "advice"), [(True, "with https:"), (False, "with http:")])
+async def test_a_url_of_the_wrong_scheme_is_named(
+    has_tls: bool, advice: str, tmp_path: Path
+) -> None:
+    authority = Authority.create(tmp_path / "a", "ours", NOW)
+    context = tls.control_server_context(authority, NOW) if has_tls else None
+    async with serve_http(web.Application(), "127.0.0.1", 0, ssl_context=context) as port:
+        urls = [f"{'http' if has_tls else 'https'}://127.0.0.1:{port}"]
+        token = papers.format_join_token(authority.fingerprint, "abcdefghijkl", "S" * 43)
+        with pytest.raises(IdentityError, match=advice):
+            await join(urls=urls, token=token, role=PeerRole.AGENT, name="n2", folder=tmp_path)
+
+
 async def test_join_and_control_over_tls(database_dsn: str, tmp_path: Path) -> None:
     write_atomic(tmp_path / "token", TOKEN.encode())
     config = SchedulerConfig(

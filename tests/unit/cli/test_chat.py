@@ -1,6 +1,9 @@
 """`isochrone chat` prints the answer as it comes, or all that is known of it as JSON."""
 
 import json
+import time
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,3 +42,28 @@ def test_the_answer_is_on_standard_output() -> None:
 def test_json_has_the_answer_and_where_it_came_from() -> None:
     result = CliRunner().invoke(main, [*COMMAND, "-o", "json"])
     assert json.loads(result.stdout) == ANSWER._asdict()
+
+
+def a_stream(*frames: dict[str, Any]) -> Any:
+    async def lines() -> AsyncIterator[bytes]:
+        for frame in frames:
+            yield b"data: %s\n" % json.dumps(frame).encode()
+        yield b"data: [DONE]\n"
+
+    return SimpleNamespace(content=lines(), headers={})
+
+
+@pytest.mark.parametrize("delta", [{"reasoning_content": "Hm"}, {"role": "assistant"}])
+async def test_an_answer_without_text_has_a_time_to_its_first_token(delta: dict[str, str]) -> None:
+    stream = a_stream({"choices": [{"delta": delta}]}, {"choices": [], "usage": None})
+    result = await chat_client._read(stream, time.monotonic(), print)
+    assert (result.text, 0 <= result.ttft_ms < 60_000) == ("", True)
+
+
+def test_an_answer_without_text_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def chat(**_: Any) -> chat_client.ChatResult:
+        return ANSWER._replace(text="", output_tokens=256)
+
+    monkeypatch.setattr(chat_client, "chat", chat)
+    result = CliRunner().invoke(main, COMMAND)
+    assert "no text in 256 tokens" in result.stderr and "--max-tokens" in result.stderr

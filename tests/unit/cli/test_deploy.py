@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from isochrone.cli import serving
+from isochrone.cli import main, serving
 from isochrone.cli.context import CliContext
 
 
@@ -37,6 +37,28 @@ def test_deploy_waits_for_the_deployed_version(monkeypatch: pytest.MonkeyPatch) 
     )
     assert result.exit_code == 0, result.output
     assert api.polls == 2
+
+
+def waits(monkeypatch: pytest.MonkeyPatch, placed: list[dict[str, Any]]) -> str:
+    """Return the message of a `deploy --wait` for which no replica becomes warm."""
+    monkeypatch.setattr(serving, "WAIT_INTERVAL_S", 0.0)
+    api: Any = Api()
+    api.row["policy"] = {"replicas_min": 0, "keep_warm": []}
+    api.list = lambda path, *_: [api.row] if path == "/v1/deployments" else placed
+    command = ["deploy", "d", "--model", "new", "--wait", "--timeout", "0"]
+    monkeypatch.setattr(main, "AdminClient", lambda *_: api)
+    result = CliRunner().invoke(main.main, command)
+    assert result.exit_code == 1
+    return str(result.stderr)
+
+
+def test_a_wait_that_nothing_can_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "the first one starts when there is demand" in waits(monkeypatch, [])
+
+
+def test_a_wait_that_is_over_names_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = {"version": 1, "state": "warm", "ending": False, "leader_id": "", "state_reason": ""}
+    assert "no replica of version 2 is warm after 0 s: 1 warm" in waits(monkeypatch, [old])
 
 
 @pytest.mark.parametrize(

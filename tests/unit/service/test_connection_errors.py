@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 
-from isochrone.cli.connection_errors import describe_connection_error
+from isochrone.service.network.connection_errors import describe_connection_error
 
 KEY = SimpleNamespace(ssl=True, host="scheduler", port=7000, is_ssl=True)
 CERTIFICATE = aiohttp.ClientConnectorCertificateError(

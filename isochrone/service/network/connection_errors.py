@@ -1,4 +1,4 @@
-"""Messages for an operator whose command could not connect, with what to change."""
+"""Messages for an operator whose command or service could not connect, with what to change."""
 
 import os
 
