@@ -63,8 +63,7 @@ def read_json(path: Path, kind: Any) -> Any:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    # Input that is not UTF-8 raises UnicodeDecodeError, a ValueError.
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
 
 
