@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.decide.requests.seats import spare_seats
 from nodeagent.drivers.command import CommandDriver
@@ -29,10 +30,9 @@ def sequences_max(spec: ReplicaSpec) -> int:
     driver = DRIVERS.get(spec.engine.driver)
     if driver is None:
         return 0
-    limit = spec.engine.options.get(driver.sequences_option, "")
-    # The driver itself refuses to start with any other value.
-    is_number = limit.isascii() and limit.isdigit() and len(limit) <= 9
-    return int(limit) if is_number else driver.sequences_default
+    # The driver itself refuses to start with any value that is not a number.
+    limit = parse_digits(spec.engine.options.get(driver.sequences_option, ""))
+    return driver.sequences_default if limit is None else limit
 
 
 def is_queue_fair(spec: ReplicaSpec) -> bool:

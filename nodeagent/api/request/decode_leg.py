@@ -10,6 +10,7 @@ from aiohttp import web
 
 from isochrone.service.tracing import names
 from isochrone.service.tracing.recorder import current_span
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
@@ -245,10 +246,8 @@ def report_found(leg: DecodeLeg | None, response: web.StreamResponse) -> None:
 
 def _deadline_s(request: web.Request) -> float:
     """Return the monotonic time by which the request must have begun to answer."""
-    wanted = request.headers.get(headers.DEADLINE_MS, "")
-    if not (wanted.isascii() and wanted.isdigit() and len(wanted) <= 9):
-        return inf
-    return monotonic() + int(wanted) / 1000
+    deadline_ms = parse_digits(request.headers.get(headers.DEADLINE_MS, ""))
+    return inf if deadline_ms is None else monotonic() + deadline_ms / 1000
 
 
 def prefix_copy(leg: DecodeLeg | None) -> PrefixCopy | None:
