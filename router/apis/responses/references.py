@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.errors import ApiError, unusable_field
 
 RESPONSES_MAX: Final = 64
 """Responses that one input may refer to: each is read from a scheduler."""
@@ -56,7 +56,7 @@ def referenced_responses(body: bytes) -> list[str]:
             found[stored[1]] = True
     if len(found) > RESPONSES_MAX:
         reason = f"it refers to items of {len(found)} responses, more than {RESPONSES_MAX}"
-        raise _invalid("input", f"{reason}; send the items themselves")
+        raise unusable_field("input", f"{reason}; send the items themselves")
     return list(found)
 
 
@@ -77,7 +77,7 @@ def with_items(body: bytes, items: Mapping[str, Any]) -> bytes:
             items_bytes += len(bytes(whole[-1]))
             if items_bytes > ITEMS_BYTES_MAX:
                 reason = f"the items that it refers to have more than {ITEMS_BYTES_MAX} bytes"
-                raise _invalid("input", f"{reason}; start a new conversation")
+                raise unusable_field("input", f"{reason}; start a new conversation")
         elif not reference.startswith(_REASONING):
             raise _not_stored(number, reference)
     if not whole:
@@ -104,8 +104,4 @@ def _reference(raw: msgspec.Raw) -> str:
 def _not_stored(number: int, item_id: str) -> ApiError:
     reason = f"no stored response has the item {item_id[:80]!r}; send the item itself"
     hint = "with `store: false`, the AI SDK does), or store responses with `store: true`"
-    return _invalid(f"input[{number}]", f"{reason} ({hint}")
-
-
-def _invalid(field: str, reason: str) -> ApiError:
-    return ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field '{field}': {reason}", param=field)
+    return unusable_field(f"input[{number}]", f"{reason} ({hint}")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.errors import unusable_field
 from isochrone.wire.http.public_bodies import ReasoningEffort
 from router.apis.openai.schema import (
     DataUrl,
@@ -235,11 +235,11 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
     }
     for field, reason in unsupported.items():
         if getattr(request, field):
-            raise _invalid_field(field, reason)
+            raise unusable_field(field, reason)
     if request.stream_options and request.stream_options.include_obfuscation:
-        raise _invalid_field("stream_options.include_obfuscation", "events are not padded")
+        raise unusable_field("stream_options.include_obfuscation", "events are not padded")
     if request.truncation == "auto":
-        raise _invalid_field(
+        raise unusable_field(
             "truncation", "'auto' is not supported: send an input that fits the context"
         )
 
@@ -264,7 +264,7 @@ def _add_messages(messages: list[dict[str, Any]], items: Sequence[InputItem]) ->
     """Append the messages of items. Raises ApiError 400."""
     for item in items:
         if item.namespace and not item.type.startswith("function_call"):
-            raise _invalid_field("input", f"items of type {item.type[:60]!r} have no 'namespace'")
+            raise unusable_field("input", f"items of type {item.type[:60]!r} have no 'namespace'")
         if item.type == "message":
             messages.append({"role": item.role, "content": _content(item.content or "")})
         elif item.type == "function_call":
@@ -278,7 +278,7 @@ def _add_messages(messages: list[dict[str, Any]], items: Sequence[InputItem]) ->
             content = _text(item.output)
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
         elif item.type != "reasoning":
-            raise _invalid_field("input", f"items of type {item.type[:60]!r} are not supported")
+            raise unusable_field("input", f"items of type {item.type[:60]!r} are not supported")
 
 
 def _content(content: Content) -> str | list[dict[str, Any]]:
@@ -290,7 +290,7 @@ def _content(content: Content) -> str | list[dict[str, Any]]:
         if part.type != "input_image":
             parts.append({"type": "text", "text": _text([part])})
         elif part.image_url is None:
-            raise _invalid_field("input", "an image needs an 'image_url': files are not stored")
+            raise unusable_field("input", "an image needs an 'image_url': files are not stored")
         else:
             image = {"url": part.image_url, **({"detail": part.detail} if part.detail else {})}
             parts.append({"type": "image_url", "image_url": image})
@@ -302,7 +302,7 @@ def _text(content: Content) -> str:
         return content
     for part in content:
         if part.text is None and part.refusal is None:
-            raise _invalid_field(
+            raise unusable_field(
                 "input", f"parts of type {part.type[:60]!r} are not supported, only text"
             )
     return "".join(part.text or part.refusal or "" for part in content)
@@ -315,7 +315,3 @@ def _response_format(text_format: TextFormat) -> dict[str, Any]:
     optional = {"description": text_format.description, "strict": text_format.strict}
     schema |= {name: value for name, value in optional.items() if value is not None}
     return {"type": "json_schema", "json_schema": schema}
-
-
-def _invalid_field(field: str, reason: str) -> ApiError:
-    return ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field '{field}': {reason}", param=field)
