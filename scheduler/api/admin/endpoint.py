@@ -295,10 +295,10 @@ async def _respond(
         )
     body_sha256 = hashlib.sha256(raw).hexdigest()
     # A GET needs no transaction, and may wait for the planner longer than one may stay idle.
-    lend = using if endpoint.method == "GET" else transaction
+    opened = using if endpoint.method == "GET" else transaction
     request, is_carried_out = None, False
     try:
-        async with lend(context.pool) as connection:
+        async with opened(context.pool) as connection:
             if key:
                 stored = await load_response(connection, key, http.method, http.path)
                 if stored is not None:
