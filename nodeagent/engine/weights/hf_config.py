@@ -51,7 +51,6 @@ class DecoderConfig(msgspec.Struct):
     decoder_sparse_step: int = 1
     mlp_only_layers: list[int] | None = None
     eos_token_id: int | list[int] | None = None
-    bos_token_id: int | None = None
 
 
 def read_json(path: Path, kind: Any) -> Any:
