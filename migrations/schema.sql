@@ -715,3 +715,7 @@ ALTER TABLE prefetch RENAME COLUMN wished_at TO planned_at;
 -- time among all placements of a week.
 
 CREATE INDEX placement_by_release ON placement (released_at) WHERE released_at IS NOT NULL;
+
+-- When the scheduler planned it: nothing reads it, and no release names this column (0026).
+
+ALTER TABLE prefetch DROP COLUMN planned_at;

@@ -14,6 +14,7 @@ import msgspec
 
 from isochrone.fair_shares import FairShares
 from isochrone.service.trust import identity as identities
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers import batches as wire
 from isochrone.wire.peers.routes import KeyEntry
@@ -212,13 +213,12 @@ def _refusal(body: bytes, response: aiohttp.ClientResponse) -> ApiError:
         error = msgspec.json.decode(body)["error"]
         code = ErrorCode(error["code"])
         message, param = str(error["message"]), error.get("param")
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+    except (ValueError, KeyError, TypeError):
         code, param = ErrorCode.UPSTREAM, None
         message = f"cannot answer: the scheduler answered {response.status}"
-    retry_after = response.headers.get("retry-after", "")
     return ApiError(
         code,
         message,
         param=param,
-        retry_after_s=float(retry_after) if retry_after.isdigit() else None,
+        retry_after_s=parse_digits(response.headers.get("retry-after", "")),
     )

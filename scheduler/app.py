@@ -290,7 +290,6 @@ def _placement_loops(parts: Composition) -> tuple[Loop, ...]:
         planner=parts.planner,
         authority=parts.authority,
         lease=state.lease,
-        peers=state.peers,
         heartbeats=state.heartbeats,
         assignments=state.assignments,
         routes=state.routes,

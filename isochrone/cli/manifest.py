@@ -116,7 +116,7 @@ def config_values(folder: Path, files: Sequence[str] = (), kind: str = "") -> di
         if sentence_path.exists():
             path = sentence_path
             sentence = msgspec.json.decode(path.read_bytes(), type=_SentenceFields)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ManifestError(f"cannot read {path}: {error}") from error
     architecture = (fields.architectures or ("",))[0]
     values: dict[str, Any] = {"kind": KINDS.get(architecture, "chat")}

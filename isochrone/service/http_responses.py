@@ -18,7 +18,7 @@ def parse_error_body(body: bytes, status: int) -> ErrorBody:
     try:
         error = msgspec.json.decode(body)["error"]
         return ErrorBody(str(error["message"]), str(error["code"]))
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return ErrorBody(f"HTTP status {status} without an error message", "")
 
 

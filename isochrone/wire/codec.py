@@ -62,7 +62,7 @@ def decode(
         raise MalformedFrame(f"cannot read frame: {len(frame)} bytes, the limit is {bytes_max}")
     try:
         return reader.decode(frame)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         raise MalformedFrame(f"cannot read frame: {describe(error)}") from error
 
 
@@ -74,7 +74,7 @@ def decode_json(
         raise MalformedFrame(f"cannot read body: {len(body)} bytes, the limit is {bytes_max}")
     try:
         return reader.decode(body)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         raise MalformedFrame(f"cannot read body: {describe(error)}") from error
 
 

@@ -107,6 +107,11 @@ class ApiError(Exception):
         return MEANINGS[self.code]
 
 
+def unusable_field(field: str, reason: str) -> ApiError:
+    """Return the error 400 for a field of a body whose value cannot be used."""
+    return ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field '{field}': {reason}", param=field)
+
+
 def method_not_allowed(method: str, path: str, allowed: Sequence[str]) -> ApiError:
     """Return the error for a method that a path does not have; `allowed` are those it has."""
     useful = " or ".join(name for name in allowed if name != "HEAD")

@@ -273,7 +273,7 @@ def _fields_of(body: bytes) -> Fields | None:
     """Return the fields of a request; None if the engine is to say what is wrong with it."""
     try:
         return decode_fields(body)
-    except (msgspec.DecodeError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         return None
 
 

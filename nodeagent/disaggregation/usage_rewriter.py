@@ -20,7 +20,7 @@ def rewrite_json(body: bytes, cached_tokens: int) -> bytes:
         return body
     try:
         decoded = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError, ValueError):
+    except (ValueError, RecursionError):
         return body
     if not isinstance(decoded, dict) or not _set_cached_tokens(decoded, cached_tokens):
         return body

@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from isochrone.wire.codec import describe
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.engines.engine import EngineStats
 from isochrone.wire.engines.engine_capabilities import transfer_problem
 from isochrone.wire.engines.engine_options import ENGINE_OPTIONS, TRUE
@@ -252,9 +253,8 @@ def check_options(spec: ReplicaSpec) -> None:
 
 def given_number(options: Mapping[str, str], name: str) -> int:
     """Return the whole number that an option is given; 0 if it is given none."""
-    text = options.get(name, "")
     # The driver itself refuses to start with any other value.
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
+    return parse_digits(options.get(name, "")) or 0
 
 
 def with_spare_seats(driver: EngineDriver, options: Mapping[str, str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from isochrone.service.gguf_metadata import GgufError, attention_size, read_metadata
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.engines.engine import EngineStats
 from isochrone.wire.engines.engine_capabilities import KV_TYPE_BITS
 from isochrone.wire.engines.engine_options import FALSE, TRUE
@@ -200,7 +201,7 @@ def _kv_layout(launch: EngineLaunch, model: Path) -> KvLayout:
     """
     engine, context = launch.spec.engine, launch.spec.context_tokens
     parallel = engine.options.get("parallel", "")
-    if parallel and not (parallel.isascii() and parallel.isdigit() and 0 < int(parallel) <= 1024):
+    if parallel and not 0 < (parse_digits(parallel) or 0) <= 1024:
         raise UnknownOption(f"cannot use parallel {parallel!r}: expected a number from 1 to 1024")
     unified = engine.options.get("kv_unified", "").lower()
     is_unified = "kv_unified" in engine.options and unified in TRUE

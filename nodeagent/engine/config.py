@@ -14,7 +14,7 @@ def read_config(path: Path) -> EngineConfig:
         config = msgspec.json.decode(path.read_bytes(), type=EngineConfig)
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"cannot use config {path}: {error}") from error
     if config.batch_tokens_max <= config.sequences_max:
         raise ConfigError(

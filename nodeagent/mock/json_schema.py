@@ -116,11 +116,11 @@ class JsonSchema:
         part = self._read(written, depth)
         if part.const is not msgspec.UNSET and not _is_same(value, part.const):
             yield f"{place} must be {part.const!r}"
-        if part.enum and not any(_is_same(value, one) for one in part.enum):
+        if part.enum and not any(_is_same(value, allowed) for allowed in part.enum):
             yield f"{place} must be one of {part.enum!r}"
         for choices in (part.any_of, part.one_of):
             if choices and all(
-                next(self._misfits(one, value, place, depth + 1), "") for one in choices
+                next(self._misfits(choice, value, place, depth + 1), "") for choice in choices
             ):
                 yield f"{place} must follow one of {len(choices)} schemas"
         if part.kinds and not any(_is_of(value, kind) for kind in part.kinds):

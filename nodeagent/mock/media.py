@@ -151,7 +151,7 @@ async def _read(request: web.Request) -> bytes:
 def _decode(body: bytes) -> dict[str, Any]:
     try:
         return _FIELDS.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise _invalid(str(error)) from error
 
 

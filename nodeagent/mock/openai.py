@@ -227,7 +227,7 @@ def decode(data: bytes) -> MockRequestBody:
     """Decode a request body. Raises ApiError."""
     try:
         body = _decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         raise _invalid(str(error)) from error
     if body.top_logprobs is not None and not body.logprobs:
         raise _invalid("top_logprobs needs logprobs", "top_logprobs")

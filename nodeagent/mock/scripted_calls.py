@@ -113,6 +113,6 @@ def _call_of(line: str) -> tuple[str, str]:
         return "", ""
     try:
         _decode_arguments(found[2])
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return "", ""
     return found[1], found[2]

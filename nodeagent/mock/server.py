@@ -7,19 +7,21 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from aiohttp import web
 
 from isochrone.service.network.http_server import (
     error_middleware,
-    error_response,
+    json_response,
+    openai_json_error,
     read_body,
     serve_http_unix,
 )
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.engines.engine import EngineConfig, EngineHealth
-from isochrone.wire.errors import ApiError, ErrorCode, openai_error
+from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http import headers
 from isochrone.wire.ids import is_request_id
 from nodeagent.mock import answers, media, openai
@@ -44,7 +46,7 @@ class MockServer:
     def app(self) -> web.Application:
         """Return the application with its routes."""
         app = web.Application(
-            client_max_size=media.AUDIO_BYTES_MAX, middlewares=[error_middleware(as_openai)]
+            client_max_size=media.AUDIO_BYTES_MAX, middlewares=[error_middleware(openai_json_error)]
         )
         app.router.add_post("/v1/chat/completions", self.answer)
         app.router.add_post("/v1/completions", self.answer)
@@ -72,7 +74,7 @@ class MockServer:
         path = Path(self._config.socket)
         # An earlier process may have left its socket.
         path.unlink(missing_ok=True)
-        async with serve_http_unix(self.app(), path, encode_error=as_openai):
+        async with serve_http_unix(self.app(), path, encode_error=openai_json_error):
             await stopping.wait()
             self._is_draining = True
             with suppress(TimeoutError):
@@ -96,9 +98,9 @@ class MockServer:
         is_chat = http_request.path == "/v1/chat/completions"
         salt = http_request.headers.get(headers.CACHE_SALT, "")[:128]
         request = openai.mock_request(body, is_chat=is_chat, salt=salt)
-        priority = http_request.headers.get(headers.PRIORITY, "")
-        if priority.isascii() and priority.isdigit():
-            request = request._replace(priority=int(priority[:3]))
+        priority = parse_digits(http_request.headers.get(headers.PRIORITY, ""), 3)
+        if priority is not None:
+            request = request._replace(priority=priority)
         request_id = http_request.headers.get(headers.REQUEST_ID, "")
         encoder = answers.MockAnswerEncoder(
             is_chat=is_chat,
@@ -124,14 +126,14 @@ class MockServer:
         if self._in_flight:
             raise ApiError(ErrorCode.CONFLICT, "cannot sleep: requests are open")
         self._is_asleep = True
-        return web.json_response({"is_sleeping": True})
+        return json_response({"is_sleeping": True})
 
     async def _wake_up(self, http_request: web.Request) -> web.Response:
         self._is_asleep = False
-        return web.json_response({"is_sleeping": False})
+        return json_response({"is_sleeping": False})
 
     async def _is_sleeping(self, http_request: web.Request) -> web.Response:
-        return web.json_response({"is_sleeping": self._is_asleep})
+        return json_response({"is_sleeping": self._is_asleep})
 
     async def tokenize(self, http_request: web.Request) -> web.Response:
         """Count the tokens of a chat's prompt."""
@@ -139,11 +141,11 @@ class MockServer:
             await read_body(http_request, bytes_max=BODY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)
         )
         request = openai.mock_request(body, is_chat=True, salt="")
-        return _json({"count": request.prompt_tokens})
+        return json_response({"count": request.prompt_tokens})
 
     async def _models(self, request: web.Request) -> web.Response:
         entry = {"id": self._config.served_name, "object": "model", "owned_by": "isochrone"}
-        return _json({"object": "list", "data": [entry]})
+        return json_response({"object": "list", "data": [entry]})
 
     async def _health(self, request: web.Request) -> web.Response:
         """Report that the engine is healthy, even if option `zombie` makes it hang."""
@@ -155,10 +157,10 @@ class MockServer:
             tokens_out=tokens_out,
             last_step_age_s=time.monotonic() - self._engine.last_token_at,
         )
-        return _json(health)
+        return json_response(health)
 
     async def _stats(self, request: web.Request) -> web.Response:
-        return _json(self._engine.stats())
+        return json_response(self._engine.stats())
 
     async def _metrics(self, request: web.Request) -> web.Response:
         stats = msgspec.structs.asdict(self._engine.stats())
@@ -173,7 +175,7 @@ class MockServer:
 
     async def _drain(self, request: web.Request) -> web.Response:
         self._is_draining = True
-        return _json({"open": self._in_flight})
+        return json_response({"open": self._in_flight})
 
 
 async def _stream(
@@ -214,12 +216,3 @@ async def _complete(
         for number in range(len(request.prompts) * request.answers)
     ]
     return web.Response(body=encoder.complete(by_answer, usage), content_type="application/json")
-
-
-def _json(body: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
-
-
-def as_openai(error: ApiError) -> web.Response:
-    """Return an error in the form of OpenAI's API."""
-    return error_response(error, msgspec.json.encode(openai_error(error)))

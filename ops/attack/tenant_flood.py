@@ -16,7 +16,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,7 @@ from nodeagent.host.engines.engine_record import EngineRecord
 from ops.attack.engine_histograms import Counts, describe, read_histograms
 from ops.attack.flooded_engines import TARGETS, FloodTarget
 from ops.attack.processor_waits import ProcessorWaits, first_child
+from ops.sim.measure import percentile
 from tests.otlp_collector import Collector, a_collector
 from tests.system.harness import CITIES, Fleet, a_fleet, until
 
@@ -332,11 +333,11 @@ def table(found: Mapping[str, PhaseFigures]) -> list[str]:
     ]
     alone_s = found["alone"].ttft_s
     for name, figures in found.items():
-        p50_s, p99_s = (quantile(figures.ttft_s, share) for share in (0.5, 0.99))
+        p50_s, p99_s = (percentile(figures.ttft_s, share) for share in (0.5, 0.99))
         rate = f"{figures.tokens / figures.seconds:.1f}" if figures.seconds else ""
         lines.append(
             f"| {name} | {len(figures.ttft_s)} | {p50_s:.3f} s | {p99_s:.3f} s"
-            f" | {p50_s / quantile(alone_s, 0.5):.1f}x | {p99_s / quantile(alone_s, 0.99):.1f}x"
+            f" | {p50_s / percentile(alone_s, 0.5):.1f}x | {p99_s / percentile(alone_s, 0.99):.1f}x"
             f" | {rate} |"
         )
     return lines
@@ -349,11 +350,6 @@ def described(waits: ProcessorWaits, probe: Probe) -> str:
         f"; {name} computed {had.computed_s:.3f} s, waited for a processor {had.waited_s:.3f} s"
         for name, had in found.items()
     )
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value at `share` of the sorted values."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def main() -> None:

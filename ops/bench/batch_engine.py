@@ -113,20 +113,22 @@ class EngineClientsLoad:
 
 
 class Meter:
-    """Items and processor seconds per second since its start."""
+    """Items and an engine's processor seconds, per second since its start."""
 
-    def __init__(self, load: EngineClientsLoad, engine: EngineProcess) -> None:
-        self._load, self._engine = load, engine
-        self._began = (time.perf_counter(), load.items, processor_s(engine.pid))
+    def __init__(self, pids: list[int], items: int) -> None:
+        self._pids = pids
+        self._began = (time.perf_counter(), items, self._used_s())
 
-    def items_per_s(self) -> float:
+    def items_per_s(self, items: int) -> float:
         """Return the items answered each second."""
-        return (self._load.items - self._began[1]) / (time.perf_counter() - self._began[0])
+        return (items - self._began[1]) / (time.perf_counter() - self._began[0])
 
     def processors(self) -> float:
         """Return how many processors the engine used on average."""
-        used_s = processor_s(self._engine.pid) - self._began[2]
-        return used_s / (time.perf_counter() - self._began[0])
+        return (self._used_s() - self._began[2]) / (time.perf_counter() - self._began[0])
+
+    def _used_s(self) -> float:
+        return sum(map(processor_s, self._pids))
 
 
 async def run(rounds: int, requests: int) -> str:
@@ -149,18 +151,18 @@ async def run(rounds: int, requests: int) -> str:
             load = EngineClientsLoad(engine, random.Random(1))
             await load.clients(4)
             for _ in range(rounds):
-                meter = Meter(load, engine)
+                meter = Meter([engine.pid], load.items)
                 times["clients alone"] += await load.clients(requests)
                 rates["processors of clients"].append(meter.processors())
                 for name, tenant in TENANTS.items():
                     async with load.backlog(tenant):
-                        meter = Meter(load, engine)
+                        meter = Meter([engine.pid], load.items)
                         await asyncio.sleep(ITEMS_ALONE_S)
-                        rates["items alone"].append(meter.items_per_s())
+                        rates["items alone"].append(meter.items_per_s(load.items))
                         rates["processors of items"].append(meter.processors())
-                        meter = Meter(load, engine)
+                        meter = Meter([engine.pid], load.items)
                         times[name] += await load.clients(requests)
-                        rates[name].append(meter.items_per_s())
+                        rates[name].append(meter.items_per_s(load.items))
                     await asyncio.sleep(1.0)
     return table(times, {name: median(values) for name, values in rates.items()})
 

@@ -42,8 +42,8 @@ from ops.bench.batch_engine import (
     PROMPT_WORDS,
     SEQUENCES,
     WORDS,
+    Meter,
 )
-from ops.bench.engines_alone import processor_s
 from tests.builders import GIB
 from tests.engines.real_engines import MODEL, READY_S, VLLM_COMMANDS, group_members
 from tests.system.harness import Fleet, a_fleet, until
@@ -67,25 +67,6 @@ DEPLOYMENT: Final = {
 }
 
 
-class EngineGroupMeter:
-    """Items and vLLM's processor seconds, per second since its start."""
-
-    def __init__(self, pids: list[int], items: int) -> None:
-        self._pids = pids
-        self._began = (time.perf_counter(), items, self._used_s())
-
-    def items_per_s(self, items: int) -> float:
-        """Return the items answered each second."""
-        return (items - self._began[1]) / (time.perf_counter() - self._began[0])
-
-    def processors(self) -> float:
-        """Return how many processors vLLM used on average."""
-        return (self._used_s() - self._began[2]) / (time.perf_counter() - self._began[0])
-
-    def _used_s(self) -> float:
-        return sum(map(processor_s, self._pids))
-
-
 class Bench:
     """Clients and a backlog of one fleet."""
 
@@ -101,19 +82,19 @@ class Bench:
 
     async def round(self, requests: int) -> None:
         """Measure clients alone, items alone, and both."""
-        meter = EngineGroupMeter(self._pids, 0)
+        meter = Meter(self._pids, 0)
         await asyncio.sleep(IDLE_S)
         self.rates["processors without requests"].append(meter.processors())
-        meter = EngineGroupMeter(self._pids, 0)
+        meter = Meter(self._pids, 0)
         self.times["alone"] += await self.clients(requests)
         self.rates["processors of clients"].append(meter.processors())
         batch_id = await begin_backlog(self._client, self.item, steady_items=2 * SEQUENCES)
-        meter = EngineGroupMeter(self._pids, await answered(self._client, batch_id))
+        meter = Meter(self._pids, await answered(self._client, batch_id))
         await asyncio.sleep(ITEMS_ALONE_S)
         self.rates["processors of items"].append(meter.processors())
         items = await answered(self._client, batch_id)
         self.rates["items alone"].append(meter.items_per_s(items))
-        meter = EngineGroupMeter(self._pids, items)
+        meter = Meter(self._pids, items)
         self.times["beside"] += await self.clients(requests)
         items = await answered(self._client, batch_id)
         self.rates["items beside"].append(meter.items_per_s(items))

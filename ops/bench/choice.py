@@ -27,6 +27,7 @@ from isochrone.wire.ids import (
     ReplicaId,
 )
 from isochrone.wire.peers.routes import DeploymentEntry, Pop, Route, RouteTable
+from ops.sim.measure import percentile
 from router.decide.caches.prefix_index import PrefixKeys, block_ends, prefix_keys
 from router.decide.choice.ranking import RouteQuery, rank
 from router.decide.liveness.probe_plan import plan_groups
@@ -218,11 +219,6 @@ def time_rankings(
             fastest = min(fastest, thread_time_ns() - began)
         took_us[BEST_OF].append(fastest / 1000)
     return took_us
-
-
-def percentile(values: list[float], share: float) -> float:
-    """Return the value that `share` of the values do not exceed."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def table_row(name: str, values: list[float]) -> str:

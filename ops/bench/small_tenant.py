@@ -41,6 +41,7 @@ from nodeagent.engine.scheduler.prefill_budget import SHORT_STEP_SHARE, PrefillB
 from nodeagent.engine.scheduler.sequence import Sequence, StopConditions
 from nodeagent.engine.tokenizer.detokenizer import StopStrings, StreamDetokenizer
 from ops.bench.processor_time import ProcessorTime
+from ops.bench.stepped_vllm import quantile_ms
 from ops.fleet.model import FOLDER, PACKAGE
 
 PROMPT_TOKENS: Final = 40
@@ -175,11 +176,6 @@ def load() -> LoadedEngine:
             draft_tokens_max=0,
         )
     )
-
-
-def quantile_ms(values: list[float], share: float) -> float:
-    """Return the value at `share` of the sorted values, in milliseconds."""
-    return 1000 * sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def main() -> None:

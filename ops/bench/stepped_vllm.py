@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from nodeagent.decide.requests.seats import STARTED_AFTER_S, SeatRequest, Seats, spare_seats
 from ops.bench.processor_time import ProcessorTime
+from ops.sim.measure import percentile
 
 MODEL: Final = Path(__file__).parents[2] / ".engines" / "smollm2"
 SEATS: Final = 16
@@ -126,4 +127,4 @@ def load(step_tokens_max: int) -> Any:
 
 def quantile_ms(values: list[float], share: float) -> float:
     """Return the value at `share` of the sorted values, in milliseconds."""
-    return 1000 * sorted(values)[min(len(values) - 1, int(share * len(values)))]
+    return 1000 * percentile(values, share)

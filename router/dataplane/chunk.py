@@ -82,7 +82,7 @@ def decode_chunk(data: bytes) -> ResponseChunk | None:
     """Decode a frame's data; return None if it is not a chunk."""
     try:
         return _CHUNK.decode(data)
-    except (msgspec.DecodeError, RecursionError, ValueError):
+    except (ValueError, RecursionError):
         return None
 
 
@@ -98,7 +98,7 @@ def read_output(data: bytes) -> AnswerDelta | None:
     delta = choice.delta or choice.message or ChunkDelta()
     try:
         calls = [_TOOL_CALL.decode(raw) for raw in delta.tool_calls or ()]
-    except msgspec.DecodeError:
+    except ValueError:
         return None
     if choice.message is not None:
         # Calls of a complete message have no index: each is a call of its own.

@@ -39,7 +39,7 @@ def media_usage(body: bytes, content_type: str, prompt_tokens_estimate: int) -> 
     if content_type.startswith("application/json"):
         try:
             counted = read_media_usage(bytes(_ANSWER.decode(body).usage))
-        except (msgspec.DecodeError, RecursionError, ValueError):
+        except (ValueError, RecursionError):
             counted = None
         return counted or UsageCount(prompt_tokens_estimate, 0, 0)
     return UsageCount(prompt_tokens_estimate, len(body) // BYTES_PER_TOKEN, 0)
@@ -49,7 +49,7 @@ def read_media_usage(usage: bytes) -> UsageCount | None:
     """Return the tokens of a `usage` object, None if it has none that can be read."""
     try:
         counts = _USAGE_DECODER.decode(usage)
-    except (msgspec.DecodeError, RecursionError, ValueError):
+    except (ValueError, RecursionError):
         return None
     prompt = counts.input_tokens or counts.prompt_tokens
     prompt = prompt or round(counts.seconds * AUDIO_TOKENS_PER_S)

@@ -61,7 +61,7 @@ def read_usage(node_id: str, body: bytes) -> tuple[UsageCount | None, bytes]:
         usage = RESPONSE_USAGE.decode(body).usage
     except msgspec.ValidationError:
         return _read_unusual_usage(node_id, body)
-    except (msgspec.DecodeError, RecursionError, ValueError):
+    except (ValueError, RecursionError):
         raise _not_an_object(node_id) from None
     if usage is None:
         return None, body
@@ -75,7 +75,7 @@ def _read_unusual_usage(node_id: str, body: bytes) -> tuple[UsageCount | None, b
     """Read a usage that lacks `cached_tokens` or has unexpected types."""
     try:
         decoded = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError, ValueError):
+    except (ValueError, RecursionError):
         raise _not_an_object(node_id) from None
     if not isinstance(decoded, dict):
         raise _not_an_object(node_id)
@@ -97,7 +97,7 @@ def client_error_body(body: bytes, status: int) -> bytes:
     """
     try:
         decoded = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError, ValueError):
+    except (ValueError, RecursionError):
         decoded = None
     fields = decoded.get("error", decoded) if isinstance(decoded, dict) else None
     own_code = fields.get("code") if isinstance(fields, dict) and fields is not decoded else None

@@ -386,7 +386,7 @@ def classify(frame: bytes) -> FrameKind:
         return FrameKind(tokens=1 if _has_content(data) else 0)
     try:
         body = msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         raise MalformedStream("a frame that is not JSON") from error
     if not isinstance(body, dict):
         raise MalformedStream("a frame that is not an object")

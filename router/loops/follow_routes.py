@@ -154,7 +154,7 @@ class TableFollower:
             return
         log.warning("withdrawn replica serves again", extra={"fields": {"replica": replica_id}})
         served = self._fleet.directory.table
-        added = [again for again in self._withdrawn.serving() if again.replica_id == replica_id]
+        added = [entry for entry in self._withdrawn.serving() if entry.replica_id == replica_id]
         if served is None or not added:
             self._serve(accepted)
             return

@@ -9,6 +9,8 @@ import logging
 from itertools import chain, count
 from pathlib import Path
 
+from isochrone.wire.digits import parse_digits
+
 log = logging.getLogger(__name__)
 
 
@@ -19,8 +21,8 @@ def adopt_usage(folder: Path, processes: int) -> int:
     """
     moved = 0
     for former in sorted(folder.glob("worker-*")):
-        number = former.name.removeprefix("worker-")
-        if not (number.isascii() and number.isdecimal()) or int(number) < processes:
+        number = parse_digits(former.name.removeprefix("worker-"))
+        if number is None or number < processes:
             continue
         try:
             for path in (*(former / "usage").glob("*.usage"), *(former / "journal").glob("rows*")):

@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from isochrone.wire.errors import MEANINGS, ErrorCode
-from isochrone.wire.http.json_body import UnsafeJson, check_json_body
+from isochrone.wire.http.json_body import check_json_body
 
 ENDPOINTS: Final = (
     "/v1/chat/completions",
@@ -75,7 +75,7 @@ def parse_line(
     try:
         check_json_body(line)
         given = _LINE.decode(line)
-    except (UnsafeJson, msgspec.DecodeError, RecursionError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         reason = f"cannot read the line: {str(error)[:300]}"
         return ParsedLine(error_code=UNREADABLE, message=reason)
     custom_id = given.custom_id.replace("\0", "")[:CUSTOM_ID_CHARS_MAX]
@@ -132,8 +132,9 @@ def result_line(
     An engine may have answered with line breaks, or with what is no JSON: that becomes a text.
     """
     try:
+        body.decode()  # `format` does not look at it, but clients do
         answer = msgspec.json.format(body, indent=-1)
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         answer = msgspec.json.encode(body.decode(errors="replace"))
     response = {"status_code": status_code, "request_id": request_id, "body": msgspec.Raw(answer)}
     line = {"id": item_id, "custom_id": custom_id, "response": response, "error": None}
@@ -156,13 +157,13 @@ def run_response(line: bytes) -> dict[str, Any]:
     number, _, reference = (given.custom_id or "0 ").partition(" ")
     response = {"id": int(number), "external_reference": reference or None}
     if given.response is None:
-        told = given.error or {}
-        code = _NUMBERS.get(told.get("code", ""), UNANSWERED_NUMBER)
-        error = {"code": code, "message": f"AiError: {told.get('message')}"}
+        reason = given.error or {}
+        code = _NUMBERS.get(reason.get("code", ""), UNANSWERED_NUMBER)
+        error = {"code": code, "message": f"AiError: {reason.get('message')}"}
         return {**response, "result": None, "success": False, "errors": [error]}
     try:
         body = msgspec.json.decode(given.response.body)
-    except (msgspec.DecodeError, RecursionError) as unreadable:
+    except (ValueError, RecursionError) as unreadable:
         body = f"cannot read the answer: {unreadable}"
     if not isinstance(body, dict) or "success" not in body:
         openai_error = (body.get("error") or {}) if isinstance(body, dict) else {"message": body}

@@ -26,7 +26,7 @@ def next_steps(due: Sequence[DueStep], running: Iterable[str]) -> list[DueStep]:
     waiting = list(due)
     started: list[DueStep] = []
     while waiting and counts.total() < AT_ONCE_MAX:
-        step = min(waiting, key=lambda one: counts[one.tenant_id])
+        step = min(waiting, key=lambda step: counts[step.tenant_id])
         if counts[step.tenant_id] >= OF_TENANT_MAX:
             break
         waiting.remove(step)

@@ -20,7 +20,6 @@ from scheduler.state.lease_state import LeaseState
 from scheduler.state.peers.assignment_outbox import AssignmentOutbox
 from scheduler.state.peers.first_reports import FirstReports
 from scheduler.state.peers.heartbeats import Heartbeats
-from scheduler.state.peers.peer_registry import PeerRegistry
 from scheduler.state.placement_status import PlacementStatus
 from scheduler.state.published_routes import PublishedRoutes
 from scheduler.store.fleet.plans import commit_plan
@@ -49,7 +48,6 @@ class PlaceReplicas:
         planner: PlannerClient,
         authority: Authority,
         lease: LeaseState,
-        peers: PeerRegistry,
         heartbeats: Heartbeats,
         assignments: AssignmentOutbox,
         routes: PublishedRoutes,
@@ -61,7 +59,6 @@ class PlaceReplicas:
         self._planner = planner
         self._authority = authority
         self._lease = lease
-        self._peers = peers
         self._heartbeats = heartbeats
         self._assignments = assignments
         self._routes = routes

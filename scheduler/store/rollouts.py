@@ -11,6 +11,7 @@ from isochrone.wire.models.model import Deployment
 from isochrone.wire.peers.rollout import RolloutSpec, RolloutState
 from isochrone.wire.peers.usage import Moments, TrialRow
 from scheduler.decide.rollout import Arm, Rollout, StartCounts, Stratum
+from scheduler.store.catalogue import bump_generation
 from scheduler.store.deployments import lock_deployment
 from scheduler.store.pool import Connection, affected_rows, as_json, as_struct, fetch_one
 from scheduler.store.readable_rows import RowReader
@@ -126,7 +127,7 @@ async def write_rollout(connection: Connection, before: Rollout, after: Rollout)
             after.spec.model_id,
             as_json(after.spec.engine),
         )
-    await connection.execute("UPDATE cluster SET generation = generation + 1")
+    await bump_generation(connection)
     return True
 
 

@@ -27,7 +27,7 @@ from isochrone.service.network.connection_count import (
 )
 from isochrone.service.network.private_socket import private_socket
 from isochrone.service.rust_panic import is_rust_panic
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.errors import ApiError, ErrorCode, openai_error
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,11 @@ def json_error(error: ApiError) -> web.Response:
     """Encode an error in this project's JSON form, which the admin and control APIs use."""
     body = {"error": {"code": error.code.value, "message": error.message, "param": error.param}}
     return error_response(error, msgspec.json.encode(body))
+
+
+def openai_json_error(error: ApiError) -> web.Response:
+    """Encode an error in the form of OpenAI's API, which engines use."""
+    return error_response(error, msgspec.json.encode(openai_error(error)))
 
 
 def error_response(error: ApiError, body: bytes) -> web.Response:

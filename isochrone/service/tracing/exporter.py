@@ -27,6 +27,7 @@ from isochrone.service.loop import Loop
 from isochrone.service.network.name_cache import CachedResolver, NameCache
 from isochrone.service.tracing import names
 from isochrone.service.tracing.spans import AttributeValue, Span
+from isochrone.wire.digits import parse_digits
 
 PATH: Final = "/v1/traces"
 SPANS_MAX: Final = 8192
@@ -164,7 +165,7 @@ class SpanExporter:
             ):
                 received = await answer.content.read(ANSWER_BYTES_MAX)
                 status = answer.status
-                wait_s = _retry_after_s(answer.headers.get("retry-after", ""))
+                wait_s = float(parse_digits(answer.headers.get("retry-after", ""), 6) or 0)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             self._postpone(wait_s)
             raise self._failure(str(error) or type(error).__name__) from error
@@ -242,8 +243,3 @@ def open_exporter(
 def _taken(queue: deque[Span], count: int) -> Iterator[Span]:
     for _ in range(min(count, len(queue))):
         yield queue.popleft()
-
-
-def _retry_after_s(value: str) -> float:
-    is_number = value.isascii() and value.isdigit() and len(value) <= 6
-    return float(value) if is_number else 0.0

@@ -42,8 +42,6 @@ class SpanRecorder:
 class OpenSpan:
     """A step that has begun. It is the current span within its `with`, until it ends."""
 
-    is_recording: Final = True
-
     def __init__(
         self,
         recorder: SpanRecorder,
@@ -143,8 +141,6 @@ class OpenSpan:
 
 class NoSpan:
     """The step of a request that is not traced."""
-
-    is_recording: Final = False
 
     def __enter__(self) -> Self:
         return self

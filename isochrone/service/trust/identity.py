@@ -177,25 +177,17 @@ class Authority:
     def issue_scheduler_certificate(self, now: datetime) -> tuple[str, str]:
         """Return the PEM of a new key and certificate for a scheduler's control listener."""
         key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, SCHEDULER_NAME)])
-        certificate = (
-            x509.CertificateBuilder()
-            .subject_name(subject)
-            .issuer_name(self._certificate.subject)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
+        certificate_pem = self._sign(
+            key.public_key(),
+            x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, SCHEDULER_NAME)]),
+            [x509.DNSName(SCHEDULER_NAME)],
+            [ExtendedKeyUsageOID.SERVER_AUTH],
             # As old as the authority: a scheduler that has just started must be trusted by peers
             # whose clocks are far behind. Its key is new with each start.
-            .not_valid_before(self._certificate.not_valid_before_utc)
-            .not_valid_after(now + timedelta(days=AUTHORITY_LIFETIME_DAYS))
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(
-                x509.SubjectAlternativeName([x509.DNSName(SCHEDULER_NAME)]), critical=False
-            )
-            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-            .sign(self._key, hashes.SHA256())
+            not_before=self._certificate.not_valid_before_utc,
+            not_after=now + timedelta(days=AUTHORITY_LIFETIME_DAYS),
         )
-        return _key_pem(key), certificate.public_bytes(serialization.Encoding.PEM).decode()
+        return _key_pem(key), certificate_pem
 
     def issue(
         self,
@@ -229,17 +221,37 @@ class Authority:
         dated = now - min(BACKDATED_MAX, lifetime * BACKDATED_SHARE)
         if dated_after is not None:
             dated = max(dated, dated_after)
+        return self._sign(
+            public_key,
+            _x509_subject(CertificateSubject(role, name, pop)),
+            _alternative_names(name),
+            _USAGES[role],
+            not_before=dated - CLOCK_SKEW,
+            not_after=now + lifetime,
+        )
+
+    def _sign(
+        self,
+        public_key: ec.EllipticCurvePublicKey,
+        subject: x509.Name,
+        names: list[x509.GeneralName],
+        usages: list[x509.ObjectIdentifier],
+        *,
+        not_before: datetime,
+        not_after: datetime,
+    ) -> str:
+        """Return the PEM of a certificate for a key whose owner issues no certificates."""
         certificate = (
             x509.CertificateBuilder()
-            .subject_name(_x509_subject(CertificateSubject(role, name, pop)))
+            .subject_name(subject)
             .issuer_name(self._certificate.subject)
             .public_key(public_key)
             .serial_number(x509.random_serial_number())
-            .not_valid_before(dated - CLOCK_SKEW)
-            .not_valid_after(now + lifetime)
+            .not_valid_before(not_before)
+            .not_valid_after(not_after)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(x509.SubjectAlternativeName(_alternative_names(name)), critical=False)
-            .add_extension(x509.ExtendedKeyUsage(_USAGES[role]), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
             .sign(self._key, hashes.SHA256())
         )
         return certificate.public_bytes(serialization.Encoding.PEM).decode()

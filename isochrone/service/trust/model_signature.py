@@ -176,7 +176,7 @@ def _read_bundle(text: str) -> _Bundle:
         )
     try:
         bundle = msgspec.json.decode(text, type=_Bundle)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise SignatureError(
             f"cannot read the signature: it is no bundle of OpenSSF Model Signing ({error})"
         ) from error
@@ -238,7 +238,7 @@ def _signed_digests(payload: bytes) -> dict[str, str]:
     """Return the SHA-256 of each signed file."""
     try:
         statement = msgspec.json.decode(payload, type=_Statement)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise SignatureError(f"cannot read what was signed: {error}") from error
     kinds = (statement.statement_type, statement.predicate_type)
     if kinds != (STATEMENT_TYPE, PREDICATE_TYPE):

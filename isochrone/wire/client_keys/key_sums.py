@@ -100,16 +100,16 @@ def kept_buckets(sums_held: bytes, sums: KeySums) -> KeptBuckets | None:
 
     None if they are too few, or if `sums_held` is not of this version.
     """
-    ours = sums.encode()
-    if len(sums_held) != len(ours):
+    encoded = sums.encode()
+    if len(sums_held) != len(encoded):
         return None
-    if sums_held == ours:
+    if sums_held == encoded:
         return KeptBuckets.of(range(KEY_BUCKETS))
     same = [
         bucket
         for bucket in range(KEY_BUCKETS)
         if sums_held[_SUM_BYTES * bucket : _SUM_BYTES * (bucket + 1)]
-        == ours[_SUM_BYTES * bucket : _SUM_BYTES * (bucket + 1)]
+        == encoded[_SUM_BYTES * bucket : _SUM_BYTES * (bucket + 1)]
     ]
     return KeptBuckets.of(same) if len(same) >= KEPT_SHARE_MIN * KEY_BUCKETS else None
 

@@ -7,6 +7,7 @@ may make a node run a program of its choice. The deployment names the model that
 from collections.abc import Mapping
 from typing import Final
 
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.engines.engine_capabilities import FEATURES, TRUE_VALUES, capabilities_of
 from isochrone.wire.models.model import EngineSettings
 
@@ -57,6 +58,6 @@ def command_problem(engine: EngineSettings) -> str:
             f" of this deployment may share one, give --option {SHARED_CACHE_OPTION}=true"
         )
     count = options.get(CONCURRENCY_OPTION, "1")
-    if not (count.isascii() and count.isdigit() and 1 <= int(count[:9]) <= CONCURRENCY_MAX):
+    if not 1 <= (parse_digits(count) or 0) <= CONCURRENCY_MAX:
         return f"{CONCURRENCY_OPTION} is {count[:20]!r}, expected 1 to {CONCURRENCY_MAX}"
     return ""

@@ -9,6 +9,7 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.http.headers import INEXACT, SEEDED
 from isochrone.wire.models.model import EngineSettings
 
@@ -441,6 +442,6 @@ def adapter_rank_max(engine: EngineSettings) -> int:
     if capabilities_of(engine.driver).adapters == "with_option":
         if engine.options.get(LORA_OPTION, "").lower() not in TRUE_VALUES:
             return 0
-        rank = engine.options.get("max_lora_rank", "")
-        return int(rank) if rank.isascii() and rank.isdigit() else rank_max
+        rank = parse_digits(engine.options.get("max_lora_rank", ""))
+        return rank_max if rank is None else rank
     return rank_max

@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.engines.engine import EngineConfig
 
 _SUFFIXES: Final[Mapping[str, int]] = {
@@ -72,7 +73,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
                 return f"option {name!r} is a flag: use true or false, not {value!r}"
             if name in self.values and not value:
                 return f"option {name!r} needs a value"
-            if name in self.numbers and not _is_number(value):
+            if name in self.numbers and not parse_digits(value, NUMBER_DIGITS_MAX):
                 return f"option {name!r} is a whole number above 0, not {value[:40]!r}"
         return self._type_problem(options)
 
@@ -96,12 +97,6 @@ def read_size(text: str) -> int:
         return max(0, int(float(digits) * factor))
     except (ValueError, OverflowError):
         return 0
-
-
-def _is_number(value: str) -> bool:
-    return (
-        value.isascii() and value.isdigit() and len(value) <= NUMBER_DIGITS_MAX and int(value) > 0
-    )
 
 
 ENGINE_OPTIONS: Final[Mapping[str, EngineOptions]] = {

@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.ids import NodeId, ReplicaId
 
 # Client to router.
@@ -262,9 +263,10 @@ def parse_load(value: str) -> ReportedLoad | None:
     fields: dict[str, int] = {}
     for part in value.split(";", LOAD_FIELDS_MAX)[:LOAD_FIELDS_MAX]:
         name, equals, number = part.partition("=")
-        if not equals or not number.isascii() or not number.isdigit() or len(number) > 15:
+        count = parse_digits(number, 15)
+        if not equals or count is None:
             return None
-        fields[name] = int(number)
+        fields[name] = count
     try:
         load = ReportedLoad(
             fields["p"],
@@ -319,23 +321,24 @@ def parse_peer_replicas(value: str) -> list[PeerReplica]:
     replicas = []
     for part in value.split(",", PEER_REPLICAS_MAX)[:PEER_REPLICAS_MAX]:
         fields = part.split(" ")
-        if len(fields) != 6 or not fields[0] or not all(map(_is_count, fields[3:])):
+        if len(fields) != 6 or not fields[0]:
             continue
-        replica_id, node_id, address, *counts = fields
+        replica_id, node_id, address = fields[:3]
+        tokens, prefill_ms, token_us = (parse_digits(field, 12) for field in fields[3:])
+        if tokens is None or prefill_ms is None or token_us is None:
+            continue
         replicas.append(
-            PeerReplica(ReplicaId(replica_id), NodeId(node_id), address, *map(int, counts))
+            PeerReplica(
+                ReplicaId(replica_id), NodeId(node_id), address, tokens, prefill_ms, token_us
+            )
         )
     return replicas
 
 
 def parse_tokens(value: str) -> TokenEstimate | None:
     """Parse a header value `p=120;o=64`; return None if it is malformed."""
-    prompt, _, output = value.partition(";o=")
-    prompt = prompt.removeprefix("p=")
-    if not _is_count(prompt) or not _is_count(output):
+    prompt, _, output = value.removeprefix("p=").partition(";o=")
+    prompt_tokens, output_tokens = parse_digits(prompt, 12), parse_digits(output, 12)
+    if prompt_tokens is None or output_tokens is None:
         return None
-    return TokenEstimate(int(prompt), int(output))
-
-
-def _is_count(value: str) -> bool:
-    return value.isascii() and value.isdigit() and len(value) <= 12
+    return TokenEstimate(prompt_tokens, output_tokens)

@@ -30,7 +30,7 @@ def decode_public(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
     """Decode a public body. Raises ApiError 400 whose `param` names the invalid field."""
     try:
         return decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         raise invalid_field(codec.describe(error), decoder.type, body) from None
 
 
@@ -38,7 +38,7 @@ def _read(body: bytes) -> Any:
     """Return a body's JSON, None for one that is not worth reading again for a message."""
     try:
         return msgspec.json.decode(body) if len(body) <= READ_BYTES_MAX else None
-    except (msgspec.DecodeError, RecursionError, ValueError):
+    except (ValueError, RecursionError):
         return None
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.http.headers import PeerReplica
 
 KV_HOLDERS: Final = "x-isochrone-kv-holders"
@@ -125,6 +126,6 @@ def parse_found(value: str) -> FoundTokens:
     counts: dict[str, int] = dict.fromkeys(PLACES, 0)
     for part in value.split(";", len(PLACES))[: len(PLACES)]:
         place, _, number = part.partition("=")
-        if place in counts and number.isascii() and number.isdigit() and len(number) <= 9:
-            counts[place] = int(number)
+        if place in counts and (tokens := parse_digits(number)) is not None:
+            counts[place] = tokens
     return FoundTokens(**counts)

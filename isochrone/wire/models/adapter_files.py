@@ -89,7 +89,7 @@ def read_adapter_config(body: bytes) -> AdapterConfig:
     """Return the config. Raises BadAdapter, also for features that no engine here has."""
     try:
         config = _CONFIG.decode(body)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         raise BadAdapter(f"cannot read adapter_config.json: {describe(error)}") from error
     if config.peft_type != "LORA":
         raise BadAdapter(f"cannot use a {config.peft_type[:40]!r} adapter: expected 'LORA'")
@@ -129,7 +129,7 @@ def read_tensor_shapes(start: bytes, size_bytes: int) -> TensorShapes:
             for name, raw in _HEADER.decode(header).items()
             if name != "__metadata__"
         }
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         raise BadAdapter(f"cannot read the weights' header: {describe(error)}") from error
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):

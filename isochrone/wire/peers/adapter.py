@@ -8,6 +8,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.ids import END, ID_PATTERN, ModelId, TenantId
 from isochrone.wire.models.model import Artifact, ModelName
 from isochrone.wire.peers.assignment import PeerSource
@@ -85,7 +86,7 @@ def parse_request_adapter(value: str) -> RequestAdapter:
     """Read the value of a header. Raises MalformedAdapter."""
     try:
         return _REQUEST_ADAPTER.decode(b64decode(value, validate=True))
-    except (ValueError, msgspec.DecodeError) as error:
+    except ValueError as error:
         raise MalformedAdapter(f"cannot read the adapter of the request: {error}") from error
 
 
@@ -100,7 +101,6 @@ def format_loaded_adapters(loaded: LoadedAdapters) -> str:
 
 def parse_loaded_adapters(value: str) -> LoadedAdapters | None:
     """Parse a header value; None if it is malformed."""
-    load_ms, *adapter_ids = value.split(" ", LOADED_MAX)
-    if not (load_ms.isascii() and load_ms.isdigit() and len(load_ms) <= 9):
-        return None
-    return LoadedAdapters(int(load_ms), tuple(adapter_ids))
+    number, *adapter_ids = value.split(" ", LOADED_MAX)
+    load_ms = parse_digits(number)
+    return None if load_ms is None else LoadedAdapters(load_ms, tuple(adapter_ids))

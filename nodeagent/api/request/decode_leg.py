@@ -10,6 +10,7 @@ from aiohttp import web
 
 from isochrone.service.tracing import names
 from isochrone.service.tracing.recorder import current_span
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
@@ -248,10 +249,8 @@ def _deadline_s(request: web.Request, admitted_s: float) -> float:
 
     Since it was admitted it may have waited for a seat of the engine, or for the engine to wake.
     """
-    wanted = request.headers.get(headers.DEADLINE_MS, "")
-    if not (wanted.isascii() and wanted.isdigit() and len(wanted) <= 9):
-        return inf
-    return admitted_s + int(wanted) / 1000
+    deadline_ms = parse_digits(request.headers.get(headers.DEADLINE_MS, ""))
+    return inf if deadline_ms is None else admitted_s + deadline_ms / 1000
 
 
 def prefix_copy(leg: DecodeLeg | None) -> PrefixCopy | None:

@@ -15,8 +15,8 @@ from nodeagent.api.inference_paths import GENERATION_PATHS
 from nodeagent.api.request.request_estimates import (
     PrefillEstimate,
     first_token_objective,
-    parse_count,
     queue_tokens_max,
+    read_count,
     ttft_left_ms,
 )
 from nodeagent.decide.requests.admission import TokenReservation
@@ -75,7 +75,7 @@ def needs_seat(request: web.Request, replica: ManagedReplica) -> bool:
 
 def batch_item(request: web.Request) -> BatchItem | None:
     """Return the item of a batch that a request is; None for a client's request."""
-    preemptions = parse_count(request.headers.get(headers.PREEMPTIONS, ""))
+    preemptions = read_count(request, headers.PREEMPTIONS)
     return None if preemptions is None else BatchItem(preemptions)
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from aiohttp import web
 
 from isochrone.ttft_order import TTFT_MS_MAX, TtftObjective, ttft_objective
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.http import headers
 
 
@@ -17,14 +18,14 @@ class PrefillEstimate(NamedTuple):
 
 def prefill_estimate(request: web.Request) -> PrefillEstimate:
     """Return the router's estimate of the prompt's prefill."""
-    tokens = parse_count(request.headers.get(headers.PENDING_PREFILL_TOKENS, ""))
-    prefill_ms = parse_count(request.headers.get(headers.PREFILL_MS, "")) or 0
+    tokens = read_count(request, headers.PENDING_PREFILL_TOKENS)
+    prefill_ms = read_count(request, headers.PREFILL_MS) or 0
     return PrefillEstimate(tokens, prefill_ms)
 
 
 def queue_tokens_max(request: web.Request) -> int | None:
     """Return the longest queue that the router accepts, in pending prefill tokens."""
-    return parse_count(request.headers.get(headers.QUEUE_TOKENS_MAX, ""))
+    return read_count(request, headers.QUEUE_TOKENS_MAX)
 
 
 def first_token_objective(request: web.Request, prefill_ms: int, now_s: float) -> TtftObjective:
@@ -34,10 +35,10 @@ def first_token_objective(request: web.Request, prefill_ms: int, now_s: float) -
 
 def ttft_left_ms(request: web.Request) -> int | None:
     """Return within how many ms of its arrival here the request needs its first token."""
-    left_ms = parse_count(request.headers.get(headers.TTFT_MS, ""))
+    left_ms = read_count(request, headers.TTFT_MS)
     return None if left_ms is None else min(left_ms, TTFT_MS_MAX)
 
 
-def parse_count(value: str) -> int | None:
+def read_count(request: web.Request, header: str) -> int | None:
     """Return a header's number of tokens or milliseconds, or None if it has none."""
-    return int(value) if value.isascii() and value.isdigit() and len(value) <= 12 else None
+    return parse_digits(request.headers.get(header, ""), 12)

@@ -12,19 +12,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
-import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from isochrone.service.metrics import metrics_handler
 from isochrone.service.network.http_server import (
     error_middleware,
-    error_response,
     json_response,
+    openai_json_error,
     read_body,
 )
 from isochrone.wire.engines.engine import EngineConfig, EngineHealth
-from isochrone.wire.errors import ApiError, ErrorCode, openai_error
+from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http.headers import REQUEST_ID
 from isochrone.wire.ids import is_request_id
 from nodeagent.engine.core.step_thread import StepThread
@@ -74,7 +73,7 @@ class ModelServer(ABC):
     def app(self) -> web.Application:
         """Build the aiohttp application."""
         app = web.Application(
-            middlewares=[assign_request_id, error_middleware(openai_error_response)],
+            middlewares=[assign_request_id, error_middleware(openai_json_error)],
             client_max_size=self.config.body_bytes_max,
         )
         registry = CollectorRegistry()
@@ -152,8 +151,3 @@ async def assign_request_id(request: web.Request, handler: Handler) -> web.Strea
     if not response.prepared:
         response.headers[REQUEST_ID] = request[REQUEST_ID]
     return response
-
-
-def openai_error_response(error: ApiError) -> web.Response:
-    """Return a response with `error` in OpenAI's shape."""
-    return error_response(error, msgspec.json.encode(openai_error(error)))

@@ -14,10 +14,14 @@ import msgspec
 from msgspec.structs import replace
 
 from isochrone.service.config import ConfigError
-from isochrone.service.network.http_server import HttpServerLimits, serve_http_unix
+from isochrone.service.network.http_server import (
+    HttpServerLimits,
+    openai_json_error,
+    serve_http_unix,
+)
 from isochrone.wire.engines.engine import EngineConfig
 from nodeagent.engine.architecture.errors import CheckpointError
-from nodeagent.engine.server.http_routes import ModelServer, openai_error_response
+from nodeagent.engine.server.http_routes import ModelServer
 from nodeagent.engine.server.listen_socket import clear_socket
 
 log = logging.getLogger(__name__)
@@ -70,7 +74,7 @@ async def serve(
     path = Path(config.socket)
     try:
         async with serve_http_unix(
-            server.app(), path, limits=_connection_limits(), encode_error=openai_error_response
+            server.app(), path, limits=_connection_limits(), encode_error=openai_json_error
         ):
             _announce_ready(config, server, time.monotonic() - started_s)
             death = asyncio.create_task(died.wait())

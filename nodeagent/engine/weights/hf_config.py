@@ -51,7 +51,6 @@ class DecoderConfig(msgspec.Struct):
     decoder_sparse_step: int = 1
     mlp_only_layers: list[int] | None = None
     eos_token_id: int | list[int] | None = None
-    bos_token_id: int | None = None
 
 
 def read_json(path: Path, kind: Any) -> Any:
@@ -63,8 +62,7 @@ def read_json(path: Path, kind: Any) -> Any:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    # Input that is not UTF-8 raises UnicodeDecodeError, a ValueError.
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
 
 

@@ -48,7 +48,6 @@ class QuantisationConfig(msgspec.Struct):
     group_size: int = 0
     checkpoint_format: str = "gptq"
     version: str = "gemm"
-    zero_point: bool = True
 
 
 class _QuantisedModelConfig(msgspec.Struct):

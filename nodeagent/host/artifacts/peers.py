@@ -22,6 +22,7 @@ import aiohttp
 import msgspec
 
 from isochrone.service.trust.tls import node_url
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.http import headers
 from isochrone.wire.ids import NodeId, PopId
 from isochrone.wire.peers.assignment import PeerSource
@@ -271,9 +272,8 @@ class _PeerFetch:
         """Return LATER while a peer that is busy or still fetching makes progress, else FAILED."""
         now = self._peers.clock()
         limits = self._peers.limits
-        text = response.headers.get(headers.FETCHED_BYTES, "")
         is_busy = response.status == 429
-        fetched_bytes = int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0
+        fetched_bytes = parse_digits(response.headers.get(headers.FETCHED_BYTES, ""), 15) or 0
         before = self._progress.get(peer.node_id, _FetchProgress(-1, now))
         since_s = now if is_busy or fetched_bytes > before.fetched_bytes else before.since_s
         most_bytes = max(before.fetched_bytes, fetched_bytes)

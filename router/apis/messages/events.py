@@ -220,7 +220,7 @@ def _tool_input(arguments: str) -> dict[str, Any]:
     """Return a tool's input as an object, also if the model generated none."""
     try:
         value = msgspec.json.decode(arguments) if arguments.strip() else {}
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {UNPARSED_INPUT: arguments}
 

@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 from urllib.parse import parse_qs
 
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers.routes import DeploymentEntry
 
@@ -87,10 +88,11 @@ def _rfc3339(unix_s: float) -> str:
 def _limit(text: str) -> int:
     if not text:
         return LIMIT_DEFAULT
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= LIMIT_MAX):
+    limit = parse_digits(text)
+    if limit is None or not 1 <= limit <= LIMIT_MAX:
         message = f"cannot use 'limit' {text[:20]!r}: expected 1 to {LIMIT_MAX}"
         raise ApiError(ErrorCode.INVALID_REQUEST, message, param="limit")
-    return int(text)
+    return limit
 
 
 def _position(names: Sequence[str], name: str, field: str) -> int:

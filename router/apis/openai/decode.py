@@ -77,7 +77,7 @@ def decode_checked(body: bytes, decoder: "msgspec.json.Decoder[R]") -> R:
     """Decode a body that `check_body` accepts. Raises ApiError 400."""
     try:
         return decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         raise invalid_field(codec.describe(error), decoder.type, body) from None
 
 

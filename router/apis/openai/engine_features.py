@@ -82,7 +82,7 @@ def _has_strict_tool(used: _UsedFields) -> bool:
     for tool in used.tools or ():
         try:
             function = _TOOL_DECODER.decode(tool).function
-        except (msgspec.DecodeError, RecursionError):
+        except (ValueError, RecursionError):
             continue
         if function is not None and function.strict:
             return bool(used.tool_choice != "none")
@@ -124,7 +124,7 @@ def refuse_lacking(deployment: DeploymentEntry, path: str, body: bytes) -> None:
     # Other fields of a wrong type are the engine's to refuse.
     try:
         used = _DECODER.decode(body)
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return
     for feature in lacks:
         if feature in _USES:

@@ -81,6 +81,6 @@ def read_textless(body: bytes, take: TakeTexts) -> ReadBody | None:
         return None
     try:
         request = _TEXTLESS.decode(textless)
-    except (msgspec.DecodeError, RecursionError, ValueError):
+    except (ValueError, RecursionError):
         return None
     return ReadBody(request, render_textless(request, texts, ends), images)

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.errors import unusable_field
 from router.apis.openai.decode import decode
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.responses.events import ResponseEvents, new_response
@@ -19,8 +19,7 @@ def refuse_stored(request: ResponsesRequest) -> None:
     for field in ("store", "background", "previous_response_id", "conversation"):
         if getattr(request, field):
             reason = "responses of batches and of /ai/run are not stored; use POST /v1/responses"
-            message = f"cannot use field '{field}': {reason}"
-            raise ApiError(ErrorCode.INVALID_REQUEST, message, param=field)
+            raise unusable_field(field, reason)
 
 
 def read_responses_request(

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.errors import unusable_field
 from isochrone.wire.http.invalid_field import invalid_field
 from router.apis.responses.translate import ITEMS_MAX, InputItem, check_items
 
@@ -40,12 +40,12 @@ def identified(items: list[dict[str, Any]], id_suffix: str, field: str) -> list[
         try:
             item_id = msgspec.convert(item, _GivenItem).id
         except msgspec.ValidationError:
-            raise _invalid(
+            raise unusable_field(
                 f"{field}[{number}].id", "expected up to 64 of A-Z a-z 0-9 _ -"
             ) from None
         item_id = item_id or f"{_PREFIXES.get(kind, 'item')}_{id_suffix}_{number}"
         if item_id in known:
-            raise _invalid(f"{field}[{number}].id", f"an earlier item has the id {item_id!r}")
+            raise unusable_field(f"{field}[{number}].id", f"an earlier item has the id {item_id!r}")
         known.add(item_id)
         stored.append({"status": "completed", **item, "id": item_id, "type": kind})
         if kind == "message" and isinstance(item.get("content"), str):
@@ -59,7 +59,7 @@ def identified(items: list[dict[str, Any]], id_suffix: str, field: str) -> list[
 def parse_items(items: list[dict[str, Any]] | list[msgspec.Raw], field: str) -> list[InputItem]:
     """Return items as the translation reads them. Raises ApiError 400."""
     if len(items) > ITEMS_MAX:
-        raise _invalid(field, f"it has {len(items)} items, more than {ITEMS_MAX}")
+        raise unusable_field(field, f"it has {len(items)} items, more than {ITEMS_MAX}")
     try:
         parsed = msgspec.json.decode(msgspec.json.encode(items), type=list[InputItem])
     except msgspec.DecodeError as error:
@@ -67,7 +67,3 @@ def parse_items(items: list[dict[str, Any]] | list[msgspec.Raw], field: str) -> 
         raise invalid_field(reason, dict[str, list[InputItem]]) from None
     check_items(parsed)
     return parsed
-
-
-def _invalid(field: str, reason: str) -> ApiError:
-    return ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field '{field}': {reason}", param=field)

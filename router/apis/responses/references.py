@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.errors import ApiError, unusable_field
 from router.apis.responses.translate import ITEMS_MAX
 
 RESPONSES_MAX: Final = 64
@@ -57,7 +57,7 @@ def referenced_responses(body: bytes) -> list[str]:
             raise _not_stored(number, reference)
     if len(found) > RESPONSES_MAX:
         reason = f"it refers to items of {len(found)} responses, more than {RESPONSES_MAX}"
-        raise _invalid("input", f"{reason}; send the items themselves")
+        raise unusable_field("input", f"{reason}; send the items themselves")
     return list(found)
 
 
@@ -78,7 +78,7 @@ def with_items(body: bytes, items: Mapping[str, Any]) -> bytes:
             items_bytes += len(bytes(whole[-1]))
             if items_bytes > ITEMS_BYTES_MAX:
                 reason = f"the items that it refers to have more than {ITEMS_BYTES_MAX} bytes"
-                raise _invalid("input", f"{reason}; start a new conversation")
+                raise unusable_field("input", f"{reason}; start a new conversation")
         elif not reference.startswith(_REASONING):
             raise _not_stored(number, reference)
     if not whole:
@@ -93,7 +93,7 @@ def _input_of(body: bytes) -> list[msgspec.Raw]:
     except (msgspec.DecodeError, RecursionError, KeyError):
         return []
     if len(items) > ITEMS_MAX:
-        raise _invalid("input", f"it has {len(items)} items, more than {ITEMS_MAX}")
+        raise unusable_field("input", f"it has {len(items)} items, more than {ITEMS_MAX}")
     return items
 
 
@@ -109,8 +109,4 @@ def _reference(raw: msgspec.Raw) -> str:
 def _not_stored(number: int, item_id: str) -> ApiError:
     reason = f"no stored response has the item {item_id[:80]!r}; send the item itself"
     hint = "with `store: false`, the AI SDK does), or store responses with `store: true`"
-    return _invalid(f"input[{number}]", f"{reason} ({hint}")
-
-
-def _invalid(field: str, reason: str) -> ApiError:
-    return ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field '{field}': {reason}", param=field)
+    return unusable_field(f"input[{number}]", f"{reason} ({hint}")

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.errors import ApiError, ErrorCode, unusable_field
 from isochrone.wire.http import headers
 from isochrone.wire.ids import KeyId, TenantId
 from isochrone.wire.peers import responses as wire
@@ -284,7 +284,7 @@ def _refuse_contradictions(given: ResponsesRequest, is_stored: bool) -> None:
         field, reason = "store", "a background response or a conversation is always stored"
     else:
         return
-    raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field '{field}': {reason}", param=field)
+    raise unusable_field(field, reason)
 
 
 def _queued(response: dict[str, Any]) -> dict[str, Any]:

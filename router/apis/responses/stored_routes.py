@@ -7,6 +7,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http import headers
 from router.apis.batches.relay import in_a_task, relay_to_batch_service
@@ -169,8 +170,9 @@ def _with_ids(request: HttpRequest) -> bytes:
 
 def _starting_after(query: dict[str, list[str]]) -> int:
     text = query.get("starting_after", ["-1"])[-1]
-    if text == "-1" or (text.isascii() and text.isdigit() and len(text) < 10):
-        return int(text)
+    number = -1 if text == "-1" else parse_digits(text)
+    if number is not None:
+        return number
     raise _invalid("starting_after", f"expected the number of an event, got {text[:20]!r}")
 
 

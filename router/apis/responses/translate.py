@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.errors import unusable_field
 from isochrone.wire.http.public_bodies import ReasoningEffort
 from router.apis.earlier_reasoning import FIELDS as REASONING_FIELDS
 from router.apis.earlier_reasoning import decode_reasoning, reasoning_fields
@@ -238,11 +238,11 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
     }
     for field, reason in unsupported.items():
         if getattr(request, field):
-            raise _invalid_field(field, reason)
+            raise unusable_field(field, reason)
     if request.stream_options and request.stream_options.include_obfuscation:
-        raise _invalid_field("stream_options.include_obfuscation", "events are not padded")
+        raise unusable_field("stream_options.include_obfuscation", "events are not padded")
     if request.truncation == "auto":
-        raise _invalid_field(
+        raise unusable_field(
             "truncation", "'auto' is not supported: send an input that fits the context"
         )
 
@@ -272,7 +272,7 @@ def _add_messages(messages: list[dict[str, Any]], items: Sequence[InputItem]) ->
     reasoning, images = "", list[dict[str, Any]]()
     for item in items:
         if item.namespace and not item.type.startswith("function_call"):
-            raise _invalid_field("input", f"items of type {item.type[:60]!r} have no 'namespace'")
+            raise unusable_field("input", f"items of type {item.type[:60]!r} have no 'namespace'")
         if item.type == "reasoning":
             reasoning += _text(item.content or "") or decode_reasoning(item.encrypted_content)
             continue
@@ -291,7 +291,7 @@ def _add_messages(messages: list[dict[str, Any]], items: Sequence[InputItem]) ->
                 output = "".join(part["text"] for part in output if part["type"] == "text")
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
         else:
-            raise _invalid_field("input", f"items of type {item.type[:60]!r} are not supported")
+            raise unusable_field("input", f"items of type {item.type[:60]!r} are not supported")
         if messages[-1]["role"] == "assistant":
             before = messages[-1].get(REASONING_FIELDS[0], "")
             messages[-1] |= reasoning_fields(before + reasoning)
@@ -324,7 +324,7 @@ def _content(content: Content) -> str | list[dict[str, Any]]:
         if part.type != "input_image":
             parts.append({"type": "text", "text": _text([part])})
         elif part.image_url is None:
-            raise _invalid_field("input", "an image needs an 'image_url': files are not stored")
+            raise unusable_field("input", "an image needs an 'image_url': files are not stored")
         else:
             image = {"url": part.image_url, **({"detail": part.detail} if part.detail else {})}
             parts.append({"type": "image_url", "image_url": image})
@@ -336,7 +336,7 @@ def _text(content: Content) -> str:
         return content
     for part in content:
         if part.text is None and part.refusal is None:
-            raise _invalid_field(
+            raise unusable_field(
                 "input", f"parts of type {part.type[:60]!r} are not supported, only text"
             )
     return "".join(part.text or part.refusal or "" for part in content)
@@ -349,7 +349,3 @@ def _response_format(text_format: TextFormat) -> dict[str, Any]:
     optional = {"description": text_format.description, "strict": text_format.strict}
     schema |= {name: value for name, value in optional.items() if value is not None}
     return {"type": "json_schema", "json_schema": schema}
-
-
-def _invalid_field(field: str, reason: str) -> ApiError:
-    return ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field '{field}': {reason}", param=field)

@@ -1,6 +1,5 @@
 """Workers AI routes without inference, on aiohttp. Errors have Workers AI's envelope."""
 
-import math
 import re
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
@@ -8,6 +7,7 @@ from typing import Final, TypeVar
 import msgspec
 from aiohttp import web
 
+from isochrone.service.network.http_server import error_response, json_response
 from isochrone.wire.errors import ApiError, method_not_allowed
 from isochrone.wire.http.invalid_field import invalid_field
 from isochrone.wire.peers.routes import DeploymentEntry, KeyEntry
@@ -82,8 +82,7 @@ class EnvelopeRoutes:
                 if request.method != method:
                     raise method_not_allowed(request.method, path, (method,))
                 reply = await answer(request, key_of(self._surface, request))
-                body = msgspec.json.encode(reply.body)
-                return web.Response(body=body, content_type="application/json")
+                return json_response(reply.body)
             except ApiError as error:
                 return self._refuse(error)
 
@@ -91,15 +90,8 @@ class EnvelopeRoutes:
 
     def _refuse(self, error: ApiError) -> web.Response:
         self._metrics.errors.labels(error.code.value).inc()
-        response = web.Response(
-            status=error.meaning.status,
-            body=encode_error_envelope(error.message, error.meaning.number),
-            content_type="application/json",
-            headers=error.headers,
-        )
-        if error.retry_after_s is not None:
-            response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-        return response
+        body = encode_error_envelope(error.message, error.meaning.number)
+        return error_response(error, body)
 
 
 def add_catalog_routes(routes: EnvelopeRoutes, surface: OpenAiSurface, fleet: FleetState) -> None:

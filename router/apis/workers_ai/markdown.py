@@ -141,7 +141,7 @@ def _check_options(content: bytes) -> None:
     """Raise ApiError 400 unless there are no options: none of Workers AI's exists here."""
     try:
         options = msgspec.json.decode(content, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise _invalid("'conversionOptions' is not a JSON object") from error
     if options:
         raise _invalid(f"'conversionOptions' has {sorted(options)[0][:60]!r}, which does not exist")

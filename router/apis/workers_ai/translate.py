@@ -375,7 +375,7 @@ def _json_value(text: str) -> Any:
     """Return the value of a JSON text, or the text itself if it is not JSON."""
     try:
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return text
 
 
@@ -388,6 +388,6 @@ def _run_tool_call(function: dict[str, Any]) -> dict[str, Any]:
     """Return a function call with its arguments as an object, as Workers AI does."""
     try:
         arguments = msgspec.json.decode(function.get("arguments") or "{}")
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         arguments = function.get("arguments")
     return {"name": function.get("name"), "arguments": arguments}

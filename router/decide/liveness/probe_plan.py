@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Final
 
 from isochrone.wire.ids import NodeId, PopId
+from isochrone.wire.peers.pop_loads import GROUP_NODES_MAX
 from router.decide.caches.affinity import hash64
 
 PING_ALL_NODES_MAX: Final = 256
 """A fleet of at most this many nodes is pinged one by one: four rounds of 64, 0.4 s at 100 ms."""
 
-GROUP_NODES_MAX: Final = 64
 ANSWERERS: Final = 2
 """How many nodes of a group share the routers, while both answer."""
 

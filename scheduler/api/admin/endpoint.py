@@ -22,6 +22,7 @@ from isochrone.service.network.http_server import read_body
 from isochrone.service.trust.identity import Authority
 from isochrone.service.trust.model_signature import NO_SIGNERS, ModelSigners
 from isochrone.wire.client_keys.keys import PREFIX as KEY_PREFIX
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import KeyId
 from scheduler.api.admin.json_body import decode_body
@@ -294,10 +295,10 @@ async def _respond(
         )
     body_sha256 = hashlib.sha256(raw).hexdigest()
     # A GET needs no transaction, and may wait for the planner longer than one may stay idle.
-    lend = using if endpoint.method == "GET" else transaction
+    opened = using if endpoint.method == "GET" else transaction
     request, is_carried_out = None, False
     try:
-        async with lend(context.pool) as connection:
+        async with opened(context.pool) as connection:
             if key:
                 stored = await load_response(connection, key, http.method, http.path)
                 if stored is not None:
@@ -393,11 +394,6 @@ def _if_match(http: web.Request) -> int | None:
             param="If-Match",
         )
     return None if text == "*" else int(text.strip('W/"'))
-
-
-def parse_digits(text: str) -> int | None:
-    """Parse a whole number of at most 18 ASCII digits; None for anything else that int() takes."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 
 def invalid_cursor() -> ApiError:

@@ -22,6 +22,7 @@ from isochrone.wire.admin import (
     RouterView,
     StatusView,
 )
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import PATTERN_DESCRIPTIONS, POP_PATTERN, is_pop
 from isochrone.wire.models.artifact import check_artifact
@@ -36,7 +37,6 @@ from scheduler.api.admin.endpoint import (
     invalid_cursor,
     list_endpoint,
     not_found,
-    parse_digits,
     read_endpoint,
     require_found,
 )
@@ -212,7 +212,7 @@ async def delete_model(request: AdminRequest) -> None:
 
 async def events(request: AdminRequest) -> Page:
     """List recorded events, the newest first."""
-    before_id = parse_digits(request.after) if request.after else None
+    before_id = parse_digits(request.after, 18) if request.after else None
     if request.after and before_id is None:
         raise invalid_cursor()
     rows = await list_events(

@@ -22,7 +22,7 @@ def decode_body(raw: bytes, decoder: "msgspec.json.Decoder[Any]") -> Any:
     try:
         body = decode_public(raw, decoder)
     except ApiError:
-        with suppress(msgspec.DecodeError, RecursionError, ValueError):
+        with suppress(ValueError, RecursionError):
             raw = msgspec.json.encode(_with_whole_numbers(_anything.decode(raw)))
         body = decode_public(raw, decoder)
     # Structs that peers exchange, too, ignore unknown fields, so that releases may differ.

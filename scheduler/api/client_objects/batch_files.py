@@ -7,7 +7,8 @@ import aiohttp
 from aiohttp import web
 
 from isochrone.service.network.form_parts import form_parts
-from isochrone.service.network.http_server import FORM_ERRORS
+from isochrone.service.network.http_server import FORM_ERRORS, json_response
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.api.client_objects.downloads import DownloadLimit, send_file
 from scheduler.api.client_objects.uploads import add_or_discard, write_upload
@@ -82,7 +83,7 @@ class FileEndpoints:
             raise
         adding = self._add(file_id, tenant_id, filename, size_bytes, fields)
         file = await add_or_discard(self._pool, folder, file_id, adding)
-        return _json(file_body(file))
+        return json_response(file_body(file))
 
     async def _add(
         self, file_id: str, tenant_id: str, filename: str, size_bytes: int, fields: dict[str, str]
@@ -116,11 +117,11 @@ class FileEndpoints:
             )
             if not files and (after := request.query.get("after")):
                 require_after(await read_file(connection, tenant_id, after), after)
-        return _json(list_body([file_body(file) for file in files], limit))
+        return json_response(list_body([file_body(file) for file in files], limit))
 
     async def show(self, request: web.Request, tenant_id: str) -> web.StreamResponse:
         """Return a file's description."""
-        return _json(file_body(await self._file(request, tenant_id)))
+        return json_response(file_body(await self._file(request, tenant_id)))
 
     async def content(self, request: web.Request, tenant_id: str) -> web.StreamResponse:
         """Stream a file's contents."""
@@ -147,7 +148,7 @@ class FileEndpoints:
                 )
             # Before the commit: the row stays while the contents cannot be deleted.
             await folder.delete(file.file_id)
-        return _json({"id": file.file_id, "object": "file", "deleted": True})
+        return json_response({"id": file.file_id, "object": "file", "deleted": True})
 
     async def _file(self, request: web.Request, tenant_id: str) -> BatchFile:
         file_id = request.match_info["file_id"]
@@ -206,13 +207,14 @@ def list_body(bodies: list[dict[str, Any]], limit: int) -> dict[str, Any]:
 def parse_limit(request: web.Request, default: int, largest: int) -> int:
     """Return how many objects a page may have. Raises ApiError 400."""
     text = request.query.get("limit", str(default))
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= largest):
+    limit = parse_digits(text)
+    if limit is None or not 1 <= limit <= largest:
         raise ApiError(
             ErrorCode.INVALID_REQUEST,
             f"cannot use 'limit': expected 1 to {largest}, got {text[:20]!r}",
             param="limit",
         )
-    return int(text)
+    return limit
 
 
 def parse_order(request: web.Request) -> bool:
@@ -246,19 +248,11 @@ def _expiry(fields: dict[str, str]) -> int | None:
     text = fields.get("expires_after[seconds]", "")
     if not text:
         return None
-    if not (
-        text.isascii()
-        and text.isdigit()
-        and len(text) < 10
-        and EXPIRES_MIN_S <= int(text) <= EXPIRES_MAX_S
-    ):
+    seconds = parse_digits(text)
+    if seconds is None or not EXPIRES_MIN_S <= seconds <= EXPIRES_MAX_S:
         reason = f"'expires_after.seconds' is {text[:20]!r}"
         raise _invalid(f"{reason}, expected {EXPIRES_MIN_S} to {EXPIRES_MAX_S}", "expires_after")
-    return int(text)
-
-
-def _json(body: Any) -> web.Response:
-    return web.json_response(body)
+    return seconds
 
 
 def _not_found(file_id: str) -> ApiError:

@@ -55,23 +55,23 @@ class ConversationEndpoints:
                 given.metadata or {},
                 self._limits.keep_days,
             )
-            conversation = await self._locked(connection, conversation_id, tenant_id)
+            conversation = await _find(connection, conversation_id, tenant_id, lock=True)
             await self._add(connection, conversation, given.items or [])
         return json_response(_body(conversation))
 
     async def show(self, request: web.Request, tenant_id: str) -> web.Response:
         """Return a conversation."""
         async with using(self._pool) as connection:
-            found = await read_conversation(connection, _id(request), tenant_id)
-        return json_response(_body(_found(found, _id(request))))
+            conversation = await _find(connection, _id(request), tenant_id)
+        return json_response(_body(conversation))
 
     async def update(self, request: web.Request, tenant_id: str) -> web.Response:
         """Replace a conversation's metadata."""
         given = await self._read(request, UpdateConversation)
         async with transaction(self._pool) as connection:
-            await self._locked(connection, _id(request), tenant_id)
+            await _find(connection, _id(request), tenant_id, lock=True)
             await set_metadata(connection, _id(request), given.metadata or {})
-            conversation = await self._locked(connection, _id(request), tenant_id)
+            conversation = await _find(connection, _id(request), tenant_id, lock=True)
         return json_response(_body(conversation))
 
     async def delete(self, request: web.Request, tenant_id: str) -> web.Response:
@@ -86,7 +86,7 @@ class ConversationEndpoints:
         """List items, the newest first by default."""
         limit = parse_limit(request, LIST_LIMIT_DEFAULT, LIST_LIMIT_MAX)
         async with using(self._pool) as connection:
-            _found(await read_conversation(connection, _id(request), tenant_id), _id(request))
+            await _find(connection, _id(request), tenant_id)
             items, has_more = await list_items(
                 connection,
                 _id(request),
@@ -104,7 +104,7 @@ class ConversationEndpoints:
         given = await self._read(request, AddItems)
         async with transaction(self._pool) as connection:
             await check_storage(connection, tenant_id, _size(given.items), self._limits)
-            conversation = await self._locked(connection, _id(request), tenant_id)
+            conversation = await _find(connection, _id(request), tenant_id, lock=True)
             await self._add(connection, conversation, given.items)
         return items_response(ItemPage(given.items, has_more=False))
 
@@ -112,7 +112,7 @@ class ConversationEndpoints:
         """Return one item."""
         item_id = request.match_info["item_id"]
         async with using(self._pool) as connection:
-            _found(await read_conversation(connection, _id(request), tenant_id), _id(request))
+            await _find(connection, _id(request), tenant_id)
             item = await read_item(connection, _id(request), item_id)
         if item is None:
             raise _item_not_found(item_id)
@@ -122,7 +122,7 @@ class ConversationEndpoints:
         """Delete one item; return the conversation."""
         item_id = request.match_info["item_id"]
         async with transaction(self._pool) as connection:
-            conversation = await self._locked(connection, _id(request), tenant_id)
+            conversation = await _find(connection, _id(request), tenant_id, lock=True)
             if not await delete_item(connection, _id(request), item_id):
                 raise _item_not_found(item_id)
         return json_response(_body(conversation))
@@ -133,12 +133,6 @@ class ConversationEndpoints:
             request, bytes_max=self._limits.context_bytes_max, timeout_s=BODY_TIMEOUT_S
         )
         return decode_public(raw, msgspec.json.Decoder(kind))
-
-    async def _locked(
-        self, connection: Connection, conversation_id: str, tenant_id: str
-    ) -> StoredConversation:
-        found = await read_conversation(connection, conversation_id, tenant_id, lock=True)
-        return _found(found, conversation_id)
 
     async def _add(
         self, connection: Connection, conversation: StoredConversation, items: list[msgspec.Raw]
@@ -180,7 +174,11 @@ def _id(request: web.Request) -> str:
     return request.match_info["conversation_id"]
 
 
-def _found(conversation: StoredConversation | None, conversation_id: str) -> StoredConversation:
+async def _find(
+    connection: Connection, conversation_id: str, tenant_id: str, *, lock: bool = False
+) -> StoredConversation:
+    """Return a tenant's conversation. Raises ApiError 404."""
+    conversation = await read_conversation(connection, conversation_id, tenant_id, lock=lock)
     if conversation is None:
         raise _not_found(conversation_id)
     return conversation

@@ -37,13 +37,13 @@ def add_finetune_routes(
 ) -> None:
     """Add all routes. `on_change` publishes what routers know of adapters."""
     finetunes = FinetuneEndpoints(pool, intake, on_change)
-    one = "/ai/finetunes/{finetune}"
+    finetune = "/ai/finetunes/{finetune}"
     routes: tuple[tuple[str, str, PublicHandler], ...] = (
         ("POST", "/ai/finetunes", finetunes.create),
         ("GET", "/ai/finetunes", finetunes.list),
         ("GET", "/ai/finetunes/public", finetunes.list_public),
-        ("POST", f"{one}/finetune-assets", finetunes.upload),
-        ("DELETE", one, finetunes.delete),
+        ("POST", f"{finetune}/finetune-assets", finetunes.upload),
+        ("DELETE", finetune, finetunes.delete),
     )
     for method, path, handler in routes:
         relayed = f"{wire.PUBLIC_PREFIX}{path}"

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from isochrone.service.network.form_parts import form_parts
 from isochrone.service.network.http_server import FORM_ERRORS, json_response, read_body
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http.invalid_field import decode_public
 from isochrone.wire.http.public_bodies import NewFinetune
@@ -159,9 +160,10 @@ def finetune_body(adapter: StoredAdapter) -> dict[str, Any]:
 def _count(request: web.Request, name: str, default: int, largest: int) -> int:
     """Return a number of the query. Raises ApiError 400."""
     text = request.query.get(name, str(default)).removesuffix(".0")
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= largest):
+    number = parse_digits(text)
+    if number is None or number > largest:
         raise _invalid(f"'{name}' is {text[:20]!r}, expected 0 to {largest}")
-    return int(text)
+    return number
 
 
 def _time(unix_s: float) -> str:

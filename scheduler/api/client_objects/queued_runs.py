@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
+from isochrone.service.network.http_server import json_response
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.api.client_objects.batch_files import check_stored
 from scheduler.api.client_objects.batches import WINDOW_S, check_open
@@ -63,7 +64,7 @@ class QueuedRuns:
         model = request.query.get("model", "")
         adding = self._add(file_id, size_bytes, tenant_id, key_id, model)
         batch = await add_or_discard(self._pool, folder, file_id, adding)
-        return web.json_response(_queued(batch))
+        return json_response(_queued(batch))
 
     async def _add(
         self, file_id: str, size_bytes: int, tenant_id: str, key_id: str, model: str
@@ -103,7 +104,7 @@ class QueuedRuns:
         if batch is None or not is_run or model not in (None, _model_of(batch)):
             raise ApiError(ErrorCode.NOT_FOUND, f"cannot find the request {batch_id[:64]!r}")
         if batch.status in _STATUS:
-            return web.json_response(_queued(batch))
+            return json_response(_queued(batch))
         if batch.status == "failed":
             reason = "; ".join(str(error.get("message")) for error in batch.errors)
             raise ApiError(

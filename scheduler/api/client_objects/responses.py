@@ -31,7 +31,6 @@ from scheduler.store.accounts.keys import live_keys
 from scheduler.store.client_objects.conversations import (
     add_items,
     all_items,
-    conversation_of,
     read_conversation,
 )
 from scheduler.store.client_objects.responses import (
@@ -166,7 +165,7 @@ class ResponseWork:
     ) -> None:
         """Append a response's input and output to its conversation, if that still exists."""
         assert row.conversation_id is not None
-        conversation = await conversation_of(connection, row.conversation_id)
+        conversation = await read_conversation(connection, row.conversation_id, None, lock=True)
         if conversation is None:
             return
         items = stored_items(join_items(row.input_items, output_items(body)))

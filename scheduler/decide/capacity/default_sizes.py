@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.engines.engine_capabilities import capabilities_of
 from isochrone.wire.engines.engine_options import read_size
 from isochrone.wire.models.model import CatalogModel, EngineSettings
@@ -235,4 +236,5 @@ def _kv_parts(engine: EngineSettings, model: CatalogModel) -> float:
 
 def _given_sequences(engine: EngineSettings, sizes: ReplicaSizes) -> int:
     option = engine.options.get(capabilities_of(engine.driver).sequences_option, "")
-    return int(option) if option.isascii() and option.isdigit() else sizes.sequences
+    given = parse_digits(option)
+    return sizes.sequences if given is None else given

@@ -43,6 +43,6 @@ def _lower_median(profiles: Iterable[ReplicaProfile]) -> ReplicaProfile:
     measured = list(profiles)
     fields = {}
     for name in ReplicaProfile.__struct_fields__:
-        values = sorted(value for one in measured if (value := getattr(one, name)))
+        values = sorted(value for profile in measured if (value := getattr(profile, name)))
         fields[name] = values[(len(values) - 1) // 2] if values else 0
     return ReplicaProfile(**fields)

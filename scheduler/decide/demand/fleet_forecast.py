@@ -165,7 +165,7 @@ class FleetForecast:
         """Add a series from the store; False if it is unreadable or there are too many series."""
         try:
             demand_slot, mix, data = _state.decode(state)
-        except (msgspec.DecodeError, ValueError):
+        except ValueError:
             return False
         series = deserialize(data)
         if series is None or len(self._known) >= SERIES_MAX:

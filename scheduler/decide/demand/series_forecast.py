@@ -233,7 +233,7 @@ def deserialize(data: bytes) -> Series | None:
             values.frombytes(blob)
             if len(values) != size:
                 return None
-    except (msgspec.DecodeError, ValueError):
+    except ValueError:
         return None
     series.observed, series.mean, series.z = observed, mean, z
     return series

@@ -42,27 +42,14 @@ async def add_conversation(
 
 
 async def read_conversation(
-    connection: Connection, conversation_id: str, tenant_id: str, *, lock: bool = False
+    connection: Connection, conversation_id: str, tenant_id: str | None, *, lock: bool = False
 ) -> StoredConversation | None:
-    """Return a conversation of a tenant."""
+    """Return a conversation of a tenant; of any if `tenant_id` is None."""
     row = await connection.fetchrow(
-        f"SELECT {_COLUMNS} FROM conversation"  # noqa: S608
-        f" WHERE conversation_id = $1 AND tenant_id = $2{' FOR UPDATE' if lock else ''}",
+        f"SELECT {_COLUMNS} FROM conversation WHERE conversation_id = $1"  # noqa: S608
+        f" AND ($2::text IS NULL OR tenant_id = $2){' FOR UPDATE' if lock else ''}",
         conversation_id,
         tenant_id,
-    )
-    if row is None:
-        return None
-    return as_struct(row, StoredConversation, metadata=msgspec.json.decode(row["metadata"]))
-
-
-async def conversation_of(
-    connection: Connection, conversation_id: str
-) -> StoredConversation | None:
-    """Return a conversation, locked."""
-    row = await connection.fetchrow(
-        f"SELECT {_COLUMNS} FROM conversation WHERE conversation_id = $1 FOR UPDATE",  # noqa: S608
-        conversation_id,
     )
     if row is None:
         return None

@@ -19,6 +19,7 @@ from isochrone.wire.peers.assignment import Assignment, ReplicaSpec, StoreMaster
 from isochrone.wire.peers.control import PeerRole
 from isochrone.wire.peers.report import NodeDevice, Pulse, ReplicaReport, ReplicaState, Report
 from scheduler.decide.membership import store_masters
+from scheduler.store.catalogue import bump_generation
 from scheduler.store.fleet.adoption import SealCheck, adopt
 from scheduler.store.fleet.holders import read_holders, record_artifacts
 from scheduler.store.fleet.identities import PEER_TABLES, REVOKED_QUERY, newest_revocations
@@ -202,7 +203,7 @@ async def record_report(
         await record_artifacts(connection, report.node_id, report.artifacts)
     await _record_profiles(connection, report.devices, known_replicas)
     if changed or adopted or released:
-        await connection.execute("UPDATE cluster SET generation = generation + 1")
+        await bump_generation(connection)
     return ReportEffect(changed=changed, adopted=adopted, released=released)
 
 

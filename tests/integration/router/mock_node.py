@@ -2,10 +2,10 @@
 
 from aiohttp import web
 
-from isochrone.service.network.http_server import error_middleware
+from isochrone.service.network.http_server import error_middleware, openai_json_error
 from isochrone.wire.engines.engine import EngineConfig
 from nodeagent.mock.engine import MockEngine
-from nodeagent.mock.server import MockServer, as_openai
+from nodeagent.mock.server import MockServer
 from tests.integration.router.fake_node import FakeNode
 
 
@@ -18,7 +18,7 @@ class MockNode(FakeNode):
             socket="", model_path="", served_name="tiny", context_tokens_max=context_tokens
         )
         self._server = MockServer(MockEngine(config), config)
-        self._in_openai_form = error_middleware(as_openai)
+        self._in_openai_form = error_middleware(openai_json_error)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Answer as the mock engine does."""

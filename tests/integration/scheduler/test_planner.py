@@ -190,7 +190,6 @@ def place_replicas(parts: SchedulerParts, planner: object) -> PlaceReplicas:
         planner=cast(PlannerClient, planner),
         authority=cast(Authority, None),  # it seals starts only
         lease=state.lease,
-        peers=state.peers,
         heartbeats=state.heartbeats,
         assignments=state.assignments,
         routes=state.routes,

@@ -25,9 +25,9 @@ def test_files_of_downloads_and_git_are_not_part_of_the_model(tmp_path: Path) ->
     assert [file.path for file in artifact.files] == ["1_Pooling/config.json", "model.safetensors"]
 
 
-@pytest.mark.parametrize("text", ["[]", "7", "{", '{"architectures": 3}'])
-def test_an_invalid_config_is_refused_with_its_path(tmp_path: Path, text: str) -> None:
-    (tmp_path / "config.json").write_text(text)
+@pytest.mark.parametrize("body", [b"[]", b"7", b"{", b'{"architectures": 3}', b'{"a": "\xff"}'])
+def test_an_invalid_config_is_refused_with_its_path(tmp_path: Path, body: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(body)
     with pytest.raises(ManifestError, match=r"config\.json"):
         config_values(tmp_path)
 

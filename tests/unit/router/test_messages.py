@@ -519,6 +519,12 @@ def test_reasoning_is_left_out_on_request() -> None:
     ]
 
 
+def test_an_answer_whose_calls_are_not_utf_8_is_none() -> None:
+    body = b'{"choices": [{"message": {"tool_calls": [{"id": "\xff"}]}}]}'
+    with pytest.raises(ApiError, match="did not return a chat completion"):
+        MessageEvents("msg_1", "tiny").translate_body(body)
+
+
 def test_comments_and_errors_within_a_stream_stay_as_they_are() -> None:
     translator = MessageEvents("msg_1", "tiny")
     assert translator.translate_frame(b": resumed\n\n") == b": resumed\n\n"

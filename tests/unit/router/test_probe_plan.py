@@ -6,9 +6,9 @@ from collections.abc import Set
 import pytest
 
 from isochrone.wire.ids import NodeId, PopId
+from isochrone.wire.peers.pop_loads import GROUP_NODES_MAX
 from router.decide.liveness.probe_plan import (
     FAILED_FOR_S,
-    GROUP_NODES_MAX,
     LOAD_AGE_MAX_MS,
     PING_ALL_NODES_MAX,
     TURN_S,

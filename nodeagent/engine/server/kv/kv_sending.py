@@ -17,6 +17,7 @@ from typing import Final
 from aiohttp import web
 from torch import Tensor
 
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.engines.engine import EngineConfig
 from isochrone.wire.engines.engine_times import ENGINE_TIMES, EngineTimes, format_times
 from isochrone.wire.errors import ApiError, ErrorCode
@@ -268,10 +269,11 @@ def _transfer_of(headers: Mapping[str, str]) -> tuple[str, int]:
     transfer = headers.get(kv_transfer.TRANSFER, "")
     if not kv_transfer.is_transfer_id(transfer):
         raise invalid_request(kv_transfer.TRANSFER, f"cannot use transfer id {transfer[:40]!r}")
-    first = headers.get(kv_transfer.FIRST_BLOCK, "0")
-    if not (first.isascii() and first.isdigit() and len(first) <= 9):
-        raise invalid_request(kv_transfer.FIRST_BLOCK, f"cannot use first block {first[:40]!r}")
-    return transfer, int(first)
+    sent = headers.get(kv_transfer.FIRST_BLOCK, "0")
+    first = parse_digits(sent)
+    if first is None:
+        raise invalid_request(kv_transfer.FIRST_BLOCK, f"cannot use first block {sent[:40]!r}")
+    return transfer, first
 
 
 def check_format(headers: Mapping[str, str], fingerprint: bytes) -> None:

@@ -25,6 +25,7 @@ from aiohttp import web
 from torch import Tensor
 
 from isochrone.service.network.http_server import json_response
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.kv import kv_sharing, kv_transfer
 from nodeagent.engine.core.generation_thread import GenerationThread
@@ -115,9 +116,10 @@ class KvSharing:
     async def _send(self, request: web.Request) -> web.StreamResponse:
         """Stream the blocks of a chain's prefix, from the first that the receiver lacks."""
         digests = await read_query(request)
-        first = request.headers.get(kv_transfer.FIRST_BLOCK, "0")
-        if not (first.isascii() and first.isdigit() and len(first) <= 9):
-            raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use first block {first[:40]!r}")
+        sent = request.headers.get(kv_transfer.FIRST_BLOCK, "0")
+        first = parse_digits(sent)
+        if first is None:
+            raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use first block {sent[:40]!r}")
         fingerprint = await self._form.read_fingerprint()
         check_format(request.headers, fingerprint)
         blocks = self._count(digests)
@@ -128,7 +130,7 @@ class KvSharing:
             head = TransferHead(
                 fingerprint=fingerprint,
                 block_bytes=self._form.block_bytes,
-                first_block=int(first),
+                first_block=first,
                 blocks=blocks,
             )
             async with self._windows.lease(request.headers.get(kv_transfer.WINDOW, "")) as lease:
@@ -221,11 +223,9 @@ class KvSharing:
     async def _keep(self, request: web.Request) -> web.Response:
         """Store the blocks in the body, which begins with their digests."""
         count = request.headers.get(kv_sharing.DIGEST_COUNT, "")
-        if not (count.isascii() and count.isdigit() and len(count) <= 5):
-            raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot keep {count[:40]!r} KV blocks")
-        blocks = int(count)
+        blocks = parse_digits(count) or 0
         if not 0 < blocks <= kv_sharing.CHAIN_BLOCKS_MAX:
-            raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot keep {blocks} KV blocks")
+            raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot keep {count[:40]!r} KV blocks")
         self._take_stream()
         try:
             kept = await self._store(request, blocks)

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from isochrone.service.network.http_server import json_response
 from isochrone.service.threads import run_to_completion, start_daemon_thread
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.kv import kv_sharing, kv_transfer
 from nodeagent.engine.kvcache.store_tier import CALLS_MAX, StoreTier
@@ -69,13 +70,14 @@ class KvStoreRoutes:
 
     async def _fetch(self, request: web.Request) -> web.Response:
         """Fetch blocks of a waiting prompt, until one is missing or wrong in the store."""
-        transfer, wanted = request.match_info["transfer"], request.query.get("blocks", "")
-        if not (wanted.isascii() and wanted.isdigit() and len(wanted) <= 5):
-            raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot fetch {wanted[:40]!r} KV blocks")
+        transfer, text = request.match_info["transfer"], request.query.get("blocks", "")
+        wanted = parse_digits(text, 5)
+        if wanted is None:
+            raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot fetch {text[:40]!r} KV blocks")
         # What another transfer brings meanwhile would be stored twice.
         async with self._receiver.receiving(transfer) as waiting:
             first = waiting.held.in_all_tiers
-            left = waiting.digests[first : first + int(wanted)]
+            left = waiting.digests[first : first + wanted]
             blocks = 0
             while left:
                 contents = await self._run(self._store.read, left[: self._part_blocks])

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from isochrone.wire.digits import parse_digits
 from nodeagent.engine.sampling.sampler import SamplingParams
 from nodeagent.engine.server.openai.request_body import ChatBody, CompletionBody
 from nodeagent.engine.server.openai.request_errors import invalid_request
@@ -84,7 +85,8 @@ def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
 def _logit_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
     pairs: list[tuple[int, float]] = []
     for token, value in bias.items():
-        if not token.isascii() or not token.isdigit() or len(token) > 9:
+        token_id = parse_digits(token)
+        if token_id is None:
             raise invalid_request(
                 "logit_bias", f"cannot use field 'logit_bias': {token[:40]!r} is not a token id"
             )
@@ -92,5 +94,5 @@ def _logit_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
             raise invalid_request(
                 "logit_bias", f"cannot use field 'logit_bias': {value} is not between -100 and 100"
             )
-        pairs.append((int(token), value))
+        pairs.append((token_id, value))
     return tuple(pairs)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from isochrone.ttft_order import TTFT_MS_MAX, ttft_objective
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.http.headers import (
     DEADLINE_MS,
     GENERATED_TOKENS,
@@ -31,8 +32,7 @@ def scheduling_params(headers: Mapping[str, str], salt: str, now_s: float) -> Sc
     priority = _number(headers, PRIORITY, PRIORITY_MAX)
     ttft_ms = _number(headers, TTFT_MS, TTFT_MS_MAX)
     # The router's estimate, not the client's: one that cannot be read refuses no request.
-    estimate = headers.get(PREFILL_MS, "")
-    prefill_ms = int(estimate) if estimate.isdecimal() and len(estimate) <= 9 else 0
+    prefill_ms = parse_digits(headers.get(PREFILL_MS, "")) or 0
     return SchedulingParams(
         tenant=tenant[:_TENANT_BYTES_MAX],
         priority=SchedulingParams().priority if priority is None else priority,
@@ -50,8 +50,9 @@ def _number(headers: Mapping[str, str], name: str, largest: int) -> int | None:
     value = headers.get(name)
     if value is None:
         return None
-    if not (value.isascii() and value.isdigit() and len(value) <= 9 and int(value) <= largest):
+    number = parse_digits(value)
+    if number is None or number > largest:
         raise invalid_request(
             name, f"cannot use header '{name}': expected 0 to {largest}, got {value[:40]!r}"
         )
-    return int(value)
+    return number

@@ -126,5 +126,5 @@ def _parse_schema(schema: Any, param: str) -> Any:
         return schema
     try:
         return msgspec.json.decode(schema)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise GrammarError(f"cannot use field '{param}': its string is not JSON") from error

@@ -221,6 +221,6 @@ def _arguments_object(arguments: str | dict[str, Any]) -> Any:
         return arguments
     try:
         value = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from isochrone.wire.ids import DeploymentId, PopId
+from isochrone.wire.ids import DeploymentId, NodeId, PopId
 from isochrone.wire.peers.assignment import Role
 from isochrone.wire.peers.report import ReplicaState
 from scheduler.decide.arrays import NO_FLOATS, Floats, Ints
@@ -40,6 +40,13 @@ class PlannedReplica(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     start_cost: float = 0.0
     reason: str = ""
     waits: bool = False
+
+    @property
+    def node_ids(self) -> Sequence[NodeId]:
+        """The nodes that it runs on, or will."""
+        if self.slot:
+            return [part.node.node_id for part in self.slot.parts]
+        return self.placement.node_ids if self.placement else ()
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +126,10 @@ class DeploymentState:
     def new_replicas(self) -> list[PlannedReplica]:
         """Return the replicas that this plan would start at once."""
         return [replica for replica in self.replicas if replica.slot and not replica.waits]
+
+    def new_per_site(self) -> list[PlannedReplica]:
+        """Return one of the replicas that this plan would start at each site."""
+        return list({replica.site: replica for replica in self.new_replicas()}.values())
 
     def pops(self) -> list[PopId]:
         """Return the PoP of each replica."""

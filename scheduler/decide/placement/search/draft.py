@@ -16,6 +16,7 @@ from scheduler.decide.placement.search.deployment_state import (
     Need,
     PlannedReplica,
 )
+from scheduler.decide.placement.search.effort import IMPROVEMENT_MIN
 from scheduler.decide.placement.search.load_assignment import EPSILON, LoadAssignment
 from scheduler.decide.placement.search.slot_ledger import Candidate, SlotLedger
 
@@ -246,6 +247,17 @@ class Savepoint:
     def lowered(self) -> float:
         """Return by how much the cost of the remembered states is lower than it was."""
         return sum(_cost(state, saved) - state.cost() for state, saved in self._changed())
+
+    def has_improved(self) -> bool:
+        """Return whether the cost is lower than it was, by more than rounding."""
+        return self.lowered() > IMPROVEMENT_MIN
+
+    def keep_if_improved(self) -> bool:
+        """Return whether the cost is lower than it was; roll back if not."""
+        if self.has_improved():
+            return True
+        self.roll_back()
+        return False
 
     def roll_back(self) -> None:
         """Return every remembered state to what it was."""

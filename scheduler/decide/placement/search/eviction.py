@@ -56,7 +56,7 @@ def _holders(
         for replica in state.replicas:
             is_new = replica.slot and not replica.waits
             if is_new or (may_lose and _may_preempt(replica, settle_s, warm)):
-                for node_id in _nodes_of(replica):
+                for node_id in replica.node_ids:
                     holders[node_id].append(replica)
     return holders
 
@@ -184,12 +184,6 @@ def _loss_for(blocked: BlockedGain, replica: PlannedReplica) -> float:
     if replica.placement and replica.state.loss_lower_bound(replica) - paid > blocked.net:
         return np.inf
     return net_loss(replica)
-
-
-def _nodes_of(replica: PlannedReplica) -> Sequence[NodeId]:
-    if replica.slot:
-        return [part.node.node_id for part in replica.slot.parts]
-    return replica.placement.node_ids if replica.placement else ()
 
 
 def _devices_of(replica: PlannedReplica, node_id: NodeId) -> tuple[DeviceId, ...]:

@@ -19,7 +19,7 @@ from isochrone.wire.ids import NodeId
 from scheduler.decide.cluster import FleetNode
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.draft import PlacementDraft, Savepoint
-from scheduler.decide.placement.search.effort import IMPROVEMENT_MIN, EffortBudget
+from scheduler.decide.placement.search.effort import EffortBudget
 from scheduler.decide.placement.search.greedy_fill import FillOrder, fill
 from scheduler.decide.placement.search.swap import SlotSwap, in_order
 
@@ -125,13 +125,11 @@ class Exchange:
         """Try a trade of each two replicas that could be at each other's site."""
         # Of a thousand deployments, few have a replica that this plan would start.
         one_per_site = [
-            (state, {replica.site: replica for replica in new})
-            for state in self._draft.states
-            if (new := state.new_replicas())
+            (state, new) for state in self._draft.states if (new := state.new_per_site())
         ]
         for (first, of_first), (second, of_second) in combinations(one_per_site, 2):
-            for replica in of_first.values():
-                for counterpart in of_second.values():
+            for replica in of_first:
+                for counterpart in of_second:
                     if replica.site == counterpart.site:
                         continue
                     if not (
@@ -167,7 +165,7 @@ class Exchange:
         leaving = list(
             dict.fromkeys(
                 replica
-                for node_id in (*_nodes_of(first), *_nodes_of(second))
+                for node_id in (*first.node_ids, *second.node_ids)
                 for replica in by_node.get(node_id, ())
             )
         )
@@ -198,12 +196,9 @@ class Exchange:
         """Move, fill and swap until the cost is lower than at the savepoint; roll back if it does
         not become so."""
         for _ in range(REPAIRS_MAX):
-            if savepoint.lowered() > IMPROVEMENT_MIN or not self._repair(touched):
+            if savepoint.has_improved() or not self._repair(touched):
                 break
-        if savepoint.lowered() > IMPROVEMENT_MIN:
-            return True
-        savepoint.roll_back()
-        return False
+        return savepoint.keep_if_improved()
 
     def _repair(self, touched: Sequence[DeploymentState]) -> bool:
         """Improve some deployments by moves and swaps; return whether any of them changed."""
@@ -216,11 +211,6 @@ class Exchange:
         if self._swap.run_among_new(limit=SWAPS_AFTER_MAX):
             fill(self._draft)
         return versions != [state.version for state in touched]
-
-
-def _nodes_of(replica: PlannedReplica) -> list[NodeId]:
-    """Return the nodes of a new replica's slot."""
-    return [part.node.node_id for part in replica.slot.parts] if replica.slot else []
 
 
 def _devices_of(node: FleetNode) -> tuple[tuple[str, int], ...]:

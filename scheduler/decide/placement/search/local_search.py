@@ -190,10 +190,7 @@ class LocalSearch:
         for replica in leaving:
             draft.remove(replica)
         fill(draft, order)
-        if savepoint.lowered() > IMPROVEMENT_MIN:
-            return True
-        savepoint.roll_back()
-        return False
+        return savepoint.keep_if_improved()
 
     def _drop_unprofitable(self) -> bool:
         """Remove new replicas that later ones have made superfluous."""
@@ -226,10 +223,7 @@ class LocalSearch:
         savepoint = self._draft.savepoint([replica.state])
         self._draft.remove(replica)
         self._place_elsewhere(replica.state, replica.site)
-        if savepoint.lowered() > IMPROVEMENT_MIN:
-            return True
-        savepoint.roll_back()
-        return False
+        return savepoint.keep_if_improved()
 
     def _place_elsewhere(self, state: DeploymentState, left_site: int, reason: str = "") -> None:
         """Take the best free slot that pays at any site but `left_site`, if there is one."""

@@ -19,7 +19,7 @@ import numpy as np
 from scheduler.decide.placement.search.blocked_gains import BlockedGain
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.draft import PlacementDraft, Savepoint
-from scheduler.decide.placement.search.effort import IMPROVEMENT_MIN, EffortBudget
+from scheduler.decide.placement.search.effort import EffortBudget
 from scheduler.decide.placement.search.eviction import cheapest_evictions, new_holders
 from scheduler.decide.placement.search.greedy_fill import fill
 from scheduler.decide.placement.search.swap import SlotSwap, in_order
@@ -71,7 +71,7 @@ class Perturbation:
         return any(map(self._force_off_sites, self._draft.largest_first()))
 
     def _force_elsewhere(self, state: DeploymentState) -> bool:
-        for replica in _one_per_site(state):
+        for replica in state.new_per_site():
             for site in np.flatnonzero(state.needs.site_capacity > 0):
                 if site == replica.site:
                     continue
@@ -82,7 +82,7 @@ class Perturbation:
         return False
 
     def _force_off_sites(self, state: DeploymentState) -> bool:
-        for replica in _one_per_site(state):
+        for replica in state.new_per_site():
             if not self._effort.spend(FORCED_OFF_EFFORT):
                 return False
             if self._force_off(replica):
@@ -106,13 +106,10 @@ class Perturbation:
                 break
         draft.blocked.clear()
         fill(draft)
-        if savepoint.lowered() <= IMPROVEMENT_MIN:
+        if not savepoint.has_improved():
             self._move_new(others)
             fill(draft)
-        if savepoint.lowered() > IMPROVEMENT_MIN:
-            return True
-        savepoint.roll_back()
-        return False
+        return savepoint.keep_if_improved()
 
     def _displace_elsewhere(self, state: DeploymentState, left_site: int) -> bool:
         """Let a deployment displace others at one site but `left_site`, if that lowers the cost."""
@@ -131,20 +128,19 @@ class Perturbation:
         savepoint = draft.savepoint(draft.states)
         draft.remove(replica)
         evicted = self._place_at(state, site)
-        if evicted is not None:
-            for other in state.new_replicas():
-                if other.site != site:
-                    self._move(other)
-            draft.blocked.clear()
+        if evicted is None:
+            savepoint.roll_back()
+            return False
+        for other in state.new_replicas():
+            if other.site != site:
+                self._move(other)
+        draft.blocked.clear()
+        fill(draft)
+        if self._place_evicted(evicted, savepoint):
+            return True
+        if self._swap.run_among_new(limit=SWAPS_AFTER_MAX):
             fill(draft)
-            if self._place_evicted(evicted, savepoint):
-                return True
-            if self._swap.run_among_new(limit=SWAPS_AFTER_MAX):
-                fill(draft)
-            if savepoint.lowered() > IMPROVEMENT_MIN:
-                return True
-        savepoint.roll_back()
-        return False
+        return savepoint.keep_if_improved()
 
     def _place_evicted(self, evicted: Sequence[DeploymentState], savepoint: Savepoint) -> bool:
         """Let evicted replicas evict others, one site at a time: an ejection chain.
@@ -159,7 +155,7 @@ class Perturbation:
             inner = draft.savepoint(draft.states)
             if self._swap.swap_in(blocked, new_holders(draft)):
                 fill(draft)
-                if savepoint.lowered() > IMPROVEMENT_MIN:
+                if savepoint.has_improved():
                     return True
             inner.roll_back()
         return False
@@ -184,7 +180,3 @@ class Perturbation:
             return None
         draft.take(state, gain)
         return evicted
-
-
-def _one_per_site(state: DeploymentState) -> list[PlannedReplica]:
-    return list({replica.site: replica for replica in state.new_replicas()}.values())

@@ -15,7 +15,7 @@ import numpy as np
 from scheduler.decide.arrays import Floats
 from scheduler.decide.placement.search.deployment_state import DeploymentState
 from scheduler.decide.placement.search.draft import PlacementDraft, Savepoint
-from scheduler.decide.placement.search.effort import IMPROVEMENT_MIN, EffortBudget
+from scheduler.decide.placement.search.effort import EffortBudget
 from scheduler.decide.placement.search.layout_choice import Combination, LayoutChoice
 from scheduler.decide.placement.search.layouts import DeploymentLayouts, Layout, LayoutSite
 from scheduler.decide.placement.search.packing import NodeMemory, ReplicaSize, SitePacking
@@ -90,7 +90,7 @@ class Recombination:
         """Place a combination. Return whether the cost is lower than before; roll back if not."""
         empty = self._draft.savepoint(self._draft.states)
         for as_packed in (False, True):
-            if free.place(combination, as_packed) and before.lowered() > IMPROVEMENT_MIN:
+            if free.place(combination, as_packed) and before.has_improved():
                 return True
             empty.roll_back()
         return False

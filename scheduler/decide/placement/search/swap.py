@@ -233,7 +233,7 @@ class SlotSwap:
         for leaving in evictions:
             inner = self._draft.savepoint()
             gain = self._place([*savepoints, inner], displaced, [own, *leaving] if own else leaving)
-            if gain and inner.lowered() > IMPROVEMENT_MIN:
+            if gain and inner.has_improved():
                 return True
             inner.roll_back()
         return bool(evictions)
