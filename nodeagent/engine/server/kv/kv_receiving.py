@@ -4,6 +4,7 @@ Rule 1: the request knows its own tokens before anything is accepted, and takes 
 Rule 2: the request begins after any failure: blocks that did not arrive are computed here. After
 wrong blocks, or if no block is free, all blocks of that transfer are computed here, at once.
 Rule 3: blocks that the PoP shares come first, as a part of the prompt: the request goes on waiting.
+If they fill the host tier, those that are there are kept, and the request begins.
 Rule 4: blocks are copied to the device while later ones arrive, on the transfer's own thread. Those
 in memory and not yet there are bounded (kv_reading.py). In a window they are the sender's, and half
 of it at most is copied at once.
