@@ -91,7 +91,7 @@ class GenerationServer(ModelServer):
             engine.kv_transfers,
             waiting_max,
             staging=staging,
-            has_host_tier=mover is not None,
+            host_blocks=mover.host.total if mover is not None else None,
         )
         files = mover.files if mover is not None else None
         self.kv_sharing = KvSharing(

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isochrone.wire.errors import ApiError
 from isochrone.wire.kv.kv_sharing import (
     BlockQuery,
     FoundTokens,
@@ -39,9 +40,12 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_end,
     encode_head,
 )
+from nodeagent.engine.server.kv.kv_receiving import KvReceiver
 from nodeagent.engine.server.kv.kv_sharing import KvSharing
 from nodeagent.engine.server.kv.kv_windows import KvWindows
 from nodeagent.engine.server.kv.kv_writing import BlockDestination
+from nodeagent.engine.server.kv.waiting_prompt import WaitingPrompt
+from tests.unit.engine.test_abandoned_transfers import InlineWorker
 from tests.unit.engine.test_kv_transfers import Memory, digest
 from tests.unit.engine.test_kv_writing import Response, a_writer
 
@@ -162,6 +166,29 @@ def test_shared_blocks_of_a_wrong_transfer_are_forgotten(mover: BlockMover) -> N
     transfers.close_incoming("t", is_wrong=True, shared=CHAIN[:2])
     assert transfers.count_prefix(CHAIN) == 0
     assert not transfers.store_shared("t", CHAIN[:2], torch.ones(2, 1))
+    mover.close(())
+
+
+def test_the_end_of_a_fetched_prefix_does_not_evict_its_beginning(mover: BlockMover) -> None:
+    """A prefix that is longer than the host tier was fetched as a whole, and computed as a whole,
+    because its first blocks were gone."""
+    transfers = KvTransfers(BlockPool(12), Memory(12), mover)
+    transfers.open_incoming("t", CHAIN)
+    form: Any = SimpleNamespace(block_bytes=4)
+    worker: Any = InlineWorker(transfers)
+    receiver = KvReceiver(
+        form, worker, transfers, 1, staging=StagingMemory(64), host_blocks=mover.host.total
+    )
+    waiting = WaitingPrompt(100, CHAIN, CHAIN)
+
+    def fetch(first: int, end: int) -> None:
+        contents = torch.ones(end - first, 1)
+        receiver.store_blocks("t", waiting, CHAIN[first:end], contents, None)
+
+    fetch(0, 3)
+    with pytest.raises(ApiError, match="none is free"):
+        fetch(3, 6)
+    assert transfers.count_prefix(CHAIN) == waiting.held.in_all_tiers == mover.host.total == 4
     mover.close(())
 
 

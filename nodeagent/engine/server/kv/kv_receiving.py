@@ -4,6 +4,7 @@ Rule 1: the request knows its own tokens before anything is accepted, and takes 
 Rule 2: the request begins after any failure: blocks that did not arrive are computed here. After
 wrong blocks, or if no block is free, all blocks of that transfer are computed here, at once.
 Rule 3: blocks that the PoP shares come first, as a part of the prompt: the request goes on waiting.
+If they fill the host tier, those that are there are kept, and the request begins.
 Rule 4: blocks are copied to the device while later ones arrive, on the transfer's own thread. Those
 in memory and not yet there are bounded (kv_reading.py). In a window they are the sender's, and half
 of it at most is copied at once.
@@ -68,15 +69,15 @@ class KvReceiver:
         waiting_max: int,
         *,
         staging: StagingMemory,
-        has_host_tier: bool = False,
+        host_blocks: int | None = None,
     ) -> None:
-        """Blocks arrive in `staging`. With `has_host_tier`, those that the PoP shares are stored
-        there."""
+        """Blocks arrive in `staging`. Those that the PoP shares are stored in the host tier, if
+        there is one, of `host_blocks` blocks."""
         self._staging = staging
         self._windows = MappedWindows(WINDOWS_MAX)
         self._form = form
         self._transfers = transfers
-        self._has_host_tier = has_host_tier
+        self._host_blocks = host_blocks
         self._worker = worker
         self._waiting_max = waiting_max
         self._waiting: dict[str, WaitingPrompt] = {}
@@ -84,7 +85,8 @@ class KvReceiver:
         self._store_blocks_max = max(1, STORE_BYTES_MAX // form.block_bytes)
         self._shared_blocks_max = max(1, SHARED_BYTES_MAX // form.block_bytes)
         # To hold blocks saves those that are evicted for them, if there is a tier below.
-        self._held_blocks_max = self._store_blocks_max if has_host_tier else self._shared_blocks_max
+        has_tier = host_blocks is not None
+        self._held_blocks_max = self._store_blocks_max if has_tier else self._shared_blocks_max
         self._storing = threading.Lock()
         self.complete_total = 0
         self.wrong_total = 0
@@ -301,8 +303,14 @@ class KvReceiver:
         """Store the next blocks of a waiting prompt, in those `reserved` for them, if any are.
         For any thread but the event loop's.
 
-        Raises ApiError if the prompt is gone, or no block is free.
+        Raises ApiError if the prompt is gone, or no block is free: in the host tier, the end of a
+        prompt would evict its beginning.
         """
+        on_device, held = waiting.held
+        sent = len(digests)
+        if is_shared and self._host_blocks is not None:
+            left = max(0, self._host_blocks - (held - on_device))
+            digests, contents = digests[:left], contents[:left]
         if reserved is not None:
             is_stored = reserved.write(contents)
         else:
@@ -310,16 +318,15 @@ class KvReceiver:
                 is_stored = self._worker.call(
                     lambda core: _store(core, transfer, digests, contents, is_shared=is_shared)
                 ).result()
-        if not is_stored:
+        if is_stored and is_shared:
+            waiting.shared += digests
+            # Stored on the device, they follow what is cached there.
+            stored_on_device = 0 if self._host_blocks is not None else len(digests)
+            waiting.held = HeldPrefix(on_device + stored_on_device, held + len(digests))
+        if not is_stored or len(digests) < sent:
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY, "cannot take KV blocks: none is free", retry_after_s=1.0
             )
-        if is_shared:
-            waiting.shared += digests
-            on_device, held = waiting.held
-            # Stored on the device, they follow what is cached there.
-            stored_on_device = 0 if self._has_host_tier else len(digests)
-            waiting.held = HeldPrefix(on_device + stored_on_device, held + len(digests))
 
     @contextmanager
     def reserve_blocks(
@@ -327,7 +334,7 @@ class KvReceiver:
     ) -> Iterator[ReservedBlocks | None]:
         """Reserve blocks of the device that this thread may write; None where only the step thread
         may, or where contents go to a tier below."""
-        goes_to_device = not (is_shared and self._has_host_tier)
+        goes_to_device = not (is_shared and self._host_blocks is not None)
         transfers = self._transfers
         if not (goes_to_device and transfers is not None and transfers.can_copy_beside_steps):
             yield None
