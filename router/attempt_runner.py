@@ -322,6 +322,7 @@ class AttemptRunner:
         self._feedback.record_success(route)
         attempt.take(ANSWERED)
         if exchange.is_stream:
+            context.take_prompt_tokens(head)
             exchange.set_timeout(self._config.stream_idle_timeout_s)
             now_s, times = self._clock(), context.times
             times.attempt_token_at_s = now_s

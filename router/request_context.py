@@ -37,6 +37,7 @@ EMBEDDED_ENGINE: Final = "embedded"
 
 NOTHING_GENERATED: Final = GeneratedOutput(0, "", True, None)
 NO_USAGE: Final = UsageCount(0, 0, 0)
+PROMPT_TOKENS: Final = headers.PROMPT_TOKENS.encode()
 # Looked up once, because access to an enum member runs interpreted code.
 OUTCOME_FAILED: Final = RequestOutcome.FAILED
 OUTCOME_COMPLETE: Final = RequestOutcome.COMPLETE
@@ -239,6 +240,16 @@ class RequestContext:
         self.engine_usage: UsageCount | None = None
         self.trace: RequestTrace | None = None
         """Notes for its spans, if it is traced."""
+
+    def take_prompt_tokens(self, head: ResponseHead) -> None:
+        """Take the engine's count of the prompt's tokens in place of the estimate.
+
+        That of a resumption has what was generated, too, and several prompts are counted apart.
+        """
+        count = head.fields.get(PROMPT_TOKENS, b"")
+        is_whole = self.request.answer_count == 1 and not self.stream.generated.tokens
+        if is_whole and count.isdigit() and len(count) < 10:
+            self.prompt_tokens_estimate = min(int(count), self.request.usage_tokens_max())
 
     @property
     def route(self) -> Route | None:

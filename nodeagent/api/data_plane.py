@@ -53,7 +53,7 @@ from nodeagent.api.request.decode_leg import (
     report_found,
 )
 from nodeagent.api.request.engine_trials import EngineRequest, engine_request
-from nodeagent.api.request.event_tokens import is_counted, with_event_tokens
+from nodeagent.api.request.event_tokens import add_prompt_tokens, is_counted, with_event_tokens
 from nodeagent.api.request.handoff_notice import announce_prefill, announce_replica
 from nodeagent.api.request.model_name import with_deployment_name, with_model_name
 from nodeagent.api.request.request_adapter import (
@@ -410,6 +410,7 @@ class DataPlaneServer:
         response.headers[headers.LOAD] = load_header(request, replica)
         add_loaded(response, running.adapter)
         report_found(leg, response)
+        add_prompt_tokens(response, first_chunk, is_counted=running.is_counted)
         counted = count_bytes(first_chunk, chunks, replica)
         counted = with_event_tokens(response, counted, is_counted=running.is_counted)
         counted = apply_leg(leg, response, counted)

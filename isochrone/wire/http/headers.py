@@ -88,6 +88,10 @@ RESUMED: Final = "x-isochrone-resumed"
 """The answer resumes after the generated tokens; without this header it starts over. The value says
 which sampling continues exactly: INEXACT (none), GREEDY, or SEEDED (greedy and seeded)."""
 
+PROMPT_TOKENS: Final = "x-isochrone-prompt-tokens"
+"""How many tokens the prompt of a stream has, as its engine counts: a client may disconnect before
+the usage comes."""
+
 INEXACT: Final = "inexact"
 GREEDY: Final = "greedy"
 SEEDED: Final = "seeded"

@@ -23,6 +23,7 @@ FROM_ENGINE: Final = (
     "cache-control",
     kv_sharing.KV_FOUND,
     kv_transfer.WINDOW,
+    headers.PROMPT_TOKENS,
 )
 """Headers of an engine's answer that are relayed."""
 

@@ -16,12 +16,14 @@ from typing import Final
 
 from aiohttp import web
 
+from isochrone.wire.http.headers import PROMPT_TOKENS
 from nodeagent.drivers.driver import mentions_token_counts
 from nodeagent.host.engines.engine_process import EngineProcess
 
 EVENT_STREAM: Final = "text/event-stream"
 
 _USAGE: Final = re.compile(rb',"usage":\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}')
+_PROMPT: Final = re.compile(rb',"usage":\{"prompt_tokens":(\d{1,9})[,}]')
 _TOTAL: Final = re.compile(rb'"completion_tokens":(\d+)')
 _CHOICE: Final = re.compile(rb'"choices":\[\{"index":(\d+),')
 _OUTPUT: Final = re.compile(
@@ -33,6 +35,13 @@ _OUTPUT: Final = re.compile(
 def is_counted(engine: EngineProcess, body: bytes) -> bool:
     """Return whether the counts in the answer to a request are for the router, see rule 1."""
     return engine.counts_tokens and not mentions_token_counts(body)
+
+
+def add_prompt_tokens(response: web.StreamResponse, first: bytes, *, is_counted: bool) -> None:
+    """Add the header with the prompt's tokens, if the first bytes of a stream have their number."""
+    found = _PROMPT.search(first) if is_counted and _CHOICE.search(first) else None
+    if found is not None:
+        response.headers[PROMPT_TOKENS] = found[1].decode()
 
 
 def with_event_tokens(

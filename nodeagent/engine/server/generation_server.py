@@ -17,7 +17,7 @@ from isochrone.service.network.http_server import json_response
 from isochrone.wire.engines.engine import EngineConfig
 from isochrone.wire.engines.engine_times import ENGINE_TIMES, format_times
 from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
-from isochrone.wire.http.headers import REQUEST_ID, TRACEPARENT
+from isochrone.wire.http.headers import PROMPT_TOKENS, REQUEST_ID, TRACEPARENT
 from isochrone.wire.kv import kv_sharing, kv_transfer
 from nodeagent.engine.core.generation import GenerationDelta
 from nodeagent.engine.core.generation_thread import GenerationThread
@@ -296,6 +296,7 @@ class GenerationServer(ModelServer):
                 "content-type": "text/event-stream; charset=utf-8",
                 "cache-control": "no-cache",
                 REQUEST_ID: request[REQUEST_ID],
+                PROMPT_TOKENS: str(opened.prompt_tokens),
             }
         )
         # The status line waits for the first delta, so that an early failure has its own status.

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from isochrone.wire.engines.engine import EngineStats
+from isochrone.wire.http.headers import PROMPT_TOKENS
 from tests.integration.engine.conftest import EngineProcess, end, launch, wait_ready
 
 pytestmark = pytest.mark.model
@@ -90,6 +91,8 @@ async def test_a_chat_is_answered(http: aiohttp.ClientSession) -> None:
     assert answer["usage"]["prompt_tokens"] == 37
     assert answer["usage"]["completion_tokens"] == 7
     assert answer["usage"]["total_tokens"] == 44
+    async with http.post(CHAT, json=chat(stream=True)) as response:
+        assert response.headers[PROMPT_TOKENS] == "37"
 
 
 async def test_a_stream_has_the_shape_of_openai(http: aiohttp.ClientSession) -> None:

@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from isochrone.service.network.http_server import serve_http
+from isochrone.wire.http import headers
 from isochrone.wire.ids import ReplicaId
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import CHAT_PATH, CONTINUOUS_USAGE
@@ -31,8 +32,9 @@ async def answer(request: web.Request) -> web.StreamResponse:
         if options.get(CONTINUOUS_USAGE):
             chunk["usage"] = {"prompt_tokens": 5, "completion_tokens": total}
         event = f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n".encode()
-        await response.write(event[:20])
-        await response.write(event[20:])
+        cut = 20 if total > 1 else len(event)
+        await response.write(event[:cut])
+        await response.write(event[cut:])
     await response.write(b"data: [DONE]\n\n")
     return response
 
@@ -53,6 +55,7 @@ async def node() -> AsyncIterator[Node]:
 
 async def test_the_router_gets_the_number_of_tokens_and_no_usage(node: Node) -> None:
     async with node.ask(stream_options={"include_usage": True}) as response:
+        assert response.headers[headers.PROMPT_TOKENS] == "5"
         body = await response.read()
     assert b"usage" not in body
     first, several, *_ = split_frames(body)
@@ -65,6 +68,7 @@ async def test_the_router_gets_the_number_of_tokens_and_no_usage(node: Node) -> 
 
 async def test_a_client_that_asks_for_the_usage_of_each_event_gets_it(node: Node) -> None:
     async with node.ask(stream_options={CONTINUOUS_USAGE: True}) as response:
+        assert headers.PROMPT_TOKENS not in response.headers
         body = await response.read()
     assert body.count(b'"usage"') == len(TEXTS)
     assert b"generated_tokens" not in body

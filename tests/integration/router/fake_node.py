@@ -28,6 +28,7 @@ class FakeNode:
       `may_answer`; with `takes_back` it says that it serves the request itself after all.
     - `read_by`: the replicas that read a prompt, one after the other; it waits for `may_answer`.
     - `resumes`: how it says that it continues a text; empty if it cannot.
+    - `prompt_tokens`: the tokens of a prompt as it says at the beginning of a stream; 0: not.
     - `preface`: frames that a stream begins with, before its first token.
     - `loads`: the header of its pongs, after `ping_s`. `loads_reader`: how it answers for its PoP.
     - `status`: what it answers instead of 200, to a sound or image with `error_body`.
@@ -52,6 +53,7 @@ class FakeNode:
         self.garbage = False
         self.plain_garbage = False
         self.resumes = ""
+        self.prompt_tokens = 0
         self.filler = ""
         self.preface: list[bytes] = []
         self.splits_bytes = False
@@ -224,6 +226,8 @@ class FakeNode:
             extra[headers.HANDOFF_REPLICA] = self.handed_off_to
         if headers.GENERATED_TOKENS in request.headers and self.resumes:
             extra[headers.RESUMED] = self.resumes
+        if self.prompt_tokens:
+            extra[headers.PROMPT_TOKENS] = str(self.prompt_tokens)
         is_full = 0 < self.requests_max < self.running
         if self.requests_max:
             extra[headers.LOAD] = f"p=0;d=0;r={self.running - is_full};w=0"

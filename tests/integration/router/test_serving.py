@@ -189,6 +189,21 @@ async def test_a_client_that_disconnects_frees_the_node_at_once(tmp_path: Path) 
         assert 2 <= row.output_tokens < 100
 
 
+@pytest.mark.parametrize(("said", "counted"), [(777, 777), (10**8, 4096)])
+async def test_a_prompt_is_counted_by_the_engine_though_its_client_disconnects(
+    tmp_path: Path, said: int, counted: int
+) -> None:
+    """No prompt is longer than the context."""
+    node = FakeNode()
+    node.itl_s, node.prompt_tokens = 0.02, said
+    async with a_bench(tmp_path, [node], usage_interval_s=3600) as bench:
+        async with bench.chat(stream=True, max_tokens=10_000) as response:
+            await response.content.readuntil(b"t2")
+        await node.until(lambda: node.cancelled == 1)
+        (row,) = await usage(bench)
+        assert row.prompt_tokens == counted
+
+
 async def test_a_client_that_disconnects_during_prefill_frees_the_node(tmp_path: Path) -> None:
     node = FakeNode()
     node.ttft_s = 30

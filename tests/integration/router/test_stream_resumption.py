@@ -290,6 +290,19 @@ async def test_a_node_that_would_begin_anew_is_not_used(tmp_path: Path) -> None:
         assert "error" in events[-1]
 
 
+async def test_the_prompt_of_a_resumption_is_that_of_the_first_attempt(tmp_path: Path) -> None:
+    nodes = two_nodes("cut", 2)
+    nodes[0].prompt_tokens, nodes[1].prompt_tokens = 50, 52
+    nodes[1].itl_s = 0.02
+    async with a_bench(tmp_path, nodes, usage_interval_s=3600) as bench:
+        prefer_first_node(bench)
+        async with bench.chat(stream=True, max_tokens=1000, temperature=0) as response:
+            await response.content.readuntil(b"t4")
+        await nodes[1].until(lambda: nodes[1].cancelled == 1)
+        (row,) = await usage(bench)
+        assert (row.prompt_tokens, row.output_tokens >= 4) == (50, True)
+
+
 async def test_a_client_that_disconnects_during_a_resumption_frees_everything(
     tmp_path: Path,
 ) -> None:
