@@ -130,7 +130,7 @@ def error_middleware(encode_error: EncodeError) -> Callable[..., Awaitable[web.S
     return errors
 
 
-FORM_ERRORS: Final = (ValueError, RuntimeError, BadHttpMessage)
+FORM_ERRORS: Final = (AssertionError, ValueError, RuntimeError, BadHttpMessage)
 """The errors that aiohttp raises for a malformed form; the last is for the headers of a part."""
 
 

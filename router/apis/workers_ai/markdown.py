@@ -113,7 +113,7 @@ async def _uploads(request: web.Request) -> AsyncIterator[UploadedDocument]:
     """Yield the documents of a form. Raises ApiError 400."""
     try:
         reader = form_parts(request)
-    except (AssertionError, ValueError) as error:
+    except FORM_ERRORS as error:
         raise _invalid("it must be a form (multipart/form-data) with fields 'files'") from error
     count = 0
     try:

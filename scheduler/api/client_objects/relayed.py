@@ -6,6 +6,7 @@ routes, as only its routers hold a token.
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Final
 
 import msgspec
@@ -21,13 +22,35 @@ WORK_TIMEOUT_S: Final = 30.0
 
 LARGE_BYTES: Final = 1024 * 1024
 LARGE_AT_ONCE: Final = 4
-"""So many messages of LARGE_BYTES or more are in memory at a time: a router sends up to 64 MiB. The
+"""So many bodies of LARGE_BYTES or more are in memory at a time: a router sends up to 64 MiB. The
 others wait unread; a router repeats what waits for longer than a minute."""
 
 PublicHandler = Callable[[web.Request, str], Awaitable[web.StreamResponse]]
 """(request, tenant id) to the response."""
 
 WorkHandler = Callable[[bytes], Awaitable[msgspec.Struct | None]]
+
+
+class LargeBodies:
+    """Limits the large bodies of some routes that are in memory together."""
+
+    def __init__(self) -> None:
+        self._slots = asyncio.Semaphore(LARGE_AT_ONCE)
+
+    def turn(self, request: web.Request) -> AbstractAsyncContextManager[None]:
+        """Wait, with a large body, until it may be read."""
+        size_bytes = request.content_length
+        is_small = size_bytes is not None and size_bytes < LARGE_BYTES
+        return nullcontext() if is_small else self._slots
+
+    def limited(self, handler: PublicHandler) -> PublicHandler:
+        """Return a handler that waits for its turn."""
+
+        async def handle(request: web.Request, tenant_id: str) -> web.StreamResponse:
+            async with self.turn(request):
+                return await handler(request, tenant_id)
+
+        return handle
 
 
 def public_route(
@@ -57,14 +80,11 @@ def work_route(
     tokens: RelayTokens, handler: WorkHandler, bytes_max: int = wire.WORK_BYTES_MAX
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Return the aiohttp handler of a message of a router's own work."""
-    slots = asyncio.Semaphore(LARGE_AT_ONCE)
+    large = LargeBodies()
 
     async def handle(request: web.Request) -> web.Response:
         tokens.peer_of(request.headers.get(wire.RELAY_TOKEN, ""))
-        size_bytes = request.content_length
-        if size_bytes is not None and size_bytes < LARGE_BYTES:
-            return await answer(request)
-        async with slots:
+        async with large.turn(request):
             return await answer(request)
 
     async def answer(request: web.Request) -> web.Response:

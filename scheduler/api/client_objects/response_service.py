@@ -4,7 +4,12 @@ from aiohttp import web
 
 from isochrone.wire.peers import batches, responses
 from scheduler.api.client_objects.conversations import ConversationEndpoints
-from scheduler.api.client_objects.relayed import PublicHandler, public_route, work_route
+from scheduler.api.client_objects.relayed import (
+    LargeBodies,
+    PublicHandler,
+    public_route,
+    work_route,
+)
 from scheduler.api.client_objects.responses import ResponseEndpoints, ResponseWork
 from scheduler.decide.response_limits import ResponseLimits
 from scheduler.state.peers.relay_tokens import RelayTokens
@@ -16,7 +21,7 @@ def add_response_routes(
 ) -> None:
     """Add all routes."""
     work, shown = ResponseWork(pool, limits), ResponseEndpoints(pool)
-    conversations = ConversationEndpoints(pool, limits)
+    conversations, large = ConversationEndpoints(pool, limits), LargeBodies()
     response, conversation = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
     item = f"{conversation}/items/{{item_id}}"
     routes: tuple[tuple[str, str, PublicHandler], ...] = (
@@ -24,12 +29,12 @@ def add_response_routes(
         ("DELETE", response, shown.delete),
         ("POST", f"{response}/cancel", shown.cancel),
         ("GET", f"{response}/input_items", shown.input_items),
-        ("POST", "/v1/conversations", conversations.create),
+        ("POST", "/v1/conversations", large.limited(conversations.create)),
         ("GET", conversation, conversations.show),
-        ("POST", conversation, conversations.update),
+        ("POST", conversation, large.limited(conversations.update)),
         ("DELETE", conversation, conversations.delete),
         ("GET", f"{conversation}/items", conversations.list_items),
-        ("POST", f"{conversation}/items", conversations.add_items),
+        ("POST", f"{conversation}/items", large.limited(conversations.add_items)),
         ("GET", item, conversations.show_item),
         ("DELETE", item, conversations.delete_item),
     )

@@ -91,11 +91,15 @@ class FileThreads:
     async def run(self, holder: str, call: Callable[[], T], *, is_patient: bool = False) -> T:
         """Return what a call of the tenant `holder` returns.
 
-        Raises ApiError 503 if it gets no thread in time, unless it `is_patient`. Once it runs, it
-        runs to its end, even if this is cancelled.
+        Raises ApiError 503 if it gets no thread in time, unless it `is_patient`, or if the system
+        has none left. Once it runs, it runs to its end, even if this is cancelled.
         """
         await self._turns.take(holder, is_patient=is_patient)
-        running = start_daemon_thread("files", call)
+        try:
+            running = start_daemon_thread("files", call)
+        except RuntimeError as error:
+            self._turns.give_back(holder)
+            raise no_answer() from error
         running.add_done_callback(lambda _: self._turns.give_back(holder))
         return await asyncio.shield(running)
 

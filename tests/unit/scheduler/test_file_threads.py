@@ -87,3 +87,20 @@ async def test_a_cancelled_call_keeps_its_thread_until_it_ends() -> None:
 async def test_a_call_that_hangs_does_not_hold_up_the_end_of_the_process() -> None:
     """The interpreter waits at its exit for threads that are no daemons."""
     assert await FileThreads().run("a", lambda: threading.current_thread().daemon)
+
+
+async def test_a_call_for_which_the_system_has_no_thread_gives_back_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads = FileThreads()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(THREADS_MAX + 1):
+            with pytest.raises(ApiError) as refused:
+                await threads.run("a", lambda: None)
+            assert refused.value.code is ErrorCode.UNAVAILABLE
+    async with asyncio.timeout(20):
+        assert await threads.run("a", lambda: "free") == "free"

@@ -16,18 +16,18 @@ PART: Final = b'--b\r\nContent-Disposition: form-data; name="f"\r\n\r\nx\r\n'
 END: Final = b"--b--\r\n"
 
 
-def a_form(body: bytes, kind: str) -> web.Request:
+def a_form(body: bytes, kind: str, boundary: str) -> web.Request:
     loop = asyncio.get_running_loop()
     content = StreamReader(mock.create_autospec(BaseProtocol, instance=True), 2**16, loop=loop)
     content.feed_data(body)
     content.feed_eof()
-    headers = {"content-type": f"multipart/{kind}; boundary=b"}
+    headers = {"content-type": f"multipart/{kind}; boundary={boundary}"}
     return make_mocked_request("POST", "/", headers=headers, payload=content)
 
 
-async def read(body: bytes, kind: str = "form-data") -> list[bytes]:
+async def read(body: bytes, kind: str = "form-data", boundary: str = "b") -> list[bytes]:
     contents: list[bytes] = []
-    async for part in form_parts(a_form(body, kind)):
+    async for part in form_parts(a_form(body, kind, boundary)):
         assert isinstance(part, BodyPartReader)
         contents.append(bytes(await part.read()))
     return contents
@@ -60,3 +60,10 @@ async def test_a_part_with_an_encoding_of_its_own_is_refused(kind: str, name: st
     for encoding in ("gzip", "base64", "quoted-printable"):
         with pytest.raises(FORM_ERRORS, match=f"'{encoding}': send it as it is"):
             await read(a_part(encoding), kind)
+
+
+async def test_a_form_that_aiohttp_only_asserts_about_is_refused() -> None:
+    """It reads 32 bytes of a field of this name, and expects a shorter boundary."""
+    body = PART.replace(b'"f"', b'"_charset_"').replace(b"--b", b"--" + 60 * b"b") + END
+    with pytest.raises(FORM_ERRORS):
+        await read(body, boundary=60 * "b")
