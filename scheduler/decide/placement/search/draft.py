@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,9 +16,11 @@ from scheduler.decide.placement.search.deployment_state import (
     Need,
     PlannedReplica,
 )
-from scheduler.decide.placement.search.effort import IMPROVEMENT_MIN
 from scheduler.decide.placement.search.load_assignment import EPSILON, LoadAssignment
 from scheduler.decide.placement.search.slot_ledger import Candidate, SlotLedger
+
+IMPROVEMENT_MIN: Final = 1e-6
+"""A change must lower the cost by more than this to be kept: less may be rounding."""
 
 
 class Gain(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,11 +3,6 @@
 Attempts are counted, not timed, so that the same cluster state always gives the same plan.
 """
 
-from typing import Final
-
-IMPROVEMENT_MIN: Final = 1e-6
-"""A change must lower the cost by more than this to be kept: less may be rounding."""
-
 
 class EffortBudget:
     """Counts down the attempts that are left."""

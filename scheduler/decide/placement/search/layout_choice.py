@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from scheduler.decide.arrays import Floats
-from scheduler.decide.placement.search.effort import IMPROVEMENT_MIN
+from scheduler.decide.placement.search.draft import IMPROVEMENT_MIN
 from scheduler.decide.placement.search.layouts import ROUNDING, DeploymentLayouts, Layout
 from scheduler.decide.placement.search.packing import SitePacking
 

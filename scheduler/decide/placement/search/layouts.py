@@ -15,7 +15,7 @@ import numpy as np
 from isochrone.wire.ids import PopId
 from scheduler.decide.arrays import Floats, Ints
 from scheduler.decide.placement.search.deployment_state import DeploymentState
-from scheduler.decide.placement.search.effort import IMPROVEMENT_MIN
+from scheduler.decide.placement.search.draft import IMPROVEMENT_MIN
 from scheduler.decide.placement.search.load_assignment import LoadAssignment
 
 Layout = tuple[int, ...]

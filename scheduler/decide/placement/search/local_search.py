@@ -12,8 +12,8 @@ import numpy as np
 from isochrone.wire.peers.report import ReplicaState
 from scheduler.decide.placement.score import START
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
-from scheduler.decide.placement.search.draft import Gain, PlacementDraft
-from scheduler.decide.placement.search.effort import IMPROVEMENT_MIN, EffortBudget
+from scheduler.decide.placement.search.draft import IMPROVEMENT_MIN, Gain, PlacementDraft
+from scheduler.decide.placement.search.effort import EffortBudget
 from scheduler.decide.placement.search.exchange import Exchange
 from scheduler.decide.placement.search.greedy_fill import FillOrder, fill
 from scheduler.decide.placement.search.load_assignment import EPSILON

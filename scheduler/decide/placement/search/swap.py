@@ -17,11 +17,12 @@ from scheduler.decide.placement.score import START
 from scheduler.decide.placement.search.blocked_gains import BlockedGain
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.draft import (
+    IMPROVEMENT_MIN,
     Gain,
     PlacementDraft,
     Savepoint,
 )
-from scheduler.decide.placement.search.effort import IMPROVEMENT_MIN, EffortBudget
+from scheduler.decide.placement.search.effort import EffortBudget
 from scheduler.decide.placement.search.eviction import (
     Holders,
     cheapest_evictions,
