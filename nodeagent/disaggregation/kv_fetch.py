@@ -2,8 +2,8 @@
 
 Rule 1: the request begins in any case. A fetch is given up once the rest would be computed sooner,
 and early enough for the request's deadline.
-Rule 2: blocks that a broken fetch brought are kept. The node's rate is learned from that fetch,
-too, and the node is not used for a while. If the engine here failed, nothing is learned.
+Rule 2: blocks that a broken fetch brought are kept, and the node is not used for a while. Its rate
+is also learned from a fetch that is given up. If the engine here failed, nothing is learned.
 """
 
 import asyncio
@@ -254,8 +254,9 @@ class PrefixFetcher:
             try:
                 moved = await self._relay(transfer, expected, plan, arriving)
             except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError) as error:
-                is_senders = isinstance(error, PeerReplicaLost | TimeoutError)
-                moved = _Moved(arriving.kept_blocks, is_senders or arriving.is_broken)
+                is_late = isinstance(error, TimeoutError)
+                is_senders = is_late or isinstance(error, PeerReplicaLost) or arriving.is_broken
+                moved = _Moved(arriving.kept_blocks, is_senders, is_late)
             except asyncio.CancelledError:
                 # The request is gone, which says nothing about the node.
                 self._quota.take(self._user, arriving.total, self._clock())
@@ -304,10 +305,13 @@ class PrefixFetcher:
         now_s, rate = self._clock(), self._rates.of(plan.peer.node_id)
         took_s = now_s - arriving.began_s
         moved_bytes = arriving.moved_bytes(moved.blocks)
-        if moved.tells_of_sender:
-            learn = rate.record if moved.blocks >= plan.blocks else rate.record_failure
+        is_whole = moved.blocks >= plan.blocks
+        if moved.tells_of_sender and (is_whole or moved.is_late):
+            learn = rate.record if is_whole else rate.record_late
             first_s = min(took_s, arriving.first_at_s - arriving.began_s)
             learn(moved_bytes, took_s, first_s, now_s)
+        elif moved.tells_of_sender:
+            rate.record_failure(took_s, now_s)
         # What goes through a window takes nothing of the link.
         self._quota.take(self._user, arriving.total, now_s)
         metrics.KV_FETCH_SECONDS.observe(took_s)
@@ -318,11 +322,12 @@ class PrefixFetcher:
 class _Moved(NamedTuple):
     """What came of a fetch: the whole blocks that the engine has.
 
-    `tells_of_sender` is false if this node's engine was at fault.
+    `tells_of_sender` is false if this node's engine was at fault. `is_late`: it was given up.
     """
 
     blocks: int
     tells_of_sender: bool
+    is_late: bool = False
 
 
 class _ArrivingBlocks:

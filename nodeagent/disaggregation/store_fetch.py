@@ -59,7 +59,7 @@ class StoreFetch:
                     blocks = codec.decode_json(await answer.read(), _LOCATED).blocks
         except TimeoutError:
             now_s = self._clock()
-            self._rate.record_failure(0, now_s - began_s, now_s - began_s, now_s)
+            self._rate.record_failure(now_s - began_s, now_s)
         except (aiohttp.ClientError, OSError, codec.MalformedFrame):
             # The engine here failed, which says nothing about the store.
             blocks = 0
@@ -89,8 +89,10 @@ class StoreFetch:
             # The engine here failed, which says nothing about the store.
             return 0
         now_s = self._clock()
+        if blocks < plan.blocks:
+            self._rate.record_failure(now_s - began_s, now_s)
+            return blocks
         # The engine does not say when the first bytes came.
         first_s = min(self._rate.latency_s, now_s - began_s)
-        learn = self._rate.record if blocks >= plan.blocks else self._rate.record_failure
-        learn(blocks * block_bytes, now_s - began_s, first_s, now_s)
+        self._rate.record(blocks * block_bytes, now_s - began_s, first_s, now_s)
         return blocks

@@ -4,10 +4,10 @@ Both times are predicted from measurements. A fetch is predicted from earlier on
 the time until the first block, and for each byte after it. Computing is predicted from the
 replica's prefill rate.
 
-Rule 1: the blocks of a fetch that fails or is given up count with the time that it took. If none
-came, nothing is learned of the rate: the node may be lost, and be as fast as before once it is
-back. After each failure the node is not used for a while, twice as long after each further failure
-of a fetch that began later.
+Rule 1: the blocks of a fetch that is given up count with the time that it took. If none came, or if
+it failed, nothing is learned of the rate: the node may be lost, and be as fast as before once it is
+back. After both the node is not used for a while, twice as long after each further one that began
+later.
 Rule 2: the first block may take no longer than computing the prefix would. After that a fetch goes
 on as long as the rest comes sooner than it would be computed, for the same time again at most. It
 leaves a request with a deadline the time to compute after all.
@@ -158,13 +158,17 @@ class FetchRate:
         self._failures = 0
         self._learn(transfer_bytes, max(0.0, seconds - first_s), first_s, now_s)
 
-    def record_failure(
+    def record_late(
         self, transfer_bytes: int, seconds: float, first_s: float, now_s: float
     ) -> None:
-        """Learn from a fetch that ended after `seconds` without having brought everything."""
+        """Learn from a fetch that was given up after `seconds`."""
         if transfer_bytes:
             first_s = min(first_s, seconds)
             self._learn(transfer_bytes, seconds - first_s, first_s, now_s)
+        self.record_failure(seconds, now_s)
+
+    def record_failure(self, seconds: float, now_s: float) -> None:
+        """Note that a fetch failed after `seconds`."""
         # A fetch that ran when the last one failed has the same cause: it is no further failure.
         if now_s - seconds >= self._failed_at_s or not self._failures:
             self._failures += 1

@@ -44,7 +44,7 @@ class Engine:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.stored = 20
+        self.stored = self.gives = 20
         self.fails = self.hangs = False
         self.lost_at = ""
         self.took_s = 0.01
@@ -73,7 +73,7 @@ class Engine:
         wanted = request.query["blocks"]
         self.wanted.append(wanted)
         self.clock.now_s += self.took_s
-        blocks = 0 if self.fails else int(wanted)
+        blocks = 0 if self.fails else min(int(wanted), self.gives)
         received = kv_transfer.ReceivedBlocks(blocks=blocks, transfer_bytes=0, cached_tokens=0)
         return web.Response(body=msgspec.json.encode(received))
 
@@ -220,6 +220,23 @@ async def test_a_store_that_hangs_or_fails_is_left_alone_for_a_while(
         monkeypatch.undo()
         clock.now_s += BACKOFF_S
         assert await reader.fetch() is None, "the second failure in a row counts twice"
+        clock.now_s += BACKOFF_S
+        fetched = await reader.fetch()
+        assert fetched is not None
+        assert fetched.blocks == 18
+
+
+async def test_a_store_that_fails_after_some_blocks_is_used_again_after_the_pause() -> None:
+    """The time until it noticed that an engine is dead counted as that of the blocks before it."""
+    clock = Clock()
+    engine = Engine(clock)
+    async with serving(engine) as http:
+        reader = StoreReader(http, clock)
+        engine.gives, engine.took_s = 1, 2.0
+        fetched = await reader.fetch()
+        assert fetched is not None
+        assert fetched.blocks == 1
+        engine.gives, engine.took_s = 20, 0.01
         clock.now_s += BACKOFF_S
         fetched = await reader.fetch()
         assert fetched is not None

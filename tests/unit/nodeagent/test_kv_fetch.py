@@ -187,10 +187,10 @@ def test_a_link_that_got_slow_is_believed_soon_and_tried_again_in_time() -> None
     assert better.peer.replica_id == "fast"
 
 
-def test_the_part_of_a_fetch_that_failed_counts_with_its_time_and_its_node_is_left_alone() -> None:
+def test_the_part_of_a_late_fetch_counts_with_its_time_and_its_node_is_left_alone() -> None:
     rate, now_s = rate_of(1e9), 0.0
     assert rate.may_ask(now_s)
-    rate.record_failure(1000, 5.0, 4.0, now_s)
+    rate.record_late(1000, 5.0, 4.0, now_s)
     assert 1.0 < rate.predict_s(0) <= 4.0
     assert rate.bytes_per_s < 2000
     pauses = []
@@ -199,12 +199,12 @@ def test_the_part_of_a_fetch_that_failed_counts_with_its_time_and_its_node_is_le
         while not rate.may_ask(now_s):
             now_s += BACKOFF_S / 4
         pauses.append(now_s - began_s)
-        rate.record_failure(0, 1.0, inf, now_s)
+        rate.record_failure(1.0, now_s)
     assert pauses == sorted(pauses)
     assert (pauses[0], pauses[-1]) == (BACKOFF_S, BACKOFF_MAX_S)
     rate.record(1000, 0.1, 0.01, now_s)
     assert rate.may_ask(now_s + BACKOFF_MAX_S)
-    rate.record_failure(1000, 1.0, 0.01, now_s)
+    rate.record_failure(1.0, now_s)
     assert rate.may_ask(now_s + BACKOFF_S)
 
 
@@ -220,7 +220,7 @@ def test_a_node_that_is_back_is_trusted_as_before_it_was_lost() -> None:
         plan = plan_fetch(a_prompt(), holders, limits(now_s=now_s))
         assert plan.choice is FetchChoice.FETCH
         now_s += plan.timeout_s
-        rate.record_failure(0, plan.timeout_s, inf, now_s)
+        rate.record_late(0, plan.timeout_s, inf, now_s)
     now_s += 4 * BACKOFF_S
     assert rate.may_ask(now_s)
     assert plan_fetch(a_prompt(), holders, limits(now_s=now_s)).choice is FetchChoice.FETCH
@@ -230,7 +230,7 @@ def test_a_fast_fetch_after_a_long_refusal_counts_alone() -> None:
     """What was measured 30 s ago refused every fetch that could have corrected it."""
     rate, now_s = rate_of(1e9), 100.0
     for _ in range(3):
-        rate.record_failure(1000, 5.0, 4.0, now_s)
+        rate.record_late(1000, 5.0, 4.0, now_s)
     now_s += AGING_S
     rate.record(80 * MEBIBYTE, 0.1, 0.01, now_s)
     holders = [a_holder("a", 90)._replace(rate=rate)]
@@ -244,10 +244,10 @@ def test_fetches_that_fail_together_are_one_failure() -> None:
     """The death of a holder in four fetches stopped those from its node for 8 s instead of 1 s."""
     rate = rate_of(1e9)
     for ended_s in (10.0, 10.1, 10.2, 10.4):
-        rate.record_failure(0, 0.5, inf, ended_s)
+        rate.record_failure(0.5, ended_s)
     assert rate.may_ask(10.4 + BACKOFF_S)
     # One that began after them is another.
-    rate.record_failure(0, 0.5, inf, 12.0)
+    rate.record_failure(0.5, 12.0)
     assert not rate.may_ask(12.0 + BACKOFF_S)
     assert rate.may_ask(12.0 + 2 * BACKOFF_S)
 
@@ -263,7 +263,7 @@ def test_predictions_stay_within_what_was_measured(
 ) -> None:
     rate, seen_s = FetchRate(), [LATENCY_UNKNOWN_S]
     for is_whole, transfer_bytes, seconds, first_share in fetches:
-        learn = rate.record if is_whole else rate.record_failure
+        learn = rate.record if is_whole else rate.record_late
         learn(transfer_bytes, seconds, first_share * seconds, 0.0)
         seen_s.append(seconds)
         assert rate.bytes_per_s > 0
