@@ -364,12 +364,14 @@ def _limit_exceeded(
     if key.spent_until > unix_s or usage.is_quota_spent():
         day_ends_s = usage.day_ends_s if usage.is_quota_spent() else 0.0
         until_s = max(key.spent_until, day_ends_s) - unix_s
-        left_of_day_s = DAY_S - unix_s % DAY_S + DAY_SLACK_S
+        ends_today = until_s <= DAY_S - unix_s % DAY_S + DAY_SLACK_S
+        # On its last day the month ends with the day.
+        is_of_day = ends_today and (limits.tokens_per_day > 0 or limits.spend_per_day > 0)
         return LimitExceeded(
             "quota",
             ErrorCode.QUOTA_EXCEEDED,
             f"the {'tenant' if is_budget else 'key'}'s quota of this"
-            f" {'day' if until_s <= left_of_day_s else 'month'} (UTC) is used up",
+            f" {'day' if is_of_day else 'month'} (UTC) is used up",
             min(until_s, MONTH_S),
             # OpenAI's SDKs retry every 429 without this header.
             {**headers, "x-should-retry": "false"},

@@ -333,14 +333,21 @@ def test_a_request_that_the_tenant_may_not_send_draws_nothing_from_its_key() -> 
 
 
 @pytest.mark.parametrize(
-    ("until", "period"), [(NOON + DAY_S / 2, "day"), (NOON + 20 * DAY_S, "month")]
+    ("until", "limit", "period"),
+    [
+        (NOON + DAY_S / 2, "tokens_per_day", "day"),
+        (NOON + 20 * DAY_S, "tokens_per_day", "month"),
+        # The last day of a month.
+        (NOON + DAY_S / 2, "tokens_per_month", "month"),
+    ],
 )
-def test_a_spent_budget_names_its_period(until: float, period: str) -> None:
-    budget = a_budget(spent_until=until)
+def test_a_spent_budget_names_its_period(until: float, limit: str, period: str) -> None:
+    budget = a_budget(spent_until=until, **{limit: 10})
     refusal = refused(lambda: KeyLimiter().admit(a_key(), 0, 0.0, NOON, budget=budget))
     assert f"the tenant's quota of this {period} (UTC) is used up" in refusal.message
     assert (refusal.code, refusal.retry_after_s) == (ErrorCode.QUOTA_EXCEEDED, until - NOON)
-    refusal = refused(lambda: KeyLimiter().admit(a_key(spent_until=until), 0, 0.0, NOON))
+    key = a_key(spent_until=until, **{limit: 10})
+    refusal = refused(lambda: KeyLimiter().admit(key, 0, 0.0, NOON))
     assert f"the key's quota of this {period} (UTC) is used up" in refusal.message
 
 
