@@ -333,20 +333,21 @@ def test_a_request_that_the_tenant_may_not_send_draws_nothing_from_its_key() -> 
 
 
 @pytest.mark.parametrize(
-    ("until", "limit", "period"),
+    ("until", "limits", "period"),
     [
-        (NOON + DAY_S / 2, "tokens_per_day", "day"),
-        (NOON + 20 * DAY_S, "tokens_per_day", "month"),
+        (NOON + DAY_S / 2, KeyLimits(tokens_per_day=10), "day"),
+        (NOON + 20 * DAY_S, KeyLimits(tokens_per_day=10), "month"),
         # The last day of a month.
-        (NOON + DAY_S / 2, "tokens_per_month", "month"),
+        (NOON + DAY_S / 2, KeyLimits(tokens_per_month=10), "month"),
     ],
+    ids=["day", "month", "last day"],
 )
-def test_a_spent_budget_names_its_period(until: float, limit: str, period: str) -> None:
-    budget = a_budget(spent_until=until, **{limit: 10})
+def test_a_spent_budget_names_its_period(until: float, limits: KeyLimits, period: str) -> None:
+    budget = msgspec.structs.replace(a_budget(spent_until=until), limits=limits)
     refusal = refused(lambda: KeyLimiter().admit(a_key(), 0, 0.0, NOON, budget=budget))
     assert f"the tenant's quota of this {period} (UTC) is used up" in refusal.message
     assert (refusal.code, refusal.retry_after_s) == (ErrorCode.QUOTA_EXCEEDED, until - NOON)
-    key = a_key(spent_until=until, **{limit: 10})
+    key = msgspec.structs.replace(a_key(spent_until=until), limits=limits)
     refusal = refused(lambda: KeyLimiter().admit(key, 0, 0.0, NOON))
     assert f"the key's quota of this {period} (UTC) is used up" in refusal.message
 
