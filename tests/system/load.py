@@ -45,6 +45,8 @@ class Load:
     """The ends of all requests of a load."""
 
     ended: list[Ended] = field(default_factory=list)
+    running: set[int] = field(default_factory=set)
+    """The numbers of the requests that have begun and not ended."""
     keys: dict[str, str] = field(default_factory=dict)
     """The keys that an operator created meanwhile, by id: those that were acknowledged."""
 
@@ -120,7 +122,10 @@ async def under_load(
 
     async def one_after_another(pop: str, key: str) -> None:
         while not stopping.is_set():
+            number = next(NUMBERS)
+            load.running.add(number)
             ended = await one_stream(fleet, http, pop, tokens, key)
+            load.running.remove(number)
             load.ended.append(ended)
             if ended.how != "complete":
                 # A refused client pauses, which also limits the length of the list.
@@ -171,3 +176,16 @@ async def wait_ended(load: Load, more: int, timeout_s: float = 30.0) -> None:
         return load.count("complete") >= target
 
     await until(f"{more} more requests are complete", have_ended, timeout_s)
+
+
+async def wait_running_ended(load: Load, timeout_s: float = 30.0) -> None:
+    """Wait until each request that runs now has ended.
+
+    A router refuses a request with which two engines were lost: none may meet two kills.
+    """
+    running = set(load.running)
+
+    async def have_ended() -> bool:
+        return running.isdisjoint(load.running)
+
+    await until("all requests that ran have ended", have_ended, timeout_s)

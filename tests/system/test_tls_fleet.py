@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from tests.system.harness import CITIES, Fleet, a_fleet, node_process, until
-from tests.system.load import under_load, wait_ended
+from tests.system.load import under_load, wait_ended, wait_running_ended
 from tests.system.tls_fleet import TlsFleet
 
 NODES = 2
@@ -31,7 +31,7 @@ async def test_streams_are_whole_when_engines_die_in_either_pop(fleet: Fleet) ->
         await wait_ended(load, 16)
         for pid in fleet.engine_pids().values():
             os.killpg(pid, signal.SIGKILL)
-            await wait_ended(load, 8)
+            await wait_running_ended(load)
         await until("all are warm again", lambda: fleet.is_warm(len(CITIES) * NODES), WARM_S)
         engines = fleet.engine_pids()
         for number in range(1, NODES + 1):

@@ -1,6 +1,8 @@
 """Reports the requests that an engine processes to the replica's blame ledger, and runs the trials.
 
-Suspects wait for one another before they reach the engine, so that a failure has one culprit.
+Suspects wait for one another before they reach the engine, so that a failure has one culprit. The
+engine must answer before each of them: one that has failed already, perhaps with the one that the
+suspect comes from, says nothing of the suspect.
 """
 
 import asyncio
@@ -97,17 +99,18 @@ async def engine_request(
     Yield None if the replica has no engine to serve it, or no longer.
     """
     is_on_trial = is_suspect and await _wait_for_trial(replica.trial_lock)
-    engine = replica.engine
-    if engine is None or not replica.is_serving:
-        if is_on_trial:
-            replica.trial_lock.release()
-        yield None
-        return
-    request = EngineRequest(replica, engine, is_on_trial=is_on_trial)
+    request = None
     try:
+        engine = replica.engine
+        is_lost = engine is None or (is_on_trial and not await engine.is_ready())
+        if engine is not None and engine is replica.engine and not is_lost and replica.is_serving:
+            request = EngineRequest(replica, engine, is_on_trial=is_on_trial)
         yield request
     finally:
-        request.end()
+        if request is not None:
+            request.end()
+        elif is_on_trial:
+            replica.trial_lock.release()
 
 
 async def _wait_for_trial(lock: asyncio.Lock) -> bool:
