@@ -23,6 +23,7 @@ import msgspec
 from isochrone.service.files import write_atomic
 from isochrone.service.http_responses import read_response
 from isochrone.service.threads import wait_to_completion
+from isochrone.wire.digits import parse_digits
 from isochrone.wire.engines.engine import EngineStats
 from isochrone.wire.http import headers
 from isochrone.wire.ids import DeviceId
@@ -174,8 +175,8 @@ class EngineProcess:
         is_salted = path in self._driver.salted_paths
         if not is_salted and (command.guided is None or path != COMPLETIONS_PATH):
             return body
-        is_number = priority.isascii() and priority.isdigit() and len(priority) <= 3
-        rank = int(priority) if is_number else headers.PRIORITY_DEFAULT
+        given = parse_digits(priority, 3)
+        rank = headers.PRIORITY_DEFAULT if given is None else given
         values = self._driver.body_fields(command, salt, rank) if is_salted else {}
         return body_for(command, body, values, counts_tokens=self.counts_tokens)
 
