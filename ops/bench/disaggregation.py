@@ -1,9 +1,11 @@
 """Engines that do both, against one that generates and others that read prompts, at equal devices.
 
     python -m ops.bench.disaggregation [MODEL.gguf] [--data FOLDER] [--requests N] [--load SHARE]
-        [--engines N]
+        [--engines N] [--device-share CORES]
 
-Each engine has one thread, and each node is a process of its own. The requests are those of the
+Each engine has one thread, and each node is a process of its own. With `--device-share` an engine
+has that share of a core and no more (ops/bench/device_shares.py), so that more engines than cores
+are as fast together as alone. The requests are those of the
 Mooncake conversation trace, scaled down to the model, in two mixes: mostly prompt, and mostly
 output. They arrive so fast that they take `--load` of what all engines can compute. All settings
 get the same requests at the same times.
@@ -36,6 +38,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from isochrone.wire.models.model import PlacementPolicy
+from ops.bench.device_shares import device_shares
 from ops.bench.disaggregation_load import (
     BenchRequest,
     MixScale,
@@ -112,9 +115,10 @@ def figures(answers: Sequence[TimedAnswer], began_s: float) -> SettingFigures:
 
 @asynccontextmanager
 async def engines(
-    model: Path, kv_dtype: str, interval_ms: int, count: int
+    arguments: argparse.Namespace, interval_ms: int, count: int
 ) -> AsyncIterator[list[NodeClient]]:
     """Run nodes with one engine each."""
+    kv_dtype, model = arguments.kv_dtype, arguments.model
     options = {"interval_ms": str(interval_ms), "draft_tokens_max": "0", "kv_dtype": kv_dtype}
     with tempfile.TemporaryDirectory(prefix="dis") as folder:
         async with AsyncExitStack() as stack:
@@ -124,14 +128,17 @@ async def engines(
             ]
             contexts = [stack.enter_async_context(bench_node(setup)) for setup in setups]
             nodes = [await context for context in contexts]
+            if arguments.device_share:
+                pids = [node.pid for node in nodes]
+                stack.enter_context(device_shares(pids, arguments.device_share))
             for node in nodes:
                 await ask(node, random_request(1, CALIBRATION_TOKENS, 8), "warm", 1000)
             yield nodes
 
 
-async def measure_rates(model: Path, kv_dtype: str) -> EngineRates:
+async def measure_rates(arguments: argparse.Namespace) -> EngineRates:
     """Measure one engine alone: the best of three prompts, and of two batches of sequences."""
-    async with engines(model, kv_dtype, ROLES_INTERVAL_MS, 1) as (node,):
+    async with engines(arguments, ROLES_INTERVAL_MS, 1) as (node,):
         prompts = [random_request(10 + seed, CALIBRATION_TOKENS, 2) for seed in range(3)]
         prefill_s = min([(await ask(node, prompt, "c", 1000)).ttft_s for prompt in prompts])
         decode_s = float("inf")
@@ -191,13 +198,13 @@ async def compare(
     )
     rows: list[tuple[SettingFigures, list[TimedAnswer]]] = []
     for interval_ms in intervals:
-        async with engines(arguments.model, arguments.kv_dtype, interval_ms, count) as nodes:
+        async with engines(arguments, interval_ms, count) as nodes:
             router = UnifiedRouter(nodes, "unified", rates.token_us, scale.prompt)
             began_s = time.monotonic()
             answers = await run(requests, speed, router.send)
         rows.append((figures(answers, began_s), answers))
         print_row(f"{count} unified, steps of {interval_ms} ms", rows[-1][0])
-    async with engines(arguments.model, arguments.kv_dtype, ROLES_INTERVAL_MS, count) as nodes:
+    async with engines(arguments, ROLES_INTERVAL_MS, count) as nodes:
 
         async def send(request: BenchRequest) -> TimedAnswer:
             readers = describe(nodes, len(request.prompt), rates.token_us)
@@ -315,10 +322,10 @@ async def measure_transfer(nodes: Sequence[NodeClient], token_us: int) -> None:
 async def measure(arguments: argparse.Namespace) -> None:
     """Measure the rates of one engine, then run the settings of each mix."""
     if arguments.transfer_only:
-        async with engines(arguments.model, arguments.kv_dtype, ROLES_INTERVAL_MS, 2) as nodes:
+        async with engines(arguments, ROLES_INTERVAL_MS, 2) as nodes:
             await measure_transfer(nodes, 1000)
         return
-    rates = await measure_rates(arguments.model, arguments.kv_dtype)
+    rates = await measure_rates(arguments)
     print(
         f"{platform.machine()}, Python {platform.python_version()}, torch"
         f" {metadata.version('torch')}, {arguments.model.name}, KV in {arguments.kv_dtype}; one"
@@ -346,6 +353,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--load", type=float, default=0.3)
     parser.add_argument("--engines", type=int, choices=(2, 3, 4), default=2)
+    parser.add_argument("--device-share", type=float, default=0.0, help="of a core; 0: no limit")
     parser.add_argument("--prompts-only", action="store_true", help="the first mix alone")
     parser.add_argument("--kv-dtype", default="bf16", help="of both settings")
     parser.add_argument(

@@ -68,6 +68,7 @@ class NodeClient(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     address: str
     http: aiohttp.ClientSession
+    pid: int
 
     async def counters(self, prefix: str) -> dict[str, float]:
         """Return the samples of the node's metrics page whose names begin with `prefix`."""
@@ -99,7 +100,7 @@ async def bench_node(setup: NodeSetup, checkout: str = "") -> AsyncIterator[Node
             raise SystemExit(f"cannot measure: node {setup.name} did not become warm")
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(f"http://{address}", timeout=timeout) as http:
-            yield NodeClient(name=setup.name, address=address, http=http)
+            yield NodeClient(name=setup.name, address=address, http=http, pid=process.pid)
     finally:
         process.stdin.close()
         try:

@@ -79,7 +79,7 @@ async def compare(checkout: str, rounds: int, tokens: int) -> None:
         }
         for number in range(rounds + 1):
             for node in fleets.values():
-                source = NodeClient(name="p", address=node.address, http=node.http)
+                source = NodeClient(name="p", address=node.address, http=node.http, pid=node.pid)
                 await ask(source, random_request(number, tokens, 2), "t", 1000)
             await asyncio.sleep(PAUSE_S)
             turns = list(fleets.items())[:: 1 if number % 2 else -1]

@@ -136,7 +136,7 @@ async def measure(model: Path, rounds: int, tokens: int) -> None:
         count = 0
         async with bench_node(first) as node, bench_node(second) as other:
             sources = {
-                "p": NodeClient(name="p", address=node.address, http=node.http),
+                "p": NodeClient(name="p", address=node.address, http=node.http, pid=node.pid),
                 "q": other,
             }
             for number in range(rounds + 1):

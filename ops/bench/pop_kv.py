@@ -1,8 +1,10 @@
 """Four replicas of a PoP that share KV, against affinity alone and against one large cache.
 
     python -m ops.bench.pop_kv [MODEL.gguf] [--data FOLDER] [--requests N] [--load SHARE]
+        [--device-share CORES]
 
-Each replica is an embedded engine of one thread on a node of its own. The requests are whole
+Each replica is an embedded engine of one thread on a node of its own. With `--device-share` it has
+that share of a core and no more (ops/bench/device_shares.py). The requests are whole
 sessions of several turns of the Mooncake conversation trace, scaled down to the model, and arrive
 so fast that what is not in one large cache, and all answers, take `--load` of what the engines can
 compute together; both rates are measured first, with all replicas at work.
@@ -44,6 +46,7 @@ from isochrone.wire.kv.kv_sharing import (
 )
 from nodeagent.engine.scheduler.sequence import Sequence as TokenSequence
 from nodeagent.engine.scheduler.sequence import StopConditions
+from ops.bench.device_shares import device_shares
 from ops.bench.disaggregation import TRACE, bundled_model
 from ops.bench.disaggregation_load import ask, random_request
 from ops.bench.engine_node import SECRET, NodeClient, NodeSetup, bench_node
@@ -223,8 +226,8 @@ class PopClients:
 
 
 @asynccontextmanager
-async def replicas(model: Path) -> AsyncIterator[list[NodeClient]]:
-    """Run the nodes; yield them when they are warm."""
+async def replicas(model: Path, device_share: float) -> AsyncIterator[list[NodeClient]]:
+    """Run the nodes; yield them when they are warm, limited to `device_share` unless it is 0."""
     options = {"interval_ms": "50", "draft_tokens_max": "0", "kv_dtype": "bf16"}
     with tempfile.TemporaryDirectory(prefix="pop") as folder:
         async with AsyncExitStack() as stack:
@@ -240,6 +243,9 @@ async def replicas(model: Path) -> AsyncIterator[list[NodeClient]]:
                     options=options,
                 )
                 nodes.append(await stack.enter_async_context(bench_node(setup)))
+            if device_share:
+                pids = [node.pid for node in nodes]
+                stack.enter_context(device_shares(pids, device_share))
             yield nodes
 
 
@@ -316,7 +322,7 @@ async def sharing_counters(nodes: Sequence[NodeClient]) -> dict[str, float]:
 async def measure(arguments: argparse.Namespace) -> None:
     """Run all policies, and print the table."""
     requests = read_requests(data.folder(arguments.data) / TRACE, arguments.requests)
-    async with replicas(arguments.model) as nodes:
+    async with replicas(arguments.model, arguments.device_share) as nodes:
         await measure_rates(nodes, 1000)
         rate, decode_rate = await measure_rates(nodes, 2000)
         blocks = arguments.kv_blocks or await kv_blocks(nodes[0])
@@ -380,6 +386,7 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=0.6)
     parser.add_argument("--policy", nargs="*", choices=POLICIES, default=POLICIES)
     parser.add_argument("--kv-blocks", type=int, default=0, help="of a replica, if not reported")
+    parser.add_argument("--device-share", type=float, default=0.0, help="of a core; 0: no limit")
     arguments = parser.parse_args()
     arguments.model = arguments.model or bundled_model()
     asyncio.run(measure(arguments))
