@@ -1,4 +1,4 @@
-"""Commands for the budgets of tenants above the limits of their keys."""
+"""Commands for tenants: their budgets above the limits of their keys, and their end."""
 
 import click
 
@@ -11,7 +11,7 @@ from isochrone.cli.simple_commands import add_command
 
 @click.group()
 def tenants() -> None:
-    """Manage the budgets of tenants above the limits of their keys."""
+    """Manage the budgets of tenants above the limits of their keys, and delete tenants."""
 
 
 @tenants.command("limit")
@@ -50,4 +50,9 @@ def tenants_list(obj: CliContext) -> None:
 add_command(
     tenants, "unlimit", "DELETE", "/v1/tenants/{tenant}",
     "End a tenant's budget; the limits of its keys remain.", "ended the budget of {}",
+)  # fmt: skip
+add_command(
+    tenants, "delete", "DELETE", "/v1/tenants/{tenant}/data",
+    "Revoke all keys of a tenant, and delete its budget, files, batches, responses, conversations"
+    " and adapters. Usage is kept.",
 )  # fmt: skip
