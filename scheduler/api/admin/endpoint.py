@@ -428,5 +428,7 @@ def not_found(kind: str, name: str) -> ApiError:
         shows = "shows the ids, and the names that only clients use"
     elif kind == "tenant":  # `tenants list` shows those with a budget
         command, shows = "isochrone keys list", "shows those that have or had a key"
+    elif kind == "join token":
+        command = "isochrone nodes join-tokens"
     message = f"cannot find the {kind} {name[:128]!r}: `{command}` {shows}"
     return ApiError(ErrorCode.NOT_FOUND, message)
