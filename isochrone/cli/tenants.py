@@ -2,7 +2,7 @@
 
 import click
 
-from isochrone.cli.access import given_limits, limit_options, with_set_limits
+from isochrone.cli.access import given_limits, limit_options, note_free_models, with_set_limits
 from isochrone.cli.client import segment
 from isochrone.cli.context import CliContext
 from isochrone.cli.output import show_one, show_rows
@@ -34,6 +34,7 @@ def tenants_limit(obj: CliContext, /, tenant: str, *, is_new: bool, **limits: fl
     body, query = {**before, **given_limits(limits)}, {"new": "true"} if is_new else None
     row = obj.api.ask("PUT", path, body, query=query, etag=etag)
     show_one(row if obj.output == "json" else with_set_limits(row), obj.output)
+    note_free_models(obj, limits)
 
 
 @tenants.command("list")
