@@ -70,8 +70,10 @@ async def test_a_tenant_is_deleted_with_all_that_it_has_stored(bench: FinetuneBe
         assert set(json.loads((await run_cli(bench.admin, *delete))[1]).values()) == {"acme", 0}
         assert (await other.responses.retrieve(kept)).id == kept
         assert len((await other.files.list()).data) == len((await other.batches.list()).data) == 1
-        events = (await bench.admin.ask("GET", "/v1/events?subject=acme&limit=1")).body["data"]
-        assert events[0]["kind"] == "tenant.delete"
+        for subject, kind in (("acme", "tenant.delete"), (mine.split("_")[1], "key.revoke")):
+            path = f"/v1/events?subject={subject}&limit=1"
+            (event,) = (await bench.admin.ask("GET", path)).body["data"]
+            assert event["kind"] == kind
 
 
 async def test_a_tenant_that_never_was_is_not_deleted(bench: FinetuneBench) -> None:
