@@ -73,6 +73,9 @@ def admin_app(
     async def show_metrics(request: web.Request) -> web.Response:
         # Trust in the lease runs out by time alone, which sets no gauge.
         metrics.ACTING.set(context.lease.is_acting)
+        metrics.FROZEN.set(bool(context.placement.frozen))
+        metrics.UNMET.set(len(context.placement.unmet))
+        metrics.PLAN_AGE_S.set(context.placement.plan_age_s)
         for role, count in context.peers.wrong_clocks().items():
             metrics.WRONG_CLOCKS.labels(role.value).set(count)
         for loop in loops:

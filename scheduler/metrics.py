@@ -34,6 +34,11 @@ MOVES = Counter(
     "isochrone_scheduler_moves", "Replicas started and ended by plans, by kind.", ["kind"],
     registry=REGISTRY,
 )  # fmt: skip
+PLAN_AGE_S = Gauge(
+    "isochrone_scheduler_plan_age_seconds",
+    "Time since the acting scheduler's last plan, or since its term began; 0 on a standby.",
+    registry=REGISTRY,
+)
 UNMET = Gauge(
     "isochrone_scheduler_unmet",
     "Replicas or PoPs that deployments require and no node can provide.",

@@ -14,6 +14,8 @@ from isochrone.cli.durations import duration_s
 from isochrone.cli.output import show_one, show_rows, stderr
 from isochrone.cli.simple_commands import add_command
 
+FREE_MODELS_SHOWN: Final = 10
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -93,6 +95,7 @@ def keys_create(
         click.echo(made["key"])
     if regions:
         _warn_of_cold_regions(obj, made)
+    note_free_models(obj, limits)
 
 
 def _warn_of_cold_regions(obj: CliContext, key: dict[str, Any]) -> None:
@@ -117,6 +120,24 @@ def _warn_of_cold_regions(obj: CliContext, key: dict[str, Any]) -> None:
         )
 
 
+def note_free_models(obj: CliContext, limits: dict[str, float | None]) -> None:
+    """Name the models without a price if a limit of spend is set, because it counts none of them.
+
+    To standard error, after the answer: the limit holds for other models, whatever happens here.
+    """
+    if not any(limit for name, limit in limits.items() if name.startswith("spend")):
+        return
+    models = [row["model"] for row in obj.api.list("/v1/models")]
+    free = sorted(model["model_id"] for model in models if model["price"] is None)
+    if free:
+        named = ", ".join(free[:FREE_MODELS_SHOWN]) + (", ..." * (len(free) > FREE_MODELS_SHOWN))
+        stderr.print(
+            f"note: a limit of spend does not limit {named}: set a price with `isochrone models add"
+            " MODEL --price`",
+            highlight=False,
+        )
+
+
 @keys.command("limit")
 @click.argument("key_id")
 @limit_options
@@ -133,6 +154,7 @@ def keys_limit(obj: CliContext, /, key_id: str, **limits: float | None) -> None:
     body = {**before["limits"], **given_limits(limits)}
     row = obj.api.ask("PUT", f"{path}/limits", body, etag=before["etag"])
     show_one(row if obj.output == "json" else with_set_limits(row), obj.output)
+    note_free_models(obj, limits)
 
 
 def given_limits(limits: dict[str, float | None]) -> dict[str, float]:

@@ -100,6 +100,20 @@ def nodes_join_token(
         click.echo(created["token"])
 
 
+nodes.add_command(
+    list_command(
+        "join-tokens",
+        "/v1/join-tokens",
+        ["token_id", "pop", "role", "name", "uses", "uses_max", "used_by", "expires_at"],
+        "List join tokens. The third part of a token (ij1_..._TOKEN ID_...) is its id.",
+    )
+)
+add_command(
+    nodes, "delete-join-token", "DELETE", "/v1/join-tokens/{token_id}",
+    "Delete a join token. What has joined with it stays.", "deleted {}",
+)  # fmt: skip
+
+
 @click.command()
 @click.argument("name")
 @click.option("--role", type=click.Choice(["agent", "router"]), required=True, help="Kind of peer.")

@@ -1,8 +1,8 @@
-"""Commands for the budgets of tenants above the limits of their keys."""
+"""Commands for tenants: their budgets above the limits of their keys, and their end."""
 
 import click
 
-from isochrone.cli.access import given_limits, limit_options, with_set_limits
+from isochrone.cli.access import given_limits, limit_options, note_free_models, with_set_limits
 from isochrone.cli.client import segment
 from isochrone.cli.context import CliContext
 from isochrone.cli.output import show_one, show_rows
@@ -11,7 +11,7 @@ from isochrone.cli.simple_commands import add_command
 
 @click.group()
 def tenants() -> None:
-    """Manage the budgets of tenants above the limits of their keys."""
+    """Manage the budgets of tenants above the limits of their keys, and delete tenants."""
 
 
 @tenants.command("limit")
@@ -34,6 +34,7 @@ def tenants_limit(obj: CliContext, /, tenant: str, *, is_new: bool, **limits: fl
     body, query = {**before, **given_limits(limits)}, {"new": "true"} if is_new else None
     row = obj.api.ask("PUT", path, body, query=query, etag=etag)
     show_one(row if obj.output == "json" else with_set_limits(row), obj.output)
+    note_free_models(obj, limits)
 
 
 @tenants.command("list")
@@ -50,4 +51,9 @@ def tenants_list(obj: CliContext) -> None:
 add_command(
     tenants, "unlimit", "DELETE", "/v1/tenants/{tenant}",
     "End a tenant's budget; the limits of its keys remain.", "ended the budget of {}",
+)  # fmt: skip
+add_command(
+    tenants, "delete", "DELETE", "/v1/tenants/{tenant}/data",
+    "Revoke all keys of a tenant, and delete its budget, files, batches, responses, conversations"
+    " and adapters. Usage is kept.",
 )  # fmt: skip

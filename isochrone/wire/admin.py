@@ -227,6 +227,18 @@ class TenantBudgetView(msgspec.Struct, frozen=True, kw_only=True):
     spend_this_month: float = 0.0
 
 
+class DeletedTenantView(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of a tenant was deleted, and how many keys were revoked (with its budget)."""
+
+    tenant_id: TenantId
+    keys: int
+    files: int
+    batches: int
+    responses: int
+    conversations: int
+    adapters: int
+
+
 class KeyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The request body for a new key: its tenant, the deployments it may use, and its limits.
 

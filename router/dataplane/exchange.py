@@ -88,14 +88,14 @@ class ResponseHead:
         self.load = headers.parse_load(load.decode("latin-1")) if load else None
         self.resumed = fields.get(_RESUMED, b"").decode("latin-1")
         self.refusal = fields.get(_REFUSED, b"").decode("latin-1")[:64]
-        self.handed_off_to = ReplicaId(fields.get(_PASSED, b"").decode("latin-1"))
+        self.handed_off_to = ReplicaId(fields.get(_HANDOFF_REPLICA, b"").decode("latin-1"))
 
 
 _LOAD: Final = headers.LOAD.encode()
 _RESUMED: Final = headers.RESUMED.encode()
 _REFUSED: Final = headers.REFUSED.encode()
 _PREFILL_REPLICA: Final = headers.PREFILL_REPLICA.encode()
-_PASSED: Final = headers.HANDOFF_REPLICA.encode()
+_HANDOFF_REPLICA: Final = headers.HANDOFF_REPLICA.encode()
 
 
 class ExchangeConnection(Protocol):
@@ -294,7 +294,7 @@ class NodeExchange:
 
     def on_interim_head(self, fields: HeaderFields) -> None:
         """Take a notice of a handoff, or of a prefill leg, from an interim response (1xx)."""
-        replica_id = fields.get(_PASSED)
+        replica_id = fields.get(_HANDOFF_REPLICA)
         if replica_id and self.on_handoff is not None:
             self.on_handoff(ReplicaId(replica_id.decode("latin-1")))
         reader_id = fields.get(_PREFILL_REPLICA)

@@ -46,6 +46,15 @@ class Metrics(Collector):
         )
         self.errors = count("errors", "Error answers, by code.", "code")
         self.tokens = count("tokens", "Tokens by kind.", "deployment", "kind")
+        self.decode_seconds = count(
+            "decode_seconds", "From the first token of each stream to its end.", "deployment"
+        )
+        self.decode_tokens = count(
+            "decode_tokens",
+            "Tokens of streams after the first. The mean inter-token latency (ITL) is"
+            " decode_seconds / decode_tokens.",
+            "deployment",
+        )
         self.ttft = self._histogram(
             "ttft_seconds",
             "From the arrival of a request to its first token.",
@@ -175,5 +184,7 @@ class _CountsByDeployment(dict[str, DeploymentCounts]):
             ttft_error=metrics.ttft_error.labels(deployment),
             requests={word: metrics.requests.labels(deployment, word) for word in OUTCOMES},
             tokens=[metrics.tokens.labels(deployment, kind) for kind in TOKEN_KINDS],
+            decode_seconds=metrics.decode_seconds.labels(deployment),
+            decode_tokens=metrics.decode_tokens.labels(deployment),
         )
         return counts

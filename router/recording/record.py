@@ -70,6 +70,9 @@ class Recorder:
             counts.ttft_error.observe(
                 (context.times.attempt_ttft_ms - context.attempt.ranked.ttft_ms) / 1000
             )
+            if output > 1:
+                counts.decode_s += now_s - first_s
+                counts.decode_tokens += output - 1
         self._add_demand(context, prompt, cached, output)
         route = context.route
         if route is None:

@@ -24,14 +24,20 @@ class DeploymentCounts:
         ttft_error: Histogram,
         requests: Mapping[str, Counter],
         tokens: Sequence[Counter],
+        decode_seconds: Counter,
+        decode_tokens: Counter,
     ) -> None:
         """`requests` has a metric for each of OUTCOMES, `tokens` one for each of TOKEN_KINDS."""
         self.outcomes: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
         self.prompt = self.cached = self.output = 0
+        self.decode_s = 0.0
+        self.decode_tokens = 0
         self.ttft = ttft
         self.ttft_error = ttft_error
         self._requests = requests
         self._tokens = tokens
+        self._decode_seconds_total = decode_seconds
+        self._decode_tokens_total = decode_tokens
 
     def flush(self) -> None:
         """Add the counts to the metrics and start again from 0."""
@@ -42,3 +48,6 @@ class DeploymentCounts:
         for tokens, count in zip(self._tokens, counted, strict=True):
             tokens.inc(count)
         self.prompt = self.cached = self.output = 0
+        self._decode_seconds_total.inc(self.decode_s)
+        self._decode_tokens_total.inc(self.decode_tokens)
+        self.decode_s, self.decode_tokens = 0.0, 0

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from isochrone.service.trust.identity import Authority
+from isochrone.wire.ids import Epoch
 from scheduler import metrics
 from scheduler.decide.cluster import PlacementPlan, ReplicaStart
 from scheduler.decide.membership import sealed_fields
@@ -78,7 +79,7 @@ class PlaceReplicas:
         if await self._first_reports.must_placement_wait(self._pool):
             return PlacementCounts(frozen="waiting for every node's first report")
         plan = await self._planner.plan(self._heartbeats.observed(), is_quick=self._is_late)
-        self._show(plan)
+        self._show(plan, epoch)
         if plan.is_empty:
             self._is_late = False
             return PlacementCounts(unmet=len(plan.unmet), frozen=plan.frozen)
@@ -97,15 +98,11 @@ class PlaceReplicas:
             len(plan.starts), len(plan.endings), len(plan.unmet), committed=committed
         )
 
-    def _show(self, plan: PlacementPlan) -> None:
+    def _show(self, plan: PlacementPlan, epoch: Epoch) -> None:
         if plan.frozen != self._status.frozen:
             log.warning("placement freeze", extra={"fields": {"reason": plan.frozen or "over"}})
-        self._status.frozen = plan.frozen
-        self._status.unmet = plan.unmet
-        self._status.unreadable = plan.unreadable
+        self._status.show(plan, epoch)
         metrics.GENERATION.set(plan.based_on)
-        metrics.FROZEN.set(bool(plan.frozen))
-        metrics.UNMET.set(len(plan.unmet))
 
     async def _announce(self, plan: PlacementPlan) -> None:
         metrics.MOVES.labels("start").inc(len(plan.starts))

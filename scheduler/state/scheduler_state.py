@@ -42,7 +42,7 @@ class SchedulerState:
         self.pulses = PulseBuffer()
         self.key_use = KeyUseExchange()
         self.routes = PublishedRoutes(nudge_publish)
-        self.placement = PlacementStatus()
+        self.placement = PlacementStatus(self.lease)
         self.admission = PeerAdmission(per_s=admissions_per_s, lease=self.lease, peers=self.peers)
         self.first_reports = FirstReports(
             lease=self.lease, peers=self.peers, hear_first_s=hear_first_s, lost_after_s=lost_after_s

@@ -3,6 +3,7 @@
 import re
 import shlex
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -21,6 +22,9 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = "\n".join(
     path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 )
+SENTENCE_LENGTH_MIN = 60
+"""Characters of a sentence that is not there twice on purpose, as a short label may be."""
+
 KINDS: dict[str, type[msgspec.Struct]] = {
     "scheduler": SchedulerConfig,
     "node": NodeConfig,
@@ -47,6 +51,20 @@ MESSAGES = [
     ),
 ]
 """Files with texts that tell an operator what to type."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))],
+    ids=lambda path: str(path.name),
+)
+def test_no_document_says_a_sentence_twice(path: Path) -> None:
+    """Merges of two changes of a paragraph have kept both."""
+    text = re.sub(r"\s+", " ", path.read_text())
+    sentences = Counter(
+        part for part in re.split(r"(?<=[.:;]) ", text) if len(part) >= SENTENCE_LENGTH_MIN
+    )
+    assert [sentence for sentence, count in sentences.items() if count > 1] == []
 
 
 def test_every_command_that_a_message_names_can_be_typed() -> None:

@@ -17,6 +17,7 @@ import msgspec
 
 from isochrone import __version__
 from isochrone.service.clock import utc_now
+from isochrone.service.network.connection_errors import describe_connection_error
 from isochrone.service.network.name_cache import CachedResolver, NameCache
 from isochrone.service.trust import identity as identities
 from isochrone.service.trust.certificate_renewal import CertificateRenewal
@@ -340,7 +341,9 @@ class ControlLink:
         return LinkRefused(f"{refused.code}: {refused.reason}", wait_s)
 
     def _log_refusal(self, url: str, error: Exception) -> None:
-        reason = str(error) or type(error).__name__
+        # A scheduler's certificate is of the cluster's authority: no other can be set.
+        is_certificate = isinstance(error, aiohttp.ClientConnectorCertificateError)
+        reason = str(error) if is_certificate else describe_connection_error(url, error)
         # Each reason is logged once: a scheduler that is down for a day must not fill the logs.
         if reason != self._logged.get(url):
             self._logged[url] = reason

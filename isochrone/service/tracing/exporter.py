@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from isochrone.service.config import read_secret
 from isochrone.service.loop import Loop
+from isochrone.service.network.connection_errors import describe_connection_error
 from isochrone.service.network.name_cache import CachedResolver, NameCache
 from isochrone.service.tracing import names
 from isochrone.service.tracing.spans import AttributeValue, Span
@@ -168,7 +169,7 @@ class SpanExporter:
                 wait_s = float(parse_digits(answer.headers.get("retry-after", ""), 6) or 0)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             self._postpone(wait_s)
-            raise self._failure(str(error) or type(error).__name__) from error
+            raise self._failure(describe_connection_error(self._url, error)) from error
         if status in RETRYABLE:
             self._postpone(wait_s)
             raise self._failure(f"it answered {status}")

@@ -50,7 +50,7 @@ CACHE_SALT: Final = "x-isochrone-cache-salt"
 
 TOKENS: Final = "x-isochrone-tokens"
 DEADLINE_MS: Final = "x-isochrone-deadline-ms"
-PENDING_PREFILL_TOKENS: Final = "x-isochrone-unread-tokens"
+PENDING_PREFILL_TOKENS: Final = "x-isochrone-pending-prefill-tokens"
 """The prompt's tokens that the replica's prefix cache does not hold, as the router estimates."""
 
 PREFILL_MS: Final = "x-isochrone-prefill-ms"
@@ -66,7 +66,7 @@ PREEMPTIONS: Final = "x-isochrone-preemptions"
 QUEUE_TOKENS_MAX: Final = "x-isochrone-queue-tokens-max"
 """The longest queue, in pending prefill tokens, that the router accepts at the replica."""
 
-PEER_REPLICAS: Final = "x-isochrone-siblings"
+PEER_REPLICAS: Final = "x-isochrone-peer-replicas"
 """The replicas of the PoP that could serve the request, beginning with the addressed one."""
 
 PEER_REPLICAS_MAX: Final = 4
@@ -80,7 +80,7 @@ ADAPTER: Final = "x-isochrone-adapter"
 SUSPECT: Final = "x-isochrone-suspect"
 """An engine failed while it processed this request: try it while no other such request is tried."""
 
-GENERATED_TOKENS: Final = "x-isochrone-said"
+GENERATED_TOKENS: Final = "x-isochrone-generated-tokens"
 """The tokens of this answer that the client already has: the request resumes the answer."""
 
 # Node to router.
@@ -108,7 +108,7 @@ ADAPTERS: Final = "x-isochrone-adapters"
 LOAD_FIELDS_MAX: Final = 16
 """Fields of a load that are read; names that this release does not know are skipped."""
 
-HANDOFF_REPLICA: Final = "x-isochrone-passed"
+HANDOFF_REPLICA: Final = "x-isochrone-handoff-replica"
 """The peer replica that answers instead of the addressed one."""
 
 READ_AT: Final = "x-isochrone-read-at"

@@ -22,6 +22,7 @@ import aiohttp
 from aiohttp import abc
 from yarl import URL
 
+from isochrone.service.network.connection_errors import describe_connection_error
 from isochrone.service.trust.identity import SCHEDULER_NAME
 from isochrone.wire.peers.adapter import CLUSTER_SCHEME
 from isochrone.wire.peers.batches import ADAPTER_FILE_PATH, RELAY_TOKEN
@@ -231,7 +232,7 @@ class ArtifactSources:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 return await http.get(url, headers=headers, allow_redirects=False)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            reason = str(error) or type(error).__name__
+            reason = describe_connection_error(str(url), error)
             raise ArtifactError(f"cannot reach {_printable(url)}: {reason}") from error
 
     def _access_advice(self) -> str:

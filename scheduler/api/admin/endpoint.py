@@ -97,8 +97,8 @@ class AdminRequest:
         """All names in the path."""
         self.on_commit: list[Callable[[], Awaitable[None]]] = []
         """Actions to run once the transaction is committed."""
-        self.changed_key = ""
-        """The key to publish, if that is neither in the result nor named by the path."""
+        self.changed_keys: list[KeyId] = []
+        """The keys to publish, if they are neither in the result nor named by the path."""
         self._http = http
 
     def query(self, name: str) -> str | None:
@@ -341,14 +341,17 @@ def _announce(
     """Have the jobs look at what a request has changed."""
     if endpoint.method == "GET":
         return
+    key_ids = request.changed_keys
     if not endpoint.changes_key:
         context.nudge_place()
         context.routes.mark_changed()
-    elif context.lease.is_held:
-        # Keys do not affect placement, and the other keys need not be read again. A scheduler that
-        # stands by publishes none, and would keep the ids of all that it has changed.
-        key_id = request.changed_key or getattr(result, "key_id", "") or request.name
-        context.routes.mark_key_changed(KeyId(key_id))
+    elif not key_ids:
+        # Keys do not affect placement, and the other keys need not be read again.
+        key_ids = [KeyId(getattr(result, "key_id", "") or request.name)]
+    if context.lease.is_held:
+        # A scheduler that stands by publishes none, and would keep the ids of all that it changed.
+        for key_id in key_ids:
+            context.routes.mark_key_changed(key_id)
 
 
 def _replay(stored: StoredResponse, body_sha256: str, cipher: Fernet) -> web.Response:
@@ -423,5 +426,9 @@ def not_found(kind: str, name: str) -> ApiError:
     shows = "shows all"
     if kind == "deployment":
         shows = "shows the ids, and the names that only clients use"
+    elif kind == "tenant":  # `tenants list` shows those with a budget
+        command, shows = "isochrone keys list", "shows those that have or had a key"
+    elif kind == "join token":
+        command = "isochrone nodes join-tokens"
     message = f"cannot find the {kind} {name[:128]!r}: `{command}` {shows}"
     return ApiError(ErrorCode.NOT_FOUND, message)

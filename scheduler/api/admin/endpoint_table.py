@@ -40,7 +40,12 @@ from scheduler.api.admin.endpoint import (
     read_endpoint,
     require_found,
 )
-from scheduler.api.admin.identities import create_join_token, create_revocation, list_revocations
+from scheduler.api.admin.identities import (
+    create_join_token,
+    create_revocation,
+    delete_join_token,
+    list_revocations,
+)
 from scheduler.api.admin.keys import KEY_ENDPOINTS
 from scheduler.api.admin.planning_snapshot import SNAPSHOT_ENDPOINTS
 from scheduler.api.admin.rollouts import ROLLOUT_ENDPOINTS
@@ -255,6 +260,10 @@ ENDPOINTS: Final = (
     Endpoint(
         "GET", "/v1/join-tokens", list_endpoint(identities.list_join_tokens, "token_id"),
         "List join tokens", JoinTokenView, is_list=True,
+    ),
+    Endpoint(
+        "DELETE", "/v1/join-tokens/{token_id}", delete_join_token, "Delete a join token",
+        status=204,
     ),
     Endpoint(
         "GET", "/v1/revocations", list_revocations, "List revocations", RevocationView,

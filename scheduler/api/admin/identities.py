@@ -9,7 +9,7 @@ from isochrone.wire.admin import JoinTokenBody, JoinTokenView, RevocationBody, R
 from isochrone.wire.client_keys.keys import encode_secret, secret_sha256
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import PopId
-from scheduler.api.admin.endpoint import AdminRequest, Page, new_id
+from scheduler.api.admin.endpoint import AdminRequest, Page, new_id, require_found
 from scheduler.store.fleet import identities
 
 
@@ -40,6 +40,13 @@ async def create_join_token(request: AdminRequest) -> JoinTokenView:
     await request.record("join_token.create", token_id, after=created)
     token = format_join_token(request.context.authority.fingerprint, token_id, secret)
     return msgspec.structs.replace(created, token=token)
+
+
+async def delete_join_token(request: AdminRequest) -> None:
+    """Delete a join token, so that nothing can join with it any more."""
+    deleted = await identities.delete_join_token(request.connection, request.name)
+    before = require_found(deleted, "join token", request.name)
+    await request.record("join_token.delete", before.token_id, before=before)
 
 
 async def _check_name(request: AdminRequest, body: JoinTokenBody, name: str) -> None:

@@ -1,9 +1,10 @@
 """The admin API of tenants' budgets above the limits of their keys."""
 
 import re
+from functools import partial
 from typing import Final
 
-from isochrone.wire.admin import LimitsBody, TenantBudgetView
+from isochrone.wire.admin import DeletedTenantView, LimitsBody, TenantBudgetView
 from isochrone.wire.client_keys.key_table import budget_id
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import NAME_PATTERN, TenantId
@@ -11,11 +12,15 @@ from scheduler.api.admin.endpoint import (
     AdminRequest,
     Endpoint,
     list_endpoint,
+    not_found,
     read_endpoint,
     require_found,
 )
 from scheduler.store.accounts import tenant_budgets
-from scheduler.store.accounts.tenants import first_tenants, has_tenant
+from scheduler.store.accounts.keys import revoke_all
+from scheduler.store.accounts.tenants import first_tenants, had_key, has_tenant
+from scheduler.store.client_objects.adapters import delete_adapters
+from scheduler.store.client_objects.tenant_objects import delete_objects
 
 _NAME: Final = re.compile(NAME_PATTERN)
 
@@ -70,8 +75,37 @@ async def delete_budget(request: AdminRequest) -> None:
     found = await tenant_budgets.get_budget(request.connection, request.name)
     before = require_found(found, "budget of tenant", request.name)
     await tenant_budgets.delete_budget(request.connection, before.tenant_id, request.etag)
-    request.changed_key = budget_id(before.tenant_id)
+    request.changed_keys.append(budget_id(before.tenant_id))
     await request.record("tenant.unlimit", before.tenant_id, before=before)
+
+
+async def delete_tenant_data(request: AdminRequest) -> DeletedTenantView:
+    """Revoke all keys of a tenant, end its budget, and delete all that the store has of it.
+
+    The contents of its files follow within seconds (`loops/advance_batches.py`). Usage stays, with
+    counts only, because it is billed.
+    """
+    connection, tenant_id = request.connection, TenantId(request.name)
+    if not await had_key(connection, tenant_id):
+        raise not_found("tenant", tenant_id)
+    request.changed_keys += await revoke_all(connection, tenant_id)
+    for key_id in request.changed_keys:
+        # If this scheduler stands by, the acting one finds changed keys by their events.
+        if key_id != budget_id(tenant_id):
+            await request.record("key.revoke", key_id)
+    counts = await delete_objects(connection, tenant_id)
+    adapters = await delete_adapters(connection, tenant_id)
+    if request.context.adapters is not None:
+        for adapter in adapters:
+            request.on_commit.append(partial(request.context.adapters.delete_files, adapter.files))
+    after = DeletedTenantView(
+        tenant_id=tenant_id,
+        keys=len(request.changed_keys),
+        adapters=len(adapters),
+        **counts._asdict(),
+    )
+    await request.record("tenant.delete", tenant_id, after=after)
+    return after
 
 
 TENANT_ENDPOINTS: Final = (
@@ -100,5 +134,10 @@ TENANT_ENDPOINTS: Final = (
         "End a tenant's budget",
         status=204,
         changes_key=True,
+    ),
+    Endpoint(
+        *("DELETE", "/v1/tenants/{tenant_id}/data", delete_tenant_data),
+        "Revoke a tenant's keys and delete its data",
+        DeletedTenantView,
     ),
 )

@@ -233,6 +233,16 @@ async def revoke_key(connection: Connection, key_id: str, etag: int | None) -> N
         raise EtagMoved(key_id)
 
 
+async def revoke_all(connection: Connection, tenant_id: str) -> list[KeyId]:
+    """Revoke a tenant's keys and end its budget; return the ids that were not revoked before."""
+    rows = await connection.fetch(
+        "UPDATE api_key SET revoked_at = clock_timestamp(), etag = etag + 1"
+        " WHERE tenant_id = $1 AND revoked_at IS NULL RETURNING key_id",
+        tenant_id,
+    )
+    return [KeyId(row["key_id"]) for row in rows]
+
+
 def _entry(row: asyncpg.Record) -> KeyEntry:
     limits = msgspec.json.decode(row["limits"], type=KeyLimits)
     is_spent = (0 < limits.tokens_per_day <= row["tokens"]) or (

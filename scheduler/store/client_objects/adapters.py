@@ -317,3 +317,12 @@ async def delete_adapter(connection: Connection, adapter_id: str) -> StoredAdapt
         adapter_id,
     )
     return _adapter(row) if row else None
+
+
+async def delete_adapters(connection: Connection, tenant_id: str) -> list[StoredAdapter]:
+    """Delete all adapters of a tenant; return what they were."""
+    rows = await connection.fetch(
+        f"DELETE FROM adapter WHERE tenant_id = $1 RETURNING {_COLUMNS}",  # noqa: S608
+        tenant_id,
+    )
+    return [_adapter(row) for row in rows]

@@ -92,6 +92,15 @@ async def list_join_tokens(connection: Connection, after: str, limit: int) -> li
     return [as_struct(row, JoinTokenView) for row in rows]
 
 
+async def delete_join_token(connection: Connection, token_id: str) -> JoinTokenView | None:
+    """Delete a join token; return what it was."""
+    row = await connection.fetchrow(
+        f"DELETE FROM join_token WHERE token_id = $1 RETURNING {_JOIN_COLUMNS}",  # noqa: S608
+        token_id,
+    )
+    return as_struct(row, JoinTokenView) if row else None
+
+
 class UsedJoinToken(msgspec.Struct, frozen=True, kw_only=True):
     """The rights of a used join token: its PoP, and whether it is bound to the peer's name."""
 
@@ -164,7 +173,11 @@ def _require_joinable(peer: asyncpg.Record, role: PeerRole, name: str, pop: PopI
         hint = f", or readmit it (`isochrone nodes readmit {name}`)" * (role is PeerRole.AGENT)
         raise NameRevoked(f"{name} is revoked; use another name{hint}")
     if peer["pop"] != pop:
-        raise NameTaken(f"{name} is in another PoP")
+        group = "nodes" if role is PeerRole.AGENT else "routers"
+        raise NameTaken(
+            f"{name} is in another PoP, {peer['pop']}; to move it, delete it there first"
+            f" (`isochrone {group} delete {name}`)"
+        )
 
 
 async def may_renew(connection: Connection, role: PeerRole, name: str, serial: str) -> bool:

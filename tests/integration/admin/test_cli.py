@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from isochrone.cli.main import main
 from tests.integration.admin.conftest import TOKEN, Admin
+from tests.integration.router.catalogue import add_deployment
 from tests.integration.router.test_finetunes import add_deployments
 
 
@@ -215,3 +216,18 @@ async def test_a_key_for_regions_without_a_kept_replica_gets_a_note(admin: Admin
     assert warm[0] == 0, warm[2]
     assert (await run_cli(admin, *create))[2] == ""
     assert (await run_cli(admin, "keys", "create", "acme"))[2] == ""
+
+
+async def test_a_limit_of_spend_names_the_models_that_it_does_not_limit(admin: Admin) -> None:
+    await add_deployment(admin, "tiny", "mock", "tiny")
+    create = ("keys", "create", "acme")
+    code, out, err = await run_cli(admin, *create, "--spend-per-month", "5")
+    assert (code, out[:4], "does not limit tiny: set a price" in err) == (0, "iso_", True)
+    limit = ("tenants", "limit", "acme")
+    assert "does not limit tiny" in (await run_cli(admin, *limit, "--spend-per-day", "5"))[2]
+    assert (await run_cli(admin, *limit, "--tokens-per-day", "5"))[2] == ""
+    assert (await run_cli(admin, *limit, "--spend-per-day", "0"))[2] == ""
+    model = (await admin.ask("GET", "/v1/models/tiny")).body["model"]
+    priced = {**model, "price": {"prompt_per_million": 1.0, "output_per_million": 2.0}}
+    assert (await admin.ask("PUT", "/v1/models/tiny", priced)).status == 200
+    assert (await run_cli(admin, *limit, "--spend-per-day", "5"))[2] == ""

@@ -156,7 +156,7 @@ async def test_no_token_is_made_for_a_name_that_would_be_refused(
     assert (await run_cli(admin, "pops", "add", "fra", *PLACE))[0] == 0
     code, out, err = await run_cli(admin, "nodes", "join-token", "fra", "--name", "n1")
     assert (code, out) == (1, "")
-    assert "n1 is in another PoP" in err
+    assert "n1 is in another PoP, ams; to move it, delete it there first (`isochrone nodes" in err
     assert (await run_cli(admin, "nodes", "join-token", "ams", "--name", "n1"))[0] == 0
     router = ("--name", "n1", "--role", "router")
     assert (await run_cli(admin, "nodes", "join-token", "fra", *router))[0] == 0
@@ -293,3 +293,17 @@ async def test_clients_without_a_token_cannot_keep_the_database_busy(
         return False
 
     await until("the next one joins", has_joined)
+
+
+async def test_nothing_joins_with_a_token_that_was_deleted(admin: Admin, tmp_path: Path) -> None:
+    await admin.pop()
+    made = ("nodes", "join-token", "ams", "--uses", "2", "--ttl", "30d")
+    token = (await run_cli(admin, *made))[1].strip()
+    token_id = token.split("_")[2]
+    assert token_id in (await run_cli(admin, "nodes", "join-tokens"))[1]
+    delete = ("nodes", "delete-join-token", token_id)
+    assert (await run_cli(admin, *delete))[::2] == (0, f"deleted {token_id}\n")
+    with pytest.raises(IdentityError, match="the token is unknown, used, expired"):
+        await joining(admin, tmp_path, token)
+    code, _, err = await run_cli(admin, *delete)
+    assert (code, "`isochrone nodes join-tokens` shows all" in err) == (1, True)

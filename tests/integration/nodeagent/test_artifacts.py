@@ -28,6 +28,7 @@ from nodeagent.host.artifacts.artifact_store import ArtifactStore
 from nodeagent.host.artifacts.download import ArtifactError, FileDownload
 from nodeagent.host.artifacts.link import TransferLink
 from nodeagent.host.artifacts.sources import ArtifactSources
+from tests.ports import free_port
 
 BODY = bytes(range(256)) * 4096
 MINIMUM_RATE = MinimumRate(bytes_per_s=100_000.0, window_s=0.2)
@@ -256,6 +257,12 @@ async def test_private_addresses_are_refused(tmp_path: Path, source: str, words:
     store = a_store(tmp_path, private=False)
     with pytest.raises(ArtifactError, match=words):
         await fetched(store, artifact_of(source, {"m.gguf": b"x"}))
+
+
+async def test_an_origin_that_is_down_is_named_with_the_reason(tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(ArtifactError, match=f"^cannot reach {url}/m.gguf: Connection refused$"):
+        await fetched(a_store(tmp_path), artifact_of(url, {"m.gguf": b"x"}))
 
 
 async def test_too_many_redirects_are_refused(tmp_path: Path, origin: tuple[Origin, str]) -> None:

@@ -336,7 +336,7 @@ async def test_a_handoff_and_its_end_are_announced_before_the_answer(node: Node)
         whole = (await reader.read()).decode()
         writer.close()
         assert whole.endswith("data: [DONE]\n\n\r\n0\r\n\r\n")
-        found = re.findall(r"HTTP/1.1 (\d+)|x-isochrone-passed: (\w+)", whole)
+        found = re.findall(r"HTTP/1.1 (\d+)|x-isochrone-handoff-replica: (\w+)", whole)
         return [status or replica for status, replica in found]
 
     assert await response_heads() == ["103", "r2", "200", "r2"]

@@ -342,7 +342,7 @@ async def check_handoff(fleet: TwoLegs) -> None:
     answer = await fleet.ask(prompt, "p1", at="p2")
     queued.release()
     assert (answer.heads, answer.text) == (["103", "103", "p1", "200"], alone.text)
-    assert "x-isochrone-passed: d" in answer.body
+    assert "x-isochrone-handoff-replica: d" in answer.body
     assert prefilled() == before + 1
     await until("tokens are released", fleet.is_idle, 10.0)
 

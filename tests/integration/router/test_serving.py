@@ -570,7 +570,7 @@ async def test_a_handed_off_request_is_recorded_at_the_peer_and_its_failure_at_n
         )
         assert response_headers["x-isochrone-node"] == "n2"
         assert words(events).split() == [f"t{n}" for n in range(8)]
-        named = parse_peer_replicas(target.request_headers[0]["x-isochrone-siblings"])
+        named = parse_peer_replicas(target.request_headers[0]["x-isochrone-peer-replicas"])
         assert [replica.replica_id for replica in named] == ["r-n1", "r-n2", "r-n3"]
         assert (peer.requests, other.requests) == (0, 0)
         binding = fleet.sessions.lookup("acme/s", fleet.clock())

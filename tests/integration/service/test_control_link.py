@@ -24,6 +24,10 @@ from tests.system.harness import until
 ROUNDS = 4
 
 
+async def welcome_nobody(welcome: object) -> None:
+    pytest.fail("no scheduler runs")
+
+
 async def test_each_scheduler_that_is_down_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -34,10 +38,7 @@ async def test_each_scheduler_that_is_down_is_logged_once(
     router = a_peer(Authority.create(tmp_path / "a", "ours", NOW), "r1", PeerRole.ROUTER)
     urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
 
-    async def never(welcome: object) -> None:
-        pytest.fail("no scheduler runs")
-
-    link = a_link(router, urls, never)
+    link = a_link(router, urls, welcome_nobody)
     serve_connection = link._serve_connection
 
     async def count(*given: object) -> None:
@@ -56,7 +57,26 @@ async def test_each_scheduler_that_is_down_is_logged_once(
         with suppress(asyncio.CancelledError):
             await dialling
     logged = [record for record in caplog.records if "no connection" in record.message]
-    assert len(logged) == len(urls)
+    assert [record.__dict__["fields"] for record in logged] == [
+        {"scheduler": url, "reason": "Connection refused"} for url in urls
+    ]
+
+
+async def test_a_url_with_the_wrong_scheme_is_refused_with_what_to_change(tmp_path: Path) -> None:
+    """The reason was what OpenSSL says of the first bytes."""
+    router = a_peer(Authority.create(tmp_path / "a", "ours", NOW), "r1", PeerRole.ROUTER)
+    async with serve_http(web.Application(), "127.0.0.1", 0) as port:
+        link = a_link(router, [f"https://127.0.0.1:{port}"], welcome_nobody)
+
+        async def is_refused() -> bool:
+            return bool(link.last_refusal)
+
+        dialling = asyncio.create_task(link.run())
+        await until("the connection is refused", is_refused, 10.0)
+        dialling.cancel()
+        with suppress(asyncio.CancelledError):
+            await dialling
+    assert "if it serves without TLS, write the URL with http:" in link.last_refusal
 
 
 async def test_after_a_scheduler_that_hangs_another_one_is_dialled(

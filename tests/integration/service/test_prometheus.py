@@ -12,22 +12,37 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from tests.ports import free_port
-from tests.system.harness import Fleet, a_fleet, until
+from tests.system.harness import CITIES, Fleet, a_fleet, until
+from tests.unit.dashboard import dashboard_queries, evaluable
 
 SETTINGS = Path(__file__).parents[3] / "ops" / "prometheus"
+
+OF_EVENTS = (
+    *("router_errors", "router_refusals", "router_retries", "sleep_switch", "kv_found_tokens"),
+    "stall_seconds",
+)
+"""Their metrics have no series before the first event."""
+
+ITL = next(query.expression for query in dashboard_queries() if "decode_" in query.expression)
 
 pytestmark = pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="there is no prometheus (Debian has a package)"
 )
 
 
-def settings_for(targets: Mapping[str, Sequence[str]], folder: Path) -> Path:
+Targets = Mapping[str, Sequence[Mapping[str, Any]]]
+"""The static targets of each job, as the settings have them."""
+
+
+def settings_for(targets: Targets, folder: Path) -> Path:
     """Write the settings for these targets of each job; return the file."""
     settings = yaml.safe_load((SETTINGS / "prometheus.yml").read_text())
     settings["global"] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
     assert {job["job_name"] for job in settings["scrape_configs"]} == targets.keys()
     for job in settings["scrape_configs"]:
-        job["static_configs"] = [{"targets": list(targets[job["job_name"]])}]
+        labels = [{*target.get("labels", ())} for target in job["static_configs"]]
+        job["static_configs"] = targets[job["job_name"]]
+        assert labels == [{*target.get("labels", ())} for target in job["static_configs"]]
         job.pop("scheme", None)  # this fleet has no TLS
     for rules in settings["rule_files"]:
         shutil.copy(SETTINGS / rules, folder)
@@ -69,9 +84,7 @@ class Prometheus:
 
 
 @asynccontextmanager
-async def a_prometheus(
-    targets: Mapping[str, Sequence[str]], folder: Path
-) -> AsyncIterator[Prometheus]:
+async def a_prometheus(targets: Targets, folder: Path) -> AsyncIterator[Prometheus]:
     """Run Prometheus for these targets of each job."""
     address = f"127.0.0.1:{free_port()}"
     with (folder / "printed").open("wb") as printed:
@@ -119,18 +132,53 @@ async def lint(url: str) -> str:
     return "\n".join(line for line in lines if not line.endswith("abbreviated units"))
 
 
+async def check_dashboard(prometheus: Prometheus, fleet: Fleet) -> None:
+    """Evaluate each query of the dashboard: all have data, but for events that did not happen."""
+
+    async def is_itl_known() -> bool:
+        await chat(fleet, stream=True)
+        rows = (await prometheus.get("query", query=evaluable(ITL)))["result"]
+        return [row["metric"] for row in rows] == [{"pop": "ams"}] and (
+            0.0 < float(rows[0]["value"][1]) < 1.0
+        )
+
+    await until("the inter-token latency is known", is_itl_known)
+
+    async def without_data() -> set[str]:
+        expressions = [query.expression for query in dashboard_queries()]
+        return {
+            expression
+            for expression in expressions
+            if not (await prometheus.get("query", query=evaluable(expression)))["result"]
+            and not any(name in expression for name in OF_EVENTS)
+        }
+
+    async def have_data() -> bool:
+        return not await without_data()
+
+    try:
+        await until("the dashboard's queries have data", have_data)
+    except AssertionError:
+        pytest.fail(f"these have none: {await without_data()}")
+
+
 async def test_it_scrapes_all_services_and_its_rules_hold(tmp_path: Path) -> None:
     async with a_fleet() as fleet:
         await fleet.deploy(replicas=2)
-        urls = {
-            "isochrone-scheduler": [fleet.admin_url()],
-            "isochrone-router": [fleet.url("router-ams"), fleet.url("router-sin")],
-            "isochrone-nodeagent": [fleet.url("node-ams"), fleet.url("node-sin")],
+        parts = [f"{kind}-{pop}" for kind in ("router", "node") for pop in CITIES]
+        urls = [fleet.admin_url(), *map(fleet.url, parts)]
+        assert [text for url in urls if (text := await lint(url))] == []
+        targets: dict[str, list[dict[str, Any]]] = {
+            "isochrone-scheduler": [{"targets": [fleet.admin_url().removeprefix("http://")]}]
         }
-        assert [
-            text for of_job in urls.values() for url in of_job if (text := await lint(url))
-        ] == []
-        targets = {job: [url.removeprefix("http://") for url in of] for job, of in urls.items()}
+        for job, kind in (("isochrone-router", "router"), ("isochrone-nodeagent", "node")):
+            targets[job] = [
+                {
+                    "targets": [fleet.url(f"{kind}-{pop}").removeprefix("http://")],
+                    "labels": {"pop": pop},
+                }
+                for pop in CITIES
+            ]
         async with a_prometheus(targets, tmp_path) as prometheus:
 
             async def are_up() -> bool:
@@ -153,6 +201,7 @@ async def test_it_scrapes_all_services_and_its_rules_hold(tmp_path: Path) -> Non
                 return values[0] >= 2 and all(value > 0 for value in values)
 
             await until("its series have the two requests", have_counted)
+            await check_dashboard(prometheus, fleet)
 
             async def are_evaluated() -> bool:
                 return {rule["health"] for rule in await prometheus.rules()} == {"ok"}
