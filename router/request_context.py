@@ -217,7 +217,7 @@ class RequestContext:
 
     __slots__ = (
         "adapter_holders", "attempt", "engine_usage", "excluded", "expected", "fingerprint",
-        "found_no_replica", "is_declined", "is_recorded", "is_suspect", "outcome",
+        "found_no_replica", "held_bytes", "is_declined", "is_recorded", "is_suspect", "outcome",
         "prompt_tokens_estimate", "queue_entry", "request", "stream", "times", "trace",
     )  # fmt: skip
 
@@ -230,6 +230,8 @@ class RequestContext:
         self.outcome = OUTCOME_FAILED
         self.is_declined = self.is_recorded = False
         self.found_no_replica = False
+        self.held_bytes = 0
+        """The bytes of its body that count against its tenant's share."""
         self.fingerprint = b""
         self.is_suspect = False
         self.queue_entry: QueueEntry | None = None
