@@ -21,8 +21,11 @@ JSON_DEPTH_MAX: Final = BRACKETS_FEW
 Rust, accepts 127; pydantic accepts 200, msgspec and Python's json somewhat less than 1000. Below 96
 fit a JSON schema of 64 levels, the engine's own limit, and the request around it."""
 
-JSON_CONTAINERS_MAX: Final = 400_000
+JSON_CONTAINERS_MAX: Final = 100_000
 """Arrays and objects in a body. More than any real request has; it bounds the work of parsing."""
+
+JSON_STRINGS_MAX: Final = 200_000
+"""Texts and names of fields in a body, for the same reason. A `logit_bias` may have a vocabulary."""
 
 _NOT_BRACKETS_OR_QUOTES: Final = bytes(byte for byte in range(256) if byte not in b'[]{}"')
 _STEP: Final = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
@@ -33,7 +36,7 @@ class UnsafeJson(ValueError):
 
 
 def check_json_body(body: bytes) -> None:
-    """Raise UnsafeJson for invalid UTF-8, a lone surrogate, or too much nesting.
+    """Raise UnsafeJson for invalid UTF-8, a lone surrogate, too much nesting or too many strings.
 
     The syntax is left to the decoder that follows.
     """
@@ -47,6 +50,11 @@ def check_json_body(body: bytes) -> None:
         raise UnsafeJson("it has a lone surrogate (\\ud800 to \\udfff without its other half)")
     if found & MANY_BRACKETS:
         _check_nesting(body)
+    # A quote that begins a string has no backslash before it. Most bodies are too short for that.
+    if len(body) > 2 * JSON_STRINGS_MAX and (
+        body.count(b'"') - body.count(b'\\"') > 2 * JSON_STRINGS_MAX
+    ):
+        raise UnsafeJson(f"more than {JSON_STRINGS_MAX} strings")
 
 
 def _check_nesting(body: bytes) -> None:
