@@ -149,8 +149,10 @@ class RequestPipeline:
         context.is_recorded = True
         usage = context.usage()
         now_s = self._clock()
-        total_tokens = usage.prompt_tokens + usage.output_tokens
-        admitted.settle(total_tokens, now_s, context.request.cost(usage))
+        drawn = usage.prompt_tokens + usage.output_tokens
+        if not drawn and context.is_cancelled_at_replica:
+            drawn = context.prompt_tokens_estimate
+        admitted.settle(drawn, now_s, context.request.cost(usage))
         self._recorder.record(context, usage, now_s)
         if self._tracer is not None:
             self._tracer.end(context)

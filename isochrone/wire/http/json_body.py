@@ -25,7 +25,7 @@ JSON_CONTAINERS_MAX: Final = 100_000
 """Arrays and objects in a body. More than any real request has; it bounds the work of parsing."""
 
 JSON_STRINGS_MAX: Final = 200_000
-"""Texts and names of fields in a body, for the same reason. A `logit_bias` may have a vocabulary."""
+"""Texts and names of fields in a body, for the same reason. A `logit_bias` may name each token."""
 
 _NOT_BRACKETS_OR_QUOTES: Final = bytes(byte for byte in range(256) if byte not in b'[]{}"')
 _STEP: Final = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}

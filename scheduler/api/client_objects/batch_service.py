@@ -93,7 +93,7 @@ class BatchService:
     ) -> None:
         """Tenants take `turns` where a request of theirs uses the pool.
 
-        Requests that send or take a file take none: they are long, and use it for a moment.
+        Requests for a file itself take none: they are long, and have turns at the disk.
         """
         self._pool = pool
         self._folder, self._limits, self._nudge = storage
@@ -127,7 +127,7 @@ class BatchService:
             ("GET", "/v1/files", limited(files.list)),
             ("GET", "/v1/files/{file_id}", limited(files.show)),
             ("GET", "/v1/files/{file_id}/content", files.content),
-            ("DELETE", "/v1/files/{file_id}", limited(files.delete)),
+            ("DELETE", "/v1/files/{file_id}", files.delete),
             ("POST", "/v1/batches", limited(create_batch)),
             ("GET", "/v1/batches", limited(batches.list)),
             ("GET", "/v1/batches/{batch_id}", limited(batches.show)),
