@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from isochrone.wire.peers.routes import KeyLimits
+from router.decide.admission.body_limits import ParseBudget
 from scheduler.api.client_objects import responses as response_endpoints
 from scheduler.decide.response_limits import ResponseLimits
 from tests.integration.admin.conftest import admin
@@ -327,3 +328,20 @@ async def test_another_router_answers_what_a_dead_one_has_begun(bench: BatchBenc
     job.close()
     bench.node.ttft_s = 0.0
     assert (await ended(bench, queued.id)).output_text.startswith("t0")
+
+
+async def test_stored_items_are_charged_to_the_parse_budget(
+    bench: BatchBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request of a few bytes may continue 8 MiB, or refer to more."""
+    create: Any = bench.client.responses.create
+    first = await create(model="tiny", input="x" * 1500, store=True, instructions="y" * 3000)
+    reference = {"type": "item_reference", "id": first.output[0].id}
+    for fields in (
+        {"input": "more", "previous_response_id": first.id, "store": False},
+        {"input": [reference]},
+    ):
+        monkeypatch.setattr(bench.app.server.bodies, "_budget", ParseBudget(100.0))
+        assert (await create(model="tiny", **fields)).output_text
+        with pytest.raises(openai.RateLimitError, match="need more work than"):
+            await create(model="tiny", **fields)
