@@ -8,6 +8,7 @@ import pytest
 
 from isochrone.wire.peers.routes import KeyLimits
 from router.decide.admission.body_limits import ParseBudget
+from scheduler.api.client_objects import conversations as conversation_endpoints
 from scheduler.api.client_objects import responses as response_endpoints
 from scheduler.decide.response_limits import ResponseLimits
 from tests.integration.admin.conftest import admin
@@ -232,13 +233,14 @@ async def test_a_large_conversation_is_never_in_memory_as_a_whole(
     bench: BatchBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tenant may store 256 MiB in one; each list of items and each response read all of it."""
+    monkeypatch.setattr(conversation_endpoints, "PAGE_BYTES_MAX", 4000)
     conversations = bench.client.conversations
     made = await conversations.create()
     for _ in range(3):
         item = {"type": "message", "role": "user", "content": "x" * 2_500}
         await conversations.items.create(made.id, items=[item])  # type: ignore[list-item]
     page = await conversations.items.list(made.id, limit=100)
-    assert (len(page.data), page.has_more) == (2, True), "up to context_bytes_max, and an item"
+    assert (len(page.data), page.has_more) == (2, True), "up to PAGE_BYTES_MAX, and an item"
     assert len([item async for item in conversations.items.list(made.id, order="asc")]) == 3
 
     async def read_all(*_: object) -> list[bytes]:
