@@ -2,10 +2,10 @@
 
 import asyncio
 from collections import Counter
-from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.api.client_objects.relayed import TURNS_MAX, ClientTurns
@@ -30,10 +30,14 @@ class Database:
 
 async def test_a_flood_of_one_tenant_leaves_turns_and_connections_for_others() -> None:
     """64 readers of one tenant had all connections: jobs and other tenants got none in time."""
-    database, none = Database(), Any
-    handle = ClientTurns().limited(database.handle)
-    flood = [asyncio.create_task(handle(none, "flood")) for _ in range(64)]
-    small = asyncio.create_task(handle(none, "small"))
+    database = Database()
+    limited, request = ClientTurns().limited(database.handle), make_mocked_request("GET", "/")
+
+    async def ask(tenant_id: str) -> None:
+        await limited(request, tenant_id)
+
+    flood = [asyncio.create_task(ask("flood")) for _ in range(64)]
+    small = asyncio.create_task(ask("small"))
     for _ in range(TURNS_MAX // 2 + 1):
         await database.begun.acquire()
     assert database.running == {"flood": TURNS_MAX // 2, "small": 1}
