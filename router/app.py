@@ -240,6 +240,7 @@ class RouterApp:
         """Return the server of the public port, and create what answers batches."""
         self.stored = compose_stored_answers(
             *(self.config, self.batch_client, self.surface, self.pipeline.serve, self.metrics),
+            charge=lambda key, size_bytes: self.server.bodies.charge_stored(key, size_bytes),
             keys=lambda: self.fleet.directory.keys,
             may_lease=lambda: (
                 self.fleet.directory.table is not None and not self.server.is_draining

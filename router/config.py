@@ -81,7 +81,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     answer_bytes_max: Bytes = 64 * 1024 * 1024
     # Complete answers in a process's memory; of one node at most as much as is free. As much again
     # for answers that clients have not read; a tenant whose clients leave more unread than is free
-    # has its next answer broken off.
+    # has its next answer broken off. And as much again for the bodies of 64 KiB or more whose
+    # requests are being answered; a tenant's are refused beyond what is free.
     answers_held_bytes_max: Bytes = 1024 * 1024 * 1024
     attempts_max: Annotated[int, msgspec.Meta(ge=1, le=10)] = 3
     # The retry budget: retries per request.

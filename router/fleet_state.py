@@ -183,6 +183,18 @@ class FleetState:
             return bool(replicas)
         return bool(replicas - self.directory.replicas_outside(regions))
 
+    def why_no_replica(self, deployment_id: DeploymentId, regions: tuple[str, ...]) -> str:
+        """Say that no replica is ready, and if the regions of a key are why, what helps."""
+        if not regions:
+            return "no replica is ready yet"
+        reason = f"no replica is ready yet in the regions of this key ({', '.join(regions)})"
+        if self.has_replica(deployment_id):
+            reason += (
+                "; others are elsewhere, and a key alone starts none: ask the operator to keep one"
+                " there (`keep_warm`)"
+            )
+        return reason
+
     def draw_version(
         self, entry: DeploymentEntry, subject: str, outside: Set[ReplicaId]
     ) -> VersionDraw:

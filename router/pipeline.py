@@ -26,6 +26,7 @@ from router.dataplane.inline_task import inline_sleep
 from router.dataplane.response_checks import client_error_body
 from router.dataplane.upstream import Upstream
 from router.dataplane.usage import UsageCount
+from router.decide.admission.body_limits import AnsweredBodies
 from router.decide.admission.limits import AdmittedRequest, KeyLimiter
 from router.decide.admission.retry_after import spread_retry_after_s
 from router.decide.admission.retry_budget import RetryBudget
@@ -97,6 +98,7 @@ class RequestPipeline:
             tracer=tracer,
         )
         self._retry_budget = RetryBudget(config.retry_ratio)
+        self._bodies = AnsweredBodies(config.answers_held_bytes_max)
         self.queue = AdmissionQueue(config.queue_depth_max, config.queue_bytes_max, clock)
         fleet.on_capacity(self.queue.wake)
 
@@ -112,6 +114,7 @@ class RequestPipeline:
         if self._tracer is not None:
             context.trace = self._tracer.begin(request)
         try:
+            context.held_bytes = self._bodies.hold(request.tenant_id, len(request.body))
             self._poison_guard.check(context)
             exchange = await self._send_until_answered(context)
             if exchange.is_stream:
@@ -129,6 +132,7 @@ class RequestPipeline:
             raise
         finally:
             context.release()
+            self._bodies.release(request.tenant_id, context.held_bytes)
             if context.queue_entry is not None:
                 self.queue.leave(context.queue_entry)
             self._poison_guard.record_end(context)
@@ -145,8 +149,10 @@ class RequestPipeline:
         context.is_recorded = True
         usage = context.usage()
         now_s = self._clock()
-        total_tokens = usage.prompt_tokens + usage.output_tokens
-        admitted.settle(total_tokens, now_s, context.request.cost(usage))
+        drawn = usage.prompt_tokens + usage.output_tokens
+        if not drawn and context.is_cancelled_at_replica:
+            drawn = context.prompt_tokens_estimate
+        admitted.settle(drawn, now_s, context.request.cost(usage))
         self._recorder.record(context, usage, now_s)
         if self._tracer is not None:
             self._tracer.end(context)
@@ -252,9 +258,10 @@ class RequestPipeline:
         except AdmissionRefused as refused:
             if has_no_replica and not is_full:
                 self._metrics.refusals.labels("no_replica").inc()
+                why = self._fleet.why_no_replica(request.deployment_id, request.regions)
                 raise ApiError(
                     ErrorCode.UNAVAILABLE,
-                    f"cannot serve {request.deployment.name} now: {self._why_no_replica(request)}",
+                    f"cannot serve {request.deployment.name} now: {why}",
                     retry_after_s=spread_retry_after_s(
                         NO_REPLICA_RETRY_AFTER_S, request.request_id
                     ),
@@ -270,19 +277,6 @@ class RequestPipeline:
         finally:
             if self._tracer is not None:
                 self._tracer.add_wait(context, waiting_since_s)
-
-    def _why_no_replica(self, request: InferenceRequest) -> str:
-        """Say that no replica is ready, and if the regions of the key are why, what helps."""
-        regions = request.regions
-        if not regions:
-            return "no replica is ready yet"
-        reason = f"no replica is ready yet in the regions of this key ({', '.join(regions)})"
-        if self._fleet.has_replica(request.deployment_id):
-            reason += (
-                "; others are elsewhere, and a key alone starts none: ask the operator to keep one"
-                " there (`keep_warm`)"
-            )
-        return reason
 
     def fail_node(self, node_id: NodeId, since_s: float) -> None:
         """Let the requests that wait for a lost node, silent since `since_s`, go elsewhere."""

@@ -42,6 +42,7 @@ PROMPT_TOKENS: Final = headers.PROMPT_TOKENS.encode()
 OUTCOME_FAILED: Final = RequestOutcome.FAILED
 OUTCOME_COMPLETE: Final = RequestOutcome.COMPLETE
 OUTCOME_REFUSED: Final = RequestOutcome.REFUSED
+OUTCOME_CANCELLED: Final = RequestOutcome.CANCELLED
 RANKED: Final = AttemptState.RANKED
 
 QUEUE_REFUSALS_MAX: Final = 12
@@ -217,7 +218,7 @@ class RequestContext:
 
     __slots__ = (
         "adapter_holders", "attempt", "engine_usage", "excluded", "expected", "fingerprint",
-        "found_no_replica", "is_declined", "is_recorded", "is_suspect", "outcome",
+        "found_no_replica", "held_bytes", "is_declined", "is_recorded", "is_suspect", "outcome",
         "prompt_tokens_estimate", "queue_entry", "request", "stream", "times", "trace",
     )  # fmt: skip
 
@@ -230,6 +231,8 @@ class RequestContext:
         self.outcome = OUTCOME_FAILED
         self.is_declined = self.is_recorded = False
         self.found_no_replica = False
+        self.held_bytes = 0
+        """The bytes of its body that count against its tenant's share."""
         self.fingerprint = b""
         self.is_suspect = False
         self.queue_entry: QueueEntry | None = None
@@ -260,6 +263,15 @@ class RequestContext:
     def has_uncounted_attempt(self) -> bool:
         """Whether the last attempt is still to be counted; failures are counted as they happen."""
         return self.attempt is not None and self.attempt.state not in FAULTY
+
+    @property
+    def is_cancelled_at_replica(self) -> bool:
+        """Whether its client left while a replica had it, which may have read its prompt.
+
+        That is no usage, because nothing came of it, but it counts against the key's limits: with
+        such requests a key could have any number of prompts read.
+        """
+        return self.outcome is OUTCOME_CANCELLED and self.attempt is not None
 
     @property
     def is_refused_if_busy(self) -> bool:

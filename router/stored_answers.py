@@ -8,7 +8,7 @@ from isochrone.wire.client_keys.key_table import KeyTable
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.apis.responses.background import BackgroundAnswerer
-from router.apis.responses.stored import Serve, StoredResponses
+from router.apis.responses.stored import Charge, Serve, StoredResponses
 from router.apis.responses.stored_routes import StoredRoutes
 from router.batch_client import BatchClient
 from router.config import RouterConfig
@@ -31,6 +31,7 @@ def compose_stored_answers(
     serve: Serve,
     metrics: Metrics,
     *,
+    charge: Charge,
     keys: Callable[[], KeyTable],
     may_lease: Callable[[], bool],
     request_ids: RequestIds,
@@ -44,6 +45,7 @@ def compose_stored_answers(
         serve=serve,
         metrics=metrics,
         is_default=config.store_responses,
+        charge=charge,
     )
     answerer = BackgroundAnswerer(openai, serve, keys, request_ids, time.monotonic)
     job = AnswerResponses(

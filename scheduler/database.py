@@ -15,6 +15,7 @@ from scheduler.store.pool import CONNECT_ERRORS, Pool, open_pool, transaction
 
 RESERVED_CONNECTIONS: Final = 2
 INTAKE_CONNECTIONS: Final = 10
+CLIENT_CONNECTIONS: Final = 16
 
 
 class Database(NamedTuple):
@@ -26,6 +27,8 @@ class Database(NamedTuple):
     """The lease and signs of life."""
     intake: Pool
     """Registrations, reports and usage, which a whole fleet may send at once."""
+    clients: Pool
+    """What routers relay of clients, or ask for them: files, batches, responses, adapters."""
     cluster_id: ClusterId
 
 
@@ -41,6 +44,8 @@ async def open_database(config: SchedulerConfig, authority: Authority) -> AsyncI
             pools.callback(reserved.terminate)
             intake = await open_pool(config.database_url, size_max=INTAKE_CONNECTIONS)
             pools.callback(intake.terminate)
+            clients = await open_pool(config.database_url, size_max=CLIENT_CONNECTIONS)
+            pools.callback(clients.terminate)
             await migrate(pool)
             async with transaction(pool) as connection:
                 cluster = await ensure_cluster(connection, ClusterId(f"c{secrets.token_hex(8)}"))
@@ -52,7 +57,7 @@ async def open_database(config: SchedulerConfig, authority: Authority) -> AsyncI
                 " (if none has, empty cluster.authority in the database and have every server join"
                 " again)"
             )
-        yield Database(pool, reserved, intake, cluster.cluster_id)
+        yield Database(pool, reserved, intake, clients, cluster.cluster_id)
 
 
 @contextmanager

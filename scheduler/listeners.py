@@ -31,6 +31,7 @@ from scheduler.api.admin.openapi import document
 from scheduler.api.client_objects.adapter_intake import AdapterIntake
 from scheduler.api.client_objects.batch_service import BatchService, BatchStorage
 from scheduler.api.client_objects.finetune_service import FinetuneTokens, add_finetune_routes
+from scheduler.api.client_objects.relayed import ClientTurns
 from scheduler.api.client_objects.response_service import add_response_routes
 from scheduler.api.control.agents import AgentEndpoint
 from scheduler.api.control.certificates import CertificateIssuer
@@ -185,13 +186,14 @@ def control_app(
     app.router.add_get("/v1/agent", agents.handle)
     app.router.add_get("/v1/router", routers.handle)
     app.router.add_post("/v1/join", join.handle)
+    turns = ClientTurns()
     if batches is not None:
-        BatchService(database.pool, batches, relay_tokens).add_routes(app)
+        BatchService(database.clients, batches, relay_tokens, turns).add_routes(app)
         intake = AdapterIntake(batches.folder, adapter_limits or AdapterLimits())
         tokens, on_change = FinetuneTokens(relay_tokens, agent_tokens), state.routes.mark_changed
-        add_finetune_routes(app, database.pool, batches.folder, intake, tokens, on_change)
+        add_finetune_routes(app, database.clients, batches.folder, intake, tokens, turns, on_change)
     if response_limits is not None:
-        add_response_routes(app, database.pool, response_limits, relay_tokens)
+        add_response_routes(app, database.clients, response_limits, relay_tokens, turns)
     return app
 
 

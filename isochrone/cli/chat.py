@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 import msgspec
 
+from isochrone.cli.client import printable
 from isochrone.service.http_responses import parse_error_body
 from isochrone.service.network.connection_errors import describe_connection_error
 from isochrone.wire.http import headers
@@ -49,7 +50,8 @@ async def chat(
             ) as response,
         ):
             if response.status != 200:
-                raise ChatFailed(parse_error_body(await response.read(), response.status).message)
+                error = parse_error_body(await response.read(), response.status)
+                raise ChatFailed(printable(error.message))
             return await _read(response, start_s, on_text)
     except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
         raise ChatFailed(f"cannot use endpoint {endpoint!r}: write it as https://host") from error
@@ -70,10 +72,10 @@ async def _read(
             continue
         frame = msgspec.json.decode(data)
         if "error" in frame:
-            raise ChatFailed(frame["error"]["message"])
+            raise ChatFailed(printable(frame["error"]["message"]))
         usage = frame.get("usage") or usage
         for choice in frame["choices"]:
-            text = choice["delta"].get("content")
+            text = printable(choice["delta"].get("content"))
             if text or choice["delta"].get("reasoning_content"):
                 last_at = time.monotonic()
                 first_at = first_at or last_at

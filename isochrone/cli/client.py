@@ -4,6 +4,7 @@ Every scheduler serves the admin API. If one cannot be reached, the client tries
 """
 
 import asyncio
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +21,9 @@ TIMEOUT_S: Final = 30.0
 UPLOAD_TIMEOUT_S: Final = 3600.0
 CONNECT_TIMEOUT_S: Final = 5.0
 PAGE_ROWS: Final = 200
+CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What a terminal would obey instead of showing it: all controls but the tab and the line feed."""
+
 NO_ADMIN_API: Final = frozenset({401, 404, 405})
 """The statuses that other services answer: they have other keys, paths and methods."""
 WHERE_TO_SET_IT: Final = (
@@ -123,7 +127,7 @@ class AdminClient:
                 if response.status >= 400:
                     raise AdminError(_error_message(url, answer, response.status))
                 try:
-                    return msgspec.json.decode(answer) if answer else None
+                    return printable(msgspec.json.decode(answer)) if answer else None
                 except msgspec.DecodeError as error:
                     raise AdminError(
                         f"cannot use the admin API at {url}: what answers there is another server;"
@@ -132,6 +136,17 @@ class AdminClient:
         raise AdminError(
             f"cannot reach the admin API {'; '.join(problems)}; {WHERE_THE_URL_IS_SET}"
         )
+
+
+def printable(value: Any) -> Any:
+    """Return decoded JSON without control characters: tenants and nodes choose some texts."""
+    if isinstance(value, str):
+        return CONTROL.sub("", value)
+    if isinstance(value, list):
+        return [printable(inner) for inner in value]
+    if isinstance(value, dict):
+        return {printable(name): printable(inner) for name, inner in value.items()}
+    return value
 
 
 async def _other_service(http: aiohttp.ClientSession, url: str) -> str:
@@ -153,7 +168,7 @@ def segment(name: str) -> str:
 
 
 def _error_message(url: str, answer: bytes, status: int) -> str:
-    message, code = parse_error_body(answer, status)
+    message, code = printable([*parse_error_body(answer, status)])
     if code == ErrorCode.INVALID_KEY:
         return f"{message}; {WHERE_TO_SET_IT}"
     if code:

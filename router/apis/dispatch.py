@@ -174,6 +174,8 @@ class ApiDispatcher:
         inference, writer = self.read_inference(request, path, client)
         if path in MESSAGES_PATHS:
             return self._serve_message(request, inference, writer, client)
+        # What is sent is the inference's body, often a copy: this one would be kept as well.
+        request.body = b""
         return self._pipeline.serve(inference, writer)
 
     def _dispatch_other(

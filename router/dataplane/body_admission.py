@@ -94,6 +94,12 @@ class BodyAdmission:
             self._budget.charge(key.key_id, charged, now_s)
         return bytes_max > 0
 
+    def charge_stored(self, key: KeyEntry, size_bytes: int) -> None:
+        """Charge stored JSON that a request of a key needs, like a body. Raises LimitExceeded."""
+        now_s = self._clock()
+        self._budget.check(key.key_id, now_s)
+        self._budget.charge(key.key_id, size_bytes, now_s)
+
     async def inflate(self, request: HttpRequest) -> None:
         """Inflate a body that was charged. Raises ApiError."""
         body, key, bytes_max = request.body, request.key, self._inflated_max(request)

@@ -20,6 +20,10 @@ HEAD_BYTES_MAX: Final = 32 * 1024
 UNPARSED_BYTES_MIN: Final = 64 * 1024
 """From this size on the rest of a body of known length is only counted: a parser would copy it."""
 
+REQUESTS_AT_ONCE_MAX: Final = 64
+"""More requests in what is read at once are refused: it may hold thousands, which would all be read
+and answered before another connection has its turn."""
+
 LARGE_PART_BYTES: Final = 16 * 1024
 """Smaller parts of a body are collected in one buffer: many must not cost an object each."""
 
@@ -68,8 +72,8 @@ class RequestReader:
     __slots__ = (
         "_authorize", "_body_bytes", "_body_bytes_max", "_bytes_max", "_clock", "_counts_rest",
         "_fields_bytes", "_first_part", "_ignores_head", "_length", "_open_upload", "_other_parts",
-        "_parser", "_receiver", "_request", "_requests_read", "_target", "_unparsed_bytes",
-        "_unparsed_bytes_min",
+        "_parser", "_receiver", "_request", "_requests_max", "_requests_read", "_target",
+        "_unparsed_bytes", "_unparsed_bytes_min",
     )  # fmt: skip
 
     def __init__(
@@ -93,7 +97,7 @@ class RequestReader:
         self._unparsed_bytes_min = unparsed_bytes_min
         self._parser = httptools.HttpRequestParser(self)
         self._ignores_head = False
-        self._requests_read = 0
+        self._requests_read = self._requests_max = 0
         # The request being read; `_length` is None until its head is complete.
         self._request: HttpRequest
         self._length: int | None
@@ -135,6 +139,7 @@ class RequestReader:
 
     def feed(self, data: bytes) -> None:
         """Parse received bytes. Raises ApiError if they are not an acceptable request."""
+        self._requests_max = self._requests_read + REQUESTS_AT_ONCE_MAX
         if self._counts_rest:
             data = self._count_rest(data)
             if not data:
@@ -266,6 +271,9 @@ class RequestReader:
         if self._other_parts:
             request.body = b"".join([self._first_part, *self._other_parts])
         request.keep_alive = keep_alive
+        if self._requests_read == self._requests_max:
+            most = f"more than {REQUESTS_AT_ONCE_MAX} requests arrive at once"
+            raise http1.malformed(f"{most}: wait for answers")
         self._requests_read += 1
         self._reset()
         self._receiver.on_request(request)

@@ -206,7 +206,7 @@ class SimScheduler:
         authority: Any = SimAuthority()
         simulated: Sequence[Any] = pools
         pool, reserved, intake = simulated
-        database = Database(pool, reserved, intake, self._world.store.cluster_id)
+        database = Database(pool, reserved, intake, pool, self._world.store.cluster_id)
         nudges = app.JobNudges(*(asyncio.Event() for _ in app.JobNudges._fields))
         state = app._make_state(config, database, nudges)
         server = PlannerServer(database.pool, config.liveness)

@@ -16,25 +16,46 @@
 
 #include "base64_letters.h"
 
-enum { NOT_ASCII = 1, SURROGATE_ESCAPE = 2, MANY_BRACKETS = 4, BRACKETS_FEW = 96 };
+enum { NOT_ASCII = 1, LONE_SURROGATE = 2, MANY_BRACKETS = 4, BRACKETS_FEW = 96 };
+enum { ESCAPE_BYTES = 2, SURROGATE_BYTES = 6 };
 
 typedef unsigned char bytes16 __attribute__((vector_size(16)));
 
-static int is_surrogate_escape(const unsigned char *at, const unsigned char *end) {
-    if (end - at < 4 || at[1] != 'u' || (at[2] | 0x20) != 'd') return 0;
-    unsigned char digit = at[3];
-    return digit == '8' || digit == '9' || ((digit | 0x20) >= 'a' && (digit | 0x20) <= 'f');
+static int is_hex(unsigned char byte) {
+    unsigned char letter = byte | 0x20;
+    return (byte >= '0' && byte <= '9') || (letter >= 'a' && letter <= 'f');
+}
+
+/* Returns whether `\uD` is at `at`, and a digit behind it from `from` on that is up to `F`. */
+static int is_surrogate(const unsigned char *at, const unsigned char *end, unsigned char from) {
+    if (end - at < 4 || *at != '\\' || at[1] != 'u' || (at[2] | 0x20) != 'd') return 0;
+    unsigned char digit = at[3] > '9' ? at[3] | 0x20 : at[3];
+    return is_hex(digit) && digit >= from;
+}
+
+static int is_pair(const unsigned char *at, const unsigned char *end) {
+    return end - at >= 2 * SURROGATE_BYTES && !is_surrogate(at, end, 'c') && is_hex(at[4]) &&
+           is_hex(at[5]) && is_surrogate(at + SURROGATE_BYTES, end, 'c') &&
+           is_hex(at[SURROGATE_BYTES + 4]) && is_hex(at[SURROGATE_BYTES + 5]);
 }
 
 struct found {
-    int has_escape, brackets;
+    int has_lone, brackets;
+    /* Backslashes before this place belong to an escape that was looked at. */
+    const unsigned char *next_escape;
 };
 
 static void look_at(const unsigned char *at, const unsigned char *end, struct found *found) {
-    if ((*at | 0x20) == '{')
+    if ((*at | 0x20) == '{') {
         found->brackets += found->brackets <= BRACKETS_FEW;
-    else if (*at == '\\' && is_surrogate_escape(at, end))
-        found->has_escape = 1;
+    } else if (*at == '\\' && at >= found->next_escape) {
+        found->next_escape = at + ESCAPE_BYTES;
+        if (!is_surrogate(at, end, '8')) return;
+        if (is_pair(at, end))
+            found->next_escape = at + 2 * SURROGATE_BYTES;
+        else
+            found->has_lone = 1;
+    }
 }
 
 /* Returns a bit for each of 16 bytes that is a bracket that opens, or a backslash. */
@@ -51,7 +72,7 @@ static uint64_t special_of(bytes16 block) {
 
 static int scan(const unsigned char *body, Py_ssize_t size) {
     const unsigned char *at = body, *end = body + size;
-    struct found found = {0, 0};
+    struct found found = {0, 0, body};
     bytes16 high = {0};
     for (; end - at >= 64; at += 64) {
         bytes16 block[4];
@@ -68,7 +89,7 @@ static int scan(const unsigned char *body, Py_ssize_t size) {
         look_at(at, end, &found);
     }
     for (int n = 0; n < 16; n++) last_high |= high[n];
-    return (last_high & 0x80 ? NOT_ASCII : 0) | (found.has_escape ? SURROGATE_ESCAPE : 0) |
+    return (last_high & 0x80 ? NOT_ASCII : 0) | (found.has_lone ? LONE_SURROGATE : 0) |
            (found.brackets > BRACKETS_FEW ? MANY_BRACKETS : 0);
 }
 

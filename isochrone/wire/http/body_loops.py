@@ -13,21 +13,22 @@ from typing import Final
 import xxhash
 
 NOT_ASCII: Final = 1
-SURROGATE_ESCAPE: Final = 2
+LONE_SURROGATE: Final = 2
 MANY_BRACKETS: Final = 4
 BRACKETS_FEW: Final = 96
-r"""The findings of a scan: bytes above 127; `\uD800` to `\uDFFF` anywhere; and more than
-BRACKETS_FEW opening brackets, within strings or not."""
+r"""The findings of a scan: bytes above 127; one of `\uD800` to `\uDFFF` without its other half; and
+more than BRACKETS_FEW opening brackets. Strings are not told from what stands between them."""
 
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATE_PAIR: Final = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 
 
 def scan_in_python(body: bytes) -> int:
     """Return what a body has, as the sum of the constants above."""
     found = 0 if body.isascii() else NOT_ASCII
     first = body.find(b"\\")
-    if first >= 0 and _SURROGATE.search(body, first) is not None:
-        found |= SURROGATE_ESCAPE
+    if first >= 0 and _SURROGATE.search(body, first) is not None and _has_lone_surrogate(body):
+        found |= LONE_SURROGATE
     opened = 0
     for bracket in (b"[", b"{"):
         # A search for one byte is a hundred times as fast as a count, and most bodies have few.
@@ -38,6 +39,13 @@ def scan_in_python(body: bytes) -> int:
                 return found | MANY_BRACKETS
             position = body.find(bracket, position + 1)
     return found
+
+
+def _has_lone_surrogate(body: bytes) -> bool:
+    # What is taken out leaves a placeholder: `\\ud800` is no escape, and what stands around one
+    # must not become adjacent.
+    unpaired = _SURROGATE_PAIR.sub(b"_", body.replace(b"\\\\", b"_"))
+    return _SURROGATE.search(unpaired) is not None
 
 
 def hash_in_python(prompt: bytes, ends: Sequence[int], seed: int) -> list[int]:

@@ -123,7 +123,7 @@ def with_usage_requested(body: bytes, request: OpenAiRequest) -> bytes:
         start = body.index(b"{") + 1
         return body[:start] + _INCLUDE_USAGE + b"," + body[start:]
     fields: dict[str, Any] = _FIELDS.decode(body)
-    options = msgspec.json.decode(fields["stream_options"]) or {}
+    options = _FIELDS.decode(fields["stream_options"]) if request.stream_options else {}
     fields["stream_options"] = {**options, "include_usage": True}
     return msgspec.json.encode(fields)
 

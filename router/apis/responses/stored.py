@@ -18,6 +18,7 @@ from isochrone.wire.errors import ApiError, ErrorCode, unusable_field
 from isochrone.wire.http import headers
 from isochrone.wire.ids import KeyId, TenantId
 from isochrone.wire.peers import responses as wire
+from isochrone.wire.peers.routes import KeyEntry
 from router.apis.batches.relay import in_a_task
 from router.apis.openai.decode import decode
 from router.apis.openai.surface import OpenAiSurface
@@ -37,6 +38,8 @@ _ESCAPED_LETTER: Final = re.compile(rb"\\u00[4-7]")
 _RELAYED: Final = (headers.SESSION_AFFINITY, headers.PRIORITY, headers.TRACEPARENT)
 
 Serve = Callable[[InferenceRequest, ResponseWriter], Awaitable[None]]
+Charge = Callable[[KeyEntry, int], None]
+"""Charges stored JSON of so many bytes to a key's parse budget. Raises LimitExceeded."""
 
 
 class BackgroundRun(msgspec.Struct, frozen=True, array_like=True):
@@ -60,6 +63,7 @@ class StoredResponses:
         serve: Serve,
         metrics: Metrics,
         is_default: bool,
+        charge: Charge,
     ) -> None:
         """`is_default` says whether responses are stored whose request does not say."""
         self._client = client
@@ -67,6 +71,7 @@ class StoredResponses:
         self._serve = serve
         self._metrics = metrics
         self._is_default = is_default
+        self.charge = charge
         self.open: set[wire.ResponseRef] = set()
         """The responses that clients of this process wait for; their leases are renewed."""
         self._finishing: set[asyncio.Task[bool]] = set()
@@ -112,6 +117,8 @@ class StoredResponses:
             return ref
         events = ResponseEvents(response, given.include)
         try:
+            assert request.key is not None
+            self.charge(request.key, len(begun.context_items))
             context_items = msgspec.json.decode(begun.context_items, type=list[msgspec.Raw])
             earlier = parse_items(context_items, "previous_response_id")
             whole = msgspec.structs.replace(given, input=[*earlier, *parse_items(items, "input")])

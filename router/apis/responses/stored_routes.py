@@ -135,11 +135,14 @@ class StoredRoutes:
 
         async def read(response_id: str) -> None:
             try:
-                response = await self._read(request, f"{PATH}/{response_id}")
+                stored = await self._fetch(request, f"{PATH}/{response_id}")
             except ApiError as error:
                 if error.code is not ErrorCode.NOT_FOUND:
                     raise
             else:
+                assert request.key is not None
+                self._stored.charge(request.key, len(stored))
+                response = msgspec.json.decode(stored)
                 items.update((item["id"], item) for item in response["output"])
 
         for start in range(0, len(response_ids), READ_AT_ONCE):
@@ -148,11 +151,15 @@ class StoredRoutes:
 
     async def _read(self, request: HttpRequest, path: str) -> dict[str, Any]:
         """Return a stored response. Raises ApiError."""
+        read: dict[str, Any] = msgspec.json.decode(await self._fetch(request, path))
+        return read
+
+    async def _fetch(self, request: HttpRequest, path: str) -> bytes:
+        """Return a stored response as JSON. Raises ApiError."""
         key = request.key
         assert key is not None
         async with self._client.relay(key, "GET", path) as response:
-            read: dict[str, Any] = msgspec.json.decode(await response.read())
-            return read
+            return await response.read()
 
 
 def _with_ids(request: HttpRequest) -> bytes:

@@ -94,7 +94,7 @@ class RunRequest(msgspec.Struct, frozen=True):
     stream: bool = False
     raw: bool = False
     max_tokens: Annotated[int, Meta(ge=1, le=10_000_000)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
     options: RouterOptions | None = None
 
 

@@ -1,4 +1,4 @@
-"""Limits the cost of request bodies to a router process: bytes held while they arrive, and parsing.
+"""Limits the cost of request bodies to a router process: bytes in memory, and parsing.
 
 Rule 1: the bytes of bodies that are not complete yet are limited by key, by client network and in
 all. A body that would exceed a limit is refused when its bytes arrive, so a client that only
@@ -9,12 +9,15 @@ owes nothing.
 Rule 3: inflated bytes are charged in advance, at the most that the body can inflate to, and the
 unused part is given back. So if many compressed bodies arrive together, one is inflated, and the
 rest are refused.
+Rule 4: a large body is kept until its request is answered, because another replica may have to go
+on. Those of a tenant may have as many bytes as are still free.
 """
 
 from typing import Final
 
+from isochrone.fair_shares import FairShares
 from isochrone.wire.errors import ErrorCode
-from isochrone.wire.ids import KeyId
+from isochrone.wire.ids import KeyId, TenantId
 from router.decide.admission.limits import LimitExceeded
 
 PARSE_BURST_S: Final = 4.0
@@ -38,6 +41,9 @@ INFLATION_FREE_BYTES: Final = 64 * 1024
 """A body may inflate to this many bytes at any ratio."""
 
 HELD_RETRY_AFTER_S: Final = 2.0
+LARGE_BODY_BYTES: Final = 64 * 1024
+"""The number of connections bounds what smaller bodies take while they are answered."""
+
 _FORGET_KEYS_MIN: Final = 1024
 """Keys that owe nothing are looked for only once this many have been added."""
 
@@ -98,6 +104,34 @@ class HeldBytes:
     def __len__(self) -> int:
         """Return how many keys and networks have state here."""
         return len(self._by_key) + len(self._by_network)
+
+
+class AnsweredBodies:
+    """The bytes of large bodies whose requests are being answered in this process, by tenant."""
+
+    def __init__(self, bytes_max: int) -> None:
+        """Limit the bytes of all together; a tenant alone has half."""
+        self._shares = FairShares(bytes_max)
+
+    def hold(self, tenant_id: TenantId, size_bytes: int) -> int:
+        """Count a body if it is large; return how many bytes to release. Raises LimitExceeded."""
+        if size_bytes < LARGE_BODY_BYTES:
+            return 0
+        if not self._shares.take(tenant_id, size_bytes):
+            raise LimitExceeded(
+                "answered_bodies",
+                ErrorCode.OUT_OF_CAPACITY,
+                "cannot take the request now: the bodies of this tenant's requests that are being"
+                " answered fill its share of the router's memory",
+                HELD_RETRY_AFTER_S,
+                {},
+            )
+        return size_bytes
+
+    def release(self, tenant_id: TenantId, count: int) -> None:
+        """Count what `hold` returned no longer."""
+        if count:
+            self._shares.give_back(tenant_id, count)
 
 
 class ParseBudget:

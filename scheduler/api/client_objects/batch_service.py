@@ -29,7 +29,12 @@ from scheduler.api.client_objects.batch_files import FileEndpoints
 from scheduler.api.client_objects.batches import BatchEndpoints
 from scheduler.api.client_objects.downloads import DownloadLimit
 from scheduler.api.client_objects.queued_runs import QueuedRuns
-from scheduler.api.client_objects.relayed import PublicHandler, public_route, work_route
+from scheduler.api.client_objects.relayed import (
+    ClientTurns,
+    PublicHandler,
+    public_route,
+    work_route,
+)
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.batch_lines import request_body
 from scheduler.decide.batch_shares import share_items
@@ -83,11 +88,17 @@ class BatchService:
         pool: Pool,
         storage: BatchStorage,
         tokens: RelayTokens,
+        turns: ClientTurns,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Tenants take `turns` where a request of theirs uses the pool.
+
+        Requests for a file itself take none: they are long, and have turns at the disk.
+        """
         self._pool = pool
         self._folder, self._limits, self._nudge = storage
         self._tokens = tokens
+        self._turns = turns
         self._clock = clock
         self._unreadable: dict[str, float] = {}
         """Batches whose input could not be read, and until when none of their items is leased."""
@@ -110,16 +121,17 @@ class BatchService:
             self._nudge()
             return queued
 
+        limited = self._turns.limited
         routes: Sequence[tuple[str, str, PublicHandler]] = (
             ("POST", "/v1/files", files.create),
-            ("GET", "/v1/files", files.list),
-            ("GET", "/v1/files/{file_id}", files.show),
+            ("GET", "/v1/files", limited(files.list)),
+            ("GET", "/v1/files/{file_id}", limited(files.show)),
             ("GET", "/v1/files/{file_id}/content", files.content),
             ("DELETE", "/v1/files/{file_id}", files.delete),
-            ("POST", "/v1/batches", create_batch),
-            ("GET", "/v1/batches", batches.list),
-            ("GET", "/v1/batches/{batch_id}", batches.show),
-            ("POST", "/v1/batches/{batch_id}/cancel", batches.cancel),
+            ("POST", "/v1/batches", limited(create_batch)),
+            ("GET", "/v1/batches", limited(batches.list)),
+            ("GET", "/v1/batches/{batch_id}", limited(batches.show)),
+            ("POST", "/v1/batches/{batch_id}/cancel", limited(batches.cancel)),
             ("POST", "/ai/queued", queue_runs),
             ("GET", "/ai/queued/{batch_id}", runs.show),
         )

@@ -33,6 +33,9 @@ from scheduler.store.client_objects.conversations import (
 from scheduler.store.pool import Connection, Pool, transaction, using
 
 BODY_TIMEOUT_S: Final = 30.0
+PAGE_BYTES_MAX: Final = 1024 * 1024
+"""A page of items ends with the one that reaches this: many clients may read pages at once, and
+each page is whole in memory."""
 
 
 class ConversationEndpoints:
@@ -93,7 +96,7 @@ class ConversationEndpoints:
                 after=request.query.get("after", ""),
                 is_ascending=parse_order(request),
                 limit=limit,
-                bytes_max=self._limits.context_bytes_max,
+                bytes_max=PAGE_BYTES_MAX,
             )
             if not items and (after := request.query.get("after")):
                 require_after(await read_item(connection, _id(request), after), after)

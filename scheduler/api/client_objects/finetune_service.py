@@ -11,7 +11,7 @@ from isochrone.wire.peers import batches as wire
 from scheduler.api.client_objects.adapter_intake import AdapterIntake
 from scheduler.api.client_objects.downloads import send_file
 from scheduler.api.client_objects.finetunes import FinetuneEndpoints
-from scheduler.api.client_objects.relayed import PublicHandler, public_route
+from scheduler.api.client_objects.relayed import ClientTurns, PublicHandler, public_route
 from scheduler.state.files.batch_folder import BatchFolder
 from scheduler.state.peers.relay_tokens import RelayTokens
 from scheduler.store.client_objects.adapters import AdapterFile, get_adapter
@@ -33,17 +33,22 @@ def add_finetune_routes(
     folder: BatchFolder,
     intake: AdapterIntake,
     tokens: FinetuneTokens,
+    turns: ClientTurns,
     on_change: Callable[[], None],
 ) -> None:
-    """Add all routes. `on_change` publishes what routers know of adapters."""
+    """Add all routes. `on_change` publishes what routers know of adapters.
+
+    Tenants take `turns` where a request of theirs uses the pool, except for uploads: these are
+    long, and use it for a moment.
+    """
     finetunes = FinetuneEndpoints(pool, intake, on_change)
     finetune = "/ai/finetunes/{finetune}"
     routes: tuple[tuple[str, str, PublicHandler], ...] = (
-        ("POST", "/ai/finetunes", finetunes.create),
-        ("GET", "/ai/finetunes", finetunes.list),
-        ("GET", "/ai/finetunes/public", finetunes.list_public),
+        ("POST", "/ai/finetunes", turns.limited(finetunes.create)),
+        ("GET", "/ai/finetunes", turns.limited(finetunes.list)),
+        ("GET", "/ai/finetunes/public", turns.limited(finetunes.list_public)),
         ("POST", f"{finetune}/finetune-assets", finetunes.upload),
-        ("DELETE", finetune, finetunes.delete),
+        ("DELETE", finetune, turns.limited(finetunes.delete)),
     )
     for method, path, handler in routes:
         relayed = f"{wire.PUBLIC_PREFIX}{path}"

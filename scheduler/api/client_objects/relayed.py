@@ -5,8 +5,8 @@ routes, as only its routers hold a token.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any, Final
 
 import msgspec
@@ -15,6 +15,7 @@ from aiohttp import web
 from isochrone.service.network.http_server import read_body
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers import batches as wire
+from scheduler.state.files.file_threads import FairTurns
 from scheduler.state.peers.relay_tokens import RelayTokens
 from scheduler.store.pool import BAD_DATA, UNAVAILABLE
 
@@ -24,6 +25,12 @@ LARGE_BYTES: Final = 1024 * 1024
 LARGE_AT_ONCE: Final = 4
 """So many bodies of LARGE_BYTES or more are in memory at a time: a router sends up to 64 MiB. The
 others wait unread; a router repeats what waits for longer than a minute."""
+
+TURNS_MAX: Final = 12
+"""Requests of clients that use the database at a time: some of its connections for clients are left
+for messages of routers, and for files that are sent, which take long and use it for a moment."""
+
+BUSY_RETRY_AFTER_S: Final = 2.0
 
 PublicHandler = Callable[[web.Request, str], Awaitable[web.StreamResponse]]
 """(request, tenant id) to the response."""
@@ -48,6 +55,41 @@ class LargeBodies:
 
         async def handle(request: web.Request, tenant_id: str) -> web.StreamResponse:
             async with self.turn(request):
+                return await handler(request, tenant_id)
+
+        return handle
+
+
+class ClientTurns:
+    """Lets tenants take turns where their requests use the database.
+
+    One that sends many, or whose objects are large, waits for its own.
+    """
+
+    def __init__(self) -> None:
+        self._turns = FairTurns(TURNS_MAX)
+
+    @asynccontextmanager
+    async def turn(self, tenant_id: str) -> AsyncIterator[None]:
+        """Wait until a request of the tenant may use the database. Raises ApiError 429."""
+        try:
+            await self._turns.take(tenant_id)
+        except TimeoutError:
+            raise ApiError(
+                ErrorCode.OUT_OF_CAPACITY,
+                "cannot answer now: too many requests of this tenant for what is stored wait",
+                retry_after_s=BUSY_RETRY_AFTER_S,
+            ) from None
+        try:
+            yield
+        finally:
+            self._turns.give_back(tenant_id)
+
+    def limited(self, handler: PublicHandler) -> PublicHandler:
+        """Return a handler that waits for its turn."""
+
+        async def handle(request: web.Request, tenant_id: str) -> web.StreamResponse:
+            async with self.turn(tenant_id):
                 return await handler(request, tenant_id)
 
         return handle

@@ -5,6 +5,7 @@ from aiohttp import web
 from isochrone.wire.peers import batches, responses
 from scheduler.api.client_objects.conversations import ConversationEndpoints
 from scheduler.api.client_objects.relayed import (
+    ClientTurns,
     LargeBodies,
     PublicHandler,
     public_route,
@@ -17,10 +18,14 @@ from scheduler.store.pool import Pool
 
 
 def add_response_routes(
-    app: web.Application, pool: Pool, limits: ResponseLimits, tokens: RelayTokens
+    app: web.Application,
+    pool: Pool,
+    limits: ResponseLimits,
+    tokens: RelayTokens,
+    turns: ClientTurns,
 ) -> None:
-    """Add all routes."""
-    work, shown = ResponseWork(pool, limits), ResponseEndpoints(pool)
+    """Add all routes. Tenants take `turns` where a request of theirs uses the pool."""
+    work, shown = ResponseWork(pool, limits, turns), ResponseEndpoints(pool)
     conversations, large = ConversationEndpoints(pool, limits), LargeBodies()
     response, conversation = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
     item = f"{conversation}/items/{{item_id}}"
@@ -40,7 +45,7 @@ def add_response_routes(
     )
     for method, path, handler in routes:
         relayed = f"{batches.PUBLIC_PREFIX}{path}"
-        app.router.add_route(method, relayed, public_route(tokens, handler))
+        app.router.add_route(method, relayed, public_route(tokens, turns.limited(handler)))
     for path, handle in (
         (responses.BEGIN_PATH, work.begin),
         (responses.FINISH_PATH, work.finish),

@@ -17,6 +17,7 @@ from isochrone.wire.peers.responses import (
     LeaseResponses,
 )
 from scheduler.api.client_objects.batch_files import parse_limit, parse_order, require_after
+from scheduler.api.client_objects.relayed import ClientTurns
 from scheduler.decide.response_items import (
     ItemPage,
     ended_body,
@@ -57,15 +58,17 @@ _LEASE: Final = msgspec.msgpack.Decoder(LeaseResponses)
 class ResponseWork:
     """Handles messages of routers: a response begins, ends, or is leased."""
 
-    def __init__(self, pool: Pool, limits: ResponseLimits) -> None:
+    def __init__(self, pool: Pool, limits: ResponseLimits, turns: ClientTurns) -> None:
         self._pool = pool
         self._limits = limits
+        self._turns = turns
 
     async def begin(self, body: bytes) -> BegunResponse:
         """Store a response before it is answered, and return what it builds on."""
         begin = _BEGIN.decode(body)
         lease_id = "" if begin.run else secrets.token_hex(8)
-        async with transaction(self._pool) as connection:
+        # Those of one tenant wait for each other in the database, each with a connection.
+        async with self._turns.turn(begin.tenant_id), transaction(self._pool) as connection:
             context_items = await self._context(connection, begin)
             new_bytes = len(context_items) + len(begin.input_items)
             self._check_context(begin, new_bytes)

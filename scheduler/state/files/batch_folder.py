@@ -95,7 +95,10 @@ class BatchFolder:
 
         Raises ApiError 503.
         """
-        await self._transactions.take(self._tenant_id)
+        try:
+            await self._transactions.take(self._tenant_id)
+        except TimeoutError:
+            raise no_answer() from None
         try:
             yield
         finally:

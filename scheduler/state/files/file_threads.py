@@ -36,7 +36,7 @@ class FairTurns:
     async def take(self, holder: str, *, is_patient: bool = False) -> None:
         """Wait for a turn of the tenant `holder`: with `is_patient` for as long as it takes.
 
-        Raises ApiError 503 if it does not come soon.
+        Raises TimeoutError if it does not come soon.
         """
         if holder not in self._waiting and self._shares.take(holder, 1):
             return
@@ -46,10 +46,8 @@ class FairTurns:
             async with asyncio.timeout(None if is_patient else TURN_TIMEOUT_S):
                 # Not cancelled itself: it may be given in the moment in which this is.
                 await asyncio.shield(turn)
-        except BaseException as error:
+        except BaseException:
             self._leave(holder, turn)
-            if isinstance(error, TimeoutError):
-                raise no_answer() from None
             raise
 
     def give_back(self, holder: str) -> None:
@@ -94,7 +92,10 @@ class FileThreads:
         Raises ApiError 503 if it gets no thread in time, unless it `is_patient`, or if the system
         has none left. Once it runs, it runs to its end, even if this is cancelled.
         """
-        await self._turns.take(holder, is_patient=is_patient)
+        try:
+            await self._turns.take(holder, is_patient=is_patient)
+        except TimeoutError:
+            raise no_answer() from None
         try:
             running = start_daemon_thread("files", call)
         except RuntimeError as error:

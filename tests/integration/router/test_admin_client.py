@@ -72,3 +72,25 @@ async def test_a_service_is_known_by_its_health(health: dict[str, object], servi
         with pytest.raises(AdminError) as refused:
             await asyncio.to_thread(client.ask, "GET", "/v1/status")
     assert service in str(refused.value)
+
+
+async def test_what_tenants_wrote_has_no_control_characters_for_the_terminal() -> None:
+    """A tenant's description of its adapter once wrote to the clipboard of who looked at it."""
+    text = "a\x1b]52;c;eA==\x07b\x9b1m\n\tc"
+
+    async def show(_: web.Request) -> web.Response:
+        return web.json_response({"data": [{"description": text, "size": 1}]})
+
+    async def refuse(_: web.Request) -> web.Response:
+        error = {"code": "not_found", "message": text, "param": ""}
+        return web.json_response({"error": error}, status=400)
+
+    app = web.Application()
+    app.router.add_get("/v1/adapters", show)
+    app.router.add_delete("/v1/adapters", refuse)
+    async with TestServer(app) as server:
+        client = AdminClient(str(server.make_url("")), "an admin token")
+        answer = await asyncio.to_thread(client.ask, "GET", "/v1/adapters")
+        assert answer == {"data": [{"description": "a]52;c;eA==b1m\n\tc", "size": 1}]}
+        with pytest.raises(AdminError, match=r"^a\]52;c;eA==b1m\n\tc \(not_found\)$"):
+            await asyncio.to_thread(client.ask, "DELETE", "/v1/adapters")

@@ -182,3 +182,31 @@ async def test_a_tenants_unread_answers_use_limited_memory(tmp_path: Path) -> No
                 await asyncio.sleep(0.05)
         for _, writer in clients:
             writer.close()
+
+
+async def test_the_bodies_of_one_tenants_streams_take_limited_memory(tmp_path: Path) -> None:
+    """With 80 streams whose bodies had 8 MiB a key took 1.3 GiB of a router."""
+    node = FakeNode()
+    node.hang_at = 1
+    text = "x" * 2**19
+    async with a_bench(
+        *(tmp_path, [node]),
+        route={"tokens_in_flight_max": 10**9},
+        answers_held_bytes_max=4 * 2**20,
+        stream_idle_timeout_s=60,
+    ) as bench:
+        open_streams = []
+        for _ in range(4):
+            response = await bench.chat(text, stream=True)
+            assert response.status == 200
+            open_streams.append(response)
+        async with bench.chat(text, stream=True) as refused:
+            assert refused.status == 429, await refused.text()
+            assert "fill its share of the router's memory" in await refused.text()
+        async with bench.chat("short", stream=True) as response:
+            assert response.status == 200
+        for response in open_streams:
+            response.close()
+        await node.until(lambda: node.cancelled >= len(open_streams))
+        async with bench.chat(text, stream=True) as response:
+            assert response.status == 200

@@ -7,6 +7,8 @@ import openai
 import pytest
 
 from isochrone.wire.peers.routes import KeyLimits
+from router.decide.admission.body_limits import ParseBudget
+from scheduler.api.client_objects import conversations as conversation_endpoints
 from scheduler.api.client_objects import responses as response_endpoints
 from scheduler.decide.response_limits import ResponseLimits
 from tests.integration.admin.conftest import admin
@@ -231,13 +233,14 @@ async def test_a_large_conversation_is_never_in_memory_as_a_whole(
     bench: BatchBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tenant may store 256 MiB in one; each list of items and each response read all of it."""
+    monkeypatch.setattr(conversation_endpoints, "PAGE_BYTES_MAX", 4000)
     conversations = bench.client.conversations
     made = await conversations.create()
     for _ in range(3):
         item = {"type": "message", "role": "user", "content": "x" * 2_500}
         await conversations.items.create(made.id, items=[item])  # type: ignore[list-item]
     page = await conversations.items.list(made.id, limit=100)
-    assert (len(page.data), page.has_more) == (2, True), "up to context_bytes_max, and an item"
+    assert (len(page.data), page.has_more) == (2, True), "up to PAGE_BYTES_MAX, and an item"
     assert len([item async for item in conversations.items.list(made.id, order="asc")]) == 3
 
     async def read_all(*_: object) -> list[bytes]:
@@ -327,3 +330,20 @@ async def test_another_router_answers_what_a_dead_one_has_begun(bench: BatchBenc
     job.close()
     bench.node.ttft_s = 0.0
     assert (await ended(bench, queued.id)).output_text.startswith("t0")
+
+
+async def test_stored_items_are_charged_to_the_parse_budget(
+    bench: BatchBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request of a few bytes may continue 8 MiB, or refer to more."""
+    create: Any = bench.client.responses.create
+    first = await create(model="tiny", input="x" * 1500, store=True, instructions="y" * 3000)
+    reference = {"type": "item_reference", "id": first.output[0].id}
+    for fields in (
+        {"input": "more", "previous_response_id": first.id, "store": False},
+        {"input": [reference]},
+    ):
+        monkeypatch.setattr(bench.app.server.bodies, "_budget", ParseBudget(100.0))
+        assert (await create(model="tiny", **fields)).output_text
+        with pytest.raises(openai.RateLimitError, match="need more work than"):
+            await create(model="tiny", **fields)

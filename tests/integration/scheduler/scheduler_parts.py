@@ -43,7 +43,7 @@ class SchedulerParts:
         limits: LivenessLimits | None = None,
         clock: Any = None,
     ) -> None:
-        self.database = Database(pool, pool, pool, cluster_id)
+        self.database = Database(pool, pool, pool, pool, cluster_id)
         self.clock = FakeClock()
         self.limits = limits or LivenessLimits()
         self.state = SchedulerState(

@@ -22,6 +22,7 @@ from isochrone.wire.peers import batches as wire
 from isochrone.wire.peers.batches import ItemResult, LeasedItem, LeasedItems, LeaseItems
 from scheduler.api.client_objects import uploads
 from scheduler.api.client_objects.batch_service import BatchService, BatchStorage
+from scheduler.api.client_objects.relayed import ClientTurns
 from scheduler.api.client_objects.uploads import add_or_discard
 from scheduler.loops import advance_batches
 from scheduler.state.files import file_threads
@@ -334,7 +335,7 @@ async def a_router(turns: Turns) -> AsyncIterator[TestClient[Any, Any]]:
     app = web.Application(middlewares=[error_middleware(json_error)])
     tokens: Any = SimpleNamespace(peer_of=lambda _: "router")
     storage = BatchStorage(turns.folder, LIMITS, lambda: None)
-    BatchService(turns.pool, storage, tokens).add_routes(app)
+    BatchService(turns.pool, storage, tokens, ClientTurns()).add_routes(app)
     async with TestClient(TestServer(app)) as client:
         yield client
 

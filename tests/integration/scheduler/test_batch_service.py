@@ -19,7 +19,12 @@ from isochrone.wire.errors import ApiError
 from isochrone.wire.peers import batches as wire
 from isochrone.wire.peers.batches import ItemResult
 from scheduler.api.client_objects.batch_service import BatchService, BatchStorage
-from scheduler.api.client_objects.relayed import LARGE_AT_ONCE, LARGE_BYTES, work_route
+from scheduler.api.client_objects.relayed import (
+    LARGE_AT_ONCE,
+    LARGE_BYTES,
+    ClientTurns,
+    work_route,
+)
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.state.files import file_threads
 from scheduler.state.files.batch_results import write_results
@@ -114,7 +119,7 @@ async def a_tenant(turns: Turns, limits: BatchLimits) -> AsyncIterator[Callable[
     app = web.Application(middlewares=[error_middleware(json_error)])
     tokens: Any = SimpleNamespace(peer_of=lambda _: "router")
     storage = BatchStorage(turns.folder, limits, lambda: None)
-    BatchService(turns.pool, storage, tokens).add_routes(app)
+    BatchService(turns.pool, storage, tokens, ClientTurns()).add_routes(app)
     of_key = {wire.TENANT: "acme", wire.KEY: KEY}
     headers = {**of_key, "content-type": "multipart/form-data; boundary=b"}
     async with TestClient(TestServer(app)) as client:

@@ -8,6 +8,7 @@ import pytest
 
 from isochrone.wire.ids import TenantId
 from isochrone.wire.peers.responses import BeginResponse, FinishResponse, LeaseResponses
+from scheduler.api.client_objects.relayed import ClientTurns
 from scheduler.api.client_objects.responses import ResponseWork
 from scheduler.decide.response_limits import ResponseLimits
 from scheduler.loops.end_responses import EndResponses
@@ -55,7 +56,7 @@ async def test_a_response_that_fails_waits_longer_each_time(with_key: Pool) -> N
 
 
 async def test_a_lease_says_whether_the_key_of_its_response_is_valid(with_key: Pool) -> None:
-    work = ResponseWork(with_key, ResponseLimits())
+    work = ResponseWork(with_key, ResponseLimits(), ClientTurns())
 
     async def is_valid(response_id: str) -> bool:
         begun = BeginResponse(

@@ -67,3 +67,10 @@ def test_an_answer_without_text_is_noted(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(chat_client, "chat", chat)
     result = CliRunner().invoke(main, COMMAND)
     assert "no text in 256 tokens" in result.stderr and "--max-tokens" in result.stderr
+
+
+async def test_an_engine_does_not_write_control_characters_to_the_terminal() -> None:
+    stream = a_stream({"choices": [{"delta": {"content": "a\x1b]52;c;eA==\x07\x9b1mb\n"}}]})
+    shown: list[str] = []
+    result = await chat_client._read(stream, time.monotonic(), shown.append)
+    assert (result.text, shown) == ("a]52;c;eA==1mb\n", ["a]52;c;eA==1mb\n"])

@@ -202,6 +202,7 @@ class RequestPath:
         client = BatchClient(None)
         stored = compose_stored_answers(
             *(config, client, surface, self.pipeline.serve, metrics),
+            charge=lambda key, size_bytes: self.server.bodies.charge_stored(key, size_bytes),
             keys=lambda: self.fleet.directory.keys,
             may_lease=lambda: True,
             request_ids=ids,

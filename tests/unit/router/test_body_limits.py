@@ -25,7 +25,9 @@ from router.decide.admission.body_limits import (
     BOMB_WEIGHT,
     INFLATED_WEIGHT,
     INFLATION_FREE_BYTES,
+    LARGE_BODY_BYTES,
     PARSE_BURST_S,
+    AnsweredBodies,
     HeldBytes,
     ParseBudget,
     inflated_bytes_max,
@@ -159,6 +161,21 @@ def test_all_networks_together_are_limited_with_503() -> None:
     held.release("b", "n2", 2)
     held.release("c", "n3", 1)
     assert held.total == len(held) == 0
+
+
+def test_bodies_being_answered_of_one_tenant_leave_memory_for_anothers() -> None:
+    bodies, size = AnsweredBodies(8 * LARGE_BODY_BYTES), LARGE_BODY_BYTES
+    acme, other = TenantId("acme"), TenantId("other")
+    held = [bodies.hold(acme, size) for _ in range(4)]
+    with pytest.raises(LimitExceeded, match="fill its share") as refused:
+        bodies.hold(acme, size)
+    assert refused.value.code is ErrorCode.OUT_OF_CAPACITY
+    # Small ones are not counted, and another tenant's may have half of the rest.
+    assert bodies.hold(acme, size - 1) == 0
+    assert bodies.hold(other, 2 * size) == 2 * size
+    for count in held:
+        bodies.release(acme, count)
+    assert bodies.hold(acme, 3 * size) == 3 * size
 
 
 def a_bomb(inflated_bytes: int) -> bytes:

@@ -8,7 +8,11 @@ from hypothesis import strategies as st
 
 from isochrone.wire.errors import ApiError
 from router.dataplane.http_messages import HttpRequest
-from router.dataplane.request_reader import LARGE_PART_BYTES, RequestReader
+from router.dataplane.request_reader import (
+    LARGE_PART_BYTES,
+    REQUESTS_AT_ONCE_MAX,
+    RequestReader,
+)
 
 BYTES_MAX = 10**6
 POST = b"POST /v1/x HTTP/1.1\r\nhost: a\r\n"
@@ -121,3 +125,14 @@ def test_the_parts_of_a_body_are_joined_in_order(size: int, unparsed_bytes_min: 
     requests = [seen for seen in receiver.seen if isinstance(seen, tuple)]
     assert [request[4] for request in requests] == [body, b"hello"]
     assert sum(seen for seen in receiver.seen if isinstance(seen, int)) == len(body)
+
+
+def test_of_a_flood_of_pipelined_requests_the_first_are_read() -> None:
+    """256 KiB of preflights, without a key, were 6,900 requests, all answered before others."""
+    receiver, preflight = Receiver(), b"OPTIONS /v1/x HTTP/1.1\r\nhost: a\r\n\r\n"
+    reader = a_reader(receiver, BYTES_MAX)
+    for _ in range(3):
+        reader.feed(preflight * REQUESTS_AT_ONCE_MAX)
+    with pytest.raises(ApiError, match="more than 64 requests arrive at once"):
+        reader.feed(preflight * 1000)
+    assert len(receiver.seen) == 4 * REQUESTS_AT_ONCE_MAX

@@ -141,7 +141,12 @@ def test_the_fields_of_a_stored_response_count_however_they_are_written(
 ) -> None:
     unused = cast(Any, None)
     stored = StoredResponses(
-        client=unused, openai=unused, serve=unused, metrics=unused, is_default=False
+        client=unused,
+        openai=unused,
+        serve=unused,
+        metrics=unused,
+        charge=lambda *_: None,
+        is_default=False,
     )
     body = b'{"model": "m", "input": "x", ' + fields + b"}"
     assert stored.is_needed(body) is is_needed

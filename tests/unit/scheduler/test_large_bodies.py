@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from isochrone.wire.peers import batches as wire
 from scheduler.api.client_objects import conversations
-from scheduler.api.client_objects.relayed import LARGE_AT_ONCE, LARGE_BYTES
+from scheduler.api.client_objects.relayed import LARGE_AT_ONCE, LARGE_BYTES, ClientTurns
 from scheduler.api.client_objects.response_service import add_response_routes
 from scheduler.decide.response_limits import ResponseLimits
 
@@ -42,18 +42,19 @@ async def test_large_conversations_are_not_in_memory_together(
     monkeypatch.setattr(conversations, "transaction", transaction)
     app = web.Application(client_max_size=1 << 30)
     nothing: Any = SimpleNamespace(peer_of=lambda _: "router")
-    add_response_routes(app, nothing, ResponseLimits(), nothing)
+    add_response_routes(app, nothing, ResponseLimits(), nothing, ClientTurns())
     async with TestClient(TestServer(app)) as client, asyncio.timeout(60):
 
-        async def send(body: bytes, path: str = PATH) -> int:
-            data, headers = io.BytesIO(body), {wire.TENANT: "acme"}
+        async def send(body: bytes, path: str = PATH, tenant_id: str = "other") -> int:
+            data, headers = io.BytesIO(body), {wire.TENANT: tenant_id}
             async with client.post(path, data=data, headers=headers) as response:
                 return response.status
 
         large = SMALL + LARGE_BYTES * b" "
         sending = [
-            asyncio.create_task(send(large, path))
-            for path in 2 * LARGE_AT_ONCE * (PATH, f"{PATH}/conv_1")
+            asyncio.create_task(send(large, path, tenant_id))
+            for path in 2 * (PATH, f"{PATH}/conv_1")
+            for tenant_id in "abcd"
         ]
         for _ in range(LARGE_AT_ONCE):
             await has_large.acquire()

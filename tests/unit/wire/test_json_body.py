@@ -11,6 +11,7 @@ from isochrone.wire.http import json_body
 from isochrone.wire.http.json_body import (
     JSON_CONTAINERS_MAX,
     JSON_DEPTH_MAX,
+    JSON_STRINGS_MAX,
     UnsafeJson,
     check_json_body,
 )
@@ -32,6 +33,8 @@ def nested(depth: int) -> bytes:
         nested(JSON_DEPTH_MAX),
         b"[" + b",".join([nested(JSON_DEPTH_MAX - 1)] * 100) + b"]",
         "é".encode(),
+        b"[" + b'"", ' * (JSON_STRINGS_MAX - 1) + b'""]',
+        b'["' + b'\\"a\\":1,' * 2 * JSON_STRINGS_MAX + b'"]',
     ],
 )
 def test_a_body_that_all_parsers_read_is_accepted(body: bytes) -> None:
@@ -48,7 +51,8 @@ def test_a_body_that_all_parsers_read_is_accepted(body: bytes) -> None:
         (b'{"a": "\\ud83d\\\\\\ude00"}', "lone surrogate"),
         (nested(JSON_DEPTH_MAX + 1), "nested 97 levels deep, the limit is 96"),
         (b'["' + b"\\\\" * 3 + b'", ' + nested(JSON_DEPTH_MAX) + b"]", "nested 97"),
-        (b"[" + b"[]," * JSON_CONTAINERS_MAX + b"[]]", "more than 400000 arrays and objects"),
+        (b"[" + b"[]," * JSON_CONTAINERS_MAX + b"[]]", "more than 100000 arrays and objects"),
+        (b"{" + b'"a\\\\":"",' * JSON_STRINGS_MAX + b"}", "more than 200000 strings"),
     ],
 )
 def test_a_body_that_parsers_may_read_differently_is_refused(body: bytes, reason: str) -> None:
