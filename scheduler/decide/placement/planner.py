@@ -297,7 +297,7 @@ class PlanBuilder:
     def build(self, draft: PlacementDraft) -> PlacementPlan:
         """Return the plan."""
         new = [replica for state in draft.states for replica in state.new_replicas()]
-        grown = grow_into_free_memory(new, draft.ledger.free)
+        grown = grow_into_free_memory(new, draft.ledger.all_free_for(1.0))
         ports = RankPorts(self._cluster)
         return PlacementPlan(
             based_on=self._cluster.generation,
