@@ -272,7 +272,7 @@ class PlanBuilder:
         is_known = self._cluster.is_demand_known and self._cluster.is_forecast_known
         # Without a known demand, only what the policy does not allow is surplus.
         unneeded_s = settle_s if is_known else inf
-        if is_stable and not end_surplus(state, unneeded_s, draft.ledger, self.end_replica):
+        if is_stable and not end_surplus(draft, state, unneeded_s, self.end_replica):
             separate_failure_domains(draft, state, settle_s)
         self.note_unmet(draft, state)
 
