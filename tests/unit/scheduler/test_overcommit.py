@@ -4,10 +4,10 @@ from typing import Any
 
 import msgspec
 
-from isochrone.wire.ids import DeploymentId, DeviceId
+from isochrone.wire.ids import DeploymentId, DeviceId, PopId
 from isochrone.wire.models.model import Deployment, EngineSettings
 from isochrone.wire.peers.report import NodeDevice
-from scheduler.decide.cluster import ClusterState, Placement
+from scheduler.decide.cluster import ClusterState, DemandRate, Placement
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
 from scheduler.decide.whatif import explain_placement
 from tests.builders import (
@@ -132,3 +132,17 @@ def test_a_refusal_counts_what_sleeping_replicas_need_to_wake() -> None:
     explained = explain_placement(cluster, DeploymentId("d"))
     assert explained is not None
     assert [row.feasible for row in explained.elsewhere] == [False]
+
+
+def test_a_sleeping_replica_leaves_memory_that_it_keeps_from_one_that_is_required() -> None:
+    needed = a_deployment("d", replicas_min=1)
+    cluster = beside_a_sleeping_replica(needed, devices=1)
+    other = a_deployment("asleep", "large", replicas_min=0, overcommit=4.0)
+    demand = DemandRate(
+        deployment_id=other.deployment_id, pop=PopId("ams"), requests_per_s=1.0,
+        output_tokens_per_s=10.0,
+    )  # fmt: skip
+    plan = plan_deployments(
+        msgspec.structs.replace(cluster, deployments=(other, needed), demand=(demand,))
+    )
+    assert [ending.replica_id for ending in plan.endings] == ["asleep"]

@@ -289,8 +289,6 @@ class SlotLedger:
             for device_id in part.device_ids:
                 self.free[node_id, device_id] -= replicas * slot.memory_bytes
                 for sharing in (self._sharing, self._sharing_after_release):
-                    sharing.book(
-                        (node_id, device_id), slot.awake_bytes, slot.overcommit, replicas
-                    )
+                    sharing.book((node_id, device_id), slot.awake_bytes, slot.overcommit, replicas)
             domain = self._fleet.failure_domain(node_id)
             self._replicas_in_domain[deployment.deployment_id, domain] += replicas
