@@ -22,6 +22,7 @@ from scheduler.decide.cluster import (
     StartFailures,
 )
 from scheduler.decide.membership import judge_liveness
+from scheduler.decide.placement.fleet.device_sharing import DeviceSharing
 from scheduler.decide.placement.fleet.slots import free_memory, residency_allows
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
 from scheduler.decide.placement.retire import TERMINAL_STATES
@@ -764,6 +765,7 @@ def clusters(draw: st.DrawFn) -> ClusterState:
                 keep_warm=tuple(draw(st.lists(st.sampled_from([*pops, "xyz"]), max_size=1))),
                 deny=tuple(draw(st.lists(st.sampled_from(["NL", "sin"]), max_size=1))),
                 priority=draw(st.integers(0, 100)),
+                overcommit=draw(st.sampled_from([1.0, 1.0, 1.0, 4.0])),
                 engine=engines[draw(st.sampled_from([1, 1, 2]))],
             )
         )
@@ -797,11 +799,15 @@ def clusters(draw: st.DrawFn) -> ClusterState:
 
 @settings(deadline=None, max_examples=150)
 @given(cluster=clusters())
-def test_no_device_holds_more_than_its_memory(cluster: ClusterState) -> None:
+def test_no_device_holds_more_than_its_memory_asleep_or_awake(cluster: ClusterState) -> None:
     after = after_plan(
         cluster, PlacementPlan(based_on=cluster.generation, starts=plan_deployments(cluster).starts)
     )
-    assert all(left >= 0 for left in free_memory(after.nodes, after.placements).values())
+    free = free_memory(after.nodes, after.placements)
+    assert all(left >= 0 for left in free.values())
+    sharing = DeviceSharing(after)
+    if sharing.is_used:
+        assert all(sharing.bytes_for(key, overcommit=1.0) >= 0 for key in free)
 
 
 @settings(deadline=None, max_examples=150)
