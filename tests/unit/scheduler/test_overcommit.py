@@ -115,7 +115,7 @@ def test_a_replica_that_grows_leaves_memory_for_a_sleeping_one_to_wake() -> None
 
 
 def test_a_layout_of_several_replicas_leaves_memory_for_a_sleeping_one_to_wake() -> None:
-    policies = {"replicas_min": 3, "replicas_max": 3}
+    policies: dict[str, Any] = {"replicas_min": 3, "replicas_max": 3}
     cluster = beside_a_sleeping_replica(a_deployment("d", **policies), devices=3)
     other = a_deployment("e", **policies)
     cluster = msgspec.structs.replace(cluster, deployments=(*cluster.deployments, other))
