@@ -63,6 +63,11 @@ class PreparedWorld(NamedTuple):
         """Return the factor that gives a load in percent."""
         return speed_for_load(load / 100, self.fleet, self.requests, self.cached_share)
 
+    def with_oracle_hits(self, draw: int) -> "PreparedWorld":
+        """Return the world with the share of prompts that an oracle finds cached there."""
+        hit = self.run(ORACLES[1], 80, 1.0, draw).hit if self.cached_share else 0.0
+        return self._replace(cached_share=hit / 100)
+
     def run(self, policy: str, load: int, age_s: float, draw: int) -> RunFigures:
         """Run one policy and sum it up."""
         speed = self.speed(load)
@@ -79,8 +84,7 @@ def prepare(hard: HardWorld, options: TableOptions) -> PreparedWorld:
     fleet = hard.build(options.folder, options.draw)
     requests = hard.requests(options.folder, options.requests_max, options.draw)
     nominal = PreparedWorld(hard, fleet, requests, hard.case.cached_share, options.replica_kind)
-    hit = nominal.run(ORACLES[1], 80, 1.0, options.draw).hit if nominal.cached_share else 0.0
-    return nominal._replace(cached_share=hit / 100)
+    return nominal.with_oracle_hits(options.draw)
 
 
 def best_of(runs: Sequence[RunFigures]) -> RunFigures:

@@ -187,7 +187,7 @@ class PlacementPolicy(msgspec.Struct, frozen=True, kw_only=True):
     of prefill replicas and of those that generate; empty for any. A PoP without both takes no
     replica.
     While a replica is replaced or moved there may be one more than `replicas_max`, because the old
-    one ends only when the new one is warm.
+    one ends only when the new one is warm; while nodes drain, as many more as run on them.
 
     With `overcommit` above 1 its replicas share device memory with other such replicas: idle ones
     sleep, and the planner counts 1/`overcommit` of their memory. `awake_min` replicas in each PoP

@@ -272,7 +272,7 @@ class PlanBuilder:
         is_known = self._cluster.is_demand_known and self._cluster.is_forecast_known
         # Without a known demand, only what the policy does not allow is surplus.
         unneeded_s = settle_s if is_known else inf
-        if is_stable and not end_surplus(state, unneeded_s, draft.ledger, self.end_replica):
+        if is_stable and not end_surplus(draft, state, unneeded_s, self.end_replica):
             separate_failure_domains(draft, state, settle_s)
         self.note_unmet(draft, state)
 
@@ -297,7 +297,7 @@ class PlanBuilder:
     def build(self, draft: PlacementDraft) -> PlacementPlan:
         """Return the plan."""
         new = [replica for state in draft.states for replica in state.new_replicas()]
-        grown = grow_into_free_memory(new, draft.ledger.free)
+        grown = grow_into_free_memory(new, draft.ledger.all_free_for(1.0))
         ports = RankPorts(self._cluster)
         return PlacementPlan(
             based_on=self._cluster.generation,

@@ -4,6 +4,7 @@ Rule: residency is obeyed at once. Every other end waits until its replacement i
 """
 
 from collections.abc import Callable, Iterable, Sequence, Set
+from math import inf
 from typing import Final
 
 from isochrone.wire.ids import NodeId
@@ -17,7 +18,6 @@ from scheduler.decide.placement.search.deployment_state import DeploymentState, 
 from scheduler.decide.placement.search.draft import Gain, PlacementDraft
 from scheduler.decide.placement.search.load_assignment import EPSILON
 from scheduler.decide.placement.search.removal import cheapest_removal, removable_replicas
-from scheduler.decide.placement.search.slot_ledger import SlotLedger
 
 EndPlacement = Callable[[Placement, str], None]
 EndReplica = Callable[[PlannedReplica, str], None]
@@ -171,14 +171,10 @@ def separate_failure_domains(
     otherwise, and for other PoPs, the sum of score.py decides alone.
     """
     fleet, pops = draft.fleet, set(state.pops())
-    is_required = state.needs.replicas_min >= 2 and len(state.replicas) >= 2 and len(pops) == 1
-    if not (is_required and draft.has_starts_left):
+    shared = _shared_domains(fleet, state, state.replicas)
+    if not (shared and draft.has_starts_left):
         return
-    if len(removable_replicas(state, settle_s)) != len(state.replicas):
-        return
-    domains = [_domains(fleet, r.placement.node_ids) for r in state.replicas if r.placement]
-    shared = frozenset.intersection(*domains)
-    if shared:
+    if len(removable_replicas(state, settle_s)) == len(state.replicas):
         sites = [site for site in state.needs.eligible_nodes if fleet.sites[site].pop in pops]
         best = _best_gain(draft, state, sites, shared)
         if best:
@@ -186,22 +182,22 @@ def separate_failure_domains(
 
 
 def end_surplus(
-    state: DeploymentState, settle_s: float, ledger: SlotLedger, end_replica: EndReplica
+    draft: PlacementDraft, state: DeploymentState, settle_s: float, end_replica: EndReplica
 ) -> bool:
     """End the replica that is missed least, if replicas_max is exceeded or it saves too little.
 
-    Return whether one was ended.
+    One without which the others would all fail together stays. Return whether one was ended.
     """
     needs = state.needs
     exceeds_max = len(state.replicas) > needs.replicas_max
     if not exceeds_max and len(state.replicas) <= needs.replicas_min:
         return False
-    if exceeds_max:
-        running = [replica for replica in state.replicas if replica.placement]
-        removal = cheapest_removal(state, running, ledger)
-    else:
-        removable = removable_replicas(state, settle_s)
-        removal = cheapest_removal(state, removable, ledger, below=KEPT * needs.hold_cost)
+    running, below = [replica for replica in state.replicas if replica.placement], inf
+    if not exceeds_max:
+        running, below = removable_replicas(state, settle_s), KEPT * needs.hold_cost
+    kept = _separate_replica(draft.fleet, state)
+    among = [replica for replica in running if replica is not kept]
+    removal = cheapest_removal(state, among, draft.ledger, below)
     if removal is None:
         return False
     too_many = f"{len(state.replicas)} replicas, the policy allows {needs.replicas_max}"
@@ -258,6 +254,29 @@ def _best_gain(
         if best is None or gain.net > best.net:
             best = gain
     return best
+
+
+def _separate_replica(fleet: FleetCapacity, state: DeploymentState) -> PlannedReplica | None:
+    """Return the replica without which the others of its PoP would all fail together, if any."""
+    if len(set(state.pops())) > 1 or _shared_domains(fleet, state, state.replicas):
+        return None
+    for replica in state.replicas:
+        others = [other for other in state.replicas if other is not replica]
+        if _shared_domains(fleet, state, others):
+            return replica
+    return None
+
+
+def _shared_domains(
+    fleet: FleetCapacity, state: DeploymentState, replicas: Sequence[PlannedReplica]
+) -> frozenset[str]:
+    """Return the failure domains that each take all of some replicas.
+
+    Empty where replicas_min < 2, for fewer than two replicas, and for those of several PoPs.
+    """
+    if state.needs.replicas_min < 2 or len(replicas) < 2 or len({r.pop for r in replicas}) > 1:
+        return frozenset()
+    return frozenset.intersection(*(_domains(fleet, replica.node_ids) for replica in replicas))
 
 
 def _domains(fleet: FleetCapacity, node_ids: Iterable[NodeId]) -> frozenset[str]:

@@ -205,7 +205,7 @@ def _lacking_bytes(draft: PlacementDraft, needs: DeploymentNeeds) -> Iterator[tu
 def _refusals(
     draft: PlacementDraft, needs: DeploymentNeeds, nodes: Sequence[FleetNode]
 ) -> Iterator[tuple[NodeId, str]]:
-    fleet, free = draft.fleet, draft.ledger.free
+    fleet, free = draft.fleet, draft.ledger.all_free_for(needs.deployment.policy.overcommit)
     if needs.deployment.engine.nodes > 1:
         pairs: Iterable[tuple[NodeId, str]] = slot_refusals(fleet, needs, nodes, free).items()
     else:

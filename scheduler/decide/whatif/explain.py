@@ -158,7 +158,8 @@ def _elsewhere(
     here: tuple[ReplicaReason, ...],
 ) -> tuple[NodeReason, ...]:
     occupied, contents = {row.node_id for row in here}, _node_contents(cluster)
-    refusals = slot_refusals(draft.fleet, state.needs, cluster.nodes, draft.ledger.free)
+    free = draft.ledger.all_free_for(state.needs.deployment.policy.overcommit)
+    refusals = slot_refusals(draft.fleet, state.needs, cluster.nodes, free)
     reasons = []
     for node in cluster.nodes:
         if node.node_id in occupied:

@@ -2,11 +2,23 @@
 
 from typing import Any
 
-from isochrone.wire.ids import DeviceId
-from isochrone.wire.models.model import EngineSettings
+import msgspec
+
+from isochrone.wire.ids import DeploymentId, DeviceId, PopId
+from isochrone.wire.models.model import Deployment, EngineSettings
 from isochrone.wire.peers.report import NodeDevice
+from scheduler.decide.cluster import ClusterState, DemandRate, Placement
 from scheduler.decide.placement.planner import PlanLimits, plan_deployments
-from tests.builders import GIB, a_cluster, a_deployment, a_node
+from scheduler.decide.whatif import explain_placement
+from tests.builders import (
+    GIB,
+    a_cluster,
+    a_deployment,
+    a_device,
+    a_model,
+    a_node,
+    a_placement,
+)
 
 
 def over_committed(count: int, *, awake_min: int = 0, keep_warm: tuple[str, ...] = ()) -> Any:
@@ -57,3 +69,80 @@ def test_a_fixed_replica_leaves_memory_for_a_sleeping_one_to_wake() -> None:
     plan = plan_deployments(cluster, PlanLimits(starts_max=100))
     # 3 x 1.25 GiB would leave 0.25 GiB, in which the sleeping replica could never wake.
     assert sorted(start.spec.deployment_id for start in plan.starts) == ["a", "b", "c"]
+
+
+def sleeping_replica(device: str, awake_gib: float) -> Placement:
+    """Return a warm replica of a deployment over-committed four times."""
+    return a_placement(
+        "asleep",
+        "n1",
+        "asleep",
+        device_ids=(DeviceId(device),),
+        memory_bytes=int(awake_gib * GIB / 4),
+        overcommit=4.0,
+    )
+
+
+def beside_a_sleeping_replica(
+    deployment: Deployment, devices: int, awake_gib: float = 3.25
+) -> ClusterState:
+    """Return a node with 4 GiB devices, on the first of which a replica sleeps."""
+    node = a_node("n1", "ams", devices=tuple(a_device(4.0, f"gpu{n}") for n in range(devices)))
+    asleep = a_deployment("asleep", "large", overcommit=4.0)
+    return a_cluster(
+        nodes=(node,),
+        models=(a_model(), a_model("large", awake_gib - 0.25)),
+        deployments=(asleep, deployment),
+        placements=(sleeping_replica("gpu0", awake_gib),),
+    )
+
+
+def test_a_device_where_a_sleeping_replica_needs_the_memory_does_not_hide_an_empty_one() -> None:
+    plan = plan_deployments(beside_a_sleeping_replica(a_deployment("d"), devices=2))
+    assert [start.spec.device_ids for start in plan.starts] == [("gpu1",)]
+
+
+def test_a_replica_that_grows_leaves_memory_for_a_sleeping_one_to_wake() -> None:
+    growing = a_deployment("d", engine=EngineSettings(driver="vllm"))
+    cluster = beside_a_sleeping_replica(growing, devices=1, awake_gib=0.5)
+    sized = msgspec.structs.replace(
+        cluster,
+        nodes=(a_node("n1", "ams", devices=(a_device(40.0, "gpu0"),)),),
+        placements=(sleeping_replica("gpu0", 8.0),),
+    )
+    (start,) = plan_deployments(sized).starts
+    assert 8 * GIB < start.spec.memory_bytes <= 32 * GIB
+
+
+def test_a_layout_of_several_replicas_leaves_memory_for_a_sleeping_one_to_wake() -> None:
+    policies: dict[str, Any] = {"replicas_min": 3, "replicas_max": 3}
+    cluster = beside_a_sleeping_replica(a_deployment("d", **policies), devices=3)
+    other = a_deployment("e", **policies)
+    cluster = msgspec.structs.replace(cluster, deployments=(*cluster.deployments, other))
+    plan = plan_deployments(cluster)
+    assert len(plan.starts) == 6
+    assert all("gpu0" not in start.spec.device_ids for start in plan.starts)
+
+
+def test_a_refusal_counts_what_sleeping_replicas_need_to_wake() -> None:
+    cluster = beside_a_sleeping_replica(a_deployment("d"), devices=1)
+    plan = plan_deployments(cluster)
+    assert not plan.starts
+    assert "needs 1.25 GiB, the most free on one device is 0.75 GiB" in plan.unmet[0].reason
+    explained = explain_placement(cluster, DeploymentId("d"))
+    assert explained is not None
+    assert [row.feasible for row in explained.elsewhere] == [False]
+
+
+def test_a_sleeping_replica_leaves_memory_that_it_keeps_from_one_that_is_required() -> None:
+    needed = a_deployment("d", replicas_min=1)
+    cluster = beside_a_sleeping_replica(needed, devices=1)
+    other = a_deployment("asleep", "large", replicas_min=0, overcommit=4.0)
+    demand = DemandRate(
+        deployment_id=other.deployment_id, pop=PopId("ams"), requests_per_s=1.0,
+        output_tokens_per_s=10.0,
+    )  # fmt: skip
+    plan = plan_deployments(
+        msgspec.structs.replace(cluster, deployments=(other, needed), demand=(demand,))
+    )
+    assert [ending.replica_id for ending in plan.endings] == ["asleep"]

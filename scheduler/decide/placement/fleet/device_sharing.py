@@ -5,9 +5,10 @@ must be free beside the replicas of the device that never sleep.
 """
 
 from collections import Counter, defaultdict
+from math import ceil
 
 from isochrone.wire.ids import DeviceId, NodeId
-from scheduler.decide.cluster import ClusterState
+from scheduler.decide.cluster import ClusterState, Placement
 
 DeviceKey = tuple[NodeId, DeviceId]
 
@@ -29,25 +30,21 @@ class DeviceSharing:
         }
         for placement in cluster.placements if self.is_used else ():
             for part in placement.parts:
-                awake_bytes = int(part.memory_bytes * part.overcommit)
                 for device_id in part.device_ids:
-                    self.book((part.node_id, device_id), awake_bytes, part.overcommit, 1)
+                    self.book_part(part, device_id, 1)
 
-    def can_all_wake(
-        self, key: DeviceKey, awake_bytes: int, overcommit: float, releasing_bytes: int = 0
-    ) -> bool:
-        """Say whether all over-committed replicas of a device could wake beside a new one.
+    def bytes_for(self, key: DeviceKey, overcommit: float) -> int:
+        """Return the bytes that the plan may count for one more replica on a device, so that each
+        over-committed replica could wake beside those that never sleep."""
+        left = self._total[key] - self._fixed[key]
+        if overcommit > 1:
+            return ceil(left / overcommit)
+        return left - max(self._sleeping.get(key, ()), default=0)
 
-        `releasing_bytes` are of replicas that are about to end.
-        """
-        if not self.is_used:
-            return True
-        largest = max(self._sleeping.get(key, ()), default=0)
-        if overcommit <= 1 and not largest:
-            return True  # the plan counts all memory of this device
-        largest = 0 if overcommit > 1 else largest
-        fixed = self._fixed[key] - releasing_bytes
-        return fixed + awake_bytes + largest <= self._total[key]
+    def book_part(self, part: Placement, device_id: DeviceId, replicas: int) -> None:
+        """Add `replicas` (1 or -1) of a placement's part on one node to one of its devices."""
+        awake_bytes = int(part.memory_bytes * part.overcommit)
+        self.book((part.node_id, device_id), awake_bytes, part.overcommit, replicas)
 
     def book(self, key: DeviceKey, awake_bytes: int, overcommit: float, replicas: int) -> None:
         """Add `replicas` (1 or -1) to a device."""

@@ -29,10 +29,14 @@ class Eviction(NamedTuple):
 
 class _FullDevice(NamedTuple):
     """How much memory a blocked replica lacks on a device, and the replicas there that could leave
-    it."""
+    it.
+
+    With `is_awake_short` the plan has memory for it, but not while those awake that may sleep.
+    """
 
     short_bytes: int
     replicas: list[PlannedReplica]
+    is_awake_short: bool
 
 
 def preemptable_holders(draft: PlacementDraft, settle_s: float) -> Holders:
@@ -129,15 +133,21 @@ def _evictions_on_node(
         for device_id in _devices_of(replica, node.node_id):
             by_device[device_id].append(replica)
     devices: list[_FullDevice] = []
+    overcommit = needs.deployment.policy.overcommit
     for device in node.devices:
         if device.device_class != device_class or not device.healthy:
             continue
         if device.memory_bytes < needs.device_bytes:
             continue
-        short_bytes = needs.device_bytes - draft.ledger.free[node.node_id, device.device_id]
+        key = node.node_id, device.device_id
+        short_bytes = needs.device_bytes - draft.ledger.free[key]
+        is_awake_short = short_bytes <= 0
+        if is_awake_short:
+            short_bytes = needs.device_bytes - draft.ledger.free_for(key, overcommit)
         replicas = by_device[device.device_id] if short_bytes > 0 else []
-        if short_bytes <= sum(map(_memory_of, replicas)):
-            devices.append(_FullDevice(short_bytes, replicas))
+        full = _FullDevice(short_bytes, replicas, is_awake_short)
+        if short_bytes <= sum(_freed_by(replica, full) for replica in replicas):
+            devices.append(full)
     count = needs.deployment.engine.devices_per_node
     # Most nodes cannot be freed, whatever their replicas lose: that takes longest to find out.
     if len(devices) < count:
@@ -157,17 +167,17 @@ def _cheapest_eviction(device: _FullDevice, losses: Losses) -> Eviction:
     short_bytes = device.short_bytes
     if short_bytes <= 0:
         return Eviction(0.0, [])
-    large_enough = [r for r in device.replicas if _memory_of(r) >= short_bytes]
+    large_enough = [r for r in device.replicas if _freed_by(r, device) >= short_bytes]
     best = Eviction(np.inf, [])
     if large_enough:
         cheapest = min(large_enough, key=losses.__getitem__)
         best = Eviction(losses[cheapest], [cheapest])
     leaving: list[PlannedReplica] = []
-    for replica in sorted(device.replicas, key=lambda r: losses[r] / _memory_of(r)):
+    for replica in sorted(device.replicas, key=lambda r: losses[r] / _freed_by(r, device)):
         if short_bytes <= 0:
             break
         leaving.append(replica)
-        short_bytes -= _memory_of(replica)
+        short_bytes -= _freed_by(replica, device)
     loss = sum(losses[replica] for replica in leaving)
     return Eviction(loss, leaving) if short_bytes <= 0 and loss < best.loss else best
 
@@ -193,7 +203,9 @@ def _devices_of(replica: PlannedReplica, node_id: NodeId) -> tuple[DeviceId, ...
     return next((part.device_ids for part in parts if part.node_id == node_id), ())
 
 
-def _memory_of(replica: PlannedReplica) -> int:
-    """Return the bytes that a replica takes of each device, at least 1."""
+def _freed_by(replica: PlannedReplica, device: _FullDevice) -> int:
+    """Return the bytes of a device that a replica frees by leaving it, at least 1."""
     holder = replica.slot or replica.placement
-    return max(1, holder.memory_bytes) if holder else 1
+    if holder is None:
+        return 1
+    return max(1, int(holder.memory_bytes * (holder.overcommit if device.is_awake_short else 1)))

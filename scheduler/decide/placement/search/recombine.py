@@ -147,7 +147,7 @@ class _FreeCapacity:
         for node_id in draft.fleet.sites[site].nodes:
             keys = draft.fleet.table.healthy_devices[site, node_id]
             device_ids = tuple(device_id for _, device_id in keys)
-            free_bytes = tuple(draft.ledger.free[key] for key in keys)
+            free_bytes = tuple(draft.ledger.free_for(key, 1.0) for key in keys)
             nodes.append(NodeMemory(draft.fleet.nodes[node_id], device_ids, free_bytes))
         eligible = []
         for state in self._states:

@@ -22,6 +22,7 @@ from scheduler.decide.cluster import ClusterState, FleetNode, Placement
 from scheduler.decide.placement.fleet.device_sharing import DeviceSharing
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
 from scheduler.decide.placement.fleet.slots import (
+    FreeMemory,
     Slot,
     SlotPart,
     awake_minimum,
@@ -63,6 +64,8 @@ class SlotLedger:
         )
         self._awake_in_pop: dict[tuple[DeploymentId, PopId], int] = defaultdict(int)
         self._sharing = DeviceSharing(cluster)
+        self._sharing_after_release = DeviceSharing(cluster)
+        """The same without replicas that are ending."""
         self._releasing: dict[tuple[NodeId, DeviceId], int] = defaultdict(int)
         self._replicas_in_domain: dict[tuple[DeploymentId, str], int] = defaultdict(int)
         self._groups_led: dict[NodeId, int] = defaultdict(int)
@@ -88,6 +91,25 @@ class SlotLedger:
     def replicas_in_domain_of(self, node_id: NodeId, deployment_id: DeploymentId) -> int:
         """Return how many replicas of a deployment would fail together with a node."""
         return self._replicas_in_domain[deployment_id, self._fleet.failure_domain(node_id)]
+
+    def free_for(
+        self, key: tuple[NodeId, DeviceId], overcommit: float, count_releasing: bool = False
+    ) -> int:
+        """Return the bytes of a device that one more replica may take.
+
+        Less than is free where over-committed replicas could not wake otherwise.
+        """
+        free = self.free[key] + (self._releasing[key] if count_releasing else 0)
+        if not self._sharing.is_used:
+            return free
+        sharing = self._sharing_after_release if count_releasing else self._sharing
+        return min(free, sharing.bytes_for(key, overcommit))
+
+    def all_free_for(self, overcommit: float) -> FreeMemory:
+        """Return the bytes of each device that one more replica may take."""
+        if not self._sharing.is_used:
+            return self.free
+        return {key: self.free_for(key, overcommit) for key in self.free}
 
     def best_candidate(
         self,
@@ -162,6 +184,7 @@ class SlotLedger:
             self._invalidate(part.node_id)
             for device_id in part.device_ids:
                 self._releasing[part.node_id, device_id] += part.memory_bytes
+                self._sharing_after_release.book_part(part, device_id, -1)
 
     def cancel_releasing(self, placement: Placement) -> None:
         """Stop counting the memory of a running replica as about to become free."""
@@ -169,6 +192,7 @@ class SlotLedger:
             self._invalidate(part.node_id)
             for device_id in part.device_ids:
                 self._releasing[part.node_id, device_id] -= part.memory_bytes
+                self._sharing_after_release.book_part(part, device_id, 1)
 
     def _find_candidate(
         self,
@@ -186,17 +210,10 @@ class SlotLedger:
         needed = ceil(awake_bytes / overcommit)
         found: list[tuple[tuple[float, int, int, str], FleetNode, tuple[DeviceId, ...], float]] = []
         for node in nodes:
-            devices = self._tightest_devices(
-                node, site, needed, engine.devices_per_node, count_releasing
-            )
-            if not devices:
-                continue
-            if self._sharing.is_used and any(
-                not self._sharing.can_all_wake(
-                    key, awake_bytes, overcommit, self._releasing[key] if count_releasing else 0
-                )
-                for key in ((node.node_id, device) for device in devices)
-            ):
+            by_free = self._by_free_bytes_for(site, node.node_id, overcommit, count_releasing)
+            first, count = bisect_left(by_free, (needed,)), engine.devices_per_node
+            devices = tuple(device_id for _, device_id in by_free[first : first + count])
+            if len(devices) < count:
                 continue
             start_s = fleet.start_times.start_s(node, model, self._queued_bytes[node.node_id])
             failures = fleet.failures_on(deployment_id, node.node_id)
@@ -231,18 +248,14 @@ class SlotLedger:
                 return number
         return -1
 
-    def _tightest_devices(
-        self, node: FleetNode, site: int, needed: int, count: int, count_releasing: bool
-    ) -> tuple[DeviceId, ...]:
-        """Return the `count` fullest devices of a node that still have `needed` bytes, or ()."""
-        if count_releasing:
-            keys = self._fleet.table.healthy_devices[site, node.node_id]
-            devices = sorted((self.free[key] + self._releasing[key], key[1]) for key in keys)
-        else:
-            devices = self._by_free_bytes(site, node.node_id)
-        first = bisect_left(devices, (needed,))
-        chosen = devices[first : first + count]
-        return tuple(device_id for _, device_id in chosen) if len(chosen) == count else ()
+    def _by_free_bytes_for(
+        self, site: int, node_id: NodeId, overcommit: float, count_releasing: bool
+    ) -> list[tuple[int, DeviceId]]:
+        """Return what a replica may take of each healthy device of a node at a site, ascending."""
+        if not (count_releasing or self._sharing.is_used):
+            return self._by_free_bytes(site, node_id)
+        keys = self._fleet.table.healthy_devices[site, node_id]
+        return sorted((self.free_for(key, overcommit, count_releasing), key[1]) for key in keys)
 
     def _by_free_bytes(self, site: int, node_id: NodeId) -> list[tuple[int, DeviceId]]:
         """Return the free bytes of each healthy device of a node at a site, ascending."""
@@ -275,8 +288,7 @@ class SlotLedger:
             self._invalidate(node_id)
             for device_id in part.device_ids:
                 self.free[node_id, device_id] -= replicas * slot.memory_bytes
-                self._sharing.book(
-                    (node_id, device_id), slot.awake_bytes, slot.overcommit, replicas
-                )
+                for sharing in (self._sharing, self._sharing_after_release):
+                    sharing.book((node_id, device_id), slot.awake_bytes, slot.overcommit, replicas)
             domain = self._fleet.failure_domain(node_id)
             self._replicas_in_domain[deployment.deployment_id, domain] += replicas
