@@ -12,32 +12,44 @@ from typing import Any, Final
 from router.apis.earlier_reasoning import FIELDS as REASONING_FIELDS
 
 BETWEEN_TEXTS: Final = "\n"
-_SYSTEM_ROLES: Final = ("system", "developer")
+SYSTEM_ROLES: Final = ("system", "developer")
 
 Content = str | list[dict[str, Any]]
 
 
 def arranged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with one system message, at the beginning, and one message a turn.
+    """Return the messages with one system message, at the beginning, and one message a turn."""
+    turns: list[dict[str, Any]] = []
+    for role, following in groupby(system_first(messages), key=itemgetter("role")):
+        turns += _combined(role, list(following))
+    return turns
 
-    Later system messages become the user's where they are: the beginning of a prompt stays as it
-    was, so that it is in the prefix cache.
+
+def is_system_first(roles: Sequence[str]) -> bool:
+    """Return whether the only instructions are a system message at the beginning, if any."""
+    later = roles[1:] if roles[0] == "system" else roles
+    return not any(role in SYSTEM_ROLES for role in later)
+
+
+def system_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with one system message, at the beginning.
+
+    Those before all others are joined. Later ones become the user's where they are: the beginning
+    of a prompt stays as it was, so that it is in the prefix cache.
     """
     leading = list(takewhile(_is_system, messages))
     later = [
         {**message, "role": "user"} if _is_system(message) else message
         for message in messages[len(leading) :]
     ]
-    turns: list[dict[str, Any]] = []
-    if leading:
-        turns.append({"role": "system", "content": _joined([m["content"] for m in leading])})
-    for role, following in groupby(later, key=itemgetter("role")):
-        turns += _combined(role, list(following))
-    return turns
+    if not leading:
+        return later
+    content = _joined([message["content"] for message in leading])
+    return [{**leading[0], "role": "system", "content": content}, *later]
 
 
 def _is_system(message: dict[str, Any]) -> bool:
-    return message["role"] in _SYSTEM_ROLES
+    return message["role"] in SYSTEM_ROLES
 
 
 def _combined(role: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
