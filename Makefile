@@ -116,7 +116,7 @@ test-agents: $(STAMP) .agents/.installed ## Install agent libraries into .agents
 	$(BIN)/pytest tests/integration/router/test_agent_libraries.py
 
 # Some need a newer Node.js than Debian's, which comes with them.
-test-coding-agents: $(STAMP) ## Install coding agents into .coding-agents (2 GB) and run them with a router
+test-coding-agents: $(STAMP) ## Install coding agents into .coding-agents (1.7 GB) and run them with a router
 	@mkdir -p .coding-agents && cp tests/coding_agents/package.json .coding-agents
 	npm install --prefix .coding-agents --no-package-lock --no-audit --no-fund
 	$(BIN)/pytest tests/integration/router/test_coding_agents.py
