@@ -144,7 +144,7 @@ def with_system_first(body: bytes, request: ChatRequest) -> bytes:
     fields: dict[str, Any] = _FIELDS.decode(body)
     messages: list[dict[str, Any]] = []
     for given, read in zip(_MESSAGES.decode(fields["messages"]), request.messages, strict=True):
-        message = {**given, "role": read.role}
+        message: dict[str, Any] = {**given, "role": read.role}
         if read.role in SYSTEM_ROLES:
             message["content"] = _CONTENT.decode(given.get("content", b"null")) or ""
         messages.append(message)

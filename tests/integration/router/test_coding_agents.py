@@ -20,7 +20,11 @@ from tests.integration.router.mock_node import MockNode
 
 BIN = Path(__file__).parents[3] / ".coding-agents" / "node_modules" / ".bin"
 TIMEOUT_S = 240.0
-PATIENT = {"head_timeout_s": 60.0, "body_timeout_s": 60.0, "stream_idle_timeout_s": 60.0}
+PATIENT: dict[str, Any] = {
+    "head_timeout_s": 60.0,
+    "body_timeout_s": 60.0,
+    "stream_idle_timeout_s": 60.0,
+}
 PRINTED = "printed.txt"
 FIRST_CHUNK = b'data: {"choices":[{"index":0,"delta":{"content":"let me see"}}]}\n\n'
 
