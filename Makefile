@@ -15,7 +15,7 @@ SUITES := chaos-tests service-tests engine-tests static-checks control-tests sys
 .DEFAULT_GOAL := help
 .PHONY: help setup up test test-again check static-checks compiled test-compiled dist format clean \
 	chaos-tests engine-tests service-tests control-tests system-tests interpreted-tests unit-tests \
-	test-engines test-vllm request-path test-node test-agents sim simulate soak
+	test-engines test-vllm request-path test-node test-agents test-coding-agents sim simulate soak
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -114,6 +114,12 @@ test-node: $(STAMP) ## Install SDKs for Node.js into .node (200 MB) and test wit
 
 test-agents: $(STAMP) .agents/.installed ## Install agent libraries into .agents (700 MB) and test with them
 	$(BIN)/pytest tests/integration/router/test_agent_libraries.py
+
+# Some need a newer Node.js than Debian's, which comes with them.
+test-coding-agents: $(STAMP) ## Install coding agents into .coding-agents (1.7 GB) and run them with a router
+	@mkdir -p .coding-agents && cp tests/coding_agents/package.json .coding-agents
+	npm install --prefix .coding-agents --no-package-lock --no-audit --no-fund
+	$(BIN)/pytest tests/integration/router/test_coding_agents.py
 
 check: static-checks unit-tests ## Format, lint, import contracts, secrets, types, unit and style tests
 

@@ -51,6 +51,9 @@ REFUSALS_MAX: Final = 8
 """After this many refusals a request waits before it is sent to another replica."""
 
 RETRY_PAUSE_S: Final = 0.05
+CANNOT_CONTINUE: Final = "cannot continue this answer after a server error, send the request again"
+"""Within a stream there is no status: some clients retry if the message has 'server error'."""
+
 RESUMED_COMMENT: Final = b": continued on another replica, not token for token\n\n"
 """An SSE comment before output that may differ from what the first replica would have sent."""
 
@@ -188,8 +191,7 @@ class RequestPipeline:
                 if excluded.cannot_resume:
                     raise ApiError(
                         ErrorCode.UPSTREAM,
-                        "cannot continue this answer: no other replica can resume it;"
-                        " send the request again",
+                        f"{CANNOT_CONTINUE}: no other replica can resume it",
                     )
                 if excluded.failed:
                     # Every replica has failed once; it may have been momentary.
@@ -345,7 +347,7 @@ class RequestPipeline:
         except AttemptFailed as failure:
             error_event = ApiError(
                 ErrorCode.UPSTREAM,
-                f"cannot continue this answer, send the request again: {failure}",
+                f"{CANNOT_CONTINUE}: {failure}",
             )
             if not content_type.startswith(EVENT_STREAM):
                 # An event would be heard as noise, so the response breaks off instead.
@@ -417,8 +419,7 @@ class RequestPipeline:
             if not exchange.is_stream:
                 raise ApiError(
                     ErrorCode.UPSTREAM,
-                    "cannot continue this answer, send the request again: the next replica"
-                    " refused it",
+                    f"{CANNOT_CONTINUE}: the next replica refused it",
                 )
             self._metrics.continuations.labels("continued").inc()
             if not context.is_exact_resumption(exchange.head):

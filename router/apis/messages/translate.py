@@ -5,14 +5,12 @@ the role `tool` for each. Its images go to the engine as `data:` URLs.
 """
 
 from collections.abc import Sequence
-from itertools import groupby
-from operator import itemgetter
 from typing import Any, Final
 
 import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from router.apis.earlier_reasoning import FIELDS as REASONING_FIELDS
+from router.apis.chat_messages import BETWEEN_TEXTS, arranged, content_parts
 from router.apis.earlier_reasoning import reasoning_fields
 from router.apis.messages.schema import (
     AnyToolChoice,
@@ -36,7 +34,6 @@ from router.apis.messages.schema import (
     ToolUseBlock,
 )
 
-BETWEEN_BLOCKS: Final = "\n"
 TOOL_FAILED: Final = "Error: "
 """The prefix of the result of a tool that failed: chat templates have no field for that."""
 
@@ -108,9 +105,9 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
     system = _system_text(request.system)
     if system:
         messages.append({"role": "system", "content": system})
-    translated = [each for message in request.messages for each in _translate_message(message)]
-    for role, following in groupby(translated, key=itemgetter("role")):
-        messages += _combined(role, list(following))
+    for message in request.messages:
+        messages += _translate_message(message)
+    messages = arranged(messages)
     if not any(message["role"] != "system" for message in messages):
         raise _invalid_field("messages", "no message has any content")
     return messages
@@ -120,7 +117,7 @@ def _system_text(system: str | Sequence[TextBlock] | None) -> str:
     if system is None or isinstance(system, str):
         return system or ""
     texts = [block.text for block in system if not block.text.startswith(BILLING_LINE)]
-    return BETWEEN_BLOCKS.join(texts)
+    return BETWEEN_TEXTS.join(texts)
 
 
 def _translate_message(message: InputMessage) -> list[dict[str, Any]]:
@@ -150,8 +147,8 @@ def _assistant_message(blocks: Sequence[ContentBlock]) -> dict[str, Any]:
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [_tool_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
-    message: dict[str, Any] = {"role": "assistant", "content": BETWEEN_BLOCKS.join(texts)}
-    message |= reasoning_fields(BETWEEN_BLOCKS.join(filter(None, thoughts)))
+    message: dict[str, Any] = {"role": "assistant", "content": BETWEEN_TEXTS.join(texts)}
+    message |= reasoning_fields(BETWEEN_TEXTS.join(filter(None, thoughts)))
     if calls:
         message["content"] = message["content"] or None
         message["tool_calls"] = calls
@@ -169,44 +166,11 @@ def _check_blocks(
             )
 
 
-def _combined(role: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages of one role that follow each other: one for the user or the assistant."""
-    if role == "user":
-        return [{"role": role, "content": _combined_content([m["content"] for m in messages])}]
-    if role != "assistant":
-        return messages
-    combined = messages[0]
-    for name in ("content", *REASONING_FIELDS):
-        if texts := [text for message in messages if (text := message.get(name))]:
-            combined[name] = BETWEEN_BLOCKS.join(texts)
-    if calls := [call for message in messages for call in message.get("tool_calls", ())]:
-        combined["tool_calls"] = calls
-    return [combined]
-
-
-def _combined_content(contents: list[str | list[dict[str, Any]]]) -> str | list[dict[str, Any]]:
-    """Return the contents of messages as one: texts are joined up to the first with images."""
-    texts: list[str] = []
-    for content in contents:
-        if not isinstance(content, str):
-            break
-        texts.append(content)
-    joined = BETWEEN_BLOCKS.join(texts)
-    if len(texts) == len(contents):
-        return joined
-    parts = _parts(joined) if texts else []
-    return parts + [part for content in contents[len(texts) :] for part in _parts(content)]
-
-
-def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 def _content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     """Return parts as a message's content: one text if there are no images."""
     if any(part["type"] != "text" for part in parts):
         return parts
-    return BETWEEN_BLOCKS.join(part["text"] for part in parts)
+    return BETWEEN_TEXTS.join(part["text"] for part in parts)
 
 
 def _part(block: ContentBlock) -> dict[str, Any]:
@@ -219,7 +183,7 @@ def _part(block: ContentBlock) -> dict[str, Any]:
         return {"type": "image_url", "image_url": {"url": url}}
     if isinstance(block, DocumentBlock):
         texts = [text for text in (block.title, block.context, block.source.data) if text]
-        return {"type": "text", "text": BETWEEN_BLOCKS.join(texts)}
+        return {"type": "text", "text": BETWEEN_TEXTS.join(texts)}
     assert isinstance(block, TextBlock)
     return {"type": "text", "text": block.text}
 
@@ -227,8 +191,10 @@ def _part(block: ContentBlock) -> dict[str, Any]:
 def _tool_result(block: ToolResultBlock) -> tuple[str, list[dict[str, Any]]]:
     """Return the text and the images of a tool's result."""
     content = block.content or ""
-    parts = _parts(content) if isinstance(content, str) else [_part(item) for item in content]
-    text = BETWEEN_BLOCKS.join(part["text"] for part in parts if part["type"] == "text")
+    parts = (
+        content_parts(content) if isinstance(content, str) else [_part(item) for item in content]
+    )
+    text = BETWEEN_TEXTS.join(part["text"] for part in parts if part["type"] == "text")
     images = [part for part in parts if part["type"] != "text"]
     return (TOOL_FAILED + text if block.is_error else text), images
 

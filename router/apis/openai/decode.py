@@ -1,7 +1,8 @@
 """Decodes OpenAI request bodies, and rewrites them where the node needs another body.
 
-The node gets the client's own bytes. Only a stream whose client does not ask for the usage frame is
-changed to ask for it, because the router needs the count; the frame is then not sent to the client.
+The node gets the client's own bytes, but for a few fields. A stream whose client does not ask for
+the usage frame is changed to ask for it, because the router needs the count; the frame is then not
+sent to the client.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from isochrone.wire.http import headers
 from isochrone.wire.http.invalid_field import invalid_field
 from isochrone.wire.http.json_body import UnsafeJson, check_json_body
 from isochrone.wire.kv.kv_transfer import ENGINE_FIELDS, NESTED_FIELDS
+from router.apis.chat_messages import SYSTEM_ROLES, is_system_first, system_first
 from router.apis.openai.prompt import OpenAiRequest, count_answers
 from router.apis.openai.schema import (
     ABSENT,
@@ -37,6 +39,8 @@ EMBEDDING: Final = msgspec.json.Decoder(EmbeddingRequest)
 CLASSIFY: Final = msgspec.json.Decoder(ClassifyRequest)
 RERANK: Final = msgspec.json.Decoder(RerankRequest)
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_MESSAGES: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_CONTENT: Final = msgspec.json.Decoder(str | list[msgspec.Raw] | None)
 _STATEFUL: Final = frozenset(
     {
         "tools",
@@ -131,6 +135,20 @@ def with_usage_requested(body: bytes, request: OpenAiRequest) -> bytes:
 def with_model(body: bytes, model: str) -> bytes:
     """Return the body with another `model`."""
     return msgspec.json.encode({**_FIELDS.decode(body), "model": model})
+
+
+def with_system_first(body: bytes, request: ChatRequest) -> bytes:
+    """Return the body with one system message, at the beginning, otherwise unchanged."""
+    if is_system_first([message.role for message in request.messages]):
+        return body
+    fields: dict[str, Any] = _FIELDS.decode(body)
+    messages: list[dict[str, Any]] = []
+    for given, read in zip(_MESSAGES.decode(fields["messages"]), request.messages, strict=True):
+        message: dict[str, Any] = {**given, "role": read.role}
+        if read.role in SYSTEM_ROLES:
+            message["content"] = _CONTENT.decode(given.get("content", b"null")) or ""
+        messages.append(message)
+    return msgspec.json.encode({**fields, "messages": system_first(messages)})
 
 
 def without_transfer_fields(body: bytes, request: OpenAiRequest) -> bytes:

@@ -29,6 +29,7 @@ from router.apis.openai.decode import (
     resume_body_builder,
     wants_usage,
     with_model,
+    with_system_first,
     with_usage_requested,
     without_transfer_fields,
 )
@@ -186,6 +187,7 @@ class OpenAiSurface:
         if isinstance(openai, ChatRequest):
             refuse_storing(openai.store)
             self._check_images(openai, read.images)
+            body = with_system_first(body, openai)
         body = without_transfer_fields(body, openai)
         answer_count = count_answers(openai)
         return InferenceRequest(

@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from isochrone.wire.errors import unusable_field
 from isochrone.wire.http.public_bodies import ReasoningEffort
+from router.apis.chat_messages import arranged
 from router.apis.earlier_reasoning import FIELDS as REASONING_FIELDS
 from router.apis.earlier_reasoning import decode_reasoning, reasoning_fields
 from router.apis.openai.schema import (
@@ -260,7 +261,7 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
     if isinstance(request.input, str):
         return [*messages, {"role": "user", "content": request.input}]
     _add_messages(messages, request.input)
-    return messages
+    return arranged(messages)
 
 
 def _add_messages(messages: list[dict[str, Any]], items: Sequence[InputItem]) -> None:

@@ -207,7 +207,7 @@ async def test_a_stream_that_cannot_continue_raises(tmp_path: Path) -> None:
         stream = await client.messages.create(
             model="tiny", max_tokens=5, messages=HELLO, stream=True
         )
-        with pytest.raises(anthropic.APIStatusError, match="cannot continue this answer"):
+        with pytest.raises(anthropic.APIStatusError, match="this answer after a server error"):
             [event async for event in stream]
 
 

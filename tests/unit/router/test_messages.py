@@ -27,7 +27,8 @@ from isochrone.wire.errors import ApiError, ErrorCode, context_length_message, o
 from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.models.model import Deprecation
 from isochrone.wire.peers.routes import DeploymentEntry
-from router.apis.messages import schema, translate
+from router.apis import chat_messages
+from router.apis.messages import schema
 from router.apis.messages.errors import error_body, error_status, translate_refusal
 from router.apis.messages.events import MessageEvents, signature_of, translate_usage
 from router.apis.messages.models import model_info
@@ -251,6 +252,24 @@ def test_consecutive_messages_of_a_role_are_one() -> None:
     ]
 
 
+def test_a_later_system_message_is_the_users() -> None:
+    """Claude Code sends one after the first question, for which many templates have no place."""
+    first = [{"role": "user", "content": "a"}, {"role": "system", "content": "agents: none"}]
+    system = {"role": "system", "content": "be brief"}
+    begun = messages(*first, system="be brief")
+    assert begun == [system, {"role": "user", "content": "a\nagents: none"}]
+    answer, later = {"role": "assistant", "content": "b"}, {"role": "system", "content": "c"}
+    assert messages(*first, answer, later, system="be brief") == [
+        *begun,
+        answer,
+        {"role": "user", "content": "c"},
+    ]
+    assert messages({"role": "system", "content": "d"}, *first[:1], system="be brief") == [
+        {"role": "system", "content": "be brief\nd"},
+        first[0],
+    ]
+
+
 def test_texts_before_the_first_image_are_one_part() -> None:
     """So a prompt stays the beginning of the next one, to which an image is added."""
     a_b = [{"role": "user", "content": "a"}, user(text("b"))]
@@ -275,7 +294,7 @@ def test_each_text_of_many_messages_of_a_role_is_joined_once(
             joined += len(text)
             return text
 
-    monkeypatch.setattr(translate, "BETWEEN_BLOCKS", CountingSeparator("\n"))
+    monkeypatch.setattr(chat_messages, "BETWEEN_TEXTS", CountingSeparator("\n"))
     for role in ("user", "assistant"):
         joined = 0
         (combined,) = messages(*[{"role": role, "content": 9 * "x"}] * 1000)

@@ -13,6 +13,7 @@ from router.apis.openai.decode import (
     EMBEDDING,
     RERANK,
     decode,
+    with_system_first,
     without_transfer_fields,
 )
 from router.apis.openai.prompt import count_answers, count_text_bytes, render_prompt
@@ -120,3 +121,47 @@ def test_only_a_body_with_a_field_of_engines_is_written_anew(
         sent = without_transfer_fields(body, decode(body, decoder))
         assert b"kv_transfer_params" not in sent
         assert (name.encode() in sent) is (name == NESTED_FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("roles", "sent"),
+    [
+        (["user", "assistant", "tool", "user"], None),
+        (["system", "user"], None),
+        (["developer", "user"], [("system", "0"), ("user", "1")]),
+        (["system", "developer", "user"], [("system", "0\n1"), ("user", "2")]),
+        (["user", "assistant", "system"], [("user", "0"), ("assistant", "1"), ("user", "2")]),
+    ],
+)
+def test_instructions_are_one_system_message_at_the_beginning(
+    roles: list[str], sent: list[tuple[str, str]] | None
+) -> None:
+    """Templates leave others out, or refuse them; any other body is sent as it is."""
+    messages = [{"role": role, "content": str(n)} for n, role in enumerate(roles)]
+    body = msgspec.json.encode({"model": "m", "messages": messages, "seed": 7})
+    written = with_system_first(body, decode(body, CHAT))
+    if sent is None:
+        assert written is body
+        return
+    fields = msgspec.json.decode(written)
+    assert [(message["role"], message["content"]) for message in fields["messages"]] == sent
+    assert (fields["model"], fields["seed"]) == ("m", 7)
+
+
+def test_instructions_in_parts_are_joined_and_what_no_decoder_reads_stays() -> None:
+    body = b"""{"model":"m","messages":[
+        {"role":"developer","content":[{"type":"text","text":"a","x":1e999}]},
+        {"role":"system","content":"b"},{"role":"system"},
+        {"role":"assistant","content":null,"tool_calls":[{"y":1e999}]}]}"""
+    written = with_system_first(body, decode(body, CHAT))
+    first, second = msgspec.json.decode(written, type=MessagesOnly).messages
+    assert bytes(first["role"]) == b'"system"'
+    assert bytes(first["content"]) == (
+        b'[{"type":"text","text":"a","x":1e999},{"type":"text","text":"b"}'
+        b',{"type":"text","text":""}]'
+    )
+    assert bytes(second["tool_calls"]) == b'[{"y":1e999}]'
+
+
+class MessagesOnly(msgspec.Struct):
+    messages: list[dict[str, msgspec.Raw]]

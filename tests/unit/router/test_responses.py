@@ -129,7 +129,7 @@ def test_input_items_become_messages_tool_calls_and_tool_outputs() -> None:
     ]
     function = {"name": "f", "arguments": "{}"}
     assert chat(input=given)["messages"] == [
-        {"role": "developer", "content": "be brief"},
+        {"role": "system", "content": "be brief"},
         {"role": "user", "content": "weather?"},
         {
             "role": "assistant",
@@ -143,6 +143,28 @@ def test_input_items_become_messages_tool_calls_and_tool_outputs() -> None:
         },
         {"role": "tool", "tool_call_id": "a", "content": "sun"},
         {"role": "tool", "tool_call_id": "b", "content": "rain"},
+    ]
+
+
+def test_instructions_are_one_system_message_at_the_beginning() -> None:
+    """Codex sends its instructions in two developer messages, and later ones when they change.
+
+    Most templates leave a developer message out, and that of Qwen3.5 raises an error for a second
+    system message.
+    """
+    given = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "developer", "content": [{"type": "input_text", "text": "or not"}]},
+        {"role": "user", "content": "folder: /tmp"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello"},
+        {"role": "developer", "content": "be polite"},
+    ]
+    assert chat(instructions="be kind", input=given)["messages"] == [
+        {"role": "system", "content": "be kind\nbe brief\nor not"},
+        {"role": "user", "content": "folder: /tmp\nhi"},
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "be polite"},
     ]
 
 
@@ -207,7 +229,8 @@ def test_images_of_tools_follow_their_results() -> None:
     ]
     assert chat(input=outputs)["messages"] == results
     question = {"role": "user", "content": "what?"}
-    assert chat(input=[*outputs, question])["messages"] == [*results, question]
+    asked = {"role": "user", "content": [part, part, {"type": "text", "text": "what?"}]}
+    assert chat(input=[*outputs, question])["messages"] == [*results[:2], asked]
 
 
 def test_images_become_parts() -> None:
