@@ -95,7 +95,7 @@ def read_in_pieces(data: bytes, chance: random.Random) -> list[HttpRequest]:
     """
     collector = RequestCollector()
     reader = RequestReader(
-        *(collector, _allow_all, lambda _: None, BYTES_MAX, lambda: 0.0),
+        *(collector, _allow_all, lambda _: None, BYTES_MAX, lambda: 1.0),
         unparsed_bytes_min=chance.choice((1, BYTES_MAX)),
     )
     while data:
