@@ -77,9 +77,11 @@ INTERPRETED: Final = frozenset({"router/decide/replicas/columns_in_numpy.py"})
 C_SOURCES: Final = (
     "isochrone/wire/http/body_bytes.c",
     "router/apis/openai/text_bytes.c",
+    "router/dataplane/head_bytes.c",
     "router/dataplane/stream_pump.c",
     "router/decide/caches/block_table.c",
     "router/decide/replicas/column_scan.c",
+    "router/recording/mapped_file.c",
 )
 """Extension modules that are written in C."""
 

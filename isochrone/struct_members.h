@@ -3,8 +3,9 @@
  * The compiler does not know how msgspec lays out a struct, so it reads each attribute with
  * PyObject_GetAttr, which looks the name up in the type and calls the descriptor that it finds: 163
  * instructions. A member is at the same place in all objects of a type. So the place is remembered
- * for the type and the name, and read from there. The methods of a type whose objects have no
- * attributes of their own are remembered likewise. Everything else is done as before.
+ * for the type and the name, and read from there. Attributes that a function in C returns, as those of
+ * compiled classes, and the methods of a type whose objects have no attributes of their own are
+ * remembered likewise. Everything else is done as before.
  *
  * setup.py has this file included before each generated file, which needs no other change.
  */
@@ -17,12 +18,14 @@
 #include <stdint.h>
 #include <structmember.h>
 
-enum { PLACES = 1024 }; /* remembered; those that fall together take turns */
+enum { PLACES = 4096 }; /* remembered; those that fall together take turns */
 
 typedef struct {
     PyObject *name;   /* interned, and kept alive: no other name has its address */
-    PyObject *method; /* the type keeps it alive while it has this version; NULL for a member */
-    Py_ssize_t offset;
+    /* The type keeps these alive while it has this version. */
+    PyObject *method;
+    PyGetSetDef *getter;
+    Py_ssize_t offset; /* of a member, if it is neither */
     unsigned version;
 } Place;
 
@@ -51,6 +54,9 @@ __attribute__((noinline, unused)) static void remember(PyTypeObject *type, PyObj
         /* Python checks this at each read: a descriptor can be put into another class. */
         if (!PyType_IsSubtype(type, PyDescr_TYPE(found))) return;
         new.offset = member->offset;
+    } else if (Py_IS_TYPE(found, &PyGetSetDescr_Type)) {
+        new.getter = ((PyGetSetDescrObject *)found)->d_getset;
+        if (!new.getter->get || !PyType_IsSubtype(type, PyDescr_TYPE(found))) return;
     } else if (
         PyType_HasFeature(Py_TYPE(found), Py_TPFLAGS_METHOD_DESCRIPTOR) && !type->tp_dictoffset) {
         new.method = found;
@@ -72,6 +78,8 @@ __attribute__((noinline, unused)) static PyObject *read_attribute(
     Place *place = place_of(version, name);
     if (!is_of(place, version, name)) {
         remember(Py_TYPE(object), name);
+    } else if (place->getter) {
+        return place->getter->get(object, place->getter->closure);
     } else if (!place->method) {
         PyObject *value = *(PyObject **)((char *)object + place->offset);
         if (value) {

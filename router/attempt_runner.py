@@ -72,9 +72,10 @@ class AttemptRunner:
     def rank(self, context: RequestContext) -> RankedRoutes:
         """Rank the replicas for the next attempt."""
         request, expected, fleet = context.request, context.expected, self._fleet
+        now_s = self._clock()
         routing = fleet.routing(request.deployment_id)
         matches = routing.prefix_matches(request.prefix_keys)
-        session, binding = request.session, fleet.sessions.lookup(request.session, self._clock())
+        session, binding = request.session, fleet.sessions.lookup(request.session, now_s)
         can_fetch = request.deployment.shares_kv and routing.fetch_value.is_worth_pooling
         if can_fetch and matches is not NO_MATCHES:
             # Any replica of the PoP can get the prefix: what is known of it decides, not affinity.
@@ -99,7 +100,7 @@ class AttemptRunner:
             adapter_ms,
             adapter_mask,
         )
-        snapshot = fleet.snapshot(request.deployment_id)
+        snapshot = fleet.snapshot(request.deployment_id, now_s)
         # The deployment as the table has it now: a rollout may advance while the request waits.
         deployment = fleet.directory.deployment(request.deployment.name) or request.deployment
         excluded, outside = context.excluded.all(), NO_REPLICAS
@@ -107,20 +108,15 @@ class AttemptRunner:
             outside = fleet.directory.replicas_outside(request.regions)
             excluded |= outside
         version = fleet.draw_version(deployment, request.session or request.request_id, outside)
-        full = fleet.full_for(context.request_group)
+        full = fleet.full_for(context.request_group, now_s)
         if context.is_refused_if_busy:
             full |= fleet.in_flight.full_batches(routing.replicas.slots)
         excluded |= full
         routes = rank(snapshot, query, excluded | version.excluded)
         if not routes and version.may_fall_back:
             routes = rank(snapshot, query, excluded)
-        readers = routing.prefill_replicas
-        is_refused = bool(context.excluded.refused or full)
-        if (
-            readers
-            and not (deployment.needs_prefill or is_refused)
-            and has_lost_all(routes, snapshot)
-        ):
+        may_prefill = not (deployment.needs_prefill or context.excluded.refused or full)
+        if routing.prefill_replicas and may_prefill and has_lost_all(routes, snapshot):
             return self._rank_prefill(context, deployment, query, excluded, outside) or routes
         return routes
 
@@ -147,9 +143,9 @@ class AttemptRunner:
         """Send the request to the best replica."""
         request, stream, target = context.request, context.stream, routes[0]
         attempt = context.attempt = ReplicaAttempt(target)
-        self._fleet.note_sent(context.request_group, target.route.replica_id)
-        self._reserve(context, attempt, target)
-        attempt.sent_at_s = self._clock()
+        now_s = attempt.sent_at_s = self._clock()
+        self._fleet.note_sent(context.request_group, target.route.replica_id, now_s)
+        self._reserve(context, attempt, target, now_s)
         if self._tracer is not None:
             self._tracer.begin_attempt(context, attempt)
         timeout_s = self._config.first_byte_timeout_s
@@ -174,7 +170,7 @@ class AttemptRunner:
             holders,
             router=self._fleet.name,
             timeout_s=timeout_s,
-            sent_at_s=attempt.sent_at_s,
+            sent_at_s=now_s,
         )
         exchange = attempt.exchange = self._upstream.send(
             target.route.node_id,
@@ -228,19 +224,20 @@ class AttemptRunner:
         return loaded.load_ms >= LEARNED_LOAD_MS_MAX
 
     def _reserve(
-        self, context: RequestContext, attempt: ReplicaAttempt, ranked: RankedRoute
+        self, context: RequestContext, attempt: ReplicaAttempt, ranked: RankedRoute, now_s: float
     ) -> None:
         """Count the request at the replica that is to answer it."""
         # Only the uncached part of the prompt must be read; all of it occupies KV blocks.
         attempt.reservation = self._feedback.reserve(
             ranked.route,
+            now_s,
             prefill=ranked.uncached_tokens,
             decode=context.expected.output,
             prompt=context.expected.prompt,
             is_batch_item=context.request.preemptions >= 0,
         )
         attempt.ranked = ranked
-        attempt.sent_prompt = self._feedback.record_sent(ranked, context.request.prefix_keys)
+        attempt.sent_prompt = self._feedback.record_sent(ranked, now_s, context.request.prefix_keys)
 
     def _prefill_peers(self, context: RequestContext, target: RankedRoute) -> list[PeerReplica]:
         """Return the replicas of the PoP that could read the prompt for `target`; mostly none."""
@@ -286,7 +283,7 @@ class AttemptRunner:
             attempt.prefill_id = None
             attempt.release_tokens()
             self.forget_prefix(context, attempt)
-            self._reserve(context, attempt, ranked)
+            self._reserve(context, attempt, ranked, self._clock())
             return
         attempt.prefill_id = replica_id
         if attempt.reservation is not None:
@@ -359,7 +356,7 @@ class AttemptRunner:
         self._metrics.handoffs.labels("taken_back" if is_back else "handed_off").inc()
         attempt.release_tokens()
         self.forget_prefix(context, attempt)
-        self._reserve(context, attempt, ranked)
+        self._reserve(context, attempt, ranked, self._clock())
 
     def end(self, context: RequestContext, attempt: ReplicaAttempt, error: AttemptFailed) -> bool:
         """End an attempt without an answer; return whether it was only refused."""

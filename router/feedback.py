@@ -24,6 +24,7 @@ class AttemptFeedback:
     def reserve(
         self,
         route: Route,
+        now_s: float,
         *,
         prefill: int,
         decode: int,
@@ -35,7 +36,6 @@ class AttemptFeedback:
         `prefill` of the `prompt` tokens are not cached; without `prompt`, all are `prefill`.
         """
         fleet, replica_id = self._fleet, route.replica_id
-        now_s = fleet.clock()
         fleet.health.record_sent(replica_id, now_s)
         deployment = fleet.routing(route.deployment_id)
         slot = deployment.slot_of(replica_id)
@@ -53,7 +53,9 @@ class AttemptFeedback:
             is_batch_item=is_batch_item,
         )
 
-    def record_sent(self, ranked: RankedRoute, keys: PrefixKeys = NO_KEYS) -> SentPrompt | None:
+    def record_sent(
+        self, ranked: RankedRoute, now_s: float, keys: PrefixKeys = NO_KEYS
+    ) -> SentPrompt | None:
         """Note that a request goes to a replica, which will cache its prompt.
 
         Return what `undo_sent` and `learn_cached_tokens` need, None if there is nothing to learn.
@@ -63,8 +65,8 @@ class AttemptFeedback:
         slot = deployment.slot_of(route.replica_id)
         if slot < 0:
             return None
-        fleet = self._fleet
-        return deployment.record_sent(slot, ranked, keys, fleet.clock(), fleet.health.unhealthy())
+        unhealthy = self._fleet.health.unhealthy()
+        return deployment.record_sent(slot, ranked, keys, now_s, unhealthy)
 
     def undo_sent(self, route: Route, sent: SentPrompt | None, keys: PrefixKeys) -> None:
         """Note that the replica refused the request: it has not cached any of the prompt."""

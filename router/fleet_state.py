@@ -137,14 +137,14 @@ class FleetState:
         if route is not None:
             self.routing(route.deployment_id).changed.add(replica_id)
 
-    def full_for(self, group: RequestGroup) -> Set[ReplicaId]:
+    def full_for(self, group: RequestGroup, now_s: float) -> Set[ReplicaId]:
         """Return the replicas that are full for such a request, by their last refusals."""
-        return self.full.full_for(group, self.in_flight.requests_at, self.clock())
+        return self.full.full_for(group, self.in_flight.requests_at, now_s)
 
-    def note_sent(self, group: RequestGroup, replica_id: ReplicaId) -> None:
+    def note_sent(self, group: RequestGroup, replica_id: ReplicaId, now_s: float) -> None:
         """Note that a request will be sent to a replica, before it is counted there."""
         requests = self.in_flight.requests_at(replica_id)
-        self.full.record_sent(group, replica_id, requests, self.clock())
+        self.full.record_sent(group, replica_id, requests, now_s)
 
     def refresh_changed(self, deployment_ids: Iterable[DeploymentId]) -> None:
         """Recompute the estimates that are out of date, so that the next requests need not."""
@@ -153,9 +153,8 @@ class FleetState:
             deployment = self.routing(deployment_id)
             self._refresh_slots(deployment.replicas, deployment.take_changed(), now_s)
 
-    def snapshot(self, deployment_id: DeploymentId) -> RoutingSnapshot:
+    def snapshot(self, deployment_id: DeploymentId, now_s: float) -> RoutingSnapshot:
         """Return a frozen view of one deployment as it is now."""
-        now_s = self.clock()
         deployment = self.routing(deployment_id)
         replicas = deployment.replicas
         self._refresh_slots(replicas, deployment.take_changed(), now_s)

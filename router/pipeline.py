@@ -119,7 +119,7 @@ class RequestPipeline:
         try:
             context.held_bytes = self._bodies.hold(request.tenant_id, len(request.body))
             self._poison_guard.check(context)
-            exchange = await self._send_until_answered(context)
+            exchange = await self._send_until_answered(context, now_s)
             if exchange.is_stream:
                 await self._stream(context, admitted, writer, rate_limit_lines)
             else:
@@ -175,13 +175,12 @@ class RequestPipeline:
         budget = self._fleet.directory.budget_of(key)
         self._limiter.check(key, self._clock(), unix_s, budget)
 
-    async def _send_until_answered(self, context: RequestContext) -> NodeExchange:
+    async def _send_until_answered(self, context: RequestContext, now_s: float) -> NodeExchange:
         """Try replicas in the order of their ranking until one answers; return its exchange.
 
         While none has capacity the request waits in the admission queue. Raises ApiError if it
         waited too long or the attempts failed.
         """
-        now_s = self._clock()
         self._retry_budget.deposit(now_s)
         excluded, failed = context.excluded, FailedAttempts()
         entry = context.new_queue_entry(now_s + self._config.queue_timeout_s)
@@ -254,7 +253,9 @@ class RequestPipeline:
             context.found_no_replica = True
             self._recorder.found_no_replica(context)
         waiting_since_s = self._clock()
-        entry.was_refused = is_full or bool(self._fleet.full_for(context.request_group))
+        entry.was_refused = is_full or bool(
+            self._fleet.full_for(context.request_group, waiting_since_s)
+        )
         try:
             await self.queue.wait(entry)
         except AdmissionRefused as refused:
@@ -414,7 +415,7 @@ class RequestPipeline:
                 attempt.take(AttemptEvent.RESUMED)
                 return
             attempt.release()
-            exchange = await self._send_until_answered(context)
+            exchange = await self._send_until_answered(context, self._clock())
             attempt.take(AttemptEvent.RESUMED)
             if not exchange.is_stream:
                 raise ApiError(

@@ -170,9 +170,11 @@ def traffic_turn(
         keys = prompts[number % len(prompts)]
         matches = fleet.routing(DEPLOYMENT).prefix_matches(keys)
         query = RouteQuery(f"q{number}", 6000, 300, matches=matches)
-        ranked = rank(fleet.snapshot(DEPLOYMENT), query)[0]
-        reservation = attempts.reserve(ranked.route, prefill=ranked.uncached_tokens, decode=300)
-        attempts.record_sent(ranked, keys)
+        ranked = rank(fleet.snapshot(DEPLOYMENT, fleet.clock()), query)[0]
+        reservation = attempts.reserve(
+            ranked.route, fleet.clock(), prefill=ranked.uncached_tokens, decode=300
+        )
+        attempts.record_sent(ranked, fleet.clock(), keys)
         in_flight.append((ranked, reservation))
         if len(in_flight) > concurrent:
             ranked, reservation = in_flight.pop(chance.randrange(concurrent // 2))
@@ -201,7 +203,7 @@ def time_rankings(
         began = thread_time_ns()
         matches = fleet.routing(DEPLOYMENT).prefix_matches(keys)
         matched = thread_time_ns()
-        snapshot = fleet.snapshot(DEPLOYMENT)
+        snapshot = fleet.snapshot(DEPLOYMENT, fleet.clock())
         frozen = thread_time_ns()
         first = rank(snapshot, RouteQuery(f"r{number}", 6000, 300, matches=matches))[0]
         ended = thread_time_ns()
@@ -215,7 +217,7 @@ def time_rankings(
             began = thread_time_ns()
             matches = fleet.routing(DEPLOYMENT).prefix_matches(keys)
             query = RouteQuery(f"r{number}", 6000, 300, matches=matches)
-            first = rank(fleet.snapshot(DEPLOYMENT), query)[0]
+            first = rank(fleet.snapshot(DEPLOYMENT, fleet.clock()), query)[0]
             fastest = min(fastest, thread_time_ns() - began)
         took_us[BEST_OF].append(fastest / 1000)
     return took_us

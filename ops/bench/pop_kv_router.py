@@ -113,7 +113,7 @@ class PopRouter:
         query = RouteQuery(
             "bench", len(request.prompt), request.output_tokens, session, binding, matches, refusals
         )
-        ranked = rank(self.fleet.snapshot(DEPLOYMENT), query, frozenset())
+        ranked = rank(self.fleet.snapshot(DEPLOYMENT, self.fleet.clock()), query, frozenset())
         if not ranked:
             return None
         if self._policy == "affinity":
@@ -143,11 +143,12 @@ class PopRouter:
         tokens = len(request.prompt)
         reservation = self._attempts.reserve(
             ranked.route,
+            self.fleet.clock(),
             prefill=ranked.uncached_tokens,
             decode=request.output_tokens,
             prompt=tokens,
         )
-        prompt = self._attempts.record_sent(ranked, shared.keys)
+        prompt = self._attempts.record_sent(ranked, self.fleet.clock(), shared.keys)
         self._in_flight[ranked.route.replica_id] += tokens + request.output_tokens
         return PopAttempt(shared, chosen, reservation, prompt, self._clock())
 

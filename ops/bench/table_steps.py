@@ -80,7 +80,7 @@ class DrivenFollower:
             self.fleet.nodes.record_round_trip(route.node_id, 20.0, self.now_s)
             self.fleet.in_flight.record_report(route.replica_id, 100, 100, self.now_s)
         for entry in self.table.deployments:
-            self.fleet.snapshot(entry.deployment_id)
+            self.fleet.snapshot(entry.deployment_id, self.fleet.clock())
 
     def change(self, **fields: Any) -> StepTimes:
         """Follow a delta with these changes of the last table's fields."""

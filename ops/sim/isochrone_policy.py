@@ -158,7 +158,7 @@ class IsochronePolicy:
             queue_refusals=self._refusals.get(request.number, 0),
         )
         excluded = frozenset(self._routes[replica].replica_id for replica in refused)
-        routes = rank(self.fleet.snapshot(DEPLOYMENT), query, excluded)
+        routes = rank(self.fleet.snapshot(DEPLOYMENT, self.fleet.clock()), query, excluded)
         if not routes:
             return None
         self._ranked = routes
@@ -282,11 +282,12 @@ class IsochronePolicy:
     ) -> None:
         reservation = self._attempts.reserve(
             ranked.route,
+            self.fleet.clock(),
             prefill=ranked.uncached_tokens,
             decode=OUTPUT_TOKENS_ASSUMED,
             prompt=request.prompt_tokens,
         )
-        sent = self._attempts.record_sent(ranked, router_prefix_keys(request))
+        sent = self._attempts.record_sent(ranked, self.fleet.clock(), router_prefix_keys(request))
         self._in_flight[request.number] = SentRequest(routes, ranked, reservation, sent, sent_at_s)
 
     def _take_reports(self, router: SimulatedRouter, now_s: float) -> None:

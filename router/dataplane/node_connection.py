@@ -9,11 +9,15 @@ from isochrone.wire.ids import NodeId
 from router.dataplane.deadlines import NEVER
 from router.dataplane.exchange import AttemptFailed, Dialer, NodeExchange, ResponseHead
 from router.dataplane.http1 import HeaderFields, lower_name
+from router.dataplane.plain_messages import plain_response
 from router.dataplane.plain_socket import plain_socket
 from router.dataplane.pumped_stream import PumpedStream
 from router.dataplane.token_gatherer import TokenGatherer
 from router.dataplane.token_pump import TokenPump
 from router.decide.attempt import FailureCause
+
+# Looked up once, because each answer uses it.
+_PLAIN_RESPONSE: Final = plain_response
 
 HEAD_BYTES_MAX: Final = 32 * 1024
 ONE_WRITE_BYTES_MAX: Final = 16 * 1024
@@ -164,11 +168,12 @@ class NodeConnection:
             # No request is open, so this is no response.
             self.close()
             return
-        self._has_received = True
+        is_first, self._has_received = not self._has_received, True
         if self._pumped is not None:
             self._pumped.note_bytes()
         try:
-            self._parser.feed_data(data)
+            if not (is_first and self._read_plain(exchange, data)):
+                self._parser.feed_data(data)
             if self._body:
                 body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
                 self._body.clear()
@@ -247,6 +252,18 @@ class NodeConnection:
         # Trailers are never used. They would be in the head of the next response.
         if self._fields:
             self._fields = {}
+
+    def _read_plain(self, exchange: NodeExchange, data: bytes) -> bool:
+        """Read a whole plain response, and return True; False if the parser must read `data`."""
+        plain = _PLAIN_RESPONSE(data)
+        if plain is None:
+            return False
+        status, fields, body = plain
+        exchange.on_head(ResponseHead(status, fields))
+        self._is_complete = self._keeps_alive = True
+        if body:
+            self._body.append(body)
+        return True
 
     def _finish(self, exchange: NodeExchange) -> None:
         """Return the connection to the pool, or close it, and end the exchange."""

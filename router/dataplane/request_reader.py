@@ -15,6 +15,7 @@ from isochrone.wire.peers.routes import KeyEntry
 from router.dataplane import http1
 from router.dataplane.body_admission import KEYLESS_BODY_BYTES_MAX
 from router.dataplane.http_messages import HttpRequest, UploadedBody
+from router.dataplane.plain_messages import plain_request
 
 HEAD_BYTES_MAX: Final = 32 * 1024
 UNPARSED_BYTES_MIN: Final = 64 * 1024
@@ -26,6 +27,9 @@ and answered before another connection has its turn."""
 
 LARGE_PART_BYTES: Final = 16 * 1024
 """Smaller parts of a body are collected in one buffer: many must not cost an object each."""
+
+# Looked up once, because each request uses it.
+_PLAIN_REQUEST: Final = plain_request
 
 Authorize = Callable[[bytes, str, http1.HeaderFields], KeyEntry | None]
 """(method, path, headers) to the request's API key; raises ApiError before the body is read."""
@@ -71,9 +75,9 @@ class RequestReader:
 
     __slots__ = (
         "_authorize", "_body_bytes", "_body_bytes_max", "_bytes_max", "_clock", "_counts_rest",
-        "_fields_bytes", "_first_part", "_ignores_head", "_length", "_open_upload", "_other_parts",
-        "_parser", "_receiver", "_request", "_requests_max", "_requests_read", "_target",
-        "_unparsed_bytes", "_unparsed_bytes_min",
+        "_fields_bytes", "_first_part", "_ignores_head", "_is_last", "_length", "_open_upload",
+        "_other_parts", "_parser", "_receiver", "_request", "_requests_max", "_requests_read",
+        "_target", "_unparsed_bytes", "_unparsed_bytes_min",
     )  # fmt: skip
 
     def __init__(
@@ -97,6 +101,8 @@ class RequestReader:
         self._unparsed_bytes_min = unparsed_bytes_min
         self._parser = httptools.HttpRequestParser(self)
         self._ignores_head = False
+        self._is_last = False
+        """Whether the last request closes the connection: its parser refuses what follows."""
         self._requests_read = self._requests_max = 0
         # The request being read; `_length` is None until its head is complete.
         self._request: HttpRequest
@@ -144,6 +150,8 @@ class RequestReader:
             data = self._count_rest(data)
             if not data:
                 return
+        if self._read_plain(data):
+            return
         requests_read, body_bytes = self._requests_read, self._body_bytes
         try:
             self._parse(data)
@@ -164,6 +172,22 @@ class RequestReader:
             # What follows a request that closes the connection is refused by its parser alone.
             parser = self._parser
             self._counts_rest = parser.should_keep_alive() and not parser.should_upgrade()
+
+    def _read_plain(self, data: bytes) -> bool:
+        """Read a whole plain request, and return True; False if the parser must read `data`."""
+        request = self._request
+        if request.arrived_s or self._is_last:
+            return False
+        plain = _PLAIN_REQUEST(data)
+        if plain is None:
+            return False
+        request.arrived_s = self._clock()
+        self._target, request.headers, body = plain
+        self._accept_head(b"POST", "1.1")
+        if body:
+            self.on_body(body)
+        self._complete(keep_alive=True)
+        return True
 
     def _count_rest(self, data: bytes) -> bytes:
         """Take the rest of a body of known length; return what follows it. Raises ApiError."""
@@ -211,13 +235,18 @@ class RequestReader:
         """Check and authorize the head before any of the body is awaited."""
         if self._ignores_head:
             return
-        request, headers, version = self._request, self._request.headers, "1.1"
+        headers, version = self._request.headers, "1.1"
         is_named = b"connection" in headers or b"proxy-connection" in headers
         if is_named or not self._parser.should_keep_alive():
             # Any other version keeps a connection only with these. Asking the parser costs more.
             version = self._parser.get_http_version()
-        request.method = self._parser.get_method()
-        http1.check_head(request.method, version, headers)
+        self._accept_head(self._parser.get_method(), version)
+
+    def _accept_head(self, method: bytes, version: str) -> None:
+        """Check and authorize a head whose target and headers are read."""
+        request, headers = self._request, self._request.headers
+        request.method = method
+        http1.check_head(method, version, headers)
         request.is_http10 = version == "1.0"
         request.path, request.query = http1.split_target(self._target)
         request.key = self._authorize(request.method, request.path, headers)
@@ -271,6 +300,7 @@ class RequestReader:
         if self._other_parts:
             request.body = b"".join([self._first_part, *self._other_parts])
         request.keep_alive = keep_alive
+        self._is_last = not keep_alive
         if self._requests_read == self._requests_max:
             most = f"more than {REQUESTS_AT_ONCE_MAX} requests arrive at once"
             raise http1.malformed(f"{most}: wait for answers")

@@ -101,7 +101,7 @@ class Recorder:
             duration_ms=1000 * (now_s - request.arrived_s),
         )
         self._usage.append(row)
-        self.journal.append(row)
+        self.journal.append(row, now_s)
 
     def found_no_replica(self, context: RequestContext) -> None:
         """Count a request that waits for a first replica now: its demand starts one."""

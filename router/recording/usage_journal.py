@@ -1,16 +1,15 @@
 """Usage written to disk as soon as a request ends, so that a killed router loses none.
 
-Rows are appended as msgpack, one write each, without fsync: a killed process loses nothing, a power
-cut loses the last moments. When rows are taken into a batch, a new file is started, and the earlier
-files are removed once the batch is on disk. A row that is read twice is counted once, because the
-store knows request ids.
+Rows are appended as msgpack to a file (`journal_file.py`), without fsync: a killed process loses
+nothing, a power cut loses the last moments. When rows are taken into a batch, a new file is
+started, and the earlier files are removed once the batch is on disk. A row that is read twice is
+counted once, because the store knows request ids.
 
-Rows are written by the event loop, which a slow disk would stop. So after an operation that took
+Rows are appended by the event loop, which a slow disk would stop. So after an operation that took
 SLOW_S the journal pauses: for REST_S rows are in memory only, until their batch is written in a
 thread a moment later.
 """
 
-import errno
 import logging
 import os
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import msgpack
 import msgspec
 
 from isochrone.wire.peers.usage import UsageRow
+from router.recording.journal_file import JournalFile, new_journal_file
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ BYTES_MAX: Final = 64 * 1024 * 1024
 """Rows beyond this size of one file are kept in memory only."""
 
 SLOW_S: Final = 0.25
-"""A write to the page cache takes microseconds, and some milliseconds on a busy machine."""
+"""A row takes microseconds at most, and some milliseconds on a busy machine."""
 
 REST_S: Final = 10.0
 
@@ -43,8 +43,8 @@ class UsageJournal:
         self._folder = folder
         self._clock = clock
         self._rests_until_s = float("-inf")
-        self._descriptor: int | None = None
-        self._bytes = 0
+        self._file: JournalFile | None = None
+        self._has_rows = False
         self._path = folder
         self._number = 0
         self._closed_files: tuple[Path, ...] = ()
@@ -57,32 +57,24 @@ class UsageJournal:
         """
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._closed_files = tuple(sorted(self._folder.glob("rows*")))
-        rows = tuple(row for path in self._closed_files for row in _read_rows(path))
+        rows = tuple(row for path in self._closed_files for row in read_rows(path))
         numbers = [path.suffix.removeprefix(".") for path in self._closed_files]
         self._number = max((int(number) for number in numbers if number.isdigit()), default=0)
         self._start_file()
         return rows
 
-    def append(self, row: UsageRow) -> None:
-        """Write one row; log the error if the disk takes none."""
-        if self._descriptor is None or self._bytes > BYTES_MAX:
+    def append(self, row: UsageRow, now_s: float) -> None:
+        """Append one row; log the error if the disk takes none."""
+        if self._file is None or now_s < self._rests_until_s:
             return
-        began_s = self._clock()
-        if began_s < self._rests_until_s:
-            return
-        data = _encoder.encode(row)
         try:
-            written = os.write(self._descriptor, data)
-            if written < len(data):
-                # A full disk took a part of the row: no later row could be read behind it.
-                os.ftruncate(self._descriptor, self._bytes)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._file.append(_encoder.encode(row))
         except OSError as error:
             self._log_error(str(error))
             return
         finally:
-            self._rest_if_slow(began_s)
-        self._bytes += written
+            self._rest_if_slow(now_s)
+        self._has_rows = True
         self._last_error = ""
 
     def rotate(self) -> tuple[Path, ...]:
@@ -93,9 +85,9 @@ class UsageJournal:
         """
         if self._clock() < self._rests_until_s:
             return self._closed_files
-        descriptor, path, has_rows = self._descriptor, self._path, self._bytes > 0
-        if (descriptor is None or has_rows) and self._start_file() and descriptor is not None:
-            os.close(descriptor)
+        file, path = self._file, self._path
+        if (file is None or self._has_rows) and self._start_file() and file is not None:
+            file.close()
             self._closed_files += (path,)
         return self._closed_files
 
@@ -107,24 +99,24 @@ class UsageJournal:
 
     def close(self) -> None:
         """Close the current file."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _start_file(self) -> bool:
         path = self._folder / f"rows.{self._number + 1:09d}"
         began_s = self._clock()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         try:
-            self._descriptor = os.open(path, flags, 0o600)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             self._log_error(str(error))
             return False
         finally:
             self._rest_if_slow(began_s)
+        self._file = new_journal_file(descriptor, BYTES_MAX)
         self._number += 1
         self._path = path
-        self._bytes = 0
+        self._has_rows = False
         return True
 
     def _rest_if_slow(self, began_s: float) -> None:
@@ -145,7 +137,7 @@ class UsageJournal:
         self._last_error = reason
 
 
-def _read_rows(path: Path) -> list[UsageRow]:
+def read_rows(path: Path) -> list[UsageRow]:
     """Return the complete rows of a file; the last one is torn if the process was killed.
 
     After a power cut, what stands behind them may be anything.
@@ -156,7 +148,9 @@ def _read_rows(path: Path) -> list[UsageRow]:
         try:
             # One at a time: what is no row must not lose those before it.
             for fields in unpacker:
-                rows.append(msgspec.convert(fields, UsageRow))  # noqa: PERF401
+                if fields == 0:
+                    break  # Space for more rows.
+                rows.append(msgspec.convert(fields, UsageRow))
         except (msgpack.UnpackException, msgspec.ValidationError, ValueError) as error:
             log.warning("torn journal", extra={"fields": {"path": path.name, "why": str(error)}})
     return rows

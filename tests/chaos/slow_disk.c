@@ -63,6 +63,16 @@ ssize_t write(int fd, const void *data, size_t size) {
     return REAL(write)(fd, data, size);
 }
 
+#define PWRITE(name)                                                                               \
+    ssize_t name(int fd, const void *data, size_t size, off_t at) {                                \
+        if (is_slow())                                                                             \
+            wait_for_file(fd);                                                                     \
+        return REAL(name)(fd, data, size, at);                                                     \
+    }
+
+PWRITE(pwrite)
+PWRITE(pwrite64)
+
 ssize_t writev(int fd, const struct iovec *parts, int count) {
     if (is_slow())
         wait_for_file(fd);

@@ -13,6 +13,7 @@ from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.http import headers
 from isochrone.wire.http.trace_context import parse_traceparent
 from isochrone.wire.ids import RequestId
+from isochrone.wire.models.model import Deprecation
 from isochrone.wire.peers.adapter import AdapterEntry
 from isochrone.wire.peers.routes import DeploymentEntry, KeyEntry
 from router.apis.media.schema import IMAGES_PATH, SPEECH_PATH, TRANSCRIPTIONS_PATH
@@ -295,7 +296,8 @@ class OpenAiSurface:
                 f" and this route needs one of kind {kind!r}",
                 param="model",
             )
-        _refuse_retired(deployment, self.unix_clock())
+        if deployment.deprecation is not None:
+            _refuse_retired(deployment, deployment.deprecation, self.unix_clock())
         return deployment
 
     def _output_tokens(
@@ -308,10 +310,11 @@ class OpenAiSurface:
         return max(1, min(limit, deployment.context_tokens) * answer_count)
 
 
-def _refuse_retired(deployment: DeploymentEntry, now_unix_s: float) -> None:
+def _refuse_retired(
+    deployment: DeploymentEntry, deprecation: Deprecation, now_unix_s: float
+) -> None:
     """Raise ApiError 410 from the day on that the operator announced."""
-    deprecation = deployment.deprecation
-    if deprecation is None or not 0 < deprecation.sunset_at <= now_unix_s:
+    if not 0 < deprecation.sunset_at <= now_unix_s:
         return
     day = datetime.fromtimestamp(deprecation.sunset_at, UTC).date()
     instead = f"use {deprecation.replacement!r}" if deprecation.replacement else "use another model"

@@ -148,7 +148,7 @@ class ReplicaTable:
         queued_ms = load.queued_ms + others_prefill * ms_per_token
         estimate = ReplicaEstimate(
             base_ms + 1000 * load.busy_until_s - rtt_ms / 2,
-            base_ms + load.wake_ms + max(queued_ms, prefill_wait_ms, load.sequence_wait_ms),
+            base_ms + load.wake_ms + max(max(queued_ms, prefill_wait_ms), load.sequence_wait_ms),
             ms_per_token,
             route.tokens_in_flight_max - tokens if tokens >= 1 else inf,
             rtt_ms,

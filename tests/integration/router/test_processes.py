@@ -163,7 +163,7 @@ def leave_usage(folder: Path, first: int) -> None:
     spool.add(batch)
     journal = UsageJournal(folder / "journal", lambda: 0.0)
     journal.open()
-    journal.append(a_row(first + 1))
+    journal.append(a_row(first + 1), 0.0)
     journal.close()
 
 

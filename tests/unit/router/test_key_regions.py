@@ -175,7 +175,7 @@ def cache_prompt(router: Router) -> None:
     context = router.context(regions=())
     ranked = next(one for one in router.attempts.rank(context) if one.route.replica_id == OUTSIDE)
     attempt = ReplicaAttempt(ranked)
-    router.attempts._reserve(context, attempt, ranked)
+    router.attempts._reserve(context, attempt, ranked, router.fleet.clock())
     attempt.release_tokens()
 
 

@@ -130,12 +130,12 @@ def test_a_pop_whose_prefill_replicas_are_busy_is_ranked_behind() -> None:
     query = RouteQuery("r", 1000, 100)
     for route in (near, far):
         fleet.in_flight.reserve(route.replica_id, prefill=0, decode=50)
-    before = rank(fleet.snapshot(near.deployment_id), query)
+    before = rank(fleet.snapshot(near.deployment_id, fleet.clock()), query)
     waits = {str(route.route.replica_id): route.queue_ms for route in before}
     assert waits["near"] == waits["far"]
     fleet.in_flight.reserve(reader.replica_id, prefill=5000, decode=0)
     fleet.note_change(near.replica_id)
-    after = rank(fleet.snapshot(near.deployment_id), query)
+    after = rank(fleet.snapshot(near.deployment_id, fleet.clock()), query)
     assert after[0].route.replica_id == "far"
     waits = {str(route.route.replica_id): route.queue_ms for route in after}
     assert waits["near"] - waits["far"] == pytest.approx(5000)
@@ -155,12 +155,12 @@ def test_prefill_replicas_answer_only_while_every_other_one_is_lost() -> None:
         routes=routes,
     )
     fleet.adopt(table)
-    query, snapshot = RouteQuery("r", 1000, 100), fleet.snapshot(DeploymentId("d"))
+    query, snapshot = RouteQuery("r", 1000, 100), fleet.snapshot(DeploymentId("d"), fleet.clock())
     assert not has_lost_all(rank(snapshot, query), snapshot)
     assert has_lost_all(rank(snapshot, query, {ReplicaId("d1")}), snapshot)
     for _ in range(20):
         fleet.health.record_failure(ReplicaId("d1"), 1.0, [ReplicaId("d1")])
-    snapshot = fleet.snapshot(DeploymentId("d"))
+    snapshot = fleet.snapshot(DeploymentId("d"), fleet.clock())
     # It is ranked as the last resort.
     assert rank(snapshot, query)[0].route.replica_id == "d1"
     assert has_lost_all(rank(snapshot, query), snapshot)

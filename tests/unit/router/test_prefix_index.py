@@ -253,9 +253,9 @@ def test_processes_share_their_answered_prompts() -> None:
     def answer(fleet: FleetState, keys: PrefixKeys) -> None:
         matches = fleet.routing(DeploymentId("d")).prefix_matches(keys)
         query = RouteQuery("q", 100, 10, matches=matches)
-        ranked = rank(fleet.snapshot(DeploymentId("d")), query)[0]
+        ranked = rank(fleet.snapshot(DeploymentId("d"), fleet.clock()), query)[0]
         attempts = AttemptFeedback(fleet)
-        sent = attempts.record_sent(ranked, keys)
+        sent = attempts.record_sent(ranked, fleet.clock(), keys)
         attempts.learn_cached_tokens(ranked.route, sent, 100, 0, keys)
 
     one, other = a_fleet(), a_fleet()

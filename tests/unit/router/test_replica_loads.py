@@ -36,14 +36,14 @@ def test_a_ping_reports_the_load_of_a_replica_without_requests() -> None:
     }
     bench.probes.record_ping(NodeId(f"n-{OLD}"), RTT_MS, loads)
     assert bench.others() == 2500
-    snapshot = bench.fleet.snapshot(D)
+    snapshot = bench.fleet.snapshot(D, bench.fleet.clock())
     wait_ms = {name: snapshot.estimates[snapshot.slots[name]].wait_min_ms for name in (OLD, NEW)}
     assert wait_ms[OLD] > wait_ms[NEW] + 2000
 
 
 def test_a_ping_reports_the_sequences_of_an_engine_and_requests_of_other_routers() -> None:
     bench = Bench()
-    held = bench.attempts.reserve(a_route(OLD), prefill=400, decode=10)
+    held = bench.attempts.reserve(a_route(OLD), bench.fleet.clock(), prefill=400, decode=10)
     load = ReportedLoad(3000, 10, 5, 0, 2500, sequences_max=16)
     bench.probes.record_ping(NodeId(f"n-{OLD}"), RTT_MS, {OLD: load})
     assert bench.fleet.in_flight.load_of(OLD).others_requests == 5, "ours was not there yet"
@@ -59,7 +59,9 @@ def test_a_ping_reports_the_sequences_of_an_engine_and_requests_of_other_routers
 
 
 def wait_ms(bench: Bench, name: ReplicaId) -> float:
-    estimate = bench.fleet.snapshot(D).estimates[bench.fleet.snapshot(D).slots[name]]
+    estimate = bench.fleet.snapshot(D, bench.fleet.clock()).estimates[
+        bench.fleet.snapshot(D, bench.fleet.clock()).slots[name]
+    ]
     return estimate.wait_min_ms - estimate.base_ms
 
 
@@ -69,10 +71,13 @@ def test_a_request_waits_for_a_sequence_where_all_are_taken() -> None:
     bench.probes.record_ping(NodeId(f"n-{OLD}"), RTT_MS, {OLD: load})
     assert wait_ms(bench, OLD) == 0.0
     # Requests of this router count at once.
-    held = [bench.attempts.reserve(a_route(OLD), prefill=0, decode=10) for _ in range(3)]
+    held = [
+        bench.attempts.reserve(a_route(OLD), bench.fleet.clock(), prefill=0, decode=10)
+        for _ in range(3)
+    ]
     assert wait_ms(bench, OLD) == 3 * 500.0
     assert wait_ms(bench, NEW) == 0.0
-    ranked = rank(bench.fleet.snapshot(D), RouteQuery("a-request", 100, 10))
+    ranked = rank(bench.fleet.snapshot(D, bench.fleet.clock()), RouteQuery("a-request", 100, 10))
     assert ranked[0].route.replica_id == NEW
     held[0].release(bench.now_s)
     assert wait_ms(bench, OLD) == 2 * 500.0
@@ -80,7 +85,9 @@ def test_a_request_waits_for_a_sequence_where_all_are_taken() -> None:
 
 def test_items_of_batches_keep_no_request_waiting() -> None:
     bench = Bench()
-    own = bench.attempts.reserve(a_route(OLD), prefill=0, decode=10, is_batch_item=True)
+    own = bench.attempts.reserve(
+        a_route(OLD), bench.fleet.clock(), prefill=0, decode=10, is_batch_item=True
+    )
     bench.now_s += RTT_MS / 1000
     load = ReportedLoad(0, 0, 6, 0, 0, sequences_max=4, sequence_ms=500, batch_items=3)
     bench.probes.record_ping(NodeId(f"n-{OLD}"), RTT_MS, {OLD: load})
@@ -90,7 +97,7 @@ def test_items_of_batches_keep_no_request_waiting() -> None:
     assert found.clients_requests == 3
     assert wait_ms(bench, OLD) == 0.0
     assert not bench.fleet.in_flight.full_batches([OLD, NEW])
-    bench.attempts.reserve(a_route(OLD), prefill=0, decode=10)
+    bench.attempts.reserve(a_route(OLD), bench.fleet.clock(), prefill=0, decode=10)
     assert wait_ms(bench, OLD) == 500.0
     assert bench.fleet.in_flight.full_batches([OLD, NEW]) == {OLD}
     own.release(bench.now_s)
@@ -99,7 +106,7 @@ def test_items_of_batches_keep_no_request_waiting() -> None:
 
 def test_the_load_in_a_refusal_is_not_taken_for_our_own() -> None:
     bench = Bench()
-    held = bench.attempts.reserve(a_route(OLD), prefill=400, decode=10)
+    held = bench.attempts.reserve(a_route(OLD), bench.fleet.clock(), prefill=400, decode=10)
     bench.now_s += RTT_MS / 1000
     # 500 tokens waited there, none of them ours: the request was refused on arrival.
     bench.attempts.record_answer_head(a_route(OLD), ReportedLoad(500, 0, 1, 0, 500), "queued", held)
@@ -109,8 +116,8 @@ def test_the_load_in_a_refusal_is_not_taken_for_our_own() -> None:
 
 def test_the_load_in_an_answer_does_not_include_the_answered_prompt() -> None:
     bench = Bench()
-    first = bench.attempts.reserve(a_route(OLD), prefill=400, decode=10)
-    bench.attempts.reserve(a_route(OLD), prefill=100, decode=10)
+    first = bench.attempts.reserve(a_route(OLD), bench.fleet.clock(), prefill=400, decode=10)
+    bench.attempts.reserve(a_route(OLD), bench.fleet.clock(), prefill=100, decode=10)
     bench.now_s += 1.0
     # The first was read. Our second and 500 tokens of others are pending.
     bench.attempts.record_answer_head(a_route(OLD), ReportedLoad(600, 20, 3, 0, 600), "", first)
@@ -121,7 +128,7 @@ def test_the_load_in_an_answer_does_not_include_the_answered_prompt() -> None:
 
 def test_nothing_is_kept_of_a_replica_that_left_the_table() -> None:
     bench = Bench()
-    held = bench.attempts.reserve(a_route(OLD), prefill=400, decode=10)
+    held = bench.attempts.reserve(a_route(OLD), bench.fleet.clock(), prefill=400, decode=10)
     bench.fleet.adopt(a_table(NEW))
     bench.attempts.record_answer_head(
         a_route(OLD), ReportedLoad(500, 0, 1, 0, 500), "draining", held
@@ -143,11 +150,11 @@ def test_reports_say_which_prompts_are_no_longer_cached() -> None:
     bench = Bench()
     old, new = (prefix_keys(bytes([n]) * 1024, 1) for n in (1, 2))
     for keys in (old, new):
-        snapshot = bench.fleet.snapshot(D)
+        snapshot = bench.fleet.snapshot(D, bench.fleet.clock())
         query = RouteQuery("q", 300, 10, "", None, bench.fleet.routing(D).prefix_matches(keys))
         ranked = rank(snapshot, query).route_to(OLD)
         assert ranked is not None
-        bench.attempts.record_sent(ranked, keys)
+        bench.attempts.record_sent(ranked, bench.fleet.clock(), keys)
         bench.now_s += 100.0
     assert share_cached(bench, old) == share_cached(bench, new) == 1.0
     # The old one was sent 200 s ago, the new one 100.

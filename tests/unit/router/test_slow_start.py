@@ -60,12 +60,18 @@ class Bench:
 
     def chosen(self, request_id: str, session: str = "") -> ReplicaId:
         query = RouteQuery(request_id, prompt_tokens=100, output_tokens=100, session=session)
-        first: ReplicaId = rank(self.fleet.snapshot(D), query)[0].route.replica_id
+        first: ReplicaId = rank(self.fleet.snapshot(D, self.fleet.clock()), query)[
+            0
+        ].route.replica_id
         return first
 
     def share_of_new(self, *, idle: bool = False) -> float:
         """Return the share of requests that go to `new` while it is busy, or idle."""
-        held = None if idle else self.attempts.reserve(a_route(NEW), prefill=1, decode=1)
+        held = (
+            None
+            if idle
+            else self.attempts.reserve(a_route(NEW), self.fleet.clock(), prefill=1, decode=1)
+        )
         share = sum(self.chosen(f"q{n}") == NEW for n in range(REQUESTS)) / REQUESTS
         if held is not None:
             held.release()
@@ -104,7 +110,7 @@ def test_all_requests_of_a_session_are_treated_alike() -> None:
     bench = Bench(OLD)
     bench.fleet.adopt(a_table(OLD, NEW))
     bench.probes.record_round_trip(NodeId("n-new"), 1.0)
-    bench.attempts.reserve(a_route(NEW), prefill=1, decode=1)
+    bench.attempts.reserve(a_route(NEW), bench.fleet.clock(), prefill=1, decode=1)
     for session in ("s1", "s2", "s3", "s4"):
         assert len({bench.chosen(f"q{n}", session) for n in range(20)}) == 1
 
@@ -120,7 +126,7 @@ def test_a_replica_that_becomes_healthy_takes_a_growing_share() -> None:
         bench.attempts.record_failure(a_route(NEW))
     assert bench.share_of_new() == 0.0
     bench.now_s += 5.0
-    bench.attempts.reserve(a_route(NEW), prefill=1, decode=1).release()
+    bench.attempts.reserve(a_route(NEW), bench.fleet.clock(), prefill=1, decode=1).release()
     bench.attempts.record_success(a_route(NEW))
     assert abs(bench.share_of_new() - SHARE_FIRST) < 0.06
     # A second good answer does not start slow start again.
@@ -132,7 +138,7 @@ def test_a_replica_that_becomes_healthy_takes_a_growing_share() -> None:
 def test_all_requests_go_to_a_starting_replica_if_no_other_has_capacity() -> None:
     bench = Bench(OLD)
     bench.fleet.adopt(a_table(OLD, NEW))
-    held = bench.attempts.reserve(a_route(OLD), prefill=5_000, decode=4_950)
+    held = bench.attempts.reserve(a_route(OLD), bench.fleet.clock(), prefill=5_000, decode=4_950)
     assert bench.share_of_new() == 1.0
     held.release()
     assert bench.share_of_new() < 0.3

@@ -217,3 +217,24 @@ def test_a_method_may_replace_itself(members: ModuleType) -> None:
     assert [members.call(Derived(), "answer", 0) for _ in range(3)] == ["first", "second", "second"]
     changing.answer = classmethod(lambda named, _argument: named.__name__)
     assert members.call(Derived(), "answer", 0) == "Derived"
+
+
+def test_attributes_that_a_function_returns_are_remembered(members: ModuleType) -> None:
+    class Measured(float):
+        pass
+
+    class Borrower:
+        real: Any = vars(float)["real"]
+
+    measured = Measured(2.5)
+    measured.__dict__["real"] = "hidden by the class"
+    for _ in range(2):
+        assert members.read(3.5, "real") == 3.5
+        assert members.read(measured, "real") == measured.real == 2.5
+        with pytest.raises(TypeError):
+            members.read(Borrower(), "real")
+        with pytest.raises(AttributeError):
+            members.read(type("Plain", (), {}), "__abstractmethods__")
+    assert members.is_remembered(float, "real")
+    assert members.is_remembered(Measured, "real")
+    assert not members.is_remembered(Borrower, "real")
