@@ -25,21 +25,22 @@ def arranged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return turns
 
 
-def is_system_first(roles: Sequence[str]) -> bool:
-    """Return whether the only instructions are a system message at the beginning, if any."""
-    later = roles[1:] if roles[0] == "system" else roles
-    return not any(role in SYSTEM_ROLES for role in later)
+def has_plain_instructions(roles: Sequence[str]) -> bool:
+    """Return whether at most one system message begins the chat, and no role is `developer`."""
+    return "developer" not in roles and list(roles[:2]) != ["system", "system"]
 
 
-def system_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with one system message, at the beginning.
+def system_first(
+    messages: Sequence[dict[str, Any]], later_role: str = "user"
+) -> list[dict[str, Any]]:
+    """Return the messages with those of system and developer at the beginning joined to one.
 
-    Those before all others are joined. Later ones become the user's where they are: the beginning
-    of a prompt stays as it was, so that it is in the prefix cache.
+    Later ones get the role `later_role` where they are: the beginning of a prompt stays as it was,
+    so that it is in the prefix cache.
     """
     leading = list(takewhile(_is_system, messages))
     later = [
-        {**message, "role": "user"} if _is_system(message) else message
+        {**message, "role": later_role} if _is_system(message) else message
         for message in messages[len(leading) :]
     ]
     if not leading:

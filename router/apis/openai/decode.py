@@ -18,7 +18,7 @@ from isochrone.wire.http import headers
 from isochrone.wire.http.invalid_field import invalid_field
 from isochrone.wire.http.json_body import UnsafeJson, check_json_body
 from isochrone.wire.kv.kv_transfer import ENGINE_FIELDS, NESTED_FIELDS
-from router.apis.chat_messages import SYSTEM_ROLES, is_system_first, system_first
+from router.apis.chat_messages import SYSTEM_ROLES, has_plain_instructions, system_first
 from router.apis.openai.prompt import OpenAiRequest, count_answers
 from router.apis.openai.schema import (
     ABSENT,
@@ -138,8 +138,11 @@ def with_model(body: bytes, model: str) -> bytes:
 
 
 def with_system_first(body: bytes, request: ChatRequest) -> bytes:
-    """Return the body with one system message, at the beginning, otherwise unchanged."""
-    if is_system_first([message.role for message in request.messages]):
+    """Return the body with its first instructions in one system message, otherwise unchanged.
+
+    Later messages of the system stay where the client has put them: many templates take them.
+    """
+    if has_plain_instructions([message.role for message in request.messages]):
         return body
     fields: dict[str, Any] = _FIELDS.decode(body)
     messages: list[dict[str, Any]] = []
@@ -148,7 +151,7 @@ def with_system_first(body: bytes, request: ChatRequest) -> bytes:
         if read.role in SYSTEM_ROLES:
             message["content"] = _CONTENT.decode(given.get("content", b"null")) or ""
         messages.append(message)
-    return msgspec.json.encode({**fields, "messages": system_first(messages)})
+    return msgspec.json.encode({**fields, "messages": system_first(messages, "system")})
 
 
 def without_transfer_fields(body: bytes, request: OpenAiRequest) -> bytes:

@@ -130,7 +130,8 @@ def test_only_a_body_with_a_field_of_engines_is_written_anew(
         (["system", "user"], None),
         (["developer", "user"], [("system", "0"), ("user", "1")]),
         (["system", "developer", "user"], [("system", "0\n1"), ("user", "2")]),
-        (["user", "assistant", "system"], [("user", "0"), ("assistant", "1"), ("user", "2")]),
+        (["system", "user", "assistant", "system"], None),
+        (["user", "assistant", "developer"], [("user", "0"), ("assistant", "1"), ("system", "2")]),
     ],
 )
 def test_instructions_are_one_system_message_at_the_beginning(
