@@ -2,8 +2,8 @@
 
 The decode node's agent runs the transfer. It sends the request to its own engine with TRANSFER,
 which names the transfer, and the same request with TRANSFER and LEG to the prefill replica's node.
-That node answers with the blocks of the prompt as they are computed (CONTENT_TYPE, see the engine's
-`kvcache/transfer_frames.py`), and the agent passes them to its own engine under TRANSFERS_PATH:
+That node answers with the blocks of the prompt as they are computed (CONTENT_TYPE, see
+`transfer_frames.py`), and the agent passes them to its own engine under TRANSFERS_PATH:
 
 GET describes the prompt (ExpectedPrompt; with `?digests=1` also its blocks), POST takes blocks
 (ReceivedBlocks), and DELETE tells the engine to compute what has not arrived. POST with `?shared=1`

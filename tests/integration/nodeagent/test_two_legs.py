@@ -29,6 +29,7 @@ from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.http.trace_context import TraceContext
 from isochrone.wire.ids import Generation, NodeId, ReplicaId
 from isochrone.wire.kv import kv_transfer
+from isochrone.wire.kv.transfer_frames import TransferHead, encode_head
 from isochrone.wire.models.artifact import manifest_digest
 from isochrone.wire.models.model import Artifact, ArtifactFile, EngineSettings
 from isochrone.wire.peers.assignment import ReplicaSpec, Tombstone
@@ -36,7 +37,6 @@ from isochrone.wire.peers.report import ReplicaState
 from nodeagent import metrics
 from nodeagent.api.peer_replicas import LOAD_MAX_AGE_S
 from nodeagent.api.request.request_spans import trace_requests
-from nodeagent.engine.kvcache.transfer_frames import TransferHead, encode_head
 from ops.golden import tiny
 from tests.builders import a_spec
 from tests.chaos.cable import a_cable
