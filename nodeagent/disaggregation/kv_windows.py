@@ -32,6 +32,7 @@ from isochrone.service.windows.shared_window import MappedWindows
 from isochrone.service.windows.window_pool import WindowPool
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.kv import kv_transfer
+from nodeagent import metrics
 from nodeagent.decide.pauses import Pauses
 from nodeagent.disaggregation.window_filling import WindowFiller
 from nodeagent.managed_replica import ManagedReplica
@@ -74,7 +75,9 @@ class WindowLease(NamedTuple):
 
     async def take(self) -> ReceivedWindow:
         """Take the window for the agent itself. Raises WindowLost."""
-        return await take_window(self.socket, self.name, self.mapped, on_loop=True)
+        window = await take_window(self.socket, self.name, self.mapped, on_loop=True)
+        metrics.KV_WINDOW_TRANSFERS.labels("sent").inc()
+        return window
 
     @asynccontextmanager
     async def passed_on(
@@ -96,6 +99,7 @@ class WindowLease(NamedTuple):
             if window is None:
                 yield EngineBody(pieces, length_header(answer))
                 return
+            metrics.KV_WINDOW_TRANSFERS.labels("received").inc()
             path = str(self.pool.path)
             named = {kv_transfer.WINDOW: name, kv_transfer.WINDOW_SOCKET: path}
             yield EngineBody(WindowFiller(window).fill(pieces), named)
