@@ -126,8 +126,12 @@ async def two_nodes(server_tls: ssl.SSLContext | None = None) -> AsyncIterator[N
         engine = SendingEngine(folder)
         (folder / "agent").mkdir()
         replica = a_replica(engine.socket)
-        leases = WindowLeases({NAME: replica}.get, lambda: 0.0, folder / "agent")
-        taking = WindowLeases({}.get, lambda: 0.0, folder / "agent")
+
+        def find_replica(name: ReplicaId) -> Any:
+            return replica if name == NAME else None
+
+        leases = WindowLeases(find_replica, lambda: 0.0, folder / "agent")
+        taking = WindowLeases(lambda _: None, lambda: 0.0, folder / "agent")
         nodes = Nodes(engine, leases, taking)
         await engine.windows.start()
         stack.push_async_callback(engine.windows.close)

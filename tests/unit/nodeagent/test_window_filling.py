@@ -5,8 +5,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from isochrone.service.windows.received_window import WindowLost
 from isochrone.service.windows.shared_window import OwnedWindow
-from isochrone.service.windows.window_pool import SenderWindow, WindowLost
+from isochrone.service.windows.window_pool import SenderWindow
 from isochrone.wire.kv.transfer_frames import (
     TransferEnd,
     TransferHead,
