@@ -30,7 +30,7 @@ from aiohttp import web
 from isochrone.service.windows.received_window import ReceivedWindow, take_window
 from isochrone.service.windows.shared_window import MappedWindows
 from isochrone.service.windows.window_pool import WindowPool
-from isochrone.wire.ids import ReplicaId
+from isochrone.wire.ids import DeploymentId, ReplicaId
 from isochrone.wire.kv import kv_transfer
 from nodeagent import metrics
 from nodeagent.decide.pauses import Pauses
@@ -61,6 +61,8 @@ class WindowLease(NamedTuple):
     record_failure: Callable[[], None] = lambda: None
     """Called if the blocks have not all arrived."""
     pool: WindowPool | None = None
+    deployment: DeploymentId = DeploymentId("")
+    """That of the receiving engine: a window is filled again for engines of the same one only."""
     mapped: MappedWindows | None = None
 
     def answered_with(self, answered: Mapping[str, str]) -> "WindowLease":
@@ -95,7 +97,7 @@ class WindowLease(NamedTuple):
             yield EngineBody(pieces, length_header(answer))
             return
         name = secrets.token_hex(16)
-        async with self.pool.lease(name, block_bytes) as window:
+        async with self.pool.lease(name, block_bytes, self.deployment) as window:
             if window is None:
                 yield EngineBody(pieces, length_header(answer))
                 return
@@ -143,7 +145,9 @@ class WindowLeases:
         socket = self._socket_of(sender) if is_same else ""
         if not socket:
             pool = self.pool if self._socket_of(receiver) else None
-            yield WindowLease("", "", self._failure_of(receiver.spec.replica_id), pool)
+            failure = self._failure_of(receiver.spec.replica_id)
+            deployment = receiver.spec.deployment_id
+            yield WindowLease("", "", failure, pool, deployment)
             return
         lease = WindowLease(secrets.token_hex(16), socket, self._failure_of(source))
         self._issued[lease.name] = source

@@ -12,6 +12,8 @@ Rule 1: a slot is filled again only after the receiver has released it, or has c
 connection. Until then the window belongs to this transfer, also after the transfer has failed.
 Rule 2: a receiver keeps its connection until it has stopped reading.
 Rule 3: the number of windows is bounded. Without a free one, blocks are sent through the sockets.
+Rule 4: receivers keep windows mapped. So a window that an engine of one deployment has read is
+never filled for another deployment.
 
 Entry points: `window_pool.WindowPool` for senders, `received_window.received_window` for receivers.
 """

@@ -224,10 +224,15 @@ class WindowPool:
         self._free.clear()
 
     @asynccontextmanager
-    async def lease(self, name: str, block_bytes: int) -> AsyncIterator[SenderWindow | None]:
-        """Lease a window to a transfer; None if there is none, or the name cannot be used."""
+    async def lease(
+        self, name: str, block_bytes: int, readers: str = ""
+    ) -> AsyncIterator[SenderWindow | None]:
+        """Lease a window to a transfer; None if there is none, or the name cannot be used.
+
+        Its memory has only been read by receivers that were said to be among the same `readers`.
+        """
         is_usable = is_transfer_id(name) and name not in self._leases
-        window = self._take_window(block_bytes) if is_usable else None
+        window = self._take_window(block_bytes, readers) if is_usable else None
         if window is None:
             self.lacking_total += bool(name)
             yield None
@@ -243,10 +248,10 @@ class WindowPool:
             if not lease.is_connected or lease.is_lost:
                 self._free.append(window)
 
-    def _take_window(self, block_bytes: int) -> OwnedWindow | None:
+    def _take_window(self, block_bytes: int, readers: str) -> OwnedWindow | None:
         size_bytes = WINDOW_PARTS * max(PART_BYTES, block_bytes)
         for number, window in enumerate(self._free):
-            if len(window.memory) == size_bytes:
+            if len(window.memory) == size_bytes and window.readers == readers:
                 return self._free.pop(number)
         now_s = time.monotonic()
         if self._listener is None or now_s < self._may_allocate_at_s:
@@ -254,14 +259,14 @@ class WindowPool:
         if self._windows >= WINDOWS_MAX:
             if not self._free:
                 return None
-            # It is for blocks of another size.
+            # It is for blocks of another size, or for other readers.
             self._free.pop(0).close()
             self._windows -= 1
         try:
             # At the limit of a cgroup the system would end a process instead of refusing.
             if self._free_bytes() < SPARE_FACTOR * size_bytes:
                 raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-            window = OwnedWindow(size_bytes)
+            window = OwnedWindow(size_bytes, readers)
         except OSError as error:
             self._may_allocate_at_s = now_s + RETRY_S
             warn(f"share {size_bytes} bytes of memory with other processes", error)

@@ -10,6 +10,7 @@ import secrets
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -303,6 +304,24 @@ async def test_without_a_free_window_blocks_go_through_the_sockets(windows: KvWi
     for context in contexts:
         await context.__aexit__(None, None, None)
     assert leased(windows) == 0
+
+
+async def test_memory_that_others_may_have_mapped_is_not_filled(windows: KvWindows) -> None:
+    async def memory_of_all(readers: str, block_bytes: int = BLOCK_BYTES) -> set[int]:
+        async with AsyncExitStack() as stack:
+            leases = [
+                await stack.enter_async_context(windows.pool.lease(a_name(), block_bytes, readers))
+                for _ in range(WINDOWS_MAX)
+            ]
+            return {os.fstat(lease.window._descriptor).st_ino for lease in leases if lease}
+
+    first = await memory_of_all("a")
+    assert await memory_of_all("a") == first
+    second = await memory_of_all("b")
+    assert len(first) == len(second) == WINDOWS_MAX
+    assert not first & second
+    assert not second & await memory_of_all("b", 5 * BLOCK_BYTES), "of another size"
+    assert windows.pool.counts()["kv_windows"] == WINDOWS_MAX
 
 
 async def test_a_system_that_refuses_memory_is_asked_again_later(
