@@ -5,7 +5,7 @@
 The engines and agents are separate processes. These are stand-ins with the product's frames, checks
 and sizes of copies, and blocks as large as the demo's model has in bf16; nothing is computed.
 Transfers whose copies wait for the relays alternate with overlapped ones, which is what the product
-makes. Then as many bytes are copied between two processes over loopback.
+makes where no window is free. Then as many bytes are copied between two processes over loopback.
 """
 
 import argparse
