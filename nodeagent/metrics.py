@@ -106,6 +106,13 @@ KV_FETCH_SECONDS = Histogram(
 KV_FETCH_BYTES = Counter(
     "isochrone_node_kv_fetch_bytes", "Bytes of KV fetched from other replicas.", registry=REGISTRY
 )
+KV_WINDOW_TRANSFERS = Counter(
+    "isochrone_node_kv_window_transfers",
+    "Transfers of KV blocks with another node through memory that the agent shares with its engine,"
+    " by direction (sent, received).",
+    ["direction"],
+    registry=REGISTRY,
+)
 KV_COPIES = Counter(
     "isochrone_node_kv_copies", "Prefixes that a replica or the store should keep, by outcome.",
     ["outcome"], registry=REGISTRY,

@@ -85,6 +85,7 @@ class Supervisor:
         self.handoffs_in_progress = 0
         """Requests that this node relays to peer replicas on other nodes."""
         self._config = config
+        self.state_folder = config.state
         self._artifacts = artifacts
         self._engines = engines
         self._clock = clock

@@ -57,6 +57,27 @@ def memory_limit_of(cgroup: Path) -> int | None:
     return int(limit) if limit.isdigit() else None
 
 
+def memory_used_by(cgroup: Path) -> int | None:
+    """Return the memory that a cgroup uses, without page cache; None if it does not say."""
+    try:
+        used = int((cgroup / "memory.current").read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    page_cache = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
+    return max(used - page_cache, 0)
+
+
+def free_memory_bytes(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
+    """Return the machine's free memory, or the least that a cgroup of this process has left."""
+    left_bytes = [int(psutil.virtual_memory().available)]
+    for cgroup in own_cgroups(root, own):
+        limit, used = memory_limit_of(cgroup), memory_used_by(cgroup)
+        if limit is not None and used is not None:
+            left_bytes.append(limit - used)
+    return min(left_bytes)
+
+
 def _quota_of(cgroup: Path) -> float:
     """Return the cores that a cgroup may use; infinite without a quota."""
     try:

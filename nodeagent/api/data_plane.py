@@ -77,6 +77,7 @@ from nodeagent.api.request.request_estimates import (
     queue_tokens_max,
 )
 from nodeagent.api.request.request_spans import handoff_span, traced_answer
+from nodeagent.api.request.window_relay import relayed_answer, window_headers
 from nodeagent.decide.requests.admission import TokenReservation
 from nodeagent.decide.requests.handoff import (
     Handoff,
@@ -141,7 +142,7 @@ class DataPlaneServer:
         self._cache_salts = cache_salts
         self._pop_loads = PopLoadReader(peer_replicas.read_loads, monotonic)
         quota = KvQuota(kv_limits)
-        self._windows = WindowLeases(supervisor.replicas.get, monotonic)
+        self._windows = WindowLeases(supervisor.replicas.get, monotonic, supervisor.state_folder)
         self._decode_legs = DecodeLegs(peer_replicas, quota, self._windows)
         self._kv_sharing = KvSharingRoutes(
             supervisor.replicas, peer_replicas, quota, self._windows, monotonic
@@ -157,6 +158,7 @@ class DataPlaneServer:
         app.router.add_post("/loads", self._pop_loads.handle)
         app.router.add_get("/healthz", self._health)
         self._kv_sharing.attach(app)
+        self._windows.attach(app)
         KvAddressRoute(self._supervisor).attach(app)
         add_metrics(app, self._supervisor)
         app.on_cleanup.append(self._close)
@@ -373,8 +375,7 @@ class DataPlaneServer:
 
     def _headers_to_engine(self, request: web.Request, replica: ManagedReplica) -> dict[str, str]:
         sent = {name: request.headers[name] for name in TO_ENGINE if name in request.headers}
-        lease = request.headers.get(kv_transfer.WINDOW, "")
-        sent |= self._windows.sent_headers(lease, replica.spec.replica_id)
+        sent |= window_headers(request, self._windows, replica.spec.replica_id)
         # A router sends the tenant's id. The engine gets a salt that no tenant can guess.
         sent[headers.CACHE_SALT] = self._cache_salts.salt_of(sent.get(headers.CACHE_SALT, ""))
         return sent
@@ -389,14 +390,13 @@ class DataPlaneServer:
         leg: DecodeLeg | None,
     ) -> web.StreamResponse:
         """Relay the engine's answer, with the replica's load as of the first token."""
-        response = response_head(answer, FROM_ENGINE)
+        response, chunks = await relayed_answer(request, answer, FROM_ENGINE)
         if answer.status == 429:
             response.headers[headers.REFUSED] = headers.BUSY
         if replica.spec.replica_id != request.headers.get(headers.REPLICA):
             response.headers[headers.HANDOFF_REPLICA] = replica.spec.replica_id
         if headers.GENERATED_TOKENS in request.headers and replica.engine is not None:
             response.headers[headers.RESUMED] = replica.engine.resumes
-        chunks = answer.content.iter_any()
         first_chunk = await anext(chunks, b"")
         current_span().set_elapsed(names.FIRST_CHUNK_S)
         if kv_transfer.LEG not in request.headers:

@@ -24,12 +24,12 @@ from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
 from isochrone.wire.kv import kv_sharing, kv_transfer
 from isochrone.wire.peers.report import ReplicaState
 from nodeagent import metrics
-from nodeagent.api.request.answer_relay import response_head
+from nodeagent.api.request.window_relay import relayed_answer, window_headers
 from nodeagent.decide.pauses import Pauses
 from nodeagent.decide.requests.handoff import PeerReplicaLost
 from nodeagent.decide.requests.kv_quota import KvQuota, KvUser
-from nodeagent.disaggregation.kv_fetch import RelayToPeer, length_header
-from nodeagent.disaggregation.kv_windows import WindowLeases
+from nodeagent.disaggregation.kv_fetch import RelayToPeer
+from nodeagent.disaggregation.kv_windows import WindowLeases, length_header
 from nodeagent.disaggregation.store_copies import StoreCopies
 from nodeagent.host.engines.engine_process import EngineProcess
 from nodeagent.managed_replica import ManagedReplica
@@ -170,13 +170,15 @@ class KvSharingRoutes:
         for name in (kv_sharing.COPY, kv_transfer.KV_FORMAT):
             if name in request.headers:
                 sent[name] = request.headers[name]
-        sent |= self._windows.sent_headers(request.headers.get(kv_transfer.WINDOW, ""), replica_id)
+        sent |= window_headers(request, self._windows, replica_id)
         response: web.StreamResponse | None = None
         try:
             async with engine.http.post(kv_sharing.BLOCKS_PATH, data=body, headers=sent) as answer:
-                response = response_head(answer, ("content-type", kv_transfer.WINDOW))
+                names = ("content-type", kv_transfer.WINDOW)
+                relayed = await relayed_answer(request, answer, names)
+                response = relayed.response
                 await response.prepare(request)
-                async for piece in answer.content.iter_any():
+                async for piece in relayed.chunks:
                     self._quota.take(user, len(piece), self._clock())
                     await response.write(piece)
                 await response.write_eof()

@@ -293,9 +293,11 @@ class PrefixFetcher:
                 return _Moved(0, tells_of_sender=True)
             lease = arriving.lease = arriving.lease.answered_with(answer.headers)
             pieces = arriving.count(answer.content, None if lease.name else limit)
-            head = {**length_header(answer), **lease.to_receiver}
             engine = open_session(self._engine)
-            async with engine.post(path, data=pieces, headers=head) as taken:
+            async with (
+                lease.passed_on(answer, pieces, expected.block_bytes) as sent_on,
+                engine.post(path, data=sent_on.pieces, headers=sent_on.headers) as taken,
+            ):
                 blocks = _blocks_of(taken.status, await taken.read())
                 return _Moved(blocks, taken.status not in kv_transfer.RECEIVER_STATUSES)
 
@@ -394,15 +396,6 @@ class _ArrivingBlocks:
         # The fetch may have been given up while this piece came.
         with suppress(RuntimeError):
             limit.reschedule(asyncio.get_running_loop().time() + left_s)
-
-
-def length_header(answer: aiohttp.ClientResponse, more_bytes: int = 0) -> dict[str, str]:
-    """Return the Content-Length of an answer's body that is passed on after `more_bytes`.
-
-    Without it the body is copied into chunks.
-    """
-    length = answer.content_length
-    return {} if length is None else {"content-length": str(length + more_bytes)}
 
 
 def _blocks_of(status: int, body: bytes) -> int:

@@ -44,7 +44,6 @@ from nodeagent.disaggregation.kv_fetch import (
     KvHolders,
     LeaseWindow,
     PrefixFetcher,
-    length_header,
 )
 from nodeagent.disaggregation.kv_windows import WindowLease
 from nodeagent.host.engines.open_session import open_session
@@ -270,10 +269,15 @@ class PrefillLeg:
             sent[kv_transfer.KV_FORMAT] = expected.kv_format
         current_span().add_to(sent)
         with request.lease_window(candidate.replica_id) as lease:
-            return await self._relay(candidate, {**sent, **lease.to_sender}, lease)
+            sent |= lease.to_sender
+            return await self._relay(candidate, sent, lease, expected.block_bytes)
 
     async def _relay(
-        self, candidate: PeerReplica, sent: Mapping[str, str], lease: WindowLease
+        self,
+        candidate: PeerReplica,
+        sent: Mapping[str, str],
+        lease: WindowLease,
+        block_bytes: int,
     ) -> kv_transfer.ReceivedBlocks:
         """Request the blocks, and pass them to the engine."""
         request = self._request
@@ -286,8 +290,10 @@ class PrefillLeg:
             blocks = _pieces(leg.content)
             with child_span("transfer kv") as span:
                 engine = open_session(self._engine)
-                head = {**length_header(leg), **lease.to_receiver}
-                async with engine.post(self._path, data=blocks, headers=head) as answer:
+                async with (
+                    lease.passed_on(leg, blocks, block_bytes) as sent_on,
+                    engine.post(self._path, data=sent_on.pieces, headers=sent_on.headers) as answer,
+                ):
                     body = await answer.read()
                     if answer.status != 200:
                         if answer.status not in kv_transfer.RECEIVER_STATUSES:

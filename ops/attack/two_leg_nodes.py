@@ -172,7 +172,6 @@ class Pair:
 
     def __init__(self, engines: Mapping[str, AttackedEngine]) -> None:
         self.engines = engines
-        self.is_on_one_node = len({engine.node.setup.name for engine in engines.values()}) == 1
         self.last_left = ""
         """The request state that was left at the last check."""
 
@@ -247,7 +246,7 @@ class Pair:
         return StreamedAnswer(text, "data: [DONE]" in whole, peer_tokens)
 
     async def window_leases(self) -> int:
-        """Return how often the engines have leased memory that another engine maps."""
+        """Return how often the engines have leased memory that another process maps."""
         stats = [await engine.stats() for engine in self.engines.values()]
         return sum(int(one["kv_window_leases_total"]) for one in stats)
 

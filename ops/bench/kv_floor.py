@@ -28,19 +28,14 @@ import numpy as np
 import torch
 import xxhash
 
-from isochrone.service.shared_window import OwnedWindow, receive_window
 from isochrone.service.trust.identity import Authority, make_csr, new_key_pem
+from isochrone.service.windows.shared_window import OwnedWindow, receive_window
 from isochrone.wire.ids import PopId
+from isochrone.wire.kv.transfer_frames import TransferHead, encode_block, encode_head
 from isochrone.wire.peers.control import PeerRole
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.kvcache.staging_memory import StagingMemory
-from nodeagent.engine.kvcache.transfer_frames import (
-    ReceivedBlock,
-    TransferHead,
-    TransferReader,
-    encode_block,
-    encode_head,
-)
+from nodeagent.engine.kvcache.transfer_reader import ReceivedBlock, TransferReader
 from nodeagent.engine.server.kv.kv_reading import SHARED_BYTES_MAX
 
 BLOCK_BYTES: Final = 368_640

@@ -5,7 +5,7 @@
 The engines and agents are separate processes. These are stand-ins with the product's frames, checks
 and sizes of copies, and blocks as large as the demo's model has in bf16; nothing is computed.
 Transfers whose copies wait for the relays alternate with overlapped ones, which is what the product
-makes. Then as many bytes are copied between two processes over loopback.
+makes where no window is free. Then as many bytes are copied between two processes over loopback.
 """
 
 import argparse
@@ -24,17 +24,16 @@ import uvloop
 from aiohttp import web
 from torch import Tensor
 
-from nodeagent.engine.kvcache.transfer_frames import (
-    ReceivedBlock,
+from isochrone.service.windows.window_pool import PART_BYTES
+from isochrone.wire.kv.transfer_frames import (
     TransferEnd,
     TransferHead,
-    TransferReader,
     encode_block,
     encode_end,
     encode_head,
 )
+from nodeagent.engine.kvcache.transfer_reader import ReceivedBlock, TransferReader
 from nodeagent.engine.server.kv.kv_reading import STORE_BYTES_MAX, read_blocks
-from nodeagent.engine.server.kv.kv_windows import PART_BYTES
 from nodeagent.engine.server.kv.kv_writing import content_bytes
 from ops.bench.disaggregation import raw_copy_s
 from ops.sim.measure import percentile

@@ -2,8 +2,8 @@
 
 The decode node's agent runs the transfer. It sends the request to its own engine with TRANSFER,
 which names the transfer, and the same request with TRANSFER and LEG to the prefill replica's node.
-That node answers with the blocks of the prompt as they are computed (CONTENT_TYPE, see the engine's
-`kvcache/transfer_frames.py`), and the agent passes them to its own engine under TRANSFERS_PATH:
+That node answers with the blocks of the prompt as they are computed (CONTENT_TYPE, see
+`transfer_frames.py`), and the agent passes them to its own engine under TRANSFERS_PATH:
 
 GET describes the prompt (ExpectedPrompt; with `?digests=1` also its blocks), POST takes blocks
 (ReceivedBlocks), and DELETE tells the engine to compute what has not arrived. POST with `?shared=1`
@@ -12,7 +12,8 @@ takes blocks that the PoP shares: a part of the prompt, so that the request goes
 Between two engines of one node, the contents of blocks go through a window, memory that both map.
 The agent issues a lease for it (WINDOW), and tells its own engine where the other one gives the
 window away (WINDOW_SOCKET). The stream then has no blocks: the engines tell each other at that
-socket where they are in the window.
+socket where they are in the window. If the blocks go to another node, each agent shares a window
+with its own engine in the same way, and the stream between the nodes has the blocks.
 
 Engines of other vendors transfer KV themselves. Their requests name the source (ENGINE_FIELDS), and
 a node gives another, at ADDRESS_PATH, the address at which its replica's engine listens.
@@ -45,11 +46,12 @@ NO_WINDOW: Final = "none"
 free: the blocks are in the stream. The answer to a transfer through its window has no WINDOW."""
 
 WINDOW_SOCKET: Final = "x-isochrone-kv-window-socket"
-"""Agent to the receiving engine: the path of the sending engine's socket for windows."""
+"""Agent to the receiving engine: the path of the socket for windows of the sending engine, or of
+the agent itself for blocks of another node."""
 
 WINDOW_SOCKET_NAME: Final = "kv-link.sock"
-"""The file name of that socket, beside the engine's other one. Releases whose engines speak another
-protocol there have another name, so that they exchange no windows."""
+"""The file name of that socket, beside an engine's other one or in an agent's folder. Releases
+whose engines speak another protocol there have another name, so that they exchange no windows."""
 
 OTHER_FORMAT_STATUS: Final = 409
 

@@ -12,7 +12,14 @@ from typing import Final
 import psutil
 import torch
 
-from isochrone.service.machine_share import CGROUPS, OWN_CGROUP, memory_limit_of, own_cgroups
+from isochrone.service.machine_share import (
+    CGROUPS,
+    OWN_CGROUP,
+    free_memory_bytes,
+    memory_limit_of,
+    memory_used_by,
+    own_cgroups,
+)
 from isochrone.wire.errors import ApiError, ErrorCode
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.memory.memory_ceiling import MemoryUse, refusal_reason, tightest
@@ -45,8 +52,7 @@ def available_bytes(device: str) -> int:
         if not torch.cuda.is_available():
             raise CheckpointError(f"cannot use {device}: torch sees no CUDA device")
         return int(torch.cuda.mem_get_info(device)[0])
-    host = int(psutil.virtual_memory().available)
-    return min([host, *(use.ceiling_bytes - use.used_bytes for use in memory_uses(0))])
+    return free_memory_bytes()
 
 
 class MemoryWatch:
@@ -90,13 +96,5 @@ class MemoryWatch:
 
 
 def _cgroup_use(folder: Path) -> MemoryUse | None:
-    limit = memory_limit_of(folder)
-    if limit is None:
-        return None
-    try:
-        used = int((folder / "memory.current").read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except OSError:
-        return None
-    page_cache = int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
-    return MemoryUse("its cgroup", max(used - page_cache, 0), limit)
+    limit, used = memory_limit_of(folder), memory_used_by(folder)
+    return None if limit is None or used is None else MemoryUse("its cgroup", used, limit)

@@ -151,7 +151,7 @@ class GenerationServer(ModelServer):
             **(transfers.counts() if transfers is not None else {}),
             **self.kv_receiver.counts(),
             **self.kv_sharing.counts(),
-            **self.kv_windows.counts(),
+            **self.kv_windows.pool.counts(),
             **(self.kv_store.counts() if self.kv_store is not None else {}),
             **(speculation.counts() if speculation is not None else {}),
             "adapters": len(self.adapters.names),

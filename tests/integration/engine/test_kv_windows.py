@@ -10,6 +10,7 @@ import secrets
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,35 +18,30 @@ from typing import Any
 import pytest
 import torch
 
-from isochrone.service.shared_window import (
+from isochrone.service.windows import window_pool
+from isochrone.service.windows.received_window import WindowLost, received_window
+from isochrone.service.windows.shared_window import (
     MappedWindows,
     OwnedWindow,
     WindowRefused,
     receive_window,
 )
+from isochrone.service.windows.slot_ring import SlotRing, SlotRun
+from isochrone.service.windows.window_pool import WINDOWS_MAX, SenderWindow
 from isochrone.wire.errors import ApiError
-from nodeagent.engine.kvcache.slot_ring import SlotRing, SlotRun
-from nodeagent.engine.kvcache.staging_memory import StagingMemory
-from nodeagent.engine.kvcache.transfer_frames import (
-    ReceivedBlock,
+from isochrone.wire.kv.transfer_frames import (
     TransferEnd,
     TransferHead,
-    TransferReader,
     WrongTransfer,
     encode_block_in_window,
     encode_end,
     encode_head,
     transfer_bytes,
 )
-from nodeagent.engine.server.kv import kv_windows
+from nodeagent.engine.kvcache.staging_memory import StagingMemory
+from nodeagent.engine.kvcache.transfer_reader import ReceivedBlock, TransferReader
 from nodeagent.engine.server.kv.kv_reading import contents_of, read_blocks
-from nodeagent.engine.server.kv.kv_windows import (
-    WINDOWS_MAX,
-    KvWindows,
-    SenderWindow,
-    WindowLost,
-    received_window,
-)
+from nodeagent.engine.server.kv.kv_windows import KvWindows
 from tests.unit.engine.test_kv_receiving import a_stream
 
 BLOCK_BYTES = 1 << 20
@@ -66,16 +62,16 @@ async def windows() -> AsyncIterator[KvWindows]:
 
 
 def path_of(windows: KvWindows) -> str:
-    return str(windows._path)
+    return str(windows.pool.path)
 
 
 def leased(windows: KvWindows) -> float:
-    return windows.counts()["kv_windows_leased"]
+    return windows.pool.counts()["kv_windows_leased"]
 
 
 async def until_freed(windows: KvWindows) -> None:
     async with asyncio.timeout(10):
-        while leased(windows) or len(windows._tasks) > 1:
+        while leased(windows) or len(windows.pool._tasks) > 1:
             await asyncio.sleep(0)
 
 
@@ -87,9 +83,14 @@ async def take(lease: SenderWindow, count: int) -> SlotRun:
     return await asyncio.to_thread(lease.take, count, 10.0)
 
 
+def slots_of(lease: SenderWindow, run: SlotRun) -> torch.Tensor:
+    flat = torch.frombuffer(lease.memory_of(run), dtype=torch.uint8)
+    return flat.view(run.slots, BLOCK_BYTES)
+
+
 async def fill(lease: SenderWindow, count: int, value: int) -> SlotRun:
     run = await take(lease, count)
-    lease.slots(run)[:] = value
+    slots_of(lease, run)[:] = value
     return run
 
 
@@ -105,7 +106,7 @@ async def test_the_receiver_reads_what_the_sender_writes_and_releases_it(
             part = window.memory[: 3 * BLOCK_BYTES]
             assert bytes(part[:2]) == bytes(part[-2:]) == b"\x07\x07"
             window.memory[0] = 1
-            assert lease.slots(run)[0, 0] == 7, "the receiver cannot write"
+            assert slots_of(lease, run)[0, 0] == 7, "the receiver cannot write"
             await fill(lease, SLOTS - run.slots, 8)
             with pytest.raises(TimeoutError):
                 lease.take(4, 0.01)
@@ -114,7 +115,7 @@ async def test_the_receiver_reads_what_the_sender_writes_and_releases_it(
             window.release(3)
             assert await third == SlotRun(0, 3), "what lies side by side"
     await until_freed(windows)
-    assert windows.counts()["kv_windows"] == 1
+    assert windows.pool.counts()["kv_windows"] == 1
 
 
 async def test_a_window_is_not_used_again_while_its_receiver_may_read_it(
@@ -132,7 +133,7 @@ async def test_a_window_is_not_used_again_while_its_receiver_may_read_it(
         assert other is not None
         await fill(other, 1, 2)
         assert window.memory[0] == 1
-        assert windows.counts()["kv_windows"] == 2
+        assert windows.pool.counts()["kv_windows"] == 2
         await receiving.__aexit__(None, None, None)
     await until_freed(windows)
 
@@ -179,7 +180,7 @@ async def transferred(windows: KvWindows, stream: list[bytes], places: list[byte
         async with received_window(path_of(windows), name) as window:
             await lease.wait_connected()
             run = await take(lease, 4)
-            for number, slot in enumerate(lease.slots(run)):
+            for number, slot in enumerate(slots_of(lease, run)):
                 slot.fill_(number)
             content = a_stream()
             reader = TransferReader(b"f" * 16, BLOCK_BYTES, DIGESTS, 0, window=window.memory)
@@ -252,7 +253,7 @@ async def test_a_transfer_that_ends_ends_the_wait_for_slots(windows: KvWindows) 
 async def test_without_a_receiver_the_sender_gives_up(
     windows: KvWindows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_windows, "CONNECT_S", 0.01)
+    monkeypatch.setattr(window_pool, "CONNECT_S", 0.01)
     async with windows.lease(a_name()) as lease:
         assert lease is not None
         await fill(lease, SLOTS, 1)
@@ -305,22 +306,40 @@ async def test_without_a_free_window_blocks_go_through_the_sockets(windows: KvWi
     assert leased(windows) == 0
 
 
+async def test_memory_that_others_may_have_mapped_is_not_filled(windows: KvWindows) -> None:
+    async def memory_of_all(readers: str, block_bytes: int = BLOCK_BYTES) -> set[int]:
+        async with AsyncExitStack() as stack:
+            leases = [
+                await stack.enter_async_context(windows.pool.lease(a_name(), block_bytes, readers))
+                for _ in range(WINDOWS_MAX)
+            ]
+            return {os.fstat(lease.window._descriptor).st_ino for lease in leases if lease}
+
+    first = await memory_of_all("a")
+    assert await memory_of_all("a") == first
+    second = await memory_of_all("b")
+    assert len(first) == len(second) == WINDOWS_MAX
+    assert not first & second
+    assert not second & await memory_of_all("b", 5 * BLOCK_BYTES), "of another size"
+    assert windows.pool.counts()["kv_windows"] == WINDOWS_MAX
+
+
 async def test_a_system_that_refuses_memory_is_asked_again_later(
     windows: KvWindows, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     free = 4 * SLOTS * BLOCK_BYTES - 1
-    monkeypatch.setattr(kv_windows, "available_bytes", lambda device: free)
+    windows.pool._free_bytes = lambda: free
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             async with windows.lease(a_name()) as lease:
                 assert lease is None
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"cannot share {SLOTS * BLOCK_BYTES} bytes of memory with other engines: Cannot allocate"
-        " memory; KV for engines of this node goes through sockets"
+        f"cannot share {SLOTS * BLOCK_BYTES} bytes of memory with other processes: Cannot"
+        " allocate memory; KV of this node goes through sockets"
     )
-    monkeypatch.setattr(kv_windows, "available_bytes", lambda device: free + 1)
-    windows._may_allocate_at_s = 0.0
+    windows.pool._free_bytes = lambda: free + 1
+    windows.pool._may_allocate_at_s = 0.0
     async with windows.lease(a_name()) as lease:
         assert lease is not None
 
@@ -343,7 +362,7 @@ async def test_abandoned_leases_leave_no_memory_descriptor_or_task(windows: KvWi
     for number in range(1000):
         await abandon(number)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
-    assert windows.counts() == {
+    assert windows.pool.counts() == {
         "kv_windows": 1,
         "kv_windows_leased": 0,
         "kv_window_leases_total": 1010,

@@ -22,9 +22,9 @@ from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.kv import kv_sharing, kv_transfer
 from isochrone.wire.kv.kv_sharing import FoundTokens, parse_found
+from isochrone.wire.kv.transfer_frames import TransferHead, encode_block, encode_head
 from isochrone.wire.models.model import EngineSettings
 from isochrone.wire.peers.assignment import ReplicaSpec
-from nodeagent.engine.kvcache.transfer_frames import TransferHead, encode_block, encode_head
 from ops.golden import tiny
 from tests.builders import a_spec
 from tests.integration.nodeagent.test_data_plane import Node, a_node

@@ -29,6 +29,7 @@ from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.http.trace_context import TraceContext
 from isochrone.wire.ids import Generation, NodeId, ReplicaId
 from isochrone.wire.kv import kv_transfer
+from isochrone.wire.kv.transfer_frames import TransferHead, encode_head
 from isochrone.wire.models.artifact import manifest_digest
 from isochrone.wire.models.model import Artifact, ArtifactFile, EngineSettings
 from isochrone.wire.peers.assignment import ReplicaSpec, Tombstone
@@ -36,7 +37,6 @@ from isochrone.wire.peers.report import ReplicaState
 from nodeagent import metrics
 from nodeagent.api.peer_replicas import LOAD_MAX_AGE_S
 from nodeagent.api.request.request_spans import trace_requests
-from nodeagent.engine.kvcache.transfer_frames import TransferHead, encode_head
 from ops.golden import tiny
 from tests.builders import a_spec
 from tests.chaos.cable import a_cable
@@ -259,7 +259,13 @@ async def test_two_legs_answer_as_one_replica_does_whatever_fails(
     await check_drain(fleet)
 
 
+def window_transfers() -> list[float]:
+    labels = metrics.KV_WINDOW_TRANSFERS.labels
+    return [labels(direction)._value.get() for direction in ("sent", "received")]
+
+
 async def check_answers(fleet: TwoLegs) -> None:
+    moved = window_transfers()
     for stream in (False, True):
         prompt, before = a_prompt(), prefilled()
         alone = await fleet.ask(prompt, tenant="alone", stream=stream)
@@ -272,6 +278,8 @@ async def check_answers(fleet: TwoLegs) -> None:
         assert answer.cached_tokens == 0
         assert prefilled() == before + 1
         await until("tokens are released", fleet.is_idle, 10.0)
+    # All nodes are in this process.
+    assert window_transfers() == [count + 2 for count in moved]
     # Now the decode engine itself has the prompt, so nothing is transferred.
     again = await fleet.ask(prompt, "p1", "p2", stream=True)
     assert (again.heads, again.text) == (["200"], answer.text)

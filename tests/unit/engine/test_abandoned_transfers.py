@@ -14,10 +14,10 @@ import torch
 
 from isochrone.wire.errors import ApiError
 from isochrone.wire.kv import kv_sharing, kv_transfer
+from isochrone.wire.kv.transfer_frames import TransferHead, encode_block, encode_head
 from nodeagent.engine.core.kv_transfers import KvTransfers
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.kvcache.staging_memory import StagingMemory
-from nodeagent.engine.kvcache.transfer_frames import TransferHead, encode_block, encode_head
 from nodeagent.engine.server.kv.kv_receiving import KvReceiver
 from tests.unit.engine.test_kv_receiving import a_stream, turns
 from tests.unit.engine.test_kv_transfers import Memory

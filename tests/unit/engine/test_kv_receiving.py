@@ -15,17 +15,16 @@ import pytest
 import torch
 
 from isochrone.wire.errors import ApiError
-from nodeagent.engine.kvcache.staging_memory import StagingMemory
-from nodeagent.engine.kvcache.transfer_frames import (
-    ReceivedBlock,
+from isochrone.wire.kv.transfer_frames import (
     TransferEnd,
     TransferHead,
-    TransferReader,
     WrongTransfer,
     encode_block,
     encode_end,
     encode_head,
 )
+from nodeagent.engine.kvcache.staging_memory import StagingMemory
+from nodeagent.engine.kvcache.transfer_reader import ReceivedBlock, TransferReader
 from nodeagent.engine.server.kv import kv_reading
 from nodeagent.engine.server.kv.kv_reading import read_blocks
 from nodeagent.engine.server.kv.kv_receiving import KvReceiver

@@ -25,21 +25,21 @@ from isochrone.wire.kv.kv_sharing import (
     format_found,
     parse_found,
 )
+from isochrone.wire.kv.transfer_frames import (
+    TransferEnd,
+    TransferHead,
+    WrongTransfer,
+    encode_block,
+    encode_end,
+    encode_head,
+)
 from nodeagent.engine.core.kv_transfers import HeldPrefix, KvTransfers
 from nodeagent.engine.kvcache.block_mover import BlockMover
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.engine.kvcache.host_tier import HostTier
 from nodeagent.engine.kvcache.staging_memory import StagingMemory
-from nodeagent.engine.kvcache.transfer_frames import (
-    TransferEnd,
-    TransferHead,
-    TransferReader,
-    WrongTransfer,
-    encode_block,
-    encode_end,
-    encode_head,
-)
+from nodeagent.engine.kvcache.transfer_reader import TransferReader
 from nodeagent.engine.server.kv.kv_receiving import KvReceiver
 from nodeagent.engine.server.kv.kv_sharing import KvSharing
 from nodeagent.engine.server.kv.kv_windows import KvWindows

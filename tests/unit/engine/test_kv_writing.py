@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from isochrone.service.windows.window_pool import PART_BYTES
 from isochrone.wire.kv import kv_transfer
+from isochrone.wire.kv.transfer_frames import TransferEnd
 from nodeagent.engine.kvcache.staging_memory import StagingMemory
-from nodeagent.engine.kvcache.transfer_frames import TransferEnd
-from nodeagent.engine.server.kv.kv_windows import PART_BYTES, KvWindows
+from nodeagent.engine.server.kv.kv_windows import KvWindows
 from nodeagent.engine.server.kv.kv_writing import PARTS_AHEAD, BlockWriter
 from tests.unit.engine.test_kv_receiving import turns
 
@@ -64,7 +65,7 @@ async def test_a_sender_without_a_free_window_says_that_blocks_are_in_the_stream
             writer = BlockWriter(request, windows, lease, 0.0)
         assert lease is None
         assert writer.response.headers.get(kv_transfer.WINDOW) == said
-    assert windows.counts()["kv_windows_lacking_total"] == 1
+    assert windows.pool.counts()["kv_windows_lacking_total"] == 1
 
 
 async def test_a_receiver_that_does_not_read_the_end_is_given_up() -> None:

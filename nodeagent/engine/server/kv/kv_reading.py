@@ -13,16 +13,11 @@ import aiohttp
 import torch
 
 from isochrone.service.threads import start_thread, wait_to_completion
+from isochrone.service.windows.received_window import ReceivedWindow, WindowLost
 from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.kv.transfer_frames import TransferEnd, is_whole_frame, split_frame
 from nodeagent.engine.kvcache.tier_setup import KvBlockForm
-from nodeagent.engine.kvcache.transfer_frames import (
-    ReceivedBlock,
-    TransferEnd,
-    TransferReader,
-    is_whole_frame,
-    split_frame,
-)
-from nodeagent.engine.server.kv.kv_windows import ReceivedWindow, WindowLost
+from nodeagent.engine.kvcache.transfer_reader import ReceivedBlock, TransferReader
 
 STORE_BYTES_MAX: Final = 4 * 1024 * 1024
 """How much is copied to the device at once. Where the step thread copies, it decodes nothing
@@ -140,7 +135,7 @@ def _pieces_of(
         while reader.lacks_blocks:
             frames = window.receive()
             if not frames:
-                raise WindowLost("cannot take KV from another engine's memory: blocks are missing")
+                raise WindowLost("cannot take KV from another process: blocks are missing")
             yield [frames]
         yield [rest]
     while pieces := inbox.take():

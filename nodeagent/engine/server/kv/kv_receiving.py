@@ -23,36 +23,31 @@ import torch
 from aiohttp import web
 
 from isochrone.service.network.http_server import json_response
-from isochrone.service.shared_window import MappedWindows
+from isochrone.service.windows.received_window import ReceivedWindow, WindowLost, received_window
+from isochrone.service.windows.shared_window import MappedWindows
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.kv import kv_sharing, kv_transfer
+from isochrone.wire.kv.transfer_frames import WrongTransfer
 from nodeagent.engine.core.generation_thread import GenerationThread
 from nodeagent.engine.core.kv_transfers import HeldPrefix, KvTransfers
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.tier_setup import KvBlockForm
-from nodeagent.engine.kvcache.transfer_frames import (
-    ReceivedBlock,
-    TransferReader,
-    WrongTransfer,
-)
+from nodeagent.engine.kvcache.transfer_reader import ReceivedBlock, TransferReader
 from nodeagent.engine.server.kv.kv_reading import (
     SHARED_BYTES_MAX,
     STORE_BYTES_MAX,
     contents_of,
     read_blocks,
 )
-from nodeagent.engine.server.kv.kv_windows import (
-    WINDOWS_MAX,
-    ReceivedWindow,
-    WindowLost,
-    received_window,
-)
 from nodeagent.engine.server.kv.reserved_blocks import ReservedBlocks
 from nodeagent.engine.server.kv.waiting_prompt import WaitingPrompt, waiting_prompt
 from nodeagent.engine.server.openai.request_errors import invalid_request
 from nodeagent.engine.server.prepared_request import PreparedRequest
+
+WINDOWS_KEPT_MAX: Final = 8
+"""The windows that stay mapped: those of another engine, and of the agent."""
 
 EXPECT_TIMEOUT_S: Final = 30.0
 """How long a description waits for the request that it describes."""
@@ -74,7 +69,7 @@ class KvReceiver:
         """Blocks arrive in `staging`. Those that the PoP shares are stored in the host tier, if
         there is one, of `host_blocks` blocks."""
         self._staging = staging
-        self._windows = MappedWindows(WINDOWS_MAX)
+        self._windows = MappedWindows(WINDOWS_KEPT_MAX)
         self._form = form
         self._transfers = transfers
         self._host_blocks = host_blocks

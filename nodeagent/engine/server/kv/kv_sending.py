@@ -22,13 +22,13 @@ from isochrone.wire.engines.engine import EngineConfig
 from isochrone.wire.engines.engine_times import ENGINE_TIMES, EngineTimes, format_times
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.kv import kv_transfer
+from isochrone.wire.kv.transfer_frames import TransferEnd, TransferHead
 from nodeagent.engine.core.generation import GenerationDelta
 from nodeagent.engine.core.generation_thread import GenerationThread
 from nodeagent.engine.core.kv_transfers import KvTransfers, OutgoingBlocks
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.tier_setup import KvBlockForm
-from nodeagent.engine.kvcache.transfer_frames import TransferEnd, TransferHead
 from nodeagent.engine.sampling.sampler import SamplingParams
 from nodeagent.engine.scheduler.sequence import Sequence as TokenSequence
 from nodeagent.engine.scheduler.sequence import StopConditions

@@ -28,19 +28,14 @@ from isochrone.service.network.http_server import json_response
 from isochrone.wire.digits import parse_digits
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.kv import kv_sharing, kv_transfer
+from isochrone.wire.kv.transfer_frames import TransferEnd, TransferHead, WrongTransfer
 from nodeagent.engine.core.generation_thread import GenerationThread
 from nodeagent.engine.core.kv_transfers import KvTransfers
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.tier_setup import KvBlockForm
-from nodeagent.engine.kvcache.transfer_frames import (
-    ReceivedBlock,
-    TransferEnd,
-    TransferHead,
-    TransferReader,
-    WrongTransfer,
-)
+from nodeagent.engine.kvcache.transfer_reader import ReceivedBlock, TransferReader
 from nodeagent.engine.server.kv.kv_reading import (
     SHARED_BYTES_MAX,
     STORE_BYTES_MAX,

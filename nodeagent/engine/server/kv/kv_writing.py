@@ -17,9 +17,10 @@ from aiohttp import web
 from torch import Tensor
 
 from isochrone.service.threads import start_thread, wait_to_completion
+from isochrone.service.windows.slot_ring import SlotRun
+from isochrone.service.windows.window_pool import SenderWindow
 from isochrone.wire.kv import kv_transfer
-from nodeagent.engine.kvcache.slot_ring import SlotRun
-from nodeagent.engine.kvcache.transfer_frames import (
+from isochrone.wire.kv.transfer_frames import (
     TransferEnd,
     TransferHead,
     encode_block,
@@ -28,7 +29,7 @@ from nodeagent.engine.kvcache.transfer_frames import (
     encode_head,
     transfer_bytes,
 )
-from nodeagent.engine.server.kv.kv_windows import KvWindows, SenderWindow
+from nodeagent.engine.server.kv.kv_windows import KvWindows
 
 PARTS_AHEAD: Final = 2
 """One is written while the next one is read."""
@@ -117,7 +118,7 @@ class BlockWriter:
                 run = self._lease.take(count, self._stall_s)
             except TimeoutError as error:
                 raise ConnectionResetError("the receiver does not take blocks") from error
-            return BlockDestination(run.slots, run, self._lease.slots(run))
+            return BlockDestination(run.slots, run, self._windows.slots(self._lease, run))
         with self._written:
             self._written.wait_for(lambda: self._ahead < PARTS_AHEAD or self._is_closed)
             if self._is_closed:

@@ -29,8 +29,12 @@ class WindowRefused(Exception):
 class OwnedWindow:
     """A window that this process fills; `close` gives up its descriptor."""
 
-    def __init__(self, size_bytes: int) -> None:
-        """Allocate all of it. Raises OSError if the system or a limit on memory refuses it."""
+    def __init__(self, size_bytes: int, readers: str = "") -> None:
+        """Allocate all of it. Raises OSError if the system or a limit on memory refuses it.
+
+        `readers` names those that may keep it mapped: no others may see what it is filled with.
+        """
+        self.readers = readers
         self._descriptor = os.memfd_create("kv-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             # A write to memory that cannot be had would kill the process.

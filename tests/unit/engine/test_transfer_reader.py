@@ -10,17 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodeagent.engine.kvcache.transfer_frames import (
-    ReceivedBlock,
+from isochrone.wire.kv.transfer_frames import (
     TransferEnd,
     TransferHead,
-    TransferReader,
     WrongTransfer,
     encode_block,
     encode_end,
     encode_head,
     transfer_bytes,
 )
+from nodeagent.engine.kvcache.transfer_reader import ReceivedBlock, TransferReader
 from nodeagent.engine.server.kv.kv_reading import contents_of
 
 FORM = b"f" * 16

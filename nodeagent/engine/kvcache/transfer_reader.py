@@ -1,11 +1,4 @@
-"""The stream of KV blocks between two engines: a head, the blocks in order, and an end.
-
-A frame is its kind (one byte), its length (four bytes, little endian) and its payload. A block's
-payload is its digest, a checksum of digest and content, and the content as the engine stores it, so
-that FP8 stays FP8. The digests form a chain over the prompt's tokens that begins with the id of the
-transfer: blocks of another prompt, tenant or transfer are recognised. Between two engines of a node
-the content is replaced by its place in a window, memory that the sender fills and the receiver
-reads. Such blocks go beside the stream, between its head and its end (`server/kv/kv_windows.py`).
+"""Reads the stream of KV blocks of one transfer (`isochrone/wire/kv/transfer_frames.py`).
 
 Rule 1: the reader knows the digests to come from its own tokens. It raises WrongTransfer at the
 first byte that does not fit, so that it never stores more than it requested.
@@ -15,44 +8,26 @@ blocks, where the device can take it from. From a window the device takes it dir
 """
 
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import xxhash
 
-DIGEST_BYTES: Final = 32
-CHECKSUM_BYTES: Final = 16
-_FRAME_HEAD_BYTES: Final = 5
-_SMALL_FRAME_BYTES_MAX: Final = 1024
-_END_PAYLOAD_BYTES: Final = 96
-"""An end is padded to this size, so that the length of a transfer is known when it begins."""
-_PLACE_BYTES: Final = 8
-_HEAD, _BLOCK, _END, _BLOCK_IN_WINDOW = 1, 2, 3, 4
-
-
-class WrongTransfer(Exception):
-    """The peer sent something other than the blocks of this prompt."""
-
-
-class TransferHead(msgspec.Struct, frozen=True, kw_only=True):
-    """Announces `blocks` blocks from number `first_block` on, of the model `fingerprint`."""
-
-    fingerprint: bytes
-    block_bytes: int
-    first_block: int
-    blocks: int
-
-
-class TransferEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a complete transfer, this long after the prompt was computed.
-
-    `cached_tokens` were in the sender's prefix cache. The padding says nothing.
-    """
-
-    cached_tokens: int
-    after_prefill_ms: float = 0.0
-    padding: bytes = b""
+from isochrone.wire.kv.transfer_frames import (
+    BLOCK,
+    BLOCK_IN_WINDOW,
+    DIGEST_BYTES,
+    END,
+    FRAME_HEAD_BYTES,
+    HEAD,
+    NAMES_BYTES,
+    PLACE_BYTES,
+    SMALL_FRAME_BYTES_MAX,
+    TransferEnd,
+    TransferHead,
+    WrongTransfer,
+    block_checksum,
+)
 
 
 class ReceivedBlock(NamedTuple):
@@ -63,54 +38,6 @@ class ReceivedBlock(NamedTuple):
 
     number: int
     content: memoryview
-
-
-def encode_head(head: TransferHead) -> bytes:
-    """Return the first frame."""
-    return _frame(_HEAD, msgspec.msgpack.encode(head))
-
-
-def encode_end(end: TransferEnd) -> bytes:
-    """Return the last frame, which always has the same size."""
-    payload = msgspec.msgpack.encode(end)
-    padding = bytes(_END_PAYLOAD_BYTES - len(payload))
-    return _frame(_END, msgspec.msgpack.encode(msgspec.structs.replace(end, padding=padding)))
-
-
-def split_frame(data: bytes) -> tuple[bytes, bytes]:
-    """Return the first frame of what has arrived, and what follows it."""
-    end = _FRAME_HEAD_BYTES + int.from_bytes(data[1:_FRAME_HEAD_BYTES], "little")
-    return data[:end], data[end:]
-
-
-def is_whole_frame(data: bytes) -> bool:
-    """Return whether what has arrived has a whole frame, or one that is no small one."""
-    size = int.from_bytes(data[1:_FRAME_HEAD_BYTES], "little")
-    lacks = len(data) < _FRAME_HEAD_BYTES or len(data) < _FRAME_HEAD_BYTES + size
-    return not lacks or size > _SMALL_FRAME_BYTES_MAX
-
-
-def transfer_bytes(head: TransferHead, *, in_window: bool = False) -> int:
-    """Return the size of a stream.
-
-    With it as Content-Length, nothing on the way copies the blocks into chunks.
-    """
-    block = _FRAME_HEAD_BYTES + DIGEST_BYTES + CHECKSUM_BYTES + head.block_bytes
-    blocks = 0 if in_window else head.blocks
-    return len(encode_head(head)) + blocks * block + _FRAME_HEAD_BYTES + _END_PAYLOAD_BYTES
-
-
-def encode_block(digest: bytes, content: bytes | memoryview) -> list[bytes | memoryview]:
-    """Return the frame of one block in two pieces, so that the content is not copied."""
-    length = DIGEST_BYTES + CHECKSUM_BYTES + len(content)
-    head = bytes((_BLOCK,)) + length.to_bytes(4, "little") + digest + _checksum(digest, content)
-    return [head, content]
-
-
-def encode_block_in_window(digest: bytes, content: memoryview, place: int) -> bytes:
-    """Return the frame of a block whose content lies at byte `place` of the transfer's window."""
-    payload = digest + _checksum(digest, content) + place.to_bytes(_PLACE_BYTES, "little")
-    return _frame(_BLOCK_IN_WINDOW, payload)
 
 
 NewPart = Callable[[int], np.ndarray]
@@ -193,53 +120,53 @@ class TransferReader:
             at += lacking
             if len(self._frame) < wanted:
                 return blocks
-            if wanted == _FRAME_HEAD_BYTES:
+            if wanted == FRAME_HEAD_BYTES:
                 continue
-            kind, payload = self._frame[0], bytes(self._frame[_FRAME_HEAD_BYTES:])
-            if kind == _BLOCK_IN_WINDOW:
+            kind, payload = self._frame[0], bytes(self._frame[FRAME_HEAD_BYTES:])
+            if kind == BLOCK_IN_WINDOW:
                 blocks.append(self._take_from_window(payload))
             else:
                 self._take_frame(kind, payload)
 
     def _payload_bytes(self) -> int:
-        return int.from_bytes(self._frame[1:_FRAME_HEAD_BYTES], "little")
+        return int.from_bytes(self._frame[1:FRAME_HEAD_BYTES], "little")
 
     def _frame_bytes(self) -> int:
         """Return how many bytes of the frame must be there to go on. Raises WrongTransfer."""
-        if len(self._frame) < _FRAME_HEAD_BYTES:
-            return _FRAME_HEAD_BYTES
+        if len(self._frame) < FRAME_HEAD_BYTES:
+            return FRAME_HEAD_BYTES
         kind, length = self._frame[0], self._payload_bytes()
         self._check_frame(kind, length)
-        names = DIGEST_BYTES + CHECKSUM_BYTES if kind == _BLOCK else length
-        return _FRAME_HEAD_BYTES + names
+        names = NAMES_BYTES if kind == BLOCK else length
+        return FRAME_HEAD_BYTES + names
 
     def _check_frame(self, kind: int, length: int) -> None:
         """Raise WrongTransfer if no such frame may come now."""
         if self.end is not None:
             raise WrongTransfer("bytes after the end")
-        if not self._has_head and kind != _HEAD:
+        if not self._has_head and kind != HEAD:
             raise WrongTransfer("no head")
-        if kind == _BLOCK:
+        if kind == BLOCK:
             if self._next >= len(self._digests):
                 raise WrongTransfer("more blocks than the prompt has")
-            if length != DIGEST_BYTES + CHECKSUM_BYTES + self._expected.block_bytes:
+            if length != NAMES_BYTES + self._expected.block_bytes:
                 raise WrongTransfer(f"a block of {length} bytes")
-        elif kind == _BLOCK_IN_WINDOW:
+        elif kind == BLOCK_IN_WINDOW:
             if self._next >= len(self._digests):
                 raise WrongTransfer("more blocks than the prompt has")
-            if self._window is None or length != DIGEST_BYTES + CHECKSUM_BYTES + _PLACE_BYTES:
+            if self._window is None or length != NAMES_BYTES + PLACE_BYTES:
                 raise WrongTransfer(f"a block in a window, in {length} bytes")
-        elif kind not in (_HEAD, _END) or not 0 < length <= _SMALL_FRAME_BYTES_MAX:
+        elif kind not in (HEAD, END) or not 0 < length <= SMALL_FRAME_BYTES_MAX:
             raise WrongTransfer(f"a frame of kind {kind} with {length} bytes")
 
     def _take_frame(self, kind: int, payload: bytes) -> None:
         """Take a frame, of a block all but its content."""
         try:
-            if kind == _BLOCK:
+            if kind == BLOCK:
                 self._begin_block(payload)
                 return
             self._frame.clear()
-            if kind == _HEAD:
+            if kind == HEAD:
                 self._take_head(msgspec.msgpack.decode(payload, type=TransferHead))
             else:
                 end = msgspec.msgpack.decode(payload, type=TransferEnd)
@@ -275,7 +202,7 @@ class TransferReader:
         self._filled = 0
 
     def _end_block(self, content: memoryview) -> ReceivedBlock:
-        names = bytes(self._frame[_FRAME_HEAD_BYTES:])
+        names = bytes(self._frame[FRAME_HEAD_BYTES:])
         self._content = None
         return self._take_block(names, content)
 
@@ -283,16 +210,16 @@ class TransferReader:
         """Take a block where it lies."""
         assert self._window is not None
         self._check_digest(names)
-        place = int.from_bytes(names[-_PLACE_BYTES:], "little")
+        place = int.from_bytes(names[-PLACE_BYTES:], "little")
         size = self._expected.block_bytes
         if place + size > len(self._window):
             raise WrongTransfer(f"block {self._next} at byte {place}, outside of the window")
-        return self._take_block(names[:-_PLACE_BYTES], self._window[place : place + size])
+        return self._take_block(names[:-PLACE_BYTES], self._window[place : place + size])
 
     def _take_block(self, names: bytes, content: memoryview) -> ReceivedBlock:
         """Check a content; it is the next block."""
         number = self._next
-        if names[DIGEST_BYTES:] != _checksum(self._digests[number], content):
+        if names[DIGEST_BYTES:] != block_checksum(self._digests[number], content):
             raise WrongTransfer(f"block {number} with a wrong checksum")
         self._frame.clear()
         self._next += 1
@@ -301,13 +228,3 @@ class TransferReader:
     def _check_digest(self, names: bytes) -> None:
         if names[:DIGEST_BYTES] != self._digests[self._next]:
             raise WrongTransfer(f"block {self._next} of another prompt")
-
-
-def _frame(kind: int, payload: bytes) -> bytes:
-    return bytes((kind,)) + len(payload).to_bytes(4, "little") + payload
-
-
-def _checksum(digest: bytes, content: bytes | memoryview) -> bytes:
-    checksum = xxhash.xxh3_128(digest)
-    checksum.update(content)
-    return checksum.digest()
