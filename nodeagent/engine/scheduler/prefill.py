@@ -10,6 +10,7 @@ from collections.abc import Container
 from operator import itemgetter
 
 from nodeagent.engine.scheduler.batch import BatchChunk
+from nodeagent.engine.scheduler.prefill_budget import PrefillBudget
 from nodeagent.engine.scheduler.run_queues import RunQueues
 from nodeagent.engine.scheduler.sequence import Sequence, queue_order, sequence_count
 
@@ -107,22 +108,23 @@ def admit_waiting(
     decodes: list[BatchChunk],
     prefills: list[BatchChunk],
     tokens_max: int,
-    prefill_token_s: float,
+    budget: PrefillBudget,
     *,
     skip_yielding: bool = False,
 ) -> None:
     """Admit waiting sequences in queue order, and append their first chunks to `prefills`.
 
-    With `skip_yielding`, sequences that yield are not admitted.
+    None is admitted to a step that may end with the prompts that it has (`PrefillBudget`). With
+    `skip_yielding`, sequences that yield are not admitted.
 
     `tokens_max` is the remaining part of the step's prompt tokens. The chunks of a sequence that is
     preempted are removed from `decodes` and `prefills`, and their tokens are available again.
     """
-    while tokens_max:
+    while tokens_max and not _may_end(prefills, budget):
         sequence = next((s for s in queues.waiting if not (skip_yielding and s.yields)), None)
         if sequence is None:
             break
-        if _admit(queues, sequence, prefill_token_s):
+        if _admit(queues, sequence, budget.prefill_token_s):
             tokens_max -= _add_chunk(prefills, sequence, tokens_max)
             continue
         victim = _choose_victim(queues, sequence)
@@ -133,6 +135,15 @@ def admit_waiting(
         # Decodes that yield to these prompts take none of the step's tokens.
         tokens_max += 0 if skip_yielding and victim.yields else decoded
         tokens_max += _remove_chunks(victim, prefills)
+
+
+def _may_end(prefills: list[BatchChunk], budget: PrefillBudget) -> bool:
+    """Return whether a prompt ends in a step that need not begin another one.
+
+    For the first tokens of sequences that yield no step ends early.
+    """
+    ends = any(chunk.samples and not chunk.sequence.yields for chunk in prefills)
+    return ends and budget.may_end_step(sum(chunk.tokens for chunk in prefills))
 
 
 def _admit(queues: RunQueues, sequence: Sequence, prefill_token_s: float) -> bool:

@@ -6,6 +6,10 @@ of prompt tokens is always allowed, so that every step makes progress on a promp
 A step without decodes takes at most STEP_S_MAX as measured: cancelled requests, new prompts and
 copies of KV wait for the end of a step.
 
+A step that ends a prompt begins no other one after it if its prompts take much longer than decodes:
+their first tokens would wait for the others'. Prompts that end in the same step also make answers
+that begin together, and those of one length end together, so that the next prompts come together.
+
 The next prompt of a small tenant may have to wait for the current step. A short step, for its sake,
 computes only a share of the pending prompt tokens. So short prompts are cut into pieces that take
 no longer than half of the decodes, and many long prompts are hardly slowed down.
@@ -29,6 +33,9 @@ prompt tokens that it computes."""
 _SHORT_STEP_DECODES_SHARE: Final = 0.5
 """The prompts of a short step may take this share of its decodes' time, if little is pending."""
 
+PROMPTS_PER_DECODES_S: Final = 4.0
+"""A step begins no further prompt once its prompts take this many times as long as decodes alone:
+then steps of single prompts compute all of them at 0.8 of the rate of long steps at least."""
 
 STEP_S_MAX: Final = 2.0
 """Shorter steps would make slow devices read their weights too often: 5 GB take 0.25 s on a CPU."""
@@ -90,6 +97,14 @@ class PrefillBudget:
             left_s = min(left_s, short_s)
         fitting = max(left_s / self._prefill_token_s, BLOCK_TOKENS)
         return tokens_max if fitting >= tokens_max else int(fitting)
+
+    def may_end_step(self, prompt_tokens: int) -> bool:
+        """Return whether a step that ends a prompt need not begin another one.
+
+        `prompt_tokens` is what it computes of prompts.
+        """
+        prompts_s = prompt_tokens * self._prefill_token_s
+        return prompts_s > PROMPTS_PER_DECODES_S * self._decodes_s
 
     def prompt_tokens_alone(self, tokens_max: int, share: float = 1.0) -> int:
         """Return how many prompt tokens, at most `tokens_max`, a step without decodes may have.
