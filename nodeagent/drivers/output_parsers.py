@@ -55,8 +55,8 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     """A way of writing tool calls and reasoning, and the parsers for it.
 
     A model has it if its chat template has all `marks` and, where one is given, it is of type
-    `model_type`. `reasons` is what its template has besides, if the model reasons; THINKING_SWITCH stands for any
-    template that lets the caller choose or that begins each answer with `<think>`.
+    `model_type`. `reasons` is what its template has besides, if the model reasons; THINKING_SWITCH
+    stands for any template that lets the caller choose or that begins each answer with `<think>`.
     """
 
     marks: tuple[str, ...] = ()

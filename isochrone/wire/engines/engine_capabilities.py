@@ -306,6 +306,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         transfer_option="cache_transceiver_backend",
         transfer_default="DEFAULT",
         transfer_choices=("DEFAULT", "UCX", "NIXL", "MPI"),
+        counts_tokens=True,
         overhead_bytes=1024 * MIB,
         graph_bytes=512 * MIB,
         salt="chat_body",

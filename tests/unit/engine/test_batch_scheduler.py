@@ -186,7 +186,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
 
 
 def test_the_first_token_of_a_prompt_does_not_wait_for_the_next_prompt() -> None:
-    """Prompts that came together were computed in one step, and each first token came at its end."""
+    """Prompts that came together were computed in one step, and got first tokens at its end."""
     scheduler = make(blocks=80, budget=256, sequences=8)
     budget = scheduler.prefill_budget = PrefillBudget(0.25)
     budget.record_step(100, 0, 0.1)
