@@ -6,6 +6,7 @@ that runs nothing may also preempt the last one of the tenant that runs most. A 
 finds most of its KV in the prefix cache when it continues.
 """
 
+from collections import Counter
 from collections.abc import Container
 from operator import itemgetter
 
@@ -55,10 +56,11 @@ def prompts_before_decodes(queues: RunQueues, tokens_max: int) -> list[BatchChun
     """Return the prompts that a step computes before it goes on with the decodes, if any.
 
     Such a prompt is of a tenant that runs nothing else, beside a tenant with more than half of the
-    running sequences, whose decodes make each step long. Prompts are whole, with at most
-    `tokens_max` tokens in all.
+    running sequences, whose decodes make each step long. Sequences that yield do not count: steps
+    with prompts of others have none of them. Prompts are whole, with at most `tokens_max` tokens in
+    all.
     """
-    running = queues.running_by_tenant()
+    running = Counter(s.scheduling.tenant for s in queues.running if not s.yields)
     ((_, most),) = running.most_common(1) or ((b"", 0),)
     if most < 2 or 2 * most <= running.total():
         return []
@@ -66,6 +68,7 @@ def prompts_before_decodes(queues: RunQueues, tokens_max: int) -> list[BatchChun
         sequence
         for sequence in queues.running
         if running[sequence.scheduling.tenant] == 1
+        and not sequence.yields
         and sequence.pending_tokens
         and not sequence.output_tokens
     ]
