@@ -123,7 +123,7 @@ def admit_waiting(
     `tokens_max` is the remaining part of the step's prompt tokens. The chunks of a sequence that is
     preempted are removed from `decodes` and `prefills`, and their tokens are available again.
     """
-    while tokens_max and not _may_end(prefills, budget):
+    while tokens_max and not _may_end(prefills, len(decodes), budget):
         sequence = next((s for s in queues.waiting if not (skip_yielding and s.yields)), None)
         if sequence is None:
             break
@@ -140,13 +140,13 @@ def admit_waiting(
         tokens_max += _remove_chunks(victim, prefills)
 
 
-def _may_end(prefills: list[BatchChunk], budget: PrefillBudget) -> bool:
+def _may_end(prefills: list[BatchChunk], decodes: int, budget: PrefillBudget) -> bool:
     """Return whether a prompt ends in a step that need not begin another one.
 
     For the first tokens of sequences that yield no step ends early.
     """
     ends = any(chunk.samples and not chunk.sequence.yields for chunk in prefills)
-    return ends and budget.may_end_step(sum(chunk.tokens for chunk in prefills))
+    return ends and budget.may_end_step(sum(chunk.tokens for chunk in prefills), decodes)
 
 
 def _admit(queues: RunQueues, sequence: Sequence, prefill_token_s: float) -> bool:

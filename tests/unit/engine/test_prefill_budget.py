@@ -74,11 +74,15 @@ def test_one_slow_step_of_decodes_does_not_slow_down_a_whole_long_prompt() -> No
 
 def test_a_step_may_end_once_its_prompts_take_much_longer_than_decodes() -> None:
     budget = PrefillBudget(1.0)
-    assert not budget.may_end_step(1000)
+    assert not budget.may_end_step(1000, 4)
     budget.record_step(100, 0, 0.1)
     budget.record_step(0, 4, 0.01)
-    assert not budget.may_end_step(40)
-    assert budget.may_end_step(41)
+    for decodes in (0, 4):
+        assert not budget.may_end_step(20, decodes)
+        assert budget.may_end_step(21, decodes)
+    # More decodes have not been measured.
+    assert not budget.may_end_step(40, 8)
+    assert budget.may_end_step(41, 8)
 
 
 @settings(deadline=None, max_examples=100)
@@ -95,7 +99,7 @@ def test_steps_of_single_prompts_are_nearly_as_fast_as_long_ones(
     budget.record_step(0, 1, decodes_ms / 1e3)
     steps, tokens = 1, 0
     for prompt in prompts:
-        if budget.may_end_step(tokens):
+        if budget.may_end_step(tokens, 1):
             steps, tokens = steps + 1, 0
         tokens += prompt
     prompts_ms = sum(prompts) * token_ms
