@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from isochrone.wire.engines.engine_capabilities import copies_of
 from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.drivers.command import CommandDriver
 from nodeagent.drivers.driver import EngineDriver, given_number
@@ -24,11 +25,15 @@ DRIVERS: Final[dict[str, EngineDriver]] = {
 
 
 def sequences_max(spec: ReplicaSpec) -> int:
-    """Return how many sequences a replica's engine runs at once, or 0 if that is unknown."""
+    """Return how many sequences a replica's engine runs at once, or 0 if that is unknown.
+
+    Each copy of the model has the limit for itself.
+    """
     driver = DRIVERS.get(spec.engine.driver)
     if driver is None:
         return 0
-    return given_number(spec.engine.options, driver.sequences_option) or driver.sequences_default
+    of_copy = given_number(spec.engine.options, driver.sequences_option) or driver.sequences_default
+    return copies_of(spec.engine) * of_copy
 
 
 def is_queue_fair(spec: ReplicaSpec) -> bool:

@@ -54,9 +54,9 @@ class OutputParsers(msgspec.Struct, frozen=True):
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     """A way of writing tool calls and reasoning, and the parsers for it.
 
-    A model has it if its chat template has all `marks`, or if it is of type `model_type`.
-    `reasons` is what its template has besides, if the model reasons; THINKING_SWITCH stands for any
-    template that lets the caller choose or that begins each answer with `<think>`.
+    A model has it if its chat template has all `marks` and, where one is given, it is of type
+    `model_type`. `reasons` is what its template has besides, if the model reasons; THINKING_SWITCH
+    stands for any template that lets the caller choose or that begins each answer with `<think>`.
     """
 
     marks: tuple[str, ...] = ()
@@ -72,6 +72,33 @@ FORMATS: Final = (
         model_type="gpt_oss",
         vllm=OutputParsers("openai", "openai_gptoss"),
         sglang=OutputParsers("gpt-oss", "gpt-oss"),
+        reasons="",
+    ),
+    # Their engines write prompts without a chat template, vLLM also where there is one (V3.2-Exp).
+    OutputFormat(
+        model_type="deepseek_v32",
+        marks=("<｜tool▁calls▁begin｜>",),
+        vllm=OutputParsers("deepseek_v32", "deepseek_v3"),
+        sglang=OutputParsers("deepseekv31", "deepseek-v3"),
+        reasons="thinking",
+    ),
+    OutputFormat(
+        model_type="deepseek_v32",
+        vllm=OutputParsers("deepseek_v32", "deepseek_v3"),
+        sglang=OutputParsers("deepseekv32", "deepseek-v3"),
+        tensorrt_llm=OutputParsers("deepseek_v32"),
+        reasons="",
+    ),
+    OutputFormat(
+        model_type="deepseek_v4",
+        vllm=OutputParsers("deepseek_v4", "deepseek_v4"),
+        sglang=OutputParsers("deepseekv4", "deepseek-v4"),
+        reasons="",
+    ),
+    OutputFormat(
+        model_type="kimi_k3",
+        vllm=OutputParsers("kimi_k3", "kimi_k3"),
+        sglang=OutputParsers("kimi_k3", "kimi_k3"),
         reasons="",
     ),
     OutputFormat(
@@ -95,6 +122,7 @@ FORMATS: Final = (
         marks=("<|tool_calls_section_begin|>",),
         vllm=OutputParsers("kimi_k2", "kimi_k2"),
         sglang=OutputParsers("kimi_k2", "kimi_k2"),
+        tensorrt_llm=OutputParsers("kimi_k2"),
         reasons="reasoning_content",
     ),
     OutputFormat(
@@ -107,6 +135,12 @@ FORMATS: Final = (
         vllm=OutputParsers("seed_oss", "seed_oss"),
         sglang=OutputParsers(),
         reasons="<seed:think>",
+    ),
+    # GLM 4.7 and later write no newline after the name, for which SGLang has another parser.
+    OutputFormat(
+        marks=("<tool_call>{function-name}<arg_key>",),
+        vllm=OutputParsers("glm45", "glm45"),
+        sglang=OutputParsers("glm47", "glm45"),
     ),
     OutputFormat(
         marks=("<arg_key>",),
@@ -190,8 +224,8 @@ def output_parsers(engine: str, model_path: Path) -> OutputParsers:
     model_type = _field(model_path / "config.json", "model_type")
     template = _template(model_path)
     for form in FORMATS:
-        has_marks = bool(form.marks) and all(mark in template for mark in form.marks)
-        if has_marks or (form.model_type and form.model_type == model_type):
+        has_marks = all(mark in template for mark in form.marks)
+        if has_marks and form.model_type in ("", model_type):
             parsers: OutputParsers = getattr(form, engine)
             reasons = _reasons(template, form.reasons)
             return OutputParsers(parsers.tools, parsers.reasoning if reasons else "")

@@ -49,6 +49,7 @@ class TensorRtLlmDriver(EngineDriver):
     """Starts TensorRT-LLM's OpenAI server on a loopback port."""
 
     stats_path = metrics_path = "/prometheus/metrics"
+    counts_tokens = True
     salted_paths = frozenset({CHAT_PATH})
     sequences_option = "max_batch_size"
 

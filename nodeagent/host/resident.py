@@ -1,13 +1,15 @@
 """What the agent knows of a replica that shares the memory of devices (awake_memory.py)."""
 
 import asyncio
-from typing import Final, Protocol
+from typing import Protocol
 
 from isochrone.wire.peers.assignment import ReplicaSpec
-from nodeagent.decide.replicas.sleep import RecentDemand, SleepOutcome, WakeOutcome
-
-WAKE_S_UNKNOWN: Final = 0.5
-"""The wake time that is reported until one was measured."""
+from nodeagent.decide.replicas.sleep import (
+    RecentDemand,
+    SleepOutcome,
+    WakeOutcome,
+    expected_wake_s,
+)
 
 
 class SleepingEngine(Protocol):
@@ -69,4 +71,4 @@ class Resident:
     @property
     def expected_wake_s(self) -> float:
         """How long a wake is expected to take."""
-        return self.wake_s or WAKE_S_UNKNOWN
+        return expected_wake_s(self.wake_s, self.start_s, self.spec.artifact.size_bytes)

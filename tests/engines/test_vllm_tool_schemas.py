@@ -20,7 +20,7 @@ from tests.engines.test_vllm_options import a_launch
 VALUE: Final = "zq-7"
 SCHEMA: Final = {"type": "object", "properties": {"code": {"enum": [VALUE]}}, "required": ["code"]}
 NAMED: Final = {"type": "function", "function": {"name": "f"}}
-GRAMMARS_OF_ITS_OWN: Final = {"mistral"}
+GRAMMARS_OF_ITS_OWN: Final = {"mistral", "kimi_k3"}
 """Parsers whose constraint is not of this kind."""
 
 SCRIPT: Final = """

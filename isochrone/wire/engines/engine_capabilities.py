@@ -98,6 +98,8 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     `sequences_option`, `step_tokens_option` and `waiting_option` name the options with the limits
     of concurrent sequences, of tokens in one step and of waiting requests; "" if there is none.
+    `copies_option` is how many copies of the model run on devices of their own (data parallelism),
+    each with these limits. With `shared_experts_option` they have their experts in common.
     Beside weights, KV cache and activations it takes `overhead_bytes` of each device (code, a CUDA
     context, communication buffers), and `graph_bytes` for CUDA graphs unless the flag
     `no_graphs_option` is set. `has_kv_cache` is false for an engine that needs no memory for KV,
@@ -142,6 +144,8 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     sequences_option: str = ""
     step_tokens_option: str = ""
     waiting_option: str = ""
+    copies_option: str = ""
+    shared_experts_option: str = ""
     overhead_bytes: int = 256 * MIB
     graph_bytes: int = 0
     no_graphs_option: str = ""
@@ -242,6 +246,8 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         version_below="1.0",
         sequences_option="max_num_seqs",
         step_tokens_option="max_num_batched_tokens",
+        copies_option="data_parallel_size",
+        shared_experts_option="enable_expert_parallel",
         kv_type_options=("kv_cache_dtype",),
         # 16 on GPUs.
         cache_block_tokens=128,
@@ -300,6 +306,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         transfer_option="cache_transceiver_backend",
         transfer_default="DEFAULT",
         transfer_choices=("DEFAULT", "UCX", "NIXL", "MPI"),
+        counts_tokens=True,
         overhead_bytes=1024 * MIB,
         graph_bytes=512 * MIB,
         salt="chat_body",
@@ -410,6 +417,12 @@ def with_transfer(engine: EngineSettings) -> EngineSettings:
     return msgspec.structs.replace(engine, options=options)
 
 
+def copies_of(engine: EngineSettings) -> int:
+    """Return how many copies of its model a replica's engine runs, each on its own devices."""
+    option = capabilities_of(engine.driver).copies_option
+    return max(1, parse_digits(engine.options.get(option, "")) or 1)
+
+
 def transfer_problem(engine: EngineSettings) -> str:
     """Return why an engine cannot be started so that it sends KV; "" if it can, or need not."""
     capabilities = capabilities_of(engine.driver)
@@ -423,25 +436,6 @@ def transfer_problem(engine: EngineSettings) -> str:
         )
     if "kv_transfer_config" in engine.options:
         return f"{name} makes a kv_transfer_config of its own: leave one of them out"
-    if engine.options.get("data_parallel_size", "1") != "1":
+    if copies_of(engine) > 1:
         return f"{name} does not work with data_parallel_size: it is unknown which rank has the KV"
     return ""
-
-
-LORA_OPTION: Final = "enable_lora"
-RUNTIME_ADAPTER_ENGINES: Final[Mapping[str, int]] = {"embedded": 256, "vllm": 16}
-"""The engines into which agents load adapters while they run, and the highest rank that each takes
-without further options."""
-
-
-def adapter_rank_max(engine: EngineSettings) -> int:
-    """Return the highest rank of adapters that replicas with these settings take, 0 for none."""
-    rank_max = RUNTIME_ADAPTER_ENGINES.get(engine.driver, 0)
-    if not rank_max:
-        return 0
-    if capabilities_of(engine.driver).adapters == "with_option":
-        if engine.options.get(LORA_OPTION, "").lower() not in TRUE_VALUES:
-            return 0
-        rank = parse_digits(engine.options.get("max_lora_rank", ""))
-        return rank_max if rank is None else rank
-    return rank_max

@@ -33,6 +33,11 @@ WAKE_LIMIT_MIN_S: Final = 10.0
 READ_BYTES_PER_S_MIN: Final = 250e6
 """The slowest that a wake reads weights: a hard disk. Earlier wakes may have found them in memory,
 so they do not say how long the disk takes."""
+READ_BYTES_PER_S_EXPECTED: Final = 1e9
+"""The rate at which a first wake is expected to read weights: that of a disk in the planner's
+estimates. From host memory they come faster, which the first wake shows."""
+FIRST_WAKE_S: Final = 0.5
+"""How long a first wake is expected to take beside its reading."""
 SLEEP_LIMIT_MIN_S: Final = 30.0
 """The same for falling asleep: an engine may save its prefix cache first."""
 COPY_BYTES_PER_S_MIN: Final = 1e9
@@ -72,6 +77,16 @@ class WakeOutcome(StrEnum):
     """The model is still dropped: the device has less free memory than it takes."""
     FAILED = "failed"
     """The engine did not answer, or failed: what it holds is unknown."""
+
+
+def expected_wake_s(wake_s: float, start_s: float, weights_bytes: int) -> float:
+    """Return how long a wake is expected to take: as long as earlier wakes, else as its weights.
+
+    A start reads the same weights, so that a first wake takes no longer. `wake_s` and `start_s` are
+    0 if they are unknown.
+    """
+    reading_s = FIRST_WAKE_S + weights_bytes / READ_BYTES_PER_S_EXPECTED
+    return wake_s or min(reading_s, start_s or reading_s)
 
 
 def wake_limit_s(wake_s: float, start_s: float, weights_bytes: int) -> float:

@@ -2,7 +2,9 @@
 
 Rule 1: a step computes at most `batch_tokens_max` tokens. That exceeds `sequences_max`, so that
 every decoding sequence fits into every step, and some prompt tokens do too. Beside decodes, prompts
-get no more tokens than `PrefillBudget` allows, so that the next tokens are not delayed.
+get no more tokens than `PrefillBudget` allows, so that the next tokens are not delayed. A step in
+which a prompt ends admits no further one if its prompts take long already: their first tokens would
+wait for it.
 Rule 2: sequences are served in the order of the fair queue (`VirtualClock`, `queue_order`). But a
 tenant that runs nothing is admitted first, if necessary by preempting a sequence of the tenant that
 runs most. Tenants share the prompt tokens of a step.
@@ -223,9 +225,9 @@ class BatchScheduler:
         prefills = continue_prefills(self.queues, tokens, admitted, skip_yielding=skip_yielding)
         if may_admit:
             tokens -= sum(chunk.tokens for chunk in prefills)
-            token_s = self.prefill_budget.prefill_token_s
+            budget = self.prefill_budget
             admit_waiting(
-                self.queues, decodes, prefills, tokens, token_s, skip_yielding=skip_yielding
+                self.queues, decodes, prefills, tokens, budget, skip_yielding=skip_yielding
             )
         return prefills
 

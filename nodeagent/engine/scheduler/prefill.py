@@ -6,10 +6,12 @@ that runs nothing may also preempt the last one of the tenant that runs most. A 
 finds most of its KV in the prefix cache when it continues.
 """
 
+from collections import Counter
 from collections.abc import Container
 from operator import itemgetter
 
 from nodeagent.engine.scheduler.batch import BatchChunk
+from nodeagent.engine.scheduler.prefill_budget import PrefillBudget
 from nodeagent.engine.scheduler.run_queues import RunQueues
 from nodeagent.engine.scheduler.sequence import Sequence, queue_order, sequence_count
 
@@ -54,10 +56,11 @@ def prompts_before_decodes(queues: RunQueues, tokens_max: int) -> list[BatchChun
     """Return the prompts that a step computes before it goes on with the decodes, if any.
 
     Such a prompt is of a tenant that runs nothing else, beside a tenant with more than half of the
-    running sequences, whose decodes make each step long. Prompts are whole, with at most
-    `tokens_max` tokens in all.
+    running sequences, whose decodes make each step long. Sequences that yield do not count: steps
+    with prompts of others have none of them. Prompts are whole, with at most `tokens_max` tokens in
+    all.
     """
-    running = queues.running_by_tenant()
+    running = Counter(s.scheduling.tenant for s in queues.running if not s.yields)
     ((_, most),) = running.most_common(1) or ((b"", 0),)
     if most < 2 or 2 * most <= running.total():
         return []
@@ -65,6 +68,7 @@ def prompts_before_decodes(queues: RunQueues, tokens_max: int) -> list[BatchChun
         sequence
         for sequence in queues.running
         if running[sequence.scheduling.tenant] == 1
+        and not sequence.yields
         and sequence.pending_tokens
         and not sequence.output_tokens
     ]
@@ -107,22 +111,23 @@ def admit_waiting(
     decodes: list[BatchChunk],
     prefills: list[BatchChunk],
     tokens_max: int,
-    prefill_token_s: float,
+    budget: PrefillBudget,
     *,
     skip_yielding: bool = False,
 ) -> None:
     """Admit waiting sequences in queue order, and append their first chunks to `prefills`.
 
-    With `skip_yielding`, sequences that yield are not admitted.
+    None is admitted to a step that may end with the prompts that it has (`PrefillBudget`). With
+    `skip_yielding`, sequences that yield are not admitted.
 
     `tokens_max` is the remaining part of the step's prompt tokens. The chunks of a sequence that is
     preempted are removed from `decodes` and `prefills`, and their tokens are available again.
     """
-    while tokens_max:
+    while tokens_max and not _may_end(prefills, len(decodes), budget):
         sequence = next((s for s in queues.waiting if not (skip_yielding and s.yields)), None)
         if sequence is None:
             break
-        if _admit(queues, sequence, prefill_token_s):
+        if _admit(queues, sequence, budget.prefill_token_s):
             tokens_max -= _add_chunk(prefills, sequence, tokens_max)
             continue
         victim = _choose_victim(queues, sequence)
@@ -133,6 +138,15 @@ def admit_waiting(
         # Decodes that yield to these prompts take none of the step's tokens.
         tokens_max += 0 if skip_yielding and victim.yields else decoded
         tokens_max += _remove_chunks(victim, prefills)
+
+
+def _may_end(prefills: list[BatchChunk], decodes: int, budget: PrefillBudget) -> bool:
+    """Return whether a prompt ends in a step that need not begin another one.
+
+    For the first tokens of sequences that yield no step ends early.
+    """
+    ends = any(chunk.samples and not chunk.sequence.yields for chunk in prefills)
+    return ends and budget.may_end_step(sum(chunk.tokens for chunk in prefills), decodes)
 
 
 def _admit(queues: RunQueues, sequence: Sequence, prefill_token_s: float) -> bool:

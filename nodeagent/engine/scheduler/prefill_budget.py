@@ -6,6 +6,10 @@ of prompt tokens is always allowed, so that every step makes progress on a promp
 A step without decodes takes at most STEP_S_MAX as measured: cancelled requests, new prompts and
 copies of KV wait for the end of a step.
 
+A step that ends a prompt begins no other one after it if its prompts take much longer than decodes:
+their first tokens would wait for the others'. Prompts that end in the same step also make answers
+that begin together, and those of one length end together, so that the next prompts come together.
+
 The next prompt of a small tenant may have to wait for the current step. A short step, for its sake,
 computes only a share of the pending prompt tokens. So short prompts are cut into pieces that take
 no longer than half of the decodes, and many long prompts are hardly slowed down.
@@ -29,6 +33,10 @@ prompt tokens that it computes."""
 _SHORT_STEP_DECODES_SHARE: Final = 0.5
 """The prompts of a short step may take this share of its decodes' time, if little is pending."""
 
+PROMPTS_PER_DECODES_S: Final = 2.0
+"""A step begins no further prompt once its prompts take this many times as long as its decodes:
+steps of single prompts then compute all of them at two thirds of the rate of long steps at least.
+With less, requests that come faster than they are served wait longer for short steps."""
 
 STEP_S_MAX: Final = 2.0
 """Shorter steps would make slow devices read their weights too often: 5 GB take 0.25 s on a CPU."""
@@ -44,6 +52,8 @@ class PrefillBudget:
         self.interval_s = interval_s
         self._prefill_token_s = 0.0
         self._decodes_s = 0.0
+        self._decodes = 1
+        """Of the step in which `_decodes_s` was measured last."""
 
     def __repr__(self) -> str:
         token_ms, decodes_ms = self._prefill_token_s * 1e3, self._decodes_s * 1e3
@@ -58,9 +68,10 @@ class PrefillBudget:
         """Update the estimates from a finished step."""
         if not prefill_tokens:
             self._decodes_s = _updated(self._decodes_s, seconds)
+            self._decodes = max(1, decode_tokens)
         elif decode_tokens and seconds <= self._decodes_s:
             # Decodes and prompt tokens together took less than the estimate for decodes alone.
-            self._decodes_s = seconds
+            self._decodes_s, self._decodes = seconds, decode_tokens
         elif prefill_tokens >= BLOCK_TOKENS:
             decodes_s = self._decodes_s if decode_tokens else 0.0
             token_s = (seconds - decodes_s) / prefill_tokens
@@ -90,6 +101,16 @@ class PrefillBudget:
             left_s = min(left_s, short_s)
         fitting = max(left_s / self._prefill_token_s, BLOCK_TOKENS)
         return tokens_max if fitting >= tokens_max else int(fitting)
+
+    def may_end_step(self, prompt_tokens: int, decodes: int) -> bool:
+        """Return whether a step that ends a prompt need not begin another one.
+
+        `prompt_tokens` is what it computes of prompts. More decodes than were measured count as if
+        each took as long: while prompts keep coming, no step measures decodes alone.
+        """
+        prompts_s = prompt_tokens * self._prefill_token_s
+        decodes_s = self._decodes_s * max(1.0, decodes / self._decodes)
+        return prompts_s > PROMPTS_PER_DECODES_S * decodes_s
 
     def prompt_tokens_alone(self, tokens_max: int, share: float = 1.0) -> int:
         """Return how many prompt tokens, at most `tokens_max`, a step without decodes may have.

@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, NamedTuple
 
-from isochrone.wire.engines.engine_capabilities import adapter_rank_max
+from isochrone.wire.engines.adapter_rank import adapter_rank_max
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.models.adapter_files import (
     CONFIG_BYTES_MAX,

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from isochrone.wire.digits import parse_digits
-from isochrone.wire.engines.engine_capabilities import capabilities_of
+from isochrone.wire.engines.engine_capabilities import capabilities_of, copies_of
 from isochrone.wire.engines.engine_options import read_size
 from isochrone.wire.models.model import CatalogModel, EngineSettings
 from scheduler.decide.capacity.device_classes import GIB, class_of
@@ -25,10 +25,12 @@ from scheduler.decide.capacity.replica_capacity import (
     context_tokens_of,
     has_kv_cache,
     kv_minimum_bytes,
+    kv_parts,
     overhead_bytes,
     replica_capacity,
     stored_kv_bytes_per_token,
     weights_bytes_per_device,
+    whole_copies,
 )
 from scheduler.decide.capacity.step_time import (
     BATCH_MAX,
@@ -61,7 +63,8 @@ WAITING_PER_SEQUENCE: Final = 4
 
 
 class ReplicaSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of one replica. `memory_bytes` and `kv_bytes` are of each device.
+    """The sizes of one replica. `memory_bytes` and `kv_bytes` are of each device, `sequences` and
+    `step_tokens` of each copy of the model.
 
     `kv_tokens` is 0 where the KV of a token is not known.
     """
@@ -90,9 +93,9 @@ def replica_sizes(
     """Return the sizes of a replica that may take `memory_bytes` of each of its devices."""
     capacity = _capacity_within(model, engine, device_class, memory_bytes)
     fixed_bytes = weights_bytes_per_device(model, engine) + overhead_bytes(model, engine)
-    kv_bytes, kv_tokens = engine.kv_memory_bytes, 0
+    kv_bytes, kv_tokens, copies = engine.kv_memory_bytes, 0, copies_of(engine)
     context = context_tokens_of(model, engine)
-    kv_of_token = stored_kv_bytes_per_token(model, engine, device_class) / _kv_parts(engine, model)
+    kv_of_token = stored_kv_bytes_per_token(model, engine, device_class) / kv_parts(model, engine)
     if not kv_bytes and has_kv_cache(model, engine):
         least = kv_minimum_bytes(model, engine)
         kv_bytes = max(least, memory_bytes - fixed_bytes)
@@ -100,10 +103,10 @@ def replica_sizes(
             batch = _largest_batch(
                 model, engine, device_class, capacity, context_tokens=CONTEXT_TOKENS
             )
-            tokens = max(batch * min(CONTEXT_TOKENS, context), context)
+            tokens = max(batch * min(CONTEXT_TOKENS, context) / copies, context)
             kv_bytes = max(least, min(kv_bytes, ceil(tokens * kv_of_token)))
     if kv_of_token and kv_bytes:
-        kv_tokens = int(kv_bytes / kv_of_token)
+        kv_tokens = copies * int(kv_bytes / kv_of_token)
     sequences = _largest_batch(
         model,
         engine,
@@ -122,8 +125,8 @@ def replica_sizes(
         kv_bytes=kv_bytes,
         kv_tokens=kv_tokens,
         tokens_in_flight=engine.tokens_in_flight_max or max(1, in_flight),
-        sequences=sequences,
-        step_tokens=_step_tokens(rates),
+        sequences=ceil(sequences / copies),
+        step_tokens=_step_tokens(rates, copies),
         context_tokens=context,
         model_context_tokens=model.context_tokens,
         prefill_tokens_per_s=rates.prefill_tokens_per_s if rates else 0.0,
@@ -206,32 +209,25 @@ def _largest_batch(
     context_tokens: int,
     kv_tokens: float = float("inf"),
 ) -> int:
-    """Return the largest batch within the ITL target and within `kv_tokens` of KV cache."""
+    """Return the largest batch of all copies within the ITL target and `kv_tokens` of KV cache."""
     kind = class_of(device_class)
     if kind is None or not isinstance(capacity, ReplicaCapacity):
-        return SEQUENCES_UNKNOWN
+        return copies_of(engine) * SEQUENCES_UNKNOWN
+    copies = whole_copies(model, engine)
     kv_of_token = stored_kv_bytes_per_token(model, engine, device_class)
     step = StepTime(model, kind, capacity.split, engine.nodes, kv_of_token, context_tokens)
-    return min(BATCH_MAX, capacity.split.pipeline * step.largest_batch(kv_tokens))
+    of_copy = capacity.split.pipeline * step.largest_batch(kv_tokens / copies)
+    return copies * min(BATCH_MAX, of_copy)
 
 
-def _step_tokens(rates: ReplicaCapacity | None) -> int:
-    """Return the largest power of two that the device prefills in STEP_TARGET_S."""
+def _step_tokens(rates: ReplicaCapacity | None, copies: int) -> int:
+    """Return the largest power of two that a copy's devices prefill in STEP_TARGET_S."""
     if rates is None:
         return STEP_TOKENS_UNKNOWN
-    tokens = int(rates.prefill_tokens_per_s * STEP_TARGET_S)
+    tokens = int(rates.prefill_tokens_per_s / copies * STEP_TARGET_S)
     if tokens < STEP_TOKENS_MIN:
         return STEP_TOKENS_MIN
     return min(STEP_TOKENS_MAX, 1 << (tokens.bit_length() - 1))
-
-
-def _kv_parts(engine: EngineSettings, model: CatalogModel) -> float:
-    """Return over how many devices of a replica the KV of a token is divided."""
-    shape = model.shape
-    if shape is None:
-        return engine.devices
-    heads = 1 if shape.latent_size else shape.kv_heads
-    return max(1, min(engine.devices, heads * engine.nodes))
 
 
 def _given_sequences(engine: EngineSettings, sizes: ReplicaSizes) -> int:

@@ -14,11 +14,12 @@ from typing import Final
 
 import msgspec
 
-from isochrone.wire.engines.engine_capabilities import KV_TYPE_BITS, capabilities_of
+from isochrone.wire.engines.engine_capabilities import KV_TYPE_BITS, capabilities_of, copies_of
 from isochrone.wire.engines.engine_options import TRUE
 from isochrone.wire.kv.kv_store import store_bytes
 from isochrone.wire.models import model_shape
 from isochrone.wire.models.model import CatalogModel, Deployment, EngineSettings, ModelDimensions
+from isochrone.wire.models.model_shape import sparse_share
 from isochrone.wire.peers.report import ReplicaProfile
 from scheduler.decide.capacity.device_classes import CPU, GIB, DeviceClass, class_of
 from scheduler.decide.capacity.step_time import (
@@ -90,7 +91,8 @@ def replica_capacity(
         return (in_time, capacity.decode_tokens_per_s, capacity.prefill_tokens_per_s)
 
     tried = (
-        _capacity_of(model, engine, kind, s, nodes) for s in splits(model.shape, devices, nodes)
+        _capacity_of(model, engine, kind, split, nodes)
+        for split in _splits_of_copy(model, engine, devices, nodes)
     )
     best = max((capacity for capacity in tried if capacity), key=rank, default=None)
     return best or CannotFit(reason=_why_too_small(model, engine, kind, devices, nodes))
@@ -142,6 +144,29 @@ def splits(shape: ModelDimensions | None, devices: int, nodes: int = 1) -> Itera
             yield ParallelSplit(tensor=tensor, pipeline=pipeline, expert=tensor)
 
 
+def whole_copies(model: CatalogModel, engine: EngineSettings) -> int:
+    """Return how many copies of the model a replica has that share no weights.
+
+    Copies with common experts count as one: `ParallelSplit.expert` is their layout.
+    """
+    return 1 if _shares_experts(model, engine) else copies_of(engine)
+
+
+def _shares_experts(model: CatalogModel, engine: EngineSettings) -> bool:
+    option = capabilities_of(engine.driver).shared_experts_option
+    has_experts = model.shape is not None and model.shape.experts > 0
+    return has_experts and engine.options.get(option, "false").lower() in TRUE
+
+
+def _splits_of_copy(
+    model: CatalogModel, engine: EngineSettings, devices: int, nodes: int
+) -> Iterator[ParallelSplit]:
+    """Yield every split of one copy over its part of a replica's devices."""
+    copies = whole_copies(model, engine)
+    if devices % copies == 0:
+        yield from splits(model.shape, devices // copies, nodes)
+
+
 def _divides(shape: ModelDimensions, tensor: int) -> bool:
     """Say whether attention heads divide over `tensor` devices. KV heads are split, or copied to
     several devices."""
@@ -188,21 +213,26 @@ def kv_minimum_bytes(model: CatalogModel, engine: EngineSettings) -> int:
     """Return the least KV cache on each device with which an engine starts: one whole context."""
     if not has_kv_cache(model, engine):
         return 0
-    shape = model.shape
-    parts = engine.devices
-    if shape is not None:
-        heads = 1 if shape.latent_size else shape.kv_heads
-        parts = max(1, min(engine.devices, heads * engine.nodes))
     # The class is not known here: a CPU's is the larger.
     stored = stored_kv_bytes_per_token(model, engine, CPU)
     if not stored:
         return KV_UNKNOWN_BYTES
-    return ceil(context_tokens_of(model, engine) * stored / parts)
+    return ceil(context_tokens_of(model, engine) * stored / kv_parts(model, engine))
+
+
+def kv_parts(model: CatalogModel, engine: EngineSettings) -> int:
+    """Return over how many devices of a replica the KV of a token is divided."""
+    devices, shape = max(1, engine.devices // copies_of(engine)), model.shape
+    if shape is None:
+        return devices
+    heads = 1 if shape.latent_size else shape.kv_heads
+    return max(1, min(devices, heads * engine.nodes))
 
 
 def weights_bytes_per_device(model: CatalogModel, engine: EngineSettings) -> int:
-    """Return the bytes of weights on each device of a replica."""
-    return model.weights_bytes // engine.devices
+    """Return the bytes of weights on each device of a replica, all copies of them together."""
+    once = int(model.weights_bytes * sparse_share(model)) if _shares_experts(model, engine) else 0
+    return (once + copies_of(engine) * (model.weights_bytes - once)) // engine.devices
 
 
 def overhead_bytes(model: CatalogModel, engine: EngineSettings) -> int:
@@ -251,15 +281,16 @@ def _capacity_of(
     step = StepTime(model, kind, split, nodes, kv_of_token)
     batch = step.largest_batch(kv_tokens)
     itl_s = step.itl_s(batch)
+    copies = whole_copies(model, engine)
     return ReplicaCapacity(
         split=split,
         weights_bytes=weights,
         overhead_bytes=overhead,
         kv_bytes=kv,
-        kv_tokens=kv_tokens,
-        prefill_tokens_per_s=step.prefill_tokens_per_s(),
+        kv_tokens=copies * kv_tokens,
+        prefill_tokens_per_s=copies * step.prefill_tokens_per_s(),
         # A full pipeline has one batch in each stage.
-        decode_tokens_per_s=batch * split.pipeline / itl_s,
+        decode_tokens_per_s=copies * batch * split.pipeline / itl_s,
         itl_s=itl_s,
     )
 
@@ -285,11 +316,13 @@ def devices_needed(
 def _why_too_small(
     model: CatalogModel, engine: EngineSettings, kind: DeviceClass, devices: int, nodes: int
 ) -> str:
-    tried = list(splits(model.shape, devices, nodes))
+    tried = list(_splits_of_copy(model, engine, devices, nodes))
+    copies = whole_copies(model, engine)
+    each = f" for each of {copies} copies" if copies > 1 else ""
     if not tried:
         heads = f"{model.shape.heads} heads and {model.shape.layers} layers" if model.shape else ""
         return (
-            f"cannot split {model.model_id} over {devices} devices on {nodes} nodes: "
+            f"cannot split {model.model_id} over {devices} devices on {nodes} nodes{each}: "
             f"{heads or 'devices'} do not divide by them; use another number of devices"
         )
     weights = min(_weights_per_device(model, split) for split in tried)
@@ -299,11 +332,13 @@ def _why_too_small(
     lacking = "nothing is left for a token of KV cache" if short <= 0 else f"{gib(short)} too much"
     layout = f"{nodes} x ({devices // nodes} x {gib(memory)})" if nodes > 1 else ""
     left = memory - overhead - kv
-    enough = 2 ** max(0, ceil(log2(max(1, model.weights_bytes) / left))) if left > 0 else 0
+    of_all = copies * max(1, model.weights_bytes)
+    enough = 2 ** max(0, ceil(log2(of_all / left))) if left > 0 else 0
     total = gib(weights + overhead + kv)
     return (
         f"cannot fit {model.model_id} on {layout or f'{devices} x {gib(memory)}'}: weights "
-        f"{gib(model.weights_bytes)} / {devices} = {gib(weights)} + engine {gib(overhead)}"
+        f"{gib(model.weights_bytes)} / {devices // copies}{each} = {gib(weights)}"
+        f" + engine {gib(overhead)}"
         f" + KV cache {gib(kv)} = {total} on each device, {lacking}"
         + (f"; {enough} such devices would hold it" if enough > devices else "")
     )

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Set
 
 import msgspec
 
+from isochrone.wire.engines.adapter_rank import adapter_rank_max
 from isochrone.wire.engines.command_engine import lacking_features_of
 from isochrone.wire.engines.engine_capabilities import (
-    adapter_rank_max,
     capabilities_of,
 )
 from isochrone.wire.ids import DeploymentId, Epoch, Generation, NodeId

@@ -9,6 +9,7 @@ from nodeagent.engine.kvcache.swap_or_recompute import SwapOrRecompute
 from nodeagent.engine.scheduler.batch import Batch, BatchChunk, StepLimits
 from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.fair_queue import PRIORITY_LOWEST, SchedulingParams
+from nodeagent.engine.scheduler.prefill_budget import PrefillBudget
 from nodeagent.engine.scheduler.sequence import FinishReason, Sequence, StopConditions
 
 BLOCKS = 8
@@ -182,6 +183,36 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
         assert [chunk.sequence for chunk in batch.decodes] == [short]
         assert batch.tokens == 24
         play(scheduler, batch)
+
+
+def test_the_first_token_of_a_prompt_does_not_wait_for_the_next_prompt() -> None:
+    """Prompts that came together were computed in one step, and got first tokens at its end."""
+    scheduler = make(blocks=80, budget=256, sequences=8)
+    budget = scheduler.prefill_budget = PrefillBudget(0.25)
+    budget.record_step(100, 0, 0.1)
+    budget.record_step(0, 1, 0.005)
+    for number in (1, 2, 3):
+        scheduler.submit(sequence(number, 100, 9, start=200 * number))
+    for number in (4, 5):
+        scheduler.submit(sequence(number, 15, 9, start=200 * number))
+    ended = []
+    for _ in range(4):
+        batch = scheduler.next_batch()
+        ended.append([chunk.sequence.number for chunk in batch.prefills if chunk.samples])
+        play(scheduler, batch)
+    assert ended == [[1], [2], [3], [4, 5]]
+
+
+def test_a_step_does_not_end_early_for_the_first_token_of_a_sequence_that_yields() -> None:
+    scheduler = make(blocks=80, budget=256, sequences=8)
+    budget = scheduler.prefill_budget = PrefillBudget(5.0)
+    budget.record_step(100, 0, 0.1)
+    budget.record_step(0, 1, 0.005)
+    for number in (1, 2):
+        item = sequence(number, 100, 9, start=200 * number)
+        item.scheduling = SchedulingParams(priority=PRIORITY_LOWEST)
+        scheduler.submit(item)
+    assert [chunk.tokens for chunk in scheduler.next_batch().prefills] == [100, 100]
 
 
 def test_cached_blocks_are_reused_only_under_the_same_salt() -> None:

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.scheduler.prefill_budget import (
+    PROMPTS_PER_DECODES_S,
     STEP_S_MAX,
     UNMEASURED_TOKENS_MAX,
     PrefillBudget,
@@ -69,3 +70,37 @@ def test_one_slow_step_of_decodes_does_not_slow_down_a_whole_long_prompt() -> No
     # The decodes and a block of prompt together took less than that.
     budget.record_step(BLOCK_TOKENS, 4, 0.05 + BLOCK_TOKENS / 1e3)
     assert 150 <= budget.prompt_tokens_allowed(4, 1000) <= 200
+
+
+def test_a_step_may_end_once_its_prompts_take_much_longer_than_decodes() -> None:
+    budget = PrefillBudget(1.0)
+    assert not budget.may_end_step(1000, 4)
+    budget.record_step(100, 0, 0.1)
+    budget.record_step(0, 4, 0.01)
+    for decodes in (0, 4):
+        assert not budget.may_end_step(20, decodes)
+        assert budget.may_end_step(21, decodes)
+    # More decodes have not been measured.
+    assert not budget.may_end_step(40, 8)
+    assert budget.may_end_step(41, 8)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    token_ms=st.floats(0.05, 10),
+    decodes_ms=st.floats(1, 100),
+    prompts=st.lists(st.integers(1, 400), min_size=1, max_size=40),
+)
+def test_steps_of_single_prompts_are_nearly_as_fast_as_long_ones(
+    token_ms: float, decodes_ms: float, prompts: list[int]
+) -> None:
+    budget = PrefillBudget(1.0)
+    budget.record_step(200, 0, 200 * token_ms / 1e3)
+    budget.record_step(0, 1, decodes_ms / 1e3)
+    steps, tokens = 1, 0
+    for prompt in prompts:
+        if budget.may_end_step(tokens, 1):
+            steps, tokens = steps + 1, 0
+        tokens += prompt
+    prompts_ms = sum(prompts) * token_ms
+    assert prompts_ms + (steps - 1) * decodes_ms <= prompts_ms * (1 + 1 / PROMPTS_PER_DECODES_S)

@@ -44,6 +44,21 @@ def test_items_pause_while_a_clients_prompt_is_computed() -> None:
     assert numbers(scheduler.next_batch()) == ([0, 1, 8], [])
 
 
+def test_items_of_another_tenant_do_not_make_a_clients_prompts_short() -> None:
+    """Its tenant counted as a small one beside that of the items, whose steps are kept short for
+    the small one's next prompt: so the next prompt was itself cut into pieces."""
+    scheduler = BatchScheduler(StepLimits(256, 8), BlockPool(64), PrefillBudget(0.25))
+    scheduler.prefill_budget.record_step(200, 0, 0.1)
+    scheduler.prefill_budget.record_step(0, 4, 0.01)
+    with_items(scheduler, 4)
+    for number in (8, 9):
+        scheduler.submit(request(number, prompt=100, tenant=b"client", output=20))
+        batch = scheduler.next_batch()
+        assert numbers(batch) == ([8] * (number - 8), [number])
+        assert batch.prefill_tokens == 100
+        play(scheduler, batch)
+
+
 def test_an_items_prompt_waits_for_a_clients() -> None:
     scheduler = make()
     scheduler.submit(request(0, tenant=b"batch", priority=PRIORITY_LOWEST))

@@ -96,6 +96,8 @@ def test_without_a_known_limit_only_tokens_count() -> None:
         ("embedded", {"sequences_max": "many"}, 16),
         ("vllm", {}, 0),
         ("vllm", {"max_num_seqs": "64"}, 64),
+        # Each copy has the limit for itself.
+        ("vllm", {"max_num_seqs": "64", "data_parallel_size": "2"}, 128),
         ("sglang", {"max_running_requests": "8"}, 8),
         ("tensorrt_llm", {"max_batch_size": "32"}, 32),
         ("mock", {}, 0),

@@ -80,6 +80,20 @@ def test_the_router_counts_the_tokens_that_the_engine_has_counted() -> None:
     assert relay.generated().tokens == 12
 
 
+def test_the_events_of_tensorrt_llm_are_counted() -> None:
+    """As chat_stream_post_processor of its postprocess_handlers.py writes them."""
+    head = b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m",'
+    opening = head + b'"choices":[{"index":0,"delta":{"role":"assistant"}}]'
+    output = head + b'"choices":[{"index":0,"delta":{"content":" a b","reasoning_content":""}}]'
+    usage = b',"usage":{"prompt_tokens":5,"total_tokens":%d,"completion_tokens":%d,'
+    usage += b'"prompt_tokens_details":{"cached_tokens":0}}}'
+    events = EventTokens()
+    first = events.feed(opening + usage % (5, 0) + b" \n\n")
+    assert first == opening + b"} \n\n"
+    counted = output.replace(b'"index":0,', b'"index":0,"generated_tokens":2,')
+    assert events.feed(output + usage % (7, 2) + b"\n\n") == counted + b"}\n\n"
+
+
 def test_each_choice_has_its_own_count() -> None:
     events = EventTokens()
     assert events.feed(event(content("a b"), 2)) == event(
@@ -123,4 +137,5 @@ def test_a_stream_asks_for_the_counts(given_options: str, sent: object) -> None:
 
 
 def test_the_engines_that_count() -> None:
-    assert {name for name, driver in DRIVERS.items() if driver.counts_tokens} == {"vllm", "sglang"}
+    counting = {name for name, driver in DRIVERS.items() if driver.counts_tokens}
+    assert counting == {"vllm", "sglang", "tensorrt_llm"}

@@ -23,6 +23,8 @@ QWEN3 = HERMES + "{% if add_generation_prompt and enable_thinking is false %}<th
 R1 = (
     "<｜tool▁calls▁begin｜>```json{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}"
 )
+GLM_45 = "<tool_call>{function-name}\n<arg_key>{% if enable_thinking %}"
+GLM_47 = "<tool_call>{function-name}<arg_key>{% if enable_thinking %}"
 OLD_TURNS = HERMES + "{# strip <think> #}{% if add_generation_prompt %}<|im_start|>{% endif %}"
 
 
@@ -53,6 +55,25 @@ def a_folder(folder: Path, template: str, model_type: str = "llama", *, alone: b
         ("<tool_call><function=a><parameter=b>", "qwen3", ("qwen3_coder", ""), ("qwen3_coder", "")),
         ("[TOOL_CALLS][ARGS][THINK]", "mistral", ("mistral", "mistral"), ("mistral", "mistral")),
         ("<|start_header_id|>ipython", "llama", ("llama3_json", ""), ("llama3", "")),
+        (GLM_45, "glm4_moe", ("glm45", "glm45"), ("glm45", "glm45")),
+        (GLM_47, "glm4_moe", ("glm45", "glm45"), ("glm47", "glm45")),
+        (
+            "<|tool_calls_section_begin|>{{ message.reasoning_content }}",
+            "kimi_k2",
+            ("kimi_k2", "kimi_k2"),
+            ("kimi_k2", "kimi_k2"),
+        ),
+        # These have no chat template.
+        ("", "kimi_k3", ("kimi_k3", "kimi_k3"), ("kimi_k3", "kimi_k3")),
+        ("", "deepseek_v4", ("deepseek_v4", "deepseek_v4"), ("deepseekv4", "deepseek-v4")),
+        ("", "deepseek_v32", ("deepseek_v32", "deepseek_v3"), ("deepseekv32", "deepseek-v3")),
+        # vLLM does not use the template of V3.2-Exp.
+        (
+            "<｜tool▁calls▁begin｜>{% if thinking %}",
+            "deepseek_v32",
+            ("deepseek_v32", "deepseek_v3"),
+            ("deepseekv31", "deepseek-v3"),
+        ),
         ("", "gpt_oss", ("openai", "openai_gptoss"), ("gpt-oss", "gpt-oss")),
         ("{{ messages }}", "llama", ("", ""), ("", "")),
     ],
@@ -74,16 +95,21 @@ def test_the_chat_template_shows_the_parsers(
 
 
 @pytest.mark.parametrize(
-    ("template", "parser"),
+    ("template", "model_type", "parser"),
     [
-        ("<tool_call><function=a><parameter=b>", "qwen3_coder"),
-        (HERMES, "qwen3"),
-        ("{{ messages }}", ""),
+        ("<tool_call><function=a><parameter=b>", "qwen3", "qwen3_coder"),
+        (HERMES, "qwen3", "qwen3"),
+        ("<|tool_calls_section_begin|>", "kimi_k2", "kimi_k2"),
+        ("", "deepseek_v32", "deepseek_v32"),
+        ("{{ messages }}", "llama", ""),
     ],
 )
-def test_tensorrt_llm_reads_the_calls_of_qwen(tmp_path: Path, template: str, parser: str) -> None:
+def test_tensorrt_llm_reads_the_calls_of_models_whose_parser_it_has(
+    tmp_path: Path, template: str, model_type: str, parser: str
+) -> None:
     """Without a parser they stay in the text of answers."""
-    assert output_parsers("tensorrt_llm", a_folder(tmp_path, template)) == OutputParsers(parser)
+    folder = a_folder(tmp_path, template, model_type)
+    assert output_parsers("tensorrt_llm", folder) == OutputParsers(parser)
 
 
 @pytest.mark.parametrize("config", ["", "[]", '{"model_type":3}', '{"model_type"', "\xff"])

@@ -14,6 +14,7 @@ from isochrone.wire.ids import DeviceId, ReplicaId
 from nodeagent.decide.replicas.sleep import (
     AWAKE_MIN_S,
     DEMAND_HALF_LIFE_S,
+    FIRST_WAKE_S,
     LATE_MIN_S,
     LATE_SLOWER,
     SHORTAGE_LIMIT_S,
@@ -28,6 +29,7 @@ from nodeagent.decide.replicas.sleep import (
     SleepOutcome,
     WakeOutcome,
     WakePlan,
+    expected_wake_s,
     late_after_s,
     plan_wake,
     sleep_limit_s,
@@ -273,6 +275,35 @@ async def test_an_engine_has_the_time_that_its_weights_take() -> None:
     await node.use("a")
     assert a.sleep_limits_s == b.sleep_limits_s == [sleep_limit_s(size_bytes)]
     assert a.wake_limits_s == [wake_limit_s(0.0, 0.0, size_bytes)]
+
+
+async def test_a_first_wake_is_expected_to_take_as_long_as_its_weights() -> None:
+    """Half a second was reported for any model, so that routers chose one that had to read 140 GB
+    before a replica that was awake in another city."""
+    node = Node()
+    small = an_artifact()
+    file = msgspec.structs.replace(small.files[0], size_bytes=140 * 10**9)
+    large = msgspec.structs.replace(small, files=(file,))
+    spec = a_spec("a", memory_bytes=4, overcommit=4.0, artifact=large)
+    node.memory.adopt(spec)
+    node.memory.settle(spec.replica_id, FakeEngine(), is_asleep=True)
+    assert node.memory.wake_ms(spec.replica_id) == 1000 * (140 + FIRST_WAKE_S)
+
+
+@pytest.mark.parametrize(
+    ("wake_s", "start_s", "expected"),
+    [
+        (0.0, 0.0, 16.5),
+        (0.0, 60.0, 16.5),
+        # A start reads them too.
+        (0.0, 4.0, 4.0),
+        (1.5, 4.0, 1.5),
+    ],
+)
+def test_a_wake_is_expected_to_take_as_long_as_earlier_ones_else_as_its_weights(
+    wake_s: float, start_s: float, expected: float
+) -> None:
+    assert expected_wake_s(wake_s, start_s, weights_bytes=16 * 10**9) == expected
 
 
 async def test_requests_of_one_replica_share_a_wake() -> None:

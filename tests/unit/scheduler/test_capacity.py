@@ -13,6 +13,7 @@ from isochrone.wire.models.model_shape import (
     active_parameters,
     depth_cost_per_token,
     shape_of,
+    sparse_share,
 )
 from isochrone.wire.peers.report import ReplicaProfile
 from scheduler.decide.capacity.device_classes import CLASSES, GIB, DeviceClass, class_of
@@ -21,9 +22,11 @@ from scheduler.decide.capacity.replica_capacity import (
     ReplicaCapacity,
     devices_needed,
     kv_bytes_per_token,
+    kv_minimum_bytes,
     replica_capacity,
     replica_rates,
     splits,
+    weights_bytes_per_device,
 )
 from tests.builders import a_deployment, a_model
 
@@ -94,6 +97,44 @@ def test_a_device_without_space_for_weights_suggests_no_device_count() -> None:
     assert isinstance(refused, CannotFit)
     assert "too much" in refused.reason
     assert "would hold it" not in refused.reason
+
+
+def test_each_copy_of_data_parallelism_has_the_weights_and_a_cache_of_its_own() -> None:
+    """The plan divided one copy of the weights over the devices of both."""
+    model = of(LLAMA_8B, 16e9)
+    copies = EngineSettings(driver="vllm", devices=2, options={"data_parallel_size": "2"})
+    got = replica_capacity(model, copies, CLASSES["h100-80g"])
+    assert isinstance(got, ReplicaCapacity)
+    alone = carried(model, "h100-80g")
+    assert got.weights_bytes == weights_bytes_per_device(model, copies) == int(16e9)
+    assert got.kv_tokens == 2 * alone.kv_tokens
+    assert got.decode_tokens_per_s == 2 * alone.decode_tokens_per_s
+    one = msgspec.structs.replace(copies, devices=1, options={})
+    assert kv_minimum_bytes(model, copies) == kv_minimum_bytes(model, one)
+
+
+def test_copies_that_are_too_large_for_their_devices_are_refused() -> None:
+    engine = EngineSettings(driver="vllm", devices=2, options={"data_parallel_size": "2"})
+    refused = replica_capacity(of(LLAMA_8B, 140e9), engine, CLASSES["h100-80g"])
+    assert isinstance(refused, CannotFit)
+    assert "weights 130.39 GiB / 1 for each of 2 copies = 130.39 GiB" in refused.reason
+    assert "4 such devices would hold it" in refused.reason
+    three = msgspec.structs.replace(engine, devices=3)
+    unequal = replica_capacity(of(LLAMA_8B, 16e9), three, CLASSES["h100-80g"])
+    assert isinstance(unequal, CannotFit)
+    assert "over 3 devices on 1 nodes for each of 2 copies" in unequal.reason
+
+
+def test_copies_with_expert_parallelism_have_their_experts_in_common() -> None:
+    model = of(KIMI, 560e9)
+    options = {"data_parallel_size": "8", "enable_expert_parallel": "true"}
+    engine = EngineSettings(driver="vllm", devices=8, options=options)
+    dense = (1 - sparse_share(model)) * 560e9
+    assert 0 < dense < 30e9
+    assert weights_bytes_per_device(model, engine) == pytest.approx(
+        dense + (560e9 - dense) / 8, rel=1e-6
+    )
+    assert isinstance(replica_capacity(model, engine, CLASSES["h200-141g"]), ReplicaCapacity)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,16 @@ def test_what_a_deployment_sets_is_kept() -> None:
     assert start.spec.memory_bytes < 18 * GIB
 
 
+def test_each_copy_of_data_parallelism_gets_the_sizes_of_a_replica_of_its_own() -> None:
+    options = {"data_parallel_size": "2"}
+    two = msgspec.structs.replace(VLLM, devices=2, options=options)
+    sizes, alone = (replica_sizes(LLAMA, engine, "h100-80g", H100) for engine in (two, VLLM))
+    assert (sizes.sequences, sizes.step_tokens) == (alone.sequences, alone.step_tokens)
+    assert sizes.kv_bytes == alone.kv_bytes
+    assert sizes.kv_tokens == 2 * alone.kv_tokens
+    assert sizes.tokens_in_flight == 2 * alone.tokens_in_flight
+
+
 def test_new_replicas_on_one_device_share_what_it_has_left() -> None:
     plan = planned(a_deployment("a", "llama", engine=VLLM), a_deployment("b", "llama", engine=VLLM))
     sizes = [start.spec.memory_bytes for start in plan.starts]
