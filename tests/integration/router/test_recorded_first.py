@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-import os
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from router.recording.journal_file import JournalFile
 from tests.integration.router.fleet_of import KEY, a_bench
 
 PEEKED_BYTES_MAX = 1 << 16
@@ -26,23 +26,30 @@ def a_request(body: dict[str, Any]) -> bytes:
 @pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "complete response"])
 @pytest.mark.parametrize("tokens", [1, 30])
 async def test_usage_is_written_before_the_last_bytes_of_an_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stream: bool, tokens: int
+    tmp_path: Path, is_stream: bool, tokens: int
 ) -> None:
-    write = os.write
     received_before: list[bytes] = []
 
-    def look_then_write(descriptor: int, data: bytes) -> int:
-        if "/journal/" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+    class LookingFile:
+        """A journal's file that looks what the client has before it takes a row."""
+
+        def __init__(self, file: JournalFile) -> None:
+            self.close = file.close
+            self._append = file.append
+
+        def append(self, row: bytes) -> None:
             try:
                 received_before.append(client.recv(PEEKED_BYTES_MAX, socket.MSG_PEEK))
             except BlockingIOError:
                 received_before.append(b"")
-        return write(descriptor, data)
+            self._append(row)
 
     async with a_bench(tmp_path, usage_interval_s=3600) as bench:
         with socket.create_connection(("127.0.0.1", bench.app.port)) as client:
             client.setblocking(False)
-            monkeypatch.setattr(os, "write", look_then_write)
+            journal = bench.app.journal
+            assert journal._file is not None
+            journal._file = LookingFile(journal._file)
             body = {
                 "messages": [{"role": "user", "content": "x"}],
                 "stream": is_stream,
@@ -55,7 +62,6 @@ async def test_usage_is_written_before_the_last_bytes_of_an_answer(
             answer, end = b"", b"data: [DONE]\n\n\r\n0\r\n\r\n" if is_stream else b"}"
             while not answer.endswith(end):
                 answer += await loop.sock_recv(client, PEEKED_BYTES_MAX)
-            monkeypatch.undo()
     (before,) = received_before
     assert b"[DONE]" not in before
     assert before == b"" or is_stream
