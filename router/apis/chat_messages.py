@@ -1,4 +1,4 @@
-"""Arranges the messages of a translated chat as models' chat templates expect them. Pure.
+"""Arranges the messages of a chat as chat templates of models expect them. Pure.
 
 Many templates accept one system message, at the beginning: of others they raise an error, or leave
 them out. Some require that user and assistant take turns, and few know the role `developer`.
@@ -23,12 +23,6 @@ def arranged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for role, following in groupby(system_first(messages), key=itemgetter("role")):
         turns += _combined(role, list(following))
     return turns
-
-
-def is_system_first(roles: Sequence[str]) -> bool:
-    """Return whether the only instructions are a system message at the beginning, if any."""
-    later = roles[1:] if roles[0] == "system" else roles
-    return not any(role in SYSTEM_ROLES for role in later)
 
 
 def system_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

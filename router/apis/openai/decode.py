@@ -18,7 +18,7 @@ from isochrone.wire.http import headers
 from isochrone.wire.http.invalid_field import invalid_field
 from isochrone.wire.http.json_body import UnsafeJson, check_json_body
 from isochrone.wire.kv.kv_transfer import ENGINE_FIELDS, NESTED_FIELDS
-from router.apis.chat_messages import SYSTEM_ROLES, is_system_first, system_first
+from router.apis.chat_messages import SYSTEM_ROLES, system_first
 from router.apis.openai.prompt import OpenAiRequest, count_answers
 from router.apis.openai.schema import (
     ABSENT,
@@ -139,15 +139,18 @@ def with_model(body: bytes, model: str) -> bytes:
 
 def with_system_first(body: bytes, request: ChatRequest) -> bytes:
     """Return the body with one system message, at the beginning, otherwise unchanged."""
-    if is_system_first([message.role for message in request.messages]):
+    for place, message in enumerate(request.messages):
+        if message.role in SYSTEM_ROLES and (place or message.role != "system"):
+            break
+    else:
         return body
     fields: dict[str, Any] = _FIELDS.decode(body)
     messages: list[dict[str, Any]] = []
     for given, read in zip(_MESSAGES.decode(fields["messages"]), request.messages, strict=True):
-        message: dict[str, Any] = {**given, "role": read.role}
+        written: dict[str, Any] = {**given, "role": read.role}
         if read.role in SYSTEM_ROLES:
-            message["content"] = _CONTENT.decode(given.get("content", b"null")) or ""
-        messages.append(message)
+            written["content"] = _CONTENT.decode(given.get("content", b"null")) or ""
+        messages.append(written)
     return msgspec.json.encode({**fields, "messages": system_first(messages)})
 
 
