@@ -139,18 +139,16 @@ def with_model(body: bytes, model: str) -> bytes:
 
 def with_system_first(body: bytes, request: ChatRequest) -> bytes:
     """Return the body with one system message, at the beginning, otherwise unchanged."""
-    for place, message in enumerate(request.messages):
-        if message.role in SYSTEM_ROLES and (place or message.role != "system"):
-            break
-    else:
+    roles = [message.role for message in request.messages]
+    if "developer" not in roles and "system" not in roles[1:]:
         return body
     fields: dict[str, Any] = _FIELDS.decode(body)
     messages: list[dict[str, Any]] = []
     for given, read in zip(_MESSAGES.decode(fields["messages"]), request.messages, strict=True):
-        written: dict[str, Any] = {**given, "role": read.role}
+        message: dict[str, Any] = {**given, "role": read.role}
         if read.role in SYSTEM_ROLES:
-            written["content"] = _CONTENT.decode(given.get("content", b"null")) or ""
-        messages.append(written)
+            message["content"] = _CONTENT.decode(given.get("content", b"null")) or ""
+        messages.append(message)
     return msgspec.json.encode({**fields, "messages": system_first(messages)})
 
 
