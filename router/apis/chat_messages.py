@@ -1,4 +1,4 @@
-"""Arranges the messages of a translated chat as models' chat templates expect them. Pure.
+"""Arranges the messages of a chat as chat templates of models expect them. Pure.
 
 Many templates accept one system message, at the beginning: of others they raise an error, or leave
 them out. Some require that user and assistant take turns, and few know the role `developer`.
@@ -23,11 +23,6 @@ def arranged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for role, following in groupby(system_first(messages), key=itemgetter("role")):
         turns += _combined(role, list(following))
     return turns
-
-
-def has_plain_instructions(roles: Sequence[str]) -> bool:
-    """Return whether at most one system message begins the chat, and no role is `developer`."""
-    return "developer" not in roles and list(roles[:2]) != ["system", "system"]
 
 
 def system_first(

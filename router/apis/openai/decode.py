@@ -18,7 +18,7 @@ from isochrone.wire.http import headers
 from isochrone.wire.http.invalid_field import invalid_field
 from isochrone.wire.http.json_body import UnsafeJson, check_json_body
 from isochrone.wire.kv.kv_transfer import ENGINE_FIELDS, NESTED_FIELDS
-from router.apis.chat_messages import SYSTEM_ROLES, has_plain_instructions, system_first
+from router.apis.chat_messages import SYSTEM_ROLES, system_first
 from router.apis.openai.prompt import OpenAiRequest, count_answers
 from router.apis.openai.schema import (
     ABSENT,
@@ -142,7 +142,8 @@ def with_system_first(body: bytes, request: ChatRequest) -> bytes:
 
     Later messages of the system stay where the client has put them: many templates take them.
     """
-    if has_plain_instructions([message.role for message in request.messages]):
+    roles = [message.role for message in request.messages]
+    if "developer" not in roles and roles[:2] != ["system", "system"]:
         return body
     fields: dict[str, Any] = _FIELDS.decode(body)
     messages: list[dict[str, Any]] = []
