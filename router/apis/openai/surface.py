@@ -186,7 +186,7 @@ class OpenAiSurface:
         if isinstance(openai, ChatRequest):
             refuse_storing(openai.store)
             self._check_images(openai, read.images)
-        body = without_transfer_fields(body, openai)
+        body = with_usage_requested(without_transfer_fields(body, openai), openai)
         answer_count = count_answers(openai)
         return InferenceRequest(
             request_id=RequestId(request.request_id),
@@ -194,7 +194,7 @@ class OpenAiSurface:
             key=key,
             deployment=deployment,
             path=path,
-            body=with_usage_requested(body, openai),
+            body=body,
             text_bytes=count_text_bytes(openai, len(prompt)),
             answer_count=answer_count,
             output_tokens_max=self._output_tokens(openai, answer_count, deployment),
