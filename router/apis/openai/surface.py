@@ -189,7 +189,7 @@ class OpenAiSurface:
             refuse_storing(openai.store)
             self._check_images(openai, read.images)
             body = with_system_first(body, openai)
-        body = without_transfer_fields(body, openai)
+        body = with_usage_requested(without_transfer_fields(body, openai), openai)
         answer_count = count_answers(openai)
         return InferenceRequest(
             request_id=RequestId(request.request_id),
@@ -197,7 +197,7 @@ class OpenAiSurface:
             key=key,
             deployment=deployment,
             path=path,
-            body=with_usage_requested(body, openai),
+            body=body,
             text_bytes=count_text_bytes(openai, len(prompt)),
             answer_count=answer_count,
             output_tokens_max=self._output_tokens(openai, answer_count, deployment),
