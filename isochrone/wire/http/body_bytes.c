@@ -16,7 +16,10 @@
 
 #include "base64_letters.h"
 
-enum { NOT_ASCII = 1, LONE_SURROGATE = 2, MANY_BRACKETS = 4, BRACKETS_FEW = 96 };
+enum { NOT_ASCII = 1, LONE_SURROGATE = 2, MANY_BRACKETS = 4, MANY_QUOTES = 8 };
+enum { BRACKETS_FEW = 96, QUOTES_FEW = 400000 };
+/* Four quotes may be counted in each byte of a vector so many times. */
+enum { COUNTS_MAX = 63 };
 enum { ESCAPE_BYTES = 2, SURROGATE_BYTES = 6 };
 
 typedef unsigned char bytes16 __attribute__((vector_size(16)));
@@ -70,14 +73,30 @@ static uint64_t special_of(bytes16 block) {
 #endif
 }
 
+static Py_ssize_t sum_of(bytes16 counts) {
+    Py_ssize_t sum = 0;
+    for (int n = 0; n < 16; n++) sum += counts[n];
+    return sum;
+}
+
 static int scan(const unsigned char *body, Py_ssize_t size) {
     const unsigned char *at = body, *end = body + size;
     struct found found = {0, 0, body};
-    bytes16 high = {0};
+    bytes16 high = {0}, counts = {0};
+    Py_ssize_t quotes = 0;
+    int counted = 0;
     for (; end - at >= 64; at += 64) {
         bytes16 block[4];
         memcpy(block, at, 64);
         high |= block[0] | block[1] | block[2] | block[3];
+        /* A comparison is -1 where it holds. */
+        counts -= (bytes16)((block[0] == '"') + (block[1] == '"') + (block[2] == '"') +
+                            (block[3] == '"'));
+        if (++counted == COUNTS_MAX) {
+            quotes += sum_of(counts);
+            counts = (bytes16){0};
+            counted = 0;
+        }
         uint64_t special = special_of(block[0]) | special_of(block[1]) << 16 |
                            special_of(block[2]) << 32 | special_of(block[3]) << 48;
         for (; special; special &= special - 1)
@@ -86,11 +105,14 @@ static int scan(const unsigned char *body, Py_ssize_t size) {
     unsigned char last_high = 0;
     for (; at < end; at++) {
         last_high |= *at;
+        quotes += *at == '"';
         look_at(at, end, &found);
     }
+    quotes += sum_of(counts);
     for (int n = 0; n < 16; n++) last_high |= high[n];
     return (last_high & 0x80 ? NOT_ASCII : 0) | (found.has_lone ? LONE_SURROGATE : 0) |
-           (found.brackets > BRACKETS_FEW ? MANY_BRACKETS : 0);
+           (found.brackets > BRACKETS_FEW ? MANY_BRACKETS : 0) |
+           (quotes > QUOTES_FEW ? MANY_QUOTES : 0);
 }
 
 static PyObject *scan_body(PyObject *module, PyObject *body) {

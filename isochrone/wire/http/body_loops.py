@@ -15,9 +15,12 @@ import xxhash
 NOT_ASCII: Final = 1
 LONE_SURROGATE: Final = 2
 MANY_BRACKETS: Final = 4
+MANY_QUOTES: Final = 8
 BRACKETS_FEW: Final = 96
-r"""The findings of a scan: bytes above 127; one of `\uD800` to `\uDFFF` without its other half; and
-more than BRACKETS_FEW opening brackets. Strings are not told from what stands between them."""
+QUOTES_FEW: Final = 400_000
+r"""The findings of a scan: bytes above 127; one of `\uD800` to `\uDFFF` without its other half;
+more than BRACKETS_FEW opening brackets; and more than QUOTES_FEW quotes. Strings are not told from
+what stands between them."""
 
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE_PAIR: Final = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
@@ -29,6 +32,8 @@ def scan_in_python(body: bytes) -> int:
     first = body.find(b"\\")
     if first >= 0 and _SURROGATE.search(body, first) is not None and _has_lone_surrogate(body):
         found |= LONE_SURROGATE
+    if len(body) > QUOTES_FEW and body.count(b'"') > QUOTES_FEW:
+        found |= MANY_QUOTES
     opened = 0
     for bracket in (b"[", b"{"):
         # A search for one byte is a hundred times as fast as a count, and most bodies have few.

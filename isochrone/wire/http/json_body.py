@@ -12,7 +12,9 @@ from isochrone.wire.http.body_loops import (
     BRACKETS_FEW,
     LONE_SURROGATE,
     MANY_BRACKETS,
+    MANY_QUOTES,
     NOT_ASCII,
+    QUOTES_FEW,
     scan_body,
 )
 
@@ -24,7 +26,7 @@ fit a JSON schema of 64 levels, the engine's own limit, and the request around i
 JSON_CONTAINERS_MAX: Final = 100_000
 """Arrays and objects in a body. More than any real request has; it bounds the work of parsing."""
 
-JSON_STRINGS_MAX: Final = 200_000
+JSON_STRINGS_MAX: Final = QUOTES_FEW // 2
 """Texts and names of fields in a body, for the same reason. A `logit_bias` may name each token."""
 
 _NOT_BRACKETS_OR_QUOTES: Final = bytes(byte for byte in range(256) if byte not in b'[]{}"')
@@ -50,10 +52,8 @@ def check_json_body(body: bytes) -> None:
         raise UnsafeJson("it has a lone surrogate (\\ud800 to \\udfff without its other half)")
     if found & MANY_BRACKETS:
         _check_nesting(body)
-    # A quote that begins a string has no backslash before it. Most bodies are too short for that.
-    if len(body) > 2 * JSON_STRINGS_MAX and (
-        body.count(b'"') - body.count(b'\\"') > 2 * JSON_STRINGS_MAX
-    ):
+    # A quote that begins a string has no backslash before it.
+    if found & MANY_QUOTES and body.count(b'"') - body.count(b'\\"') > QUOTES_FEW:
         raise UnsafeJson(f"more than {JSON_STRINGS_MAX} strings")
 
 
