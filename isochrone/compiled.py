@@ -108,7 +108,7 @@ _PROFILED: Final = ("__init__", "bench/__init__", "bench/backend", "bench/bench_
 PROFILED_SOURCES: Final = tuple(
     f"ops/{name}.py" for name in (*_PROFILED, "bench/relay", "bench/relay_instructions")
 )
-"""What these programs need beside the sources of the compiled modules."""
+"""The files that these programs need, beside the sources of the compiled modules."""
 
 SETTING: Final = "ISOCHRONE_COMPILED"
 ROOT: Final = Path(__file__).parents[1]

@@ -1,6 +1,6 @@
-"""Shares a limit of this process between those who use it: bytes or requests, by tenant or node.
+"""Shares a limit of this process, of bytes or requests, between tenants or nodes.
 
-Rule 1: nobody may hold more than is still free. So one holder alone gets half, and a later one
+Rule 1: no holder may have more than is still free. So a holder alone gets half, and a later one
 always gets some, whatever the others hold.
 """
 

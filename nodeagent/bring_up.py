@@ -64,8 +64,8 @@ async def warm_up(engine: EngineProcess) -> str:
     error that it answers is left to the watch, which sends canaries of its own and judges them.
     """
     stats = await engine.stats()
-    # Its statistics may be slow on a busy machine. What it is sent then is for a chat model, unless
-    # the assignment names the kind.
+    # The statistics may be slow on a busy machine. Then the request is one for a chat model, unless
+    # the assignment names another kind.
     kind = stats.kind if stats is not None else ""
     for _ in range(FIRST_TOKEN_TRIES):
         if await engine.canary(kind):

@@ -341,8 +341,9 @@ class Supervisor:
     async def _wait_for_resource(self, replica: ManagedReplica, problem: str) -> bool:
         """Wait until a replica whose start lacked memory or a descriptor may start again.
 
-        That is no failure of its version. It is given up after long, because other nodes may have
-        what it lacks. Returns False at once if its start failed for another reason.
+        This does not count as a failure of its version. After WAIT_MAX_S the replica is given up,
+        because other nodes may have what it lacks. Return False at once if the start failed for
+        another reason.
         """
         failed_s = self._clock()
         lack = await self._start_lack(replica, problem)

@@ -23,8 +23,8 @@ from router.scheduler_silence import SilenceWatch
 CONNECT_TIMEOUT_S: Final = 5.0
 BUSY_RETRY_AFTER_S: Final = 2.0
 READ_TIMEOUT_S: Final = 60.0
-"""How long a scheduler that runs may take for the next bytes, once it has the whole request. It may
-take longer if it stores a file before it answers (`wire.store_timeout_s`). One that hangs is
+"""How long a scheduler may take for the next bytes, once it has the whole request. It may take
+longer if it stores a file before it answers (`wire.store_timeout_s`). A scheduler that hangs is
 noticed earlier (`scheduler_silence.py`)."""
 
 ERROR_BYTES_MAX: Final = 64 * 1024

@@ -79,10 +79,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # Added to first_byte_timeout_s per output token if the answer is not streamed.
     token_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.25
     answer_bytes_max: Bytes = 64 * 1024 * 1024
-    # Complete answers in a process's memory; of one node at most as much as is free. As much again
-    # for answers that clients have not read; a tenant whose clients leave more unread than is free
-    # has its next answer broken off. And as much again for the bodies of 64 KiB or more whose
-    # requests are being answered; a tenant's are refused beyond what is free.
+    # Three limits of this size, each for a process: complete answers in memory (of one node at most
+    # as much as is free); answers that clients have not read (a tenant whose clients leave more
+    # unread than is free has its next answer broken off); and bodies of 64 KiB or more whose
+    # requests are being answered (a tenant's are refused beyond what is free).
     answers_held_bytes_max: Bytes = 1024 * 1024 * 1024
     attempts_max: Annotated[int, msgspec.Meta(ge=1, le=10)] = 3
     # The retry budget: retries per request.

@@ -108,7 +108,7 @@ class FleetState:
         """
         some = set(self._removed[-REPLICAS_FORGOTTEN_AT_ONCE:])
         del self._removed[-REPLICAS_FORGOTTEN_AT_ONCE:]
-        # One may have come back meanwhile.
+        # Some may have come back meanwhile.
         gone = {replica_id for replica_id in some if self.directory.route(replica_id) is None}
         self.health.remove_replicas(gone)
         self.in_flight.remove_replicas(gone)

@@ -119,7 +119,7 @@ class InferenceRequest:
     def usage_tokens_max(self) -> int:
         """Return the most tokens that a prompt, or its answers, can have.
 
-        What a node reports beyond that is wrong: one answer must not use up a tenant's quota.
+        A node that reports more is wrong: one answer must not use up a tenant's quota.
         """
         context = self.deployment.context_tokens
         if self.deployment.rollout is not None:

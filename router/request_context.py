@@ -266,10 +266,10 @@ class RequestContext:
 
     @property
     def is_cancelled_at_replica(self) -> bool:
-        """Whether its client left while a replica had it, which may have read its prompt.
+        """Whether the client left while a replica had the request, and may have read its prompt.
 
-        That is no usage, because nothing came of it, but it counts against the key's limits: with
-        such requests a key could have any number of prompts read.
+        The client got nothing, so no usage is recorded. The prompt counts against the key's limits:
+        otherwise a key could have any number of prompts read.
         """
         return self.outcome is OUTCOME_CANCELLED and self.attempt is not None
 

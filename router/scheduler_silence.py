@@ -12,7 +12,7 @@ from typing import Final
 
 LOOK_INTERVAL_S: Final = 1.0
 PATIENCE_S: Final = 2.0
-"""A scheduler is asked while a request to it has been open for this long; most take less."""
+"""A scheduler is probed if a request to it has been open for this long; most take less."""
 
 ANSWER_TIMEOUT_S: Final = 3.0
 """How long a scheduler may take to answer that it runs: longer than its event loop is ever busy."""

@@ -28,7 +28,7 @@ class Database(NamedTuple):
     intake: Pool
     """Registrations, reports and usage, which a whole fleet may send at once."""
     clients: Pool
-    """What routers relay of clients, or ask for them: files, batches, responses, adapters."""
+    """Requests that routers relay or make for clients: files, batches, responses, adapters."""
     cluster_id: ClusterId
 
 

@@ -88,7 +88,7 @@ def keys_create(
         "ttl_s": ttl_s,
     }
     made = obj.api.ask("POST", "/v1/keys", body)
-    # First of all the key: nobody can read it again if a request for the warning fails.
+    # The key is printed first: it cannot be read again if a request for the warning fails.
     if obj.output == "json":
         show_one(made, obj.output)
     else:

@@ -22,10 +22,10 @@ UPLOAD_TIMEOUT_S: Final = 3600.0
 CONNECT_TIMEOUT_S: Final = 5.0
 PAGE_ROWS: Final = 200
 CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""What a terminal would obey instead of showing it: all controls but the tab and the line feed."""
+"""Control characters, which a terminal obeys. The tab and the line feed are harmless."""
 
 NO_ADMIN_API: Final = frozenset({401, 404, 405})
-"""The statuses that other services answer: they have other keys, paths and methods."""
+"""Statuses of a service that is not the admin API: it has other keys, paths and methods."""
 WHERE_TO_SET_IT: Final = (
     "set it with --token, ISOCHRONE_ADMIN_TOKEN or `token` in ~/.config/isochrone/config.toml"
 )

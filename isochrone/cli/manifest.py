@@ -84,7 +84,7 @@ def artifact_of(folder: Path, source: str, only: tuple[str, ...] = ()) -> Artifa
 def signed(artifact: Artifact, path: Path) -> Artifact:
     """Return an artifact with the signature in a file, which must list the artifact's files.
 
-    Whose key has made it is verified by the scheduler and the nodes. Raises ManifestError.
+    The scheduler and the nodes verify which key has made it. Raises ManifestError.
     """
     try:
         text = path.read_bytes()[: SIGNATURE_CHARS_MAX + 1].decode()

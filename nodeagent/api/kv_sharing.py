@@ -82,7 +82,7 @@ class KvSharingRoutes:
         self._copies: asyncio.Queue[PrefixCopy] = asyncio.Queue(COPIES_QUEUED_MAX)
         self._copying: asyncio.Task[None] | None = None
         self.store_copies = StoreCopies(quota, clock)
-        """What goes to the PoP's store."""
+        """Copies of blocks to the PoP's store."""
         self._keeping = asyncio.Lock()
         self._pauses: Pauses[NodeId] = Pauses(COPY_PAUSE_S, NODES_MAX)
         """The nodes that are sent no copies."""

@@ -314,7 +314,7 @@ class PrefixFetcher:
             learn(moved_bytes, took_s, first_s, now_s)
         elif moved.tells_of_sender:
             rate.record_failure(took_s, now_s)
-        # What goes through a window takes nothing of the link.
+        # Blocks that go through a window do not use the link.
         self._quota.take(self._user, arriving.total, now_s)
         metrics.KV_FETCH_SECONDS.observe(took_s)
         metrics.KV_FETCH_BYTES.inc(moved_bytes)
@@ -322,9 +322,10 @@ class PrefixFetcher:
 
 
 class _Moved(NamedTuple):
-    """What came of a fetch: the whole blocks that the engine has.
+    """The outcome of a fetch: the whole blocks that the engine has.
 
-    `tells_of_sender` is false if this node's engine was at fault. `is_late`: it was given up.
+    `tells_of_sender` is false if this node's engine was at fault. `is_late` says that the fetch was
+    given up.
     """
 
     blocks: int

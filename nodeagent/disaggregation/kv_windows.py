@@ -44,7 +44,7 @@ KEPT_MAX: Final = 8
 
 
 class EngineBody(NamedTuple):
-    """What the receiving engine is sent: the stream, and its headers."""
+    """The request to the receiving engine: the stream of blocks, and its headers."""
 
     pieces: AsyncIterator[bytes]
     headers: Mapping[str, str]
@@ -166,8 +166,7 @@ class WindowLeases:
         return WindowLease(name, socket, failure, mapped=self._mapped)
 
     def is_issued(self, lease: str, replica: ReplicaId) -> bool:
-        """Return whether the engine of a replica, which is asked for blocks with a lease, has a
-        receiver on this node."""
+        """Return whether this node issued the lease with which blocks of a replica are fetched."""
         return bool(lease) and self._issued.get(lease) == replica
 
     def _failure_of(self, replica: ReplicaId) -> Callable[[], None]:

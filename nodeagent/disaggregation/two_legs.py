@@ -221,7 +221,7 @@ class PrefillLeg:
                     now_s = self._clock()
                     self._rate.record(size.uncached_tokens, now_s - began_s, now_s)
                 if await self._describe() is None:
-                    # It has begun: another prefill replica would read the prompt for nothing.
+                    # The answer has begun: another prefill replica would read the prompt in vain.
                     break
                 continue
             self.received_s = self._clock()

@@ -16,7 +16,7 @@ from nodeagent.drivers.driver import (
 
 
 class CommandDriver(EngineDriver):
-    """Starts a server on a loopback port. Nothing is known about it but its configured command."""
+    """Starts a server on a loopback port, of which only its configured command is known."""
 
     sequences_option = CONCURRENCY_OPTION
     sequences_default = 4

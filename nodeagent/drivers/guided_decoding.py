@@ -1,6 +1,6 @@
 """Translates schemas of a request into TensorRT-LLM's own fields for guided decoding.
 
-TensorRT-LLM 1.2 takes OpenAI's `json_schema` for the schema itself, which then allows any JSON. It
+TensorRT-LLM 1.2 reads OpenAI's `json_schema` object as the schema, which then allows any JSON. It
 has no `strict` of functions, no `parallel_tool_calls` and no `tool_choice` of "required", and
 refuses unknown fields; it does not enforce a named tool (openai_protocol.py). Its `response_format`
 has the types `json` and `structural_tag` besides, which constrain the answer. The second is a

@@ -74,7 +74,7 @@ def problem(program: str, versions: VersionRange, package: str = "") -> str:
 
 
 def program_version(program: str, package: str = "") -> str:
-    """Return the version of `program`, "" if it cannot be told. Blocks."""
+    """Return the version of `program`, "" if it is unknown. Blocks."""
     found = shutil.which(program)
     with suppress(CannotStart, OSError):
         if found is not None:

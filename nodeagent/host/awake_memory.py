@@ -104,7 +104,7 @@ class AwakeMemory:
     def adopt(self, spec: ReplicaSpec) -> None:
         """Count the memory of an engine that was running before this agent as in use.
 
-        It may sleep, but only the engine knows: `settle` says so later.
+        It may be asleep, but only the engine knows: `settle` corrects the count later.
         """
         resident = self._residents[spec.replica_id] = Resident(spec)
         self._set_awake(resident)
@@ -196,8 +196,8 @@ class AwakeMemory:
     def switch_problem(self, replica_id: ReplicaId) -> str:
         """Return why a replica's engine must be started again, or "".
 
-        What an engine holds after a failed switch is unknown, and another try would keep the wakes
-        of all other replicas waiting.
+        After a failed switch it is unknown what memory the engine holds, and another try would
+        delay the wakes of all other replicas.
         """
         resident = self._residents.get(replica_id)
         return resident.problem if resident is not None else ""

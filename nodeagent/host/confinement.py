@@ -45,7 +45,7 @@ class EngineConfinement:
     def rules(self, folder: Path) -> tuple[FileRule, ...]:
         """Return the rules of an engine whose own folder is `folder`. Blocks.
 
-        What is created later beside a closed folder, or beside one above it, is closed as well.
+        A file created later beside a closed folder, or beside one above it, is closed as well.
         """
         return (
             FileRule("/", LIST),
@@ -85,7 +85,7 @@ def _open_beside(closed: frozenset[Path]) -> Iterator[str]:
         try:
             paths = sorted(folders.pop().iterdir())
         except OSError:
-            # What is in it is unknown, so all of it stays closed.
+            # Its contents are unknown, so all of it stays closed.
             continue
         for path in paths:
             if path in closed or path.is_symlink():

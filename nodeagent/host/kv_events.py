@@ -1,11 +1,10 @@
 """Reads a vLLM's KV events, to know how far back its prefix cache reaches.
 
 A message has a topic, a sequence number and a batch: `[time, [event, ...], rank]`. Events are maps
-with a `type`, or arrays that begin with it in releases before 0.13. They have the tokens, too,
-which are skipped.
+with a `type`, or arrays that begin with it in releases before 0.13. Their tokens are skipped.
 
-Rule 1: the engine never waits for this agent. What is not read in time is lost, which makes the
-reach a little too early until later evictions correct it.
+Rule 1: the engine never waits for this agent. Events that are not read in time are lost; then the
+reach is a little too early until later evictions correct it.
 Rule 2: only blocks of full attention count. The others are evicted while their prefix is still of
 use.
 """

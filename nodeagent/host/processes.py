@@ -23,7 +23,7 @@ PASSED_ENVIRONMENT: Final = (
     "XDG_CACHE_HOME",
     "PYTHONHASHSEED",
 )
-"""The variables of the agent's environment that an engine gets. None of them holds a secret."""
+"""The variables of the agent's environment that an engine gets. They hold no secrets."""
 
 PASSED_PREFIXES: Final = (
     *("VLLM_", "SGLANG_", "TRTLLM_", "HF_", "MOONCAKE_"),
@@ -106,7 +106,7 @@ def lower_priority(pid: int) -> None:
     the group's is set, too.
     """
     for task in Path(f"/proc/{pid}/task").glob("*"):
-        # It may have ended.
+        # The thread may have ended.
         with suppress(ProcessLookupError, PermissionError):
             os.setpriority(os.PRIO_PROCESS, int(task.name), NICENESS)
     for _ in range(AUTOGROUP_TRIES):
@@ -185,10 +185,10 @@ def group_that_writes(log: Path) -> int:
 def kill_remaining(log: Path, leader: int = 0) -> None:
     """Kill what is left of the engine with this log, whatever its process group. Blocks.
 
-    That is every process that writes to the log or has inherited LOG_VARIABLE. One that cleared its
-    environment and writes elsewhere is not found. Waits until they and the group of `leader`, which
-    has been signalled, have ended: until then they hold memory. Without a free descriptor it tries
-    for a while.
+    It finds every process that writes to the log or has inherited LOG_VARIABLE, but not one that
+    cleared its environment and writes elsewhere. It waits until these processes and the group of
+    `leader`, which has been signalled, have ended, because until then they hold memory. Without a
+    free descriptor it tries for a while.
     """
     for _ in range(KILL_PASSES_MAX):
         try:

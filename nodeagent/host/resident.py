@@ -1,4 +1,4 @@
-"""What the agent knows of a replica that shares the memory of devices (awake_memory.py)."""
+"""The agent's state of a replica that shares the memory of devices (awake_memory.py)."""
 
 import asyncio
 from typing import Protocol

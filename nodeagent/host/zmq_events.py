@@ -52,7 +52,7 @@ class Subscription:
         while True:
             flags, content = await self._read_frame()
             if flags & _COMMAND:
-                # Heartbeats, which publishers send only if they are told to.
+                # Heartbeats, which publishers send only if they are configured to.
                 continue
             frames.append(content)
             if not flags & _MORE:

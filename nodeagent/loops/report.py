@@ -106,7 +106,7 @@ class ReportJob:
         except FileNotFoundError:
             pass  # an artifact was deleted meanwhile
         except OSError as error:
-            # What the scheduler must know of replicas does not depend on the disk.
+            # The rest of the report does not depend on the disk.
             problem = str(error)
         if problem and problem != self._disk_problem:
             log.warning("cannot examine the disk", extra={"fields": {"reason": problem}})

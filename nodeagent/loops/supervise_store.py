@@ -9,7 +9,7 @@ from nodeagent.host.store_master import StoreMaster, missing_master
 
 
 class StoreCounts(NamedTuple):
-    """What one turn did: masters started, and connections cut because the master has moved."""
+    """The counts of one turn: masters started, and connections cut because the master has moved."""
 
     started: int = 0
     cut: int = 0

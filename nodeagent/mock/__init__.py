@@ -1,6 +1,5 @@
 """The mock engine for tests: numbered tokens and faults on request, on a Unix socket.
 
-It has its own small OpenAI surface instead of the embedded engine's: that one needs torch and a
-tokenizer. What it cannot do is refused, as its row of the capabilities says. Error bodies are
-shared (wire/errors).
+It has its own small OpenAI surface, because the embedded engine's needs torch and a tokenizer.
+Requests beyond its row of the capabilities are refused. Error bodies are shared (wire/errors).
 """

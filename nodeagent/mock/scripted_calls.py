@@ -29,7 +29,7 @@ class MockCall(NamedTuple):
 
 
 class MockPiece(NamedTuple):
-    """What one token adds: to the text, or to the arguments of a call."""
+    """The addition of one token: to the text, or to the arguments of a call."""
 
     text: str
     call: MockCall | None = None
@@ -37,7 +37,7 @@ class MockPiece(NamedTuple):
 
 
 class MockTurn(NamedTuple):
-    """What the reader needs of one message: its calls are counted."""
+    """One message as the reader needs it, with its calls counted."""
 
     role: str
     text: str

@@ -174,7 +174,7 @@ class ApiDispatcher:
         inference, writer = self.read_inference(request, path, client)
         if path in MESSAGES_PATHS:
             return self._serve_message(request, inference, writer, client)
-        # What is sent is the inference's body, often a copy: this one would be kept as well.
+        # The body that is sent is the inference's, often a copy: this one would be kept as well.
         request.body = b""
         return self._pipeline.serve(inference, writer)
 

@@ -8,7 +8,7 @@ FIELDS: Final = ("reasoning_content", "reasoning")
 second; 0.32 reads both in chats, and only the second when it counts tokens."""
 
 ENCODED: Final = "encoded:"
-"""What an `encrypted_content` of ours begins with. Other servers' cannot be read."""
+"""The prefix of an `encrypted_content` of this service. Other servers' cannot be read."""
 
 
 def reasoning_fields(text: str) -> dict[str, str]:
@@ -18,7 +18,7 @@ def reasoning_fields(text: str) -> dict[str, str]:
 
 def encode_reasoning(text: str) -> str:
     """Return reasoning as an `encrypted_content`, which some clients send back in place of its
-    text. It is not secret: the text is in the same answer.
+    text. The text need not be secret: it is in the same answer.
     """
     return ENCODED + base64.b64encode(text.encode(errors="replace")).decode()
 

@@ -63,7 +63,7 @@ class ResponseChunk(msgspec.Struct):
 
 
 class AnswerDelta(NamedTuple):
-    """What a frame adds to the first answer of a chat completion; all of it, if it is complete."""
+    """The part of a chat completion's first answer that a frame adds, or the whole answer."""
 
     reasoning: str
     text: str

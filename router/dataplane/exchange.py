@@ -213,7 +213,7 @@ class NodeExchange:
     async def relay_to(self, writer: ResponseWriter) -> None:
         """Write the stream to `writer` until `[DONE]` or an error event, or raise AttemptFailed.
 
-        What came last, with `[DONE]`, is left in `ending`.
+        The last bytes, with `[DONE]`, are left in `ending`.
         """
         relay = self.relay
         assert relay is not None

@@ -1,6 +1,6 @@
 """Relays streams that are no chat: sounds, and events of transcriptions, speech and images.
 
-Rule 1: bytes go to the client as they come. Such a stream cannot be resumed elsewhere.
+Rule 1: bytes go to the client as they come. The stream cannot be resumed elsewhere.
 Rule 2: a stream ends with its response. One that breaks off before has failed.
 Rule 3: usage is read from the last event, if that reports it.
 """

@@ -64,7 +64,7 @@ class PumpedStream:
         self._relayed += 1
         if self._relayed >= self._wanted and is_one_chunk(received, body):
             self._candidate = body
-            # What was written is sent before that.
+            # Bytes that were already written are sent before that.
             asyncio.get_running_loop().call_soon(self._attach, exchange, body)
 
     def leave(self) -> None:

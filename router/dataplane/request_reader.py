@@ -169,7 +169,7 @@ class RequestReader:
             if self._unparsed_bytes > HEAD_BYTES_MAX:
                 raise _head_too_large()
         if self._length is not None and self._length - self._body_bytes >= self._unparsed_bytes_min:
-            # What follows a request that closes the connection is refused by its parser alone.
+            # The parser itself refuses bytes after a request that closes the connection.
             parser = self._parser
             self._counts_rest = parser.should_keep_alive() and not parser.should_upgrade()
 

@@ -418,8 +418,8 @@ class ClientConnection:
     def _refuse(self, error: ApiError) -> None:
         """Answer a malformed request and close, unless earlier requests must be answered first.
 
-        Bytes that still arrive are read and dropped for LINGER_S: closing with unread bytes would
-        reset the connection, and the client would not see the answer.
+        For LINGER_S the bytes that still arrive are read and dropped: a close with bytes in the
+        receive buffer would reset the connection, and the client would not see the answer.
         """
         self._malformed = error
         request = self._reader.give_up()

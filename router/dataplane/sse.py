@@ -311,7 +311,7 @@ class StreamRelay:
             return
         chunk = decode_chunk(data)
         if chunk is None:
-            # It was sent to the client, but no other replica could continue from it.
+            # The frame was sent to the client, but no other replica could continue from it.
             self._is_plain = False
             return
         for choice in chunk.choices:

@@ -33,7 +33,7 @@ class PumpedFrame:
 
 
 class PumpedTokens:
-    """What was relayed in C: the tokens, and their text as it is written in JSON."""
+    """Tokens that were relayed in C: their number, and their text as it is written in JSON."""
 
     __slots__ = ("count", "heard_s", "text")
 

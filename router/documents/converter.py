@@ -47,8 +47,8 @@ class DocumentConverter:
         self._command = command or _child
         self._waiting: FairQueue[Ticket] = FairQueue(WAITING_MAX, WAITING_BYTES_MAX)
         self._turns: dict[Ticket, asyncio.Future[None]] = {}
-        """Of each document that waits. It is done when the document may be converted, and counts
-        as running."""
+        """The turn of each waiting document. A turn is done when its document may be converted and
+        counts as running."""
         self._running = 0
 
     async def convert(self, tenant_id: TenantId, name: str, document: bytes) -> ConvertedDocument:

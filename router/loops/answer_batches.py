@@ -168,7 +168,7 @@ class AnswerBatches:
         holds = [ref for work in self._work.values() for ref in work.refs]
         if not wanted and not holds:
             return 0
-        # What is leased comes last: an error of a later message would lose it.
+        # Items are leased with the last message: an error of a later one would lose them.
         for begin in range(HOLDS_MAX, len(holds), HOLDS_MAX):
             await self._renew(holds[begin : begin + HOLDS_MAX], {})
         leased = await self._renew(holds[:HOLDS_MAX], wanted)

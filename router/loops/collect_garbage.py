@@ -4,9 +4,9 @@ A full collection walks every object, and requests wait for it: 12 ms of CPU for
 thousand replicas, 200 ms with the leftovers of thousands of failed pings. Python runs one whenever
 enough objects have survived, so while a table is adopted, too. Here, a turn each second collects
 what was made since the last one and freezes what is left (`gc.freeze`). When many objects are made,
-as for a new table or pings of thousands of nodes, it comes sooner. What is frozen is still freed by
-its reference count; only a cycle among frozen objects is not. So all are walked once they are twice
-as many as after the last walk.
+as for a new table or pings of thousands of nodes, it comes sooner. A frozen object is still freed
+by its reference count, but a cycle among frozen objects is not. So all objects are walked once they
+are twice as many as after the last walk.
 """
 
 import gc

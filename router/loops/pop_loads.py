@@ -1,7 +1,7 @@
 """Reads the loads of a large fleet: one node of a PoP answers for the others.
 
 If that node fails, the router queries another at once; if none answers, it pings the nodes itself.
-Groups are asked one after another: all answers at once would keep requests waiting.
+Groups are queried one after another: all answers at once would keep requests waiting.
 """
 
 import asyncio

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 def adopt_usage(folder: Path, processes: int) -> int:
     """Move the usage of workers beyond `processes` into the main process's part of `folder`.
 
-    Return how many files were moved. What cannot be moved stays for the next start.
+    Return how many files were moved. A file that cannot be moved stays for the next start.
     """
     moved = 0
     for former in sorted(folder.glob("worker-*")):

@@ -1,11 +1,12 @@
-"""What is noted of a traced request while it is served; `trace_spans.py` makes spans of it."""
+"""The record of a traced request while it is served; `trace_spans.py` makes spans of it."""
 
 from isochrone.wire.http.trace_context import TraceContext
 from router.decide.replicas.ranked_route import RankedRoute
 
 
 class AttemptTrace:
-    """One attempt: where it was sent, who answered, when, and how it failed. Monotonic seconds."""
+    """One attempt: the replica it was sent to, the one that answered, the times in monotonic
+    seconds, and the error."""
 
     __slots__ = (
         "answered_by", "ended_at_s", "error", "first_token_at_s", "generated_before", "prefill_id",

@@ -232,7 +232,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     `acting_for_s` is how long this scheduler has acted: a new one has not yet been in contact with
     every node. Without `is_demand_known`, routers may not have reported their demand since no
     scheduler acted; without `is_forecast_known`, no forecast was made yet in this term. No replica
-    ends because nobody seems to need it then.
+    ends then for lack of demand.
     """
 
     cluster_id: ClusterId

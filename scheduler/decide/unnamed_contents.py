@@ -16,7 +16,8 @@ AGE_MIN_S: Final = 7 * 86_400.0
 date an object by the beginning of its upload."""
 
 FOREIGN_MIN: Final = 100
-"""So many contents without a row, which are also most of what is there, are another cluster's."""
+"""More contents without a row, if they are also most of all contents, suggest that the database is
+not complete: none is deleted then."""
 
 MARK: Final = "isochrone-cluster-"
 """How the name of a cluster's mark begins; its id follows."""

@@ -192,7 +192,7 @@ class AdvanceBatches:
         }
         waiting = [batch_id for batch_id, failed in self._failed.items() if failed.repeat_at > now]
         async with using(self._pool) as connection:
-            # Unread batches wait: their items would be too many for the database.
+            # Batches that are not read yet wait: their items would be too many for the database.
             full = await full_tenants(connection, self._limits.tenant_items_max)
             batches = await due_batches(
                 connection,

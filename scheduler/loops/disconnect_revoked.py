@@ -62,7 +62,7 @@ class DisconnectRevoked:
             for peer in self._peers
             if (reason := _why_invalid(peer, revocations, now))
         ]
-        # At once: each that reads nothing takes two seconds, and nodes are told afterwards.
+        # At once: a peer that reads nothing takes two seconds, and nodes learn of it afterwards.
         async with asyncio.TaskGroup() as tasks:
             for peer, reason in invalid:
                 refused = RegistrationRefused(
@@ -72,7 +72,8 @@ class DisconnectRevoked:
         return DisconnectCounts(len(invalid), await self._send_to_nodes(revocations))
 
     async def _send_to_nodes(self, revocations: Sequence[RevocationView]) -> int:
-        # Not told by the newest time: one stamped earlier may commit later, or a clock be set back.
+        # The newest time does not suffice: a row with an earlier time may be committed later, and a
+        # clock may be set back.
         found = frozenset((row.role, row.name, row.serial, row.at) for row in revocations)
         if found <= self._sent:
             return 0

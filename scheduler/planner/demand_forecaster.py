@@ -88,9 +88,9 @@ class DemandForecaster:
         self._next_slot = 0
         self._is_current = True
         self._learning: Iterator[None] | None = None
-        """What is left to learn of the next slot, if a part of it is learned."""
+        """The rest of learning the next slot, once it has begun."""
         self._renewing: Iterator[None] | None = None
-        """What is left to forecast."""
+        """The rest of the new forecast, once it has begun."""
 
     @property
     def is_known(self) -> bool:

@@ -59,10 +59,10 @@ class KeyUseExchange:
 def _messages(
     total: dict[KeyId, _Units], by_router: dict[str, dict[KeyId, _Units]], routers: Sequence[str]
 ) -> Iterator[tuple[str, tuple[KeyUse, ...]]]:
-    """Return what each router is told of some keys, then of the next ones."""
+    """Yield each router's message about some keys, then about the next ones."""
     keys = iter(total.items())
     while part := list(islice(keys, KEY_USE_ROWS_MAX)):
-        # A router that used none of these keys is told the same as the others like it.
+        # All routers that used none of these keys get the same message.
         of_all = tuple(
             KeyUse(key_id, units.requests, units.tokens)
             for key_id, units in part

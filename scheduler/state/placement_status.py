@@ -1,4 +1,4 @@
-"""What the last plan found: why placement is frozen, which requirements are unmet, and its age."""
+"""Findings of the last plan: why placement is frozen, which requirements are unmet, and its age."""
 
 from collections.abc import Sequence
 

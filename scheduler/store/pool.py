@@ -36,7 +36,7 @@ INTAKE_TIMEOUT_S: Final = 10.0
 
 NOT_BY_INDEX: Final = ("enable_seqscan", "enable_bitmapscan", "enable_sort", "jit")
 """Settings that are off in a transaction `by_index`, so that Postgres scans or sorts only where no
-index helps. It takes such plans to be so expensive that it would compile each statement (`jit`)."""
+index helps. It rates such plans as so expensive that it would compile each statement (`jit`)."""
 
 SIZE_MAX: Final = 20
 TEXT_MAX: Final = 500

@@ -1,9 +1,9 @@
 """Reads rows one by one: a row that cannot be read does not keep the others from being used.
 
 A row cannot be read if, for example, another release or an operator has written a JSON column in a
-form that this release does not know. Such a row is reported with its reason
-(`ClusterState.unreadable`). Where this process has read the row before, the last value that it
-could read takes its place.
+form that this release does not know. The row is reported with the reason
+(`ClusterState.unreadable`). If this process could read the row before, it uses the last value that
+it read.
 """
 
 import logging

@@ -40,7 +40,7 @@ class SpanRecorder:
 
 
 class OpenSpan:
-    """A step that has begun. It is the current span within its `with`, until it ends."""
+    """A step that has begun; the current span within its `with` until it ends."""
 
     def __init__(
         self,

@@ -31,8 +31,8 @@ from isochrone.wire.peers.control import PeerRole
 CERTIFICATE_LIFETIME_S: Final = 90 * 24 * 3600.0
 AUTHORITY_LIFETIME_DAYS: Final = 3650
 CLOCK_SKEW: Final = timedelta(minutes=5)
-"""How much longer a certificate counts as valid than it says, before and after. It is dated back by
-this time, and by BACKDATED_MAX beyond it."""
+"""How long before its first and after its last moment a certificate still counts as valid. It is
+dated back by this time and BACKDATED_MAX together."""
 
 BACKDATED_MAX: Final = timedelta(days=1)
 BACKDATED_SHARE: Final = 1 / 10
@@ -202,8 +202,8 @@ class Authority:
     ) -> str:
         """Return a PEM certificate for the key of `csr_pem`; raises IdentityError.
 
-        The subject is made of the arguments; names in the request are ignored. It is dated back,
-        but not before `dated_after`.
+        The subject is made of the arguments; names in the request are ignored. The certificate is
+        dated back, but not before `dated_after`.
         """
         if not is_name(name) or not is_pop(pop):
             raise IdentityError(

@@ -1,4 +1,4 @@
-"""Signatures of models: who has signed exactly the files of an artifact.
+"""Signatures of models: which key has signed exactly the files of an artifact.
 
 A signature is a bundle of OpenSSF Model Signing 1.x, made with an elliptic curve key
 (`model_signing sign key`): a DSSE envelope (https://github.com/secure-systems-lab/dsse) over an

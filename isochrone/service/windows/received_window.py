@@ -16,7 +16,7 @@ CONNECT_S: Final = 5.0
 """How long the window is waited for."""
 
 WINDOW_BYTES_MAX: Final = 1 << 30
-"""What a receiver maps at most."""
+"""The largest window that a receiver maps."""
 
 COUNT_BYTES: Final = 4
 _FRAMES_BYTES: Final = 64 * 1024
@@ -69,7 +69,8 @@ class ReceivedWindow:
         """Let the sender fill the slots of the oldest `blocks` again. For any thread."""
         count = blocks.to_bytes(COUNT_BYTES, "little")
         try:
-            # Only the counts of all slots can be unread, which always fit: this never blocks.
+            # This never blocks: the socket's buffer has space for one count of each slot, and the
+            # other side never leaves more of them unread.
             self._link.sendall(count)
         except OSError as error:
             raise WindowLost(f"{_LOST}: it is gone") from error

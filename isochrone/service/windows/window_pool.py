@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 
 PART_BYTES: Final = 4 * 1024 * 1024
 WINDOW_PARTS: Final = 4
-"""One is filled and one copied while two wait: no engine waits for a step of the other."""
+"""One part is filled and one is copied while two wait, so neither engine waits for a step of the
+other."""
 
 WINDOWS_MAX: Final = 4
 """64 MiB of host memory at most, while no block is larger than 4 MiB."""
@@ -259,7 +260,7 @@ class WindowPool:
         if self._windows >= WINDOWS_MAX:
             if not self._free:
                 return None
-            # It is for blocks of another size, or for other readers.
+            # The free windows are for blocks of another size, or for other readers.
             self._free.pop(0).close()
             self._windows -= 1
         try:

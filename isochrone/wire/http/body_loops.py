@@ -19,8 +19,8 @@ MANY_QUOTES: Final = 8
 BRACKETS_FEW: Final = 96
 QUOTES_FEW: Final = 400_000
 r"""The findings of a scan: bytes above 127; one of `\uD800` to `\uDFFF` without its other half;
-more than BRACKETS_FEW opening brackets; and more than QUOTES_FEW quotes. Strings are not told from
-what stands between them."""
+more than BRACKETS_FEW opening brackets; and more than QUOTES_FEW quotes. Bytes within strings
+count like those outside."""
 
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE_PAIR: Final = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
@@ -47,8 +47,8 @@ def scan_in_python(body: bytes) -> int:
 
 
 def _has_lone_surrogate(body: bytes) -> bool:
-    # What is taken out leaves a placeholder: `\\ud800` is no escape, and what stands around one
-    # must not become adjacent.
+    # Escaped backslashes (`\\ud800` is no escape) and pairs are each replaced by a placeholder, so
+    # that the bytes around them do not become adjacent.
     unpaired = _SURROGATE_PAIR.sub(b"_", body.replace(b"\\\\", b"_"))
     return _SURROGATE.search(unpaired) is not None
 

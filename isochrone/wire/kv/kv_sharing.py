@@ -98,8 +98,8 @@ class FoundTokens(msgspec.Struct, frozen=True, kw_only=True):
     def moved(self, place: str, tokens: int) -> "FoundTokens":
         """Return the same tokens, with `tokens` of them counted at `place`, from which they came.
 
-        They were found in the engine's host memory, where they were stored on arrival, or on its
-        device if it has none.
+        The engine found them in its host memory, where they were stored on arrival, or on its
+        device if it has no tier in host memory.
         """
         from_host = min(tokens, self.host)
         from_device = min(tokens - from_host, self.device)

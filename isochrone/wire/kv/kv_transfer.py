@@ -62,7 +62,7 @@ gone, or the receiving engine has no block free."""
 CONTENT_TYPE: Final = "application/x-isochrone-kv"
 
 HEAD_BYTES_MAX: Final = 256
-"""The longest head of a stream. It is sent before any block is read."""
+"""The longest head of a stream. The head is sent before any block is read."""
 
 TRANSFERS_PATH: Final = "/kv/transfers/"
 ADDRESS_PATH: Final = "/kv/address"

@@ -118,10 +118,10 @@ def depth_cost_per_token(model: CatalogModel) -> float:
     """Return how much longer a prompt's token takes to read for each token before it, as a share
     of the first one's time; 0 if the model's dimensions are unknown.
 
-    It is a ratio of operations. For each earlier token and layer, attention takes 4 per head and
-    value: a product for the score and one for the sum, two operations each. The weights take 2 per
-    active parameter. Layers with a sliding window do not count. Attention reaches at most the rate
-    of the weights' products, so the real cost is seldom lower.
+    The share is a ratio of operations. For each earlier token and layer, attention takes 4 per head
+    and value: a product for the score and one for the sum, two operations each. The weights take 2
+    per active parameter. Layers with a sliding window do not count. Attention reaches at most the
+    rate of the weights' products, so the real cost is seldom lower.
     """
     shape = model.shape
     if shape is None:

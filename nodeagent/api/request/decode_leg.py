@@ -197,7 +197,7 @@ def _named_peers(
 def _only_store(request: web.Request, own: ReplicaId) -> KvHolders | None:
     """Return the holders of a prompt whose prefix only the PoP's store may have.
 
-    None for a prompt that is computed faster than the store is asked.
+    None for a prompt that is computed faster than a query of the store takes.
     """
     tokens, prefill_ms = prefill_estimate(request)
     token_us = 1000 * prefill_ms // max(1, tokens or 0)

@@ -2,9 +2,9 @@
 
 Engines put several tokens into one event when they draft tokens, or when their server falls behind.
 The router counts an event as one token unless its choice has `generated_tokens`. vLLM, SGLang and
-TensorRT-LLM put the usage so far into each event instead, if asked (CONTINUOUS_USAGE). Here it is
-taken out again, and an event that is not one token gets `generated_tokens`. All others are what
-they would be without it: those the router relays without decoding them.
+TensorRT-LLM put the usage so far into each event instead, if the request has CONTINUOUS_USAGE. Here
+the usage is taken out again, and an event that is not one token gets `generated_tokens`. All other
+events are as they would be without it, and the router relays them without decoding them.
 
 Rule 1: a client that asks for these counts itself gets the events as they are.
 Rule 2: tokens without text, such as a part of a character, count with the next text.

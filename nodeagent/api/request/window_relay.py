@@ -45,7 +45,7 @@ class RelayedAnswer(NamedTuple):
 def window_headers(
     request: web.Request, windows: WindowLeases, replica: ReplicaId
 ) -> dict[str, str]:
-    """Return the header with the lease for an engine, if it is asked for blocks."""
+    """Return the header with the lease for an engine, if the request is for blocks."""
     if kv_transfer.LEG not in request.headers and request.path != kv_sharing.BLOCKS_PATH:
         return {}
     lease = request.headers.get(kv_transfer.WINDOW, "")
@@ -126,8 +126,8 @@ def _end_reading(
 ) -> None:
     """Wait for no more blocks than have come, now that the engine's answer has ended.
 
-    It has also ended if the request has, whose blocks are then left where they are. An engine that
-    gives up ends it with an error's text.
+    The answer also ends when the request does; the blocks are then left where they are. An engine
+    that gives up ends the answer with the text of an error.
     """
     if ending.cancelled():
         return

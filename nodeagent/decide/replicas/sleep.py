@@ -43,7 +43,7 @@ SLEEP_LIMIT_MIN_S: Final = 30.0
 COPY_BYTES_PER_S_MIN: Final = 1e9
 """The slowest that weights are copied to host memory, which is allocated and pinned meanwhile."""
 WAKE_LIMIT_MAX_S: Final = 120.0
-"""What earlier times say counts up to this limit."""
+"""The longest limit of a wake that follows from earlier wakes or starts."""
 WAKE_SLOWER_MAX: Final = 20
 """How many times as long as its earlier wakes a wake may take. From the disk it takes 4 times as
 long as from the page cache on a machine with a fast disk (ops/bench/overcommit.md)."""
@@ -60,7 +60,7 @@ weights, and does more."""
 
 
 class SleepOutcome(StrEnum):
-    """What came of the order to fall asleep."""
+    """The outcome of an order to fall asleep."""
 
     ASLEEP = "asleep"
     REFUSED = "refused"
@@ -70,7 +70,7 @@ class SleepOutcome(StrEnum):
 
 
 class WakeOutcome(StrEnum):
-    """What came of the order to wake."""
+    """The outcome of an order to wake."""
 
     AWAKE = "awake"
     NO_MEMORY = "no memory"

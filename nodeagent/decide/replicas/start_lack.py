@@ -8,8 +8,8 @@ Rule 2: it starts again once the planned memory is free, and after MEMORY_RETRY_
 because it may need less than was planned.
 Rule 3: it waits for a descriptor if the agent had none to start it, and starts again after
 DESCRIPTORS_RETRY_S: other work of the agent frees descriptors.
-Rule 4: after WAIT_MAX_S it is given up, because other nodes may have what it lacks. Such a wait is
-no failure of the replica's version.
+Rule 4: after WAIT_MAX_S it is given up, because other nodes may have what it lacks. The wait does
+not count as a failure of the replica's version.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ LACKS_MEMORY: Final = (
 
 
 class StartLack(NamedTuple):
-    """What a start lacked: the `resource`, and the `reason` that operators see of the wait.
+    """The `resource` that a start lacked, and the `reason` that operators see during the wait.
 
     It starts again after `retry_s`, or once `needed_bytes` are free; 0 if it does not lack memory.
     """

@@ -62,7 +62,8 @@ class ReplicaAdmission:
         self.wake_ms: Callable[[], int] = lambda: 0
         """How long a request would wait for the replica to wake; 0 while it is awake."""
         self.sleep_reason: Callable[[], str] = lambda: ""
-        """What operators see of a replica that sleeps or waits for memory; "" of others."""
+        """The reason that operators see for a replica that sleeps or waits for memory; "" for
+        others."""
         self.decode_tokens_per_s: Callable[[], float] = lambda: 0.0
         """The measured speed of the engine with all its sequences; 0 if that is unknown."""
         self.cache_since_s: float | None = None

@@ -37,8 +37,8 @@ FETCHES_MAX: Final = 4
 TIMEOUT_MIN_S: Final = 0.05
 
 STORE_S_MAX: Final = 2.0
-"""How long the engine here may take to store blocks that have all arrived. It may be in a step,
-which takes no longer. It could not begin to compute them before the end of that step either."""
+"""How long the engine here may take to store blocks that have all arrived. The engine may be in a
+step, which takes no longer, and could not compute the blocks before the end of that step either."""
 
 LOCATE_SHARE_MAX: Final = 0.1
 """The holders may take this share of the time to compute a prompt to say what they have of it."""
@@ -137,7 +137,7 @@ class FetchPlan(NamedTuple):
             return self.timeout_s
         if arrived >= self.blocks:
             return min(now_s + STORE_S_MAX, self.limit_s)
-        # What has come is kept, so only the rest is fetched or computed.
+        # Blocks that have arrived are kept, so only the rest is fetched or computed.
         rest_s = max(TIMEOUT_MIN_S, (self.blocks - arrived) * self.block_s)
         return min(now_s + rest_s, first_s + self.timeout_s, self.limit_s)
 
@@ -201,7 +201,7 @@ class FetchRate:
         """Return the time `known` with one more `sample` of it."""
         if sample > known and self._measured_at_s > -inf:
             return known + _SMOOTHING_WORSE * (sample - known)
-        # What has refused fetches until it was too old says nothing against the one after that.
+        # A measurement that refused fetches until it was too old says nothing about the next one.
         return sample if self.is_aged(now_s) else known + _SMOOTHING * (sample - known)
 
 

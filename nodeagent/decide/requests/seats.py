@@ -90,7 +90,7 @@ class Seats:
         self._staying_max = max(1, seats_max - max(1, int(LEFT_SHARE * seats_max)))
         self._starting_max = max(1, int(STARTING_SHARE * seats_max))
         self._starting: Counter[str] = Counter()
-        """The seated requests without a first token, by tenant."""
+        """The requests that have a seat and no first token yet, by tenant."""
         self._last_used_s: dict[str, float] = {}
         """When a client's request of each tenant last gave its seat back, the latest last."""
         self._item_pace = ItemPace(seats_max)
@@ -142,8 +142,10 @@ class Seats:
         return items[0] if items else None
 
     def record_start(self, request: SeatRequest, now_s: float) -> list[SeatRequest]:
-        """Note that a request's first token has arrived, or should have; return those seated
-        now."""
+        """Note that a request's first token has arrived, or should have.
+
+        Return the requests that get a seat now.
+        """
         if not request.is_seated or request.has_started:
             return []
         self._end_start(request)

@@ -120,9 +120,9 @@ class GenerationThread(StepThread):
         """Have `function` called between two steps, or while the model computes one; return the
         future of its result.
 
-        It may touch nothing but the core's `kv_transfers`. Such calls keep their order, and may
-        overtake submissions, cancellations and other calls. An error in it is fatal, like one in a
-        step.
+        The call may touch nothing but the core's `kv_transfers`. Such calls keep their order, and
+        may overtake submissions, cancellations and other calls. An error in one is fatal, like one
+        in a step.
         """
         self._expect_progress()
         call = _Call(function, Future())

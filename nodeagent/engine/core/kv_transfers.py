@@ -150,7 +150,7 @@ class KvTransfers:
     def read_outgoing(self, number: int, count: int, out: Tensor | None = None) -> Tensor | None:
         """Return the next `count` blocks on the host [blocks, ...], and let go of them.
 
-        They are copied to `out`, if it is given. None if the transfer was closed.
+        The contents are copied to `out`, if it is given. None if the transfer was closed.
         """
         outgoing = self._outgoing.get(number)
         if outgoing is None or len(outgoing.held) < count:
@@ -176,8 +176,10 @@ class KvTransfers:
             self._pool.release(outgoing.held)
 
     def let_go_of(self, number: int, blocks: Collection[int]) -> None:
-        """Let go of the blocks of a generation that failed: their contents may be no numbers. What
-        is being read of them is not sent any more."""
+        """Let go of the blocks of a generation that failed, whose contents may be NaN.
+
+        Blocks that are being read are not sent any more.
+        """
         self.close_outgoing(number)
         for incoming in self._incoming.values():
             for held in (incoming.cached, incoming.arrived):
@@ -348,7 +350,7 @@ class KvTransfers:
     def let_go_of_prefix(self) -> bool:
         """Let go of the prefix that the newest transfer holds; return False if none holds any.
 
-        Its blocks stay cached until they are evicted. What arrives later is held again.
+        Its blocks stay cached until they are evicted. Blocks that arrive later are held again.
         """
         for incoming in reversed(self._incoming.values()):
             if held := [*incoming.cached, *incoming.arrived]:

@@ -63,7 +63,7 @@ class ParkedModel:
     def restore(self) -> ModelRunner | None:
         """Return the parked model, able to run again; None if it must be loaded from its files.
 
-        It must be if no model is parked or the parked copy cannot be read, which is then dropped.
+        It must be loaded if no model is parked. A parked copy that cannot be read is dropped.
         Raises MemoryShortage if there is not enough memory for the model.
         """
         runner, copy = self._runner, self._copy

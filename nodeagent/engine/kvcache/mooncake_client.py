@@ -1,6 +1,6 @@
 """The client of Mooncake Store, from the package `mooncake-transfer-engine`.
 
-It is imported when an engine joins a store, so that engines without one do not need it.
+The package is imported when an engine joins a store, so that engines without one do not need it.
 """
 
 import os

@@ -46,7 +46,7 @@ _HEAD_BYTES: Final = 64
 
 
 class StoreLost(Exception):
-    """The store could not be asked, or answered with an error."""
+    """The store did not answer, or answered with an error."""
 
 
 class StoreClient(Protocol):

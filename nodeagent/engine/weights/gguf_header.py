@@ -45,7 +45,7 @@ _SHORT_ARRAY_ITEMS: Final = 1024
 _ITEMS_MAX: Final = 8 * 1024 * 1024
 """Array items of a file. A vocabulary has a few hundred thousand; each becomes a Python object."""
 _TEXT_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Bytes of all strings of a file. They are copied, and a file may have terabytes of nothing."""
+"""Bytes of all strings of a file. Strings are copied, and a sparse file may have terabytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ class EngineAdapters:
         Raises AdapterUnavailable and AdapterRefused.
         """
         if engine is self._engine and adapter.adapter_id in self._table:
-            # It does not wait for others that are being loaded.
+            # An adapter that is loaded does not wait for others that are being loaded.
             self._table.begin_use(adapter.adapter_id)
             return
         async with self._load_lock:

@@ -60,8 +60,8 @@ def remove_folders(folder: Path) -> None:
 def temporary_folder(folder: Path) -> Path:
     """Return the folder for the temporary files of the engine whose own folder is `folder`.
 
-    It is inside, unless sockets there would have too long a path. A later agent finds it by the
-    engine's folder alone.
+    It lies inside `folder`, unless sockets there would have too long a path. A later agent finds it
+    by the engine's folder alone.
     """
     inside = folder / "tmp"
     name_bytes = max(SOCKET_NAME_BYTES, STORE_NAME_BYTES + len(socket.gethostname()))
@@ -74,7 +74,7 @@ def temporary_folder(folder: Path) -> Path:
 def temporary_variables(temporary: Path) -> dict[str, str]:
     """Return the environment of an engine with this folder for temporary files.
 
-    What torch compiles stays outside, so that the next engine need not compile it again.
+    Kernels that torch compiles stay outside, so that the next engine need not compile them again.
     """
     return {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(_compiled_folder())}
 

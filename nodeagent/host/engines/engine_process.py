@@ -168,8 +168,8 @@ class EngineProcess:
     def salted(self, path: str, body: bytes, salt: str, priority: str = "") -> bytes:
         """Return the body with the tenant's cache salt and its priority, from "0" to "100".
 
-        It is unchanged if the engine reads them from headers or not at all, and its schemas need
-        no translation. Raises ApiError 400.
+        The body is unchanged if the engine reads them from headers or not at all, and needs no
+        translation of schemas. Raises ApiError 400.
         """
         command = self.record.command
         is_salted = path in self._driver.salted_paths

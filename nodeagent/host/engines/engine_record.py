@@ -1,4 +1,4 @@
-"""What is on disk of a running engine, so that a later agent finds it again."""
+"""The record on disk of a running engine, by which a later agent finds it again."""
 
 import logging
 import signal

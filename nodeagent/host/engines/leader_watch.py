@@ -32,7 +32,7 @@ CONNECT_TIMEOUT_S: Final = 2.0
 
 
 class LeaderWatch:
-    """What one part knows of its leader. Without a leader to watch it reports no problem."""
+    """One part's view of its leader. Without a leader to watch it reports no problem."""
 
     def __init__(self, spec: ReplicaSpec, part: int, *, is_adopted: bool = False) -> None:
         """`part` is the process group of the part, which an earlier agent started if it is adopted.

@@ -52,8 +52,8 @@ Serve = Callable[[InferenceRequest, ResponseWriter], Awaitable[None]]
 class LaterAttempt(NamedTuple):
     """When work that a client does not wait for is tried again, and whether this attempt counts.
 
-    It does not count if the work cannot have been the cause: without capacity, beyond a limit of
-    its key, or while its nodes are not reached.
+    An attempt does not count if the work cannot have been the cause: without capacity, beyond a
+    limit of its key, or while its nodes are not reached.
     """
 
     after_s: float

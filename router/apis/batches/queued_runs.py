@@ -30,7 +30,7 @@ class QueuedRequests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _ENVELOPE: Final = (b'{"result":', b',"success":true,"errors":[],"messages":[]}')
-"""What stands before and after the scheduler's answer in Workers AI's envelope."""
+"""The parts of Workers AI's envelope before and after the scheduler's answer."""
 
 _QUEUED: Final = msgspec.json.Decoder(QueuedRequests)
 _TEXT: Final = msgspec.json.Decoder(str | None)

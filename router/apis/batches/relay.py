@@ -17,7 +17,7 @@ _ID: Final = "[A-Za-z0-9_-]{1,64}"
 _PATH: Final = re.compile(rf"/v1/(?:files|batches)(?:/{_ID}){{0,2}}")
 _CONTENT: Final = re.compile(r"/v1/files/[^/]+/content")
 _COMPACT: Final = "/v1/responses/compact"
-"""A route of OpenAI's, which is not served. It is no response of that id."""
+"""A route of OpenAI's that is not served, and not a response with the id `compact`."""
 CHUNK_BYTES: Final = 64 * 1024
 T = TypeVar("T")
 

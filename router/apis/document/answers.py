@@ -326,7 +326,7 @@ class HealthAnswer(msgspec.Struct):
 
 
 class OpenAiErrorFields(msgspec.Struct):
-    """What went wrong: `code` for programs, `message` for people."""
+    """The error: `code` for programs, `message` for people."""
 
     message: str
     type: str
@@ -341,7 +341,7 @@ class OpenAiError(msgspec.Struct):
 
 
 class AnthropicErrorFields(msgspec.Struct):
-    """What went wrong: `type` for programs, `message` for people."""
+    """The error: `type` for programs, `message` for people."""
 
     type: str
     message: str
@@ -356,7 +356,7 @@ class AnthropicError(msgspec.Struct):
 
 
 class WorkersAiErrorFields(msgspec.Struct):
-    """What went wrong: `code` for programs, `message` for people."""
+    """The error: `code` for programs, `message` for people."""
 
     code: int
     message: str

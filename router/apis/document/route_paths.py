@@ -25,7 +25,7 @@ def path_pattern(route: PublicRoute) -> re.Pattern[str]:
 _LITERAL: Final = frozenset(route.path for route in ROUTES if "{" not in route.path)
 _ROUTES: Final = tuple((path_pattern(route), route.path, route.method) for route in ROUTES)
 _BASES: Final = ("/v1", "/client/v4")
-"""What the base URLs of clients end with. Those of Anthropic's clients end with neither."""
+"""The ends of clients' base URLs. Those of Anthropic's clients end with neither."""
 _SLASHES: Final = re.compile("//+")
 
 

@@ -199,7 +199,7 @@ def signature_of(thinking: str) -> str:
 def translate_usage(usage: Any) -> dict[str, Any]:
     """Return the usage as Anthropic counts it: cached tokens are no part of `input_tokens`.
 
-    It has the tokens of reasoning if the engine counts them.
+    The tokens of reasoning are included if the engine counts them.
     """
     counts = usage if isinstance(usage, dict) else {}
     prompt, output = counts.get("prompt_tokens") or 0, counts.get("completion_tokens") or 0

@@ -199,8 +199,8 @@ def resume_body_builder(
 
     The function takes the generated text and its number of tokens. The result, or that of the
     function, is None if the request cannot be resumed. Only plain text can: tool calls, grammars,
-    several answers and log probabilities have a state that text does not hold. It is NOTHING_LEFT
-    if the text has all tokens that it may have.
+    several answers and log probabilities have a state that text does not hold. The function's
+    result is NOTHING_LEFT if the text has all tokens that it may have.
     """
     if isinstance(request, EmbeddingRequest | RerankRequest) or count_answers(request) != 1:
         return None

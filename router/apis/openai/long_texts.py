@@ -2,9 +2,9 @@
 
 The compiled request path takes those of a chat out of the body (`text_bytes.c`): it checks and
 decodes texts, and checks the base64 of images. The decoder reads the rest, with a number in the
-place of each, and so checks it as it checks any body. What it does not accept then is decoded as a
-whole, as everything is without that loop: so the decoder alone decides what is refused, and how the
-error reads.
+place of each, and so checks it as it checks any body. A body that it does not accept then is
+decoded as a whole, as every body is without that loop. So the decoder alone decides what is
+refused, and with which message.
 """
 
 import importlib

@@ -17,12 +17,13 @@ RESPONSES_MAX: Final = 64
 """Responses that one input may refer to: each is read from a scheduler."""
 
 ITEMS_BYTES_MAX: Final = 8 * 1024 * 1024
-"""What the items may have together: as much as a body, and as the items before a response."""
+"""The most bytes of the items together: as many as of a body, and of the items before a
+response."""
 
 _TYPE: Final = "item_reference"
 _QUOTED_TYPE: Final = b'"item_reference"'
 _REASONING: Final = "rs_"
-"""What the ids of reasoning begin with. An answer goes on without reasoning that is not stored."""
+"""The prefix of the ids of reasoning. An answer goes on without reasoning that is not stored."""
 _STORED_ID: Final = re.compile(r"(?:msg|fc|rs)_(resp_[0-9a-f]{32})_\d{1,5}")
 """The id of an output item of a stored response."""
 

@@ -1,1 +1,1 @@
-"""What a router knows of prefix caches: sessions, prefixes and their blocks."""
+"""A router's knowledge of prefix caches: sessions, prefixes and their blocks."""

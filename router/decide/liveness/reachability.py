@@ -89,9 +89,10 @@ class NodeReachability:
     ) -> Callable[[Route], bool]:
         """Return what says whether a node still serves a replica that is `known`.
 
-        It does if it has answered lately and not disowned the replica; without `trusts_silence`, if
-        it has not disowned it. One that is not `known` is not served. A scheduler that takes over
-        may drop ten thousand replicas, and each change is checked against all of them.
+        A node serves a replica if it has answered lately and not disowned the replica. Without
+        `trusts_silence` its answers do not matter. A replica that is not `known` is not served. A
+        scheduler that takes over may drop ten thousand replicas, and each change is checked against
+        all of them.
         """
         since_s, answered_at_s, disowned = now_s - ANSWERING_S, self._answered_at_s, self._disowned
 

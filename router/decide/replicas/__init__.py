@@ -1,1 +1,1 @@
-"""What ranking knows of each replica: its load, its rates and its estimated wait."""
+"""The input of ranking: each replica's load, rates and estimated wait."""

@@ -80,7 +80,7 @@ class ValuesInNumpy:
 
 
 class _Changes:
-    """What rows were before they changed, in the order of the changes, to undo them in a copy."""
+    """The rows before each change, in the order of the changes, to undo them in a copy."""
 
     def __init__(self, capacity: int) -> None:
         self.count: int = 0

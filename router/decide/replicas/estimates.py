@@ -1,8 +1,8 @@
 """Estimates of the wait at each replica, by slot.
 
 The list of ten thousand replicas is too long to be copied for each request. Estimates are therefore
-kept in chunks that snapshots share: a change copies one chunk. What ranking compares of all
-replicas is in slot_columns.py.
+kept in chunks that snapshots share: a change copies one chunk. The columns that ranking compares of
+all replicas are in slot_columns.py.
 """
 
 from typing import Final

@@ -69,7 +69,7 @@ class ReplicaTable:
         self.routes: list[Route | None] = []
         self.estimates = Estimates()
         self.columns = new_slot_columns()
-        """What ranking compares of the estimates."""
+        """The fields of the estimates that ranking compares."""
         self.corrections: list[LatencyCorrection] = []
         self.hashes: list[int] = []
         self.weights: list[float] = []

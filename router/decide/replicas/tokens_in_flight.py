@@ -47,7 +47,7 @@ class InFlightTokens(NamedTuple):
 
 @mypyc_attr(acyclic=True, free_list_len=1)
 class OwnLoad:
-    """What this router had at one replica at one moment: an entry of its history."""
+    """This router's load at one replica at one moment: an entry of its history."""
 
     __slots__ = ("at_s", "batch_items", "output_tokens", "prefill_tokens", "requests")
 

@@ -56,7 +56,7 @@ def check_table(
     """Return why `new` is refused, None if it is accepted.
 
     `is_answering` says whether a replica's node answers this router's probes; while silence is not
-    trusted (`trusts_silence`), whether it has not disowned the replica. It is asked only about
+    trusted (`trusts_silence`), whether it has not disowned the replica. It is called only for
     replicas that are dropped: a table may have ten thousand.
     """
     if old is None:

@@ -79,7 +79,7 @@ class WithdrawnRoutes:
             if replica_id in kept or route.deployment_id not in known or is_over:
                 self._forget(replica_id)
             elif route.deployment_id not in unrouted:
-                # It may have ended by the time when it is needed again.
+                # A replica may have ended by the time it is needed again.
                 self._serving.discard(replica_id)
         self._drop_excess()
         return has_lost_all

@@ -23,7 +23,7 @@ TRACE_ID_BYTES: Final = 16
 def trace_admin_requests(recorder: SpanRecorder, scheduler_name: str) -> Middleware:
     """Return the middleware that records a span of each admin request.
 
-    It comes after the one that checks the token, so that no other request is recorded.
+    It comes after the middleware that checks the token, so requests without it are not recorded.
     """
 
     def parent_of(request: web.Request) -> TraceContext | None:

@@ -1,1 +1,2 @@
-"""What clients store, relayed by routers: files, batches, responses, adapters."""
+"""Endpoints for the objects that clients store through routers: files, batches, responses,
+adapters."""

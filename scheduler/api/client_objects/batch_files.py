@@ -47,7 +47,7 @@ class FileEndpoints:
         if not request.content_type.startswith("multipart/"):
             raise _invalid("expected multipart/form-data with 'purpose' and 'file'")
         async with using(self._pool) as connection:
-            # What cannot be stored in the end is not written first.
+            # A file over the tenant's limits is refused before it is written.
             await check_stored(connection, tenant_id, 1, self._limits)
         file_id = f"file-{secrets.token_hex(12)}"
         folder = self._folder.of_tenant(tenant_id)

@@ -53,7 +53,7 @@ class QueuedRuns:
     async def create(self, request: web.Request, tenant_id: str, key_id: str) -> web.Response:
         """Begin a batch of the lines in the body, for the model in the query."""
         async with using(self._pool) as connection:
-            # What cannot be stored in the end is not written first.
+            # A file over the tenant's limits is refused before it is written.
             size_bytes = request.content_length or 1
             await check_stored(connection, tenant_id, size_bytes, self._limits)
         file_id = f"file-{secrets.token_hex(12)}"

@@ -23,8 +23,8 @@ WORK_TIMEOUT_S: Final = 30.0
 
 LARGE_BYTES: Final = 1024 * 1024
 LARGE_AT_ONCE: Final = 4
-"""So many bodies of LARGE_BYTES or more are in memory at a time: a router sends up to 64 MiB. The
-others wait unread; a router repeats what waits for longer than a minute."""
+"""The most bodies of LARGE_BYTES or more in memory at a time: a router sends up to 64 MiB each.
+Others are not read until it is their turn; after a minute the router sends the request again."""
 
 TURNS_MAX: Final = 12
 """Requests of clients that use the database at a time: some of its connections for clients are left

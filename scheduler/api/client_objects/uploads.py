@@ -30,7 +30,7 @@ SPACE_CHECK_BYTES: Final = 16 * 1024 * 1024
 
 DECIDING_PAUSE_S: Final = IDLE_TIMEOUT_S + 1.0
 DECIDING_ATTEMPTS_MAX: Final = 1_000
-"""How often, and with which pause, a database that did not answer is asked for a file's row."""
+"""How often, and with which pause, a file's row is read from a database that did not answer."""
 
 _UNDOING: Final[set[asyncio.Task[None]]] = set()
 """The tasks that delete files later. The event loop itself keeps none alive."""
@@ -54,10 +54,10 @@ async def write_upload(
 ) -> int:
     """Write a file and return its size; `on_chunk` sees each part of it.
 
-    Raises ApiError for a file above `bytes_max`, for one that does not go on, if the disk has no
-    room, and if the disk or bucket takes longer than `timeout_s_of` the file's size: for all that
-    is written while it arrives, and again to complete it. Then no file is left. While it arrives
-    no call may take longer than CLIENT_CALL_TIMEOUT_S.
+    Raises ApiError, and leaves no file, if the file is larger than `bytes_max`, if the client stops
+    sending, if the disk has no space, or if the disk or bucket is too slow. `timeout_s_of` the
+    file's size limits the time to write what arrives, and again the time to complete the file.
+    CLIENT_CALL_TIMEOUT_S limits each call while the file arrives.
     """
     size_bytes, checked_at = 0, 0
     file = _ArrivingFile(folder, file_id, timeout_s_of)
@@ -193,7 +193,7 @@ def _undo_later(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 async def end_before_cancelling(work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`. If this is cancelled, `work` ends first.
 
-    A thread, or a commit, does not end because its caller does. Whoever undoes it must come after.
+    A thread or a commit goes on when its caller is cancelled. It can be undone only after its end.
     """
     task = asyncio.ensure_future(work)
     try:

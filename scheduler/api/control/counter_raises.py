@@ -11,9 +11,8 @@ from scheduler.store.events import record_event
 from scheduler.store.pool import Connection
 
 LEAP_MAX: Final = 2**40
-"""The largest lead of a peer's generation or epoch over the store's. It is more than any history
-that a restored backup can have lost, and far less than would exhaust the 63 bits of these
-counters."""
+"""The largest lead of a peer's generation or epoch over the store's: more than a restored backup
+can have lost, and far less than would exhaust the 63 bits of these counters."""
 
 RAISES_MAX: Final = 10
 RAISE_EVERY_S: Final = 360.0

@@ -239,8 +239,8 @@ def overhead_bytes(model: CatalogModel, engine: EngineSettings) -> int:
     """Return an engine's memory on each device beside weights and KV.
 
     The sum of the engine's own memory, its CUDA graphs, and activations; `extra_bytes` of the model
-    are what agents measured beyond that. What a replica gives to a store of KV counts on every
-    device, because on a CPU it is of the same memory.
+    are what agents measured beyond that. The memory that a replica gives to a store of KV counts on
+    every device, because on a CPU it is the same memory.
     """
     of_engine = capabilities_of(engine.driver)
     has_graphs = engine.options.get(of_engine.no_graphs_option, "false").lower() not in TRUE

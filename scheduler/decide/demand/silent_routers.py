@@ -4,9 +4,9 @@ A router that is cut off from all schedulers goes on serving by the last route t
 clients go on using the replicas in it. Without the demand of these clients the planner would end
 the replicas within minutes.
 
-The store has the demand of a PoP, not of each router. So what all routers of a PoP reported before
-one of them fell silent is the least that counts. This is also right if the silent router's clients
-have gone to the others: what these report is not added to it.
+The store has the demand of a PoP, not of each router. So the demand that all routers of a PoP
+reported before one of them fell silent is the least that counts. This is also right if the silent
+router's clients have gone to the others: their reports are not added to it.
 """
 
 from collections.abc import Sequence

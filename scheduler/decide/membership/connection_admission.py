@@ -42,9 +42,9 @@ class ConnectionAdmission:
         """When each peer was admitted that is not served yet, in this order."""
 
     def wait_s(self, now: float) -> float:
-        """Return 0 if a peer may be admitted now, else the seconds until one may at the latest.
+        """Return 0 if a peer may be admitted now, else the longest time until one may be.
 
-        It may be earlier if a peer is `served` meanwhile.
+        The time is shorter if a peer is `served` meanwhile.
         """
         while self._unserved and self._oldest + UNSERVED_TIMEOUT_S <= now:
             del self._unserved[next(iter(self._unserved))]

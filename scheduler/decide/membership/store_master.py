@@ -1,8 +1,8 @@
 """Decides which node of a PoP runs the master of its store of KV.
 
-Any node with a replica that shares KV through the store can. It is the node whose replica was
-placed first. So the master stays while other replicas come and go, without a record of where it is,
-and a node that comes back from a loss, with new replicas, does not take it back.
+Any node with a replica that shares KV through the store can run it. The node whose replica was
+placed first is chosen. So the master stays while other replicas come and go, without a record of
+where it is, and a node that comes back from a loss, with new replicas, does not take it back.
 """
 
 from collections.abc import Iterable

@@ -139,8 +139,8 @@ def judge_rollout(
 ) -> RolloutVerdict | None:
     """Return what has happened to a rollout by now; None if it continues as it is.
 
-    It is given up only for what was missing while this scheduler acted, for `acting_for_s`: without
-    a scheduler nothing starts and nothing is counted.
+    A rollout is given up only for what was missing while this scheduler acted, for `acting_for_s`:
+    without a scheduler nothing starts and nothing is counted.
     """
     if rollout.state not in IN_PROGRESS:
         return None

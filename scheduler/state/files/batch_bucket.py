@@ -275,7 +275,7 @@ class BatchBucket(BatchFolder):
 
 
 class _BucketServer:
-    """What is known of a bucket's server, for all tenants."""
+    """The abilities of a bucket's server, for all tenants."""
 
     has_ranges = True
 

@@ -121,9 +121,9 @@ class BatchFolder:
     ) -> asyncio.Task[None]:
         """Start to close files in a thread by `call`; the task returned raises nothing.
 
-        If a call on a file hangs, closing it hangs, too. So whoever is cancelled meanwhile neither
-        closes it on the event loop nor waits for it. The task waits for a thread as long as it
-        takes: a file that it let go of would be closed by the event loop.
+        If a call on a file hangs, closing it hangs, too. So a caller that is cancelled meanwhile
+        neither closes it on the event loop nor waits for it. The task waits for a thread without
+        limit: a file that it dropped would be closed on the event loop.
         """
 
         def call_once() -> None:
@@ -174,7 +174,7 @@ class BatchFolder:
             return math.inf
 
     def has_room(self) -> bool:
-        """Return whether the disk has room for uploads. Blocks."""
+        """Return whether the disk has space for uploads. Blocks."""
         return shutil.disk_usage(self._folder).free > self._free_bytes_min
 
     @contextmanager

@@ -70,10 +70,10 @@ def end_status(batch: StoredBatch) -> str:
 async def write_results(pool: Pool, folder: BatchFolder, batch: StoredBatch) -> list[ResultFile]:
     """Write the output file and the error file of a batch that is finalizing.
 
-    Such a batch does not change, so a repeated call writes the same files under the same ids: it
-    replaces what an earlier one has left, and takes nothing from one that has succeeded. The files
-    are complete after the transaction: an upload to a bucket may take longer than a transaction
-    may wait.
+    A finalizing batch does not change, so a repeated call writes the same files under the same ids:
+    it replaces what an earlier call has left, and removes nothing of one that has succeeded. The
+    files are completed after the transaction, because an upload to a bucket may take longer than a
+    transaction may wait.
 
     Raises ItemsMissing if another scheduler has ended the batch and deletes its items: while this
     process hung, and no longer acts. Its files would replace the whole ones.

@@ -33,9 +33,10 @@ class AssignmentOutbox:
         """The newest generation of all assignments that were sent."""
 
     async def send(self, peer: PeerConnection) -> None:
-        """Queue a node's whole assignment. After an error it follows the node's next report.
+        """Queue a node's whole assignment. After an error it is sent after the node's next report.
 
-        One is read after the other: of two with one generation, the node keeps the last.
+        Assignments are read one after another, because a node keeps the last of two with the same
+        generation.
         """
         node_id = NodeId(peer.name)
         with self.resend_on_error([node_id]):

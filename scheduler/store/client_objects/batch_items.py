@@ -33,8 +33,8 @@ _ANSWERED_COLUMNS: Final = (*_ITEM_COLUMNS, "is_done", "error_code", "result")
 # If statistics do not know a batch, the planner expects a single row of it, and may read all of
 # them rather than look up a few. So transactions that lease or answer items are `by_index`. A
 # statement on given items finds each by both columns of the primary key: it joins them with a list
-# and with no other table, and does not test `is_done` as the index of open items does. What is not
-# given is read in the order of that index.
+# and with no other table, and does not test `is_done` as the index of open items does. A statement
+# without given items reads in the order of that index.
 _NOT_DONE: Final = "i.is_done::integer = 0"
 _FROM_HELD: Final = (
     "FROM unnest($1::text[], $2::integer[], $3::text[]) AS held (batch_id, line, lease_id)"
@@ -365,7 +365,8 @@ async def leased_items(connection: Connection, batch_id: str) -> int:
 async def each_item(connection: Connection, batch_id: str) -> AsyncIterator[AnsweredItem]:
     """Yield the items of a batch in the order of their lines, in a transaction `by_index`.
 
-    They are read in pages of results of PAGE_BYTES, and one that may be larger.
+    They are read in pages: the results of a page have at most PAGE_BYTES, or are a single larger
+    one.
     """
     line = -1
     while rows := await connection.fetch(

@@ -182,8 +182,8 @@ def _folder() -> Path:
 
     Raises KernelsUnavailable if it is unsafe.
 
-    Another user who could write the folder, replace it, or point a link of that name elsewhere
-    could make the engine load a library of theirs.
+    A user that can write the folder, replace it, or point a link of that name elsewhere could make
+    the engine load another library.
     """
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

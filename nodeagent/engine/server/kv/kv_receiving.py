@@ -110,8 +110,8 @@ class KvReceiver:
             )
         waiting = waiting_prompt(transfer, prepared)
         try:
-            # It is opened before anything is stored: calls keep their order. The description need
-            # not wait for that.
+            # Calls keep their order, so the transfer is opened before anything is stored. The
+            # description need not wait for that.
             self._worker.call_beside_steps(lambda core: _open(core, transfer, waiting.digests))
             waiting.held = self._held(waiting.digests)
             # Before anything is awaited: another request may come with the same id.

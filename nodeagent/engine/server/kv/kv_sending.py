@@ -217,7 +217,7 @@ class KvSender:
         )
         async with self._windows.lease(request.headers.get(kv_transfer.WINDOW, "")) as lease:
             writer = BlockWriter(request, self._windows, lease, self._stall_s)
-            # It may have gone to sleep while files were read: nothing was in flight.
+            # The engine may have gone to sleep while files were read: nothing was in flight.
             await self._ensure_awake()
             opened = self._open_requests.open(self._worker, reading, lambda: None)
             self.open_count += 1

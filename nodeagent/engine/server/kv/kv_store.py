@@ -74,7 +74,7 @@ class KvStoreRoutes:
         wanted = parse_digits(text, 5)
         if wanted is None:
             raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot fetch {text[:40]!r} KV blocks")
-        # What another transfer brings meanwhile would be stored twice.
+        # Blocks that another transfer brings meanwhile would be stored twice.
         async with self._receiver.receiving(transfer) as waiting:
             first = waiting.held.in_all_tiers
             left = waiting.digests[first : first + wanted]

@@ -32,7 +32,7 @@ from isochrone.wire.kv.transfer_frames import (
 from nodeagent.engine.server.kv.kv_windows import KvWindows
 
 PARTS_AHEAD: Final = 2
-"""One is written while the next one is read."""
+"""One part is written while the next one is read."""
 
 
 class BlockDestination(NamedTuple):
@@ -79,8 +79,8 @@ class BlockWriter:
     ) -> None:
         """Have `read` run on a thread of its own, and write what it puts.
 
-        Raises what `read` raises. It has ended when this returns or raises: `stop` ends its waits
-        other than those for memory.
+        Raises what `read` raises. `read` has ended when this returns or raises: `stop` ends its
+        waits other than those for memory.
         """
         reading = start_thread("kv-send", read)
         reading.add_done_callback(lambda _: self._parts.put_nowait(None))

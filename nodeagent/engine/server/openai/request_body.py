@@ -115,8 +115,8 @@ class GenerationFields(AcceptedFields, kw_only=True):
 class MessageSpec(msgspec.Struct):
     """One message of a chat.
 
-    Unknown fields are allowed: clients send back answers of other servers as they are. What the
-    prompt would lack without them is refused.
+    Unknown fields are allowed, because clients send back answers of other servers as they are. A
+    field without which the prompt would lack something is refused.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]

@@ -1,4 +1,4 @@
-"""What one deployment needs: its demand and policy, and the cost and capacity of a replica of it.
+"""The needs of one deployment: its demand and policy, and a replica's cost and capacity.
 
 Load is measured in replicas of the slowest device class (see `demand/demand_rates.py`); a replica
 on a faster class has more capacity in the same unit.

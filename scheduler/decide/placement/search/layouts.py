@@ -114,8 +114,8 @@ class DeploymentLayouts:
     def evaluate_small(self, evaluations_max: int) -> None:
         """Evaluate the layouts in which each replica pays, those with fewest replicas first.
 
-        What a replica saves falls with the number of others, so one that does not pay is in no
-        layout that is needed: the same layout without it costs less and takes less.
+        A replica saves less the more others there are. So a layout with one that does not pay is
+        not needed: the same layout without it costs less and takes less.
         """
         none = (0,) * len(self._sites)
         level = {none: self.cost(none)}

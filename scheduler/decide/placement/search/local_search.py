@@ -99,7 +99,7 @@ class LocalSearch:
     def run_thoroughly(self, effort: int) -> None:
         """Improve the draft with `effort` more attempts if it starts several replicas.
 
-        What starts together is laid out together: later it would have to move.
+        Replicas that start together are laid out together, because later they would have to move.
         """
         if sum(len(state.new_replicas()) for state in self._draft.states) > 1:
             self._effort.add(effort)

@@ -32,8 +32,8 @@ DEVICES_MAX: Final = 128
 """With more (city, site) pairs or devices each layout takes too long to look at."""
 
 LAID_OUT_PER_DEVICE_MAX: Final = 8
-"""So many new replicas for each device are laid out together at most. An engine takes more of a
-machine than a deployment may say: ten thousand replicas of one byte would fit on a device."""
+"""The most new replicas for each device that are laid out together. Without a limit, ten thousand
+replicas of a deployment that claims one byte would fit on a device, but not their processes."""
 
 TRIED_MAX: Final = 3
 """How many combinations are tried on the draft, the cheapest first."""
