@@ -28,12 +28,12 @@ class FairShares:
         return True
 
     def is_own_share(self, holder: str, count: int) -> bool:
-        """Return whether what a holder has is alone the reason that `count` more do not fit."""
+        """Return whether `count` more do not fit only because of what this holder has."""
         own = self._held.get(holder, 0)
         return own + count > self._most - own
 
     def give_back(self, holder: str, count: int) -> None:
-        """Count what was taken no longer."""
+        """Stop counting what was taken."""
         self.total -= count
         own = self._held.get(holder, 0) - count
         if own:

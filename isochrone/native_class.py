@@ -1,7 +1,7 @@
 """How the compiler of the request path lays out a class; without it the decorator does nothing.
 
-`acyclic=True` leaves out what the garbage collector needs: no object of the class may be reachable
-from itself. `free_list_len=1` keeps the memory of one freed object for the next.
+`acyclic=True` leaves out the support for the garbage collector: no object of the class may be
+reachable from itself. `free_list_len=1` keeps the memory of one freed object for the next.
 """
 
 from collections.abc import Callable

@@ -152,7 +152,7 @@ class RouterApp:
         self.fleet.prompt_outbox.is_open = worker is not None or count > 0
 
     def _create_request_path(self) -> None:
-        """Create what a request passes through, from the API to the nodes."""
+        """Create the parts that a request passes through, from the API to the nodes."""
         self.journal = UsageJournal(self.config.state_folder / "journal", time.monotonic)
         self.recorder = Recorder(self.identity.pop, self.metrics, self.journal)
         self.deadlines = Deadlines(time.monotonic)
@@ -183,7 +183,7 @@ class RouterApp:
         self.request_ids = RequestIds(self.boot_id)
 
     def _create_reports(self) -> None:
-        """Create what probes nodes, reports to the scheduler, and sets gauges."""
+        """Create the jobs that probe nodes, report to the scheduler, and set gauges."""
         self.pop_loads = PopLoadPoller(
             fleet=self.fleet,
             upstream=self.upstream,
@@ -237,7 +237,7 @@ class RouterApp:
         )
 
     def _create_server(self) -> PublicServer:
-        """Return the server of the public port, and create what answers batches."""
+        """Return the server of the public port, and create the jobs that answer batches."""
         self.stored = compose_stored_answers(
             *(self.config, self.batch_client, self.surface, self.pipeline.serve, self.metrics),
             charge=lambda key, size_bytes: self.server.bodies.charge_stored(key, size_bytes),
@@ -365,13 +365,13 @@ class RouterApp:
             await self.shipper.on_ack(message)
 
     def draw_elsewhere(self, use: KeyUse) -> None:
-        """Draw from the limits of a key what it has used at other routers."""
+        """Draw a key's use at other routers from its limits."""
         key = self.fleet.directory.keys.get(use.key_id)
         if key is not None:
             self.limiter.draw_elsewhere(key, use, time.monotonic(), time.time())
 
     def learn_shared(self, message: Shared | OwnKeyUse) -> None:
-        """Take what another process of this router shares."""
+        """Take a message that another process of this router shares."""
         if isinstance(message, OwnKeyUse):
             self.key_use.add(message.rows)
         elif isinstance(message, SharedPrompts):

@@ -414,7 +414,7 @@ class AttemptRunner:
         )
 
     def _learn_fetch(self, attempt: ReplicaAttempt, prompt_tokens: int, cached_tokens: int) -> None:
-        """Learn what the prefixes of other replicas are worth at the one that answered."""
+        """Learn how much the prefixes of other replicas help the one that answered."""
         ranked, exchange = attempt.ranked, attempt.exchange
         if not attempt.kv_peers.held_share or ranked is not attempt.target or prompt_tokens <= 0:
             return

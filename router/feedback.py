@@ -58,7 +58,8 @@ class AttemptFeedback:
     ) -> SentPrompt | None:
         """Note that a request goes to a replica, which will cache its prompt.
 
-        Return what `undo_sent` and `learn_cached_tokens` need, None if there is nothing to learn.
+        Return the record that `undo_sent` and `learn_cached_tokens` need, None if there is nothing
+        to learn.
         """
         route = ranked.route
         deployment = self._fleet.routing(route.deployment_id)

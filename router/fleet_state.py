@@ -1,7 +1,7 @@
 """The state of the fleet as this router knows it. All mutable state of replicas and nodes is here.
 
-`snapshot()` gives a frozen view of one deployment for ranking. Requests and probes add what they
-learn through `feedback.py`. One event loop owns it, so it needs no locks.
+`snapshot()` gives a frozen view of one deployment for ranking. Requests and probes update it
+through `feedback.py`. One event loop owns it, so it needs no locks.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Set
@@ -35,7 +35,7 @@ turn: about two milliseconds."""
 
 
 class FleetState:
-    """The route table in use, and what was learned about its replicas and nodes since."""
+    """The route table in use, and the measurements of its replicas and nodes."""
 
     def __init__(self, pop: PopId, clock: Callable[[], float], name: str = "") -> None:
         """Start without a table. `clock` gives monotonic seconds; nodes know this router as `name`.
@@ -67,10 +67,10 @@ class FleetState:
         self._notify_capacity = callback
 
     def adopt(self, table: RouteTable, prepared: TableIndexes | None = None) -> None:
-        """Serve `table` from now on, and drop what is known of replicas that it no longer has.
+        """Serve `table` from now on, and drop the state of replicas that it no longer has.
 
         The indexes `prepared` for this change are not built again here. If very many replicas are
-        gone, `forget_removed` drops what is known of the others.
+        gone, `forget_removed` drops the state of the others.
         """
         current = self.directory.table
         if not self.needs_indexes(table):
@@ -102,7 +102,7 @@ class FleetState:
                 self._notify_capacity(deployment_id)
 
     def forget_removed(self) -> bool:
-        """Drop what is known of some replicas that have left the table, and of nodes.
+        """Drop the state of some replicas that have left the table, and of nodes.
 
         Return whether more are left.
         """
@@ -272,7 +272,8 @@ class FleetState:
         )
 
     def answering_test(self, *, trusts_silence: bool = True) -> Callable[[Route], bool]:
-        """Return what says whether a node still serves a replica of the table, as far as is known.
+        """Return a function that says whether a node still serves a replica of the table, as far as
+        is known.
 
         Without `trusts_silence`, that of a node that does not answer counts as served.
         """

@@ -132,7 +132,7 @@ class InferenceRequest:
         return context * (self.answer_count + len(self.body) // INPUT_BYTES_MIN)
 
     def cost(self, usage: UsageCount) -> float:
-        """Return what `usage` costs at the deployment's price; 0 without a price."""
+        """Return the cost of `usage` at the deployment's price; 0 without a price."""
         if self._price is None:
             return 0.0
         return self._price.spend(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)

@@ -73,7 +73,7 @@ class PoisonGuard:
                 self.outbox.add_cleared(context.fingerprint)
 
     def learn(self, shared: SharedSuspicions) -> None:
-        """Count what another router has seen, or another process of this one."""
+        """Count a loss that another router, or another process of this one, has seen."""
         self._metrics.suspicions_received.inc(len(shared.losses))
         for row in shared.losses:
             self._suspects.record_loss(

@@ -274,7 +274,7 @@ class WorkerPool:
 
 
 def _table_frames(table: RouteTable, former: RouteTable | None) -> Iterator[bytes]:
-    """Return what a worker that has the `former` table needs: its change, or all parts."""
+    """Return the message for a worker that has the `former` table: its change, or all parts."""
     if former is not None:
         delta = codec.encode(diff(former, table))
         if len(delta) <= DELTA_BYTES_MAX:
@@ -333,7 +333,7 @@ class ParentLink:
                 await self._got_message.wait()
 
     async def send(self, message: msgspec.Struct) -> bool:
-        """Send what the main process forwards. It measures round trips itself."""
+        """Send the messages that the main process forwards. It measures round trips itself."""
         if isinstance(message, Demand | Usage | OwnKeyUse | Shared):
             return self._pipe.write(message)
         return False

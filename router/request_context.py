@@ -98,7 +98,7 @@ class ReplicaAttempt:
         self.state = after(self.state, event) if following is None else following
 
     def release(self) -> None:
-        """Give back what the attempt holds: its connection and its tokens in flight."""
+        """Release the resources of the attempt: its connection and its tokens in flight."""
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.abandon()
@@ -314,7 +314,7 @@ class RequestContext:
         return entry
 
     def release(self) -> None:
-        """Give back what the current attempt holds."""
+        """Release the resources of the current attempt."""
         if self.attempt is not None:
             self.attempt.release()
 

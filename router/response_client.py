@@ -55,7 +55,7 @@ class ResponseClient:
         return False
 
     async def discard(self, response_id: str, key: KeyEntry) -> bool:
-        """Delete a response of which its client does not know; return whether that was done.
+        """Delete a response that its client does not know; return whether that was done.
 
         While no scheduler can be reached the message is sent again for a minute.
         """

@@ -1,4 +1,5 @@
-"""Runs a router: joins the cluster, opens what `app.py` composes, and waits for the end."""
+"""Runs a router: joins the cluster, starts the parts that `app.py` composes, and waits for the
+end."""
 
 import asyncio
 import logging

@@ -278,7 +278,7 @@ def _peer_loops(parts: Composition) -> tuple[Loop, ...]:
 
 
 def _placement_loops(parts: Composition) -> tuple[Loop, ...]:
-    """Return the jobs that decide what runs where, and tell nodes and routers."""
+    """Return the jobs that place replicas, and inform nodes and routers."""
     config, state, pool, nudges = (
         parts.config,
         parts.state,

@@ -246,7 +246,7 @@ def events(obj: CliContext, limit: int, subject: str | None) -> None:
     query = {"limit": str(limit)} | ({"subject": subject} if subject else {})
     rows = obj.api.ask("GET", "/v1/events", query=query)["data"]
     if subject and not rows:
-        # Not refused: what has been deleted is a subject, until its events are deleted too.
+        # Not refused: a deleted object remains a subject until its events are deleted too.
         stderr.print(f"note: no event of {subject!r} is kept; `events` without --subject names all")
     show_rows(rows, ["at", "actor", "kind", "subject", "reason"], obj.output)
 

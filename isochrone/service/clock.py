@@ -11,9 +11,9 @@ def utc_now() -> datetime:
 
 
 class JumpFreeClock:
-    """The wall clock, less what it has jumped ahead since this object was made.
+    """The wall clock without its jumps ahead since this object was made.
 
-    For deleting what is old: it may be late, and is not early because a clock was set forward.
+    Used to delete old data: it may be late, and is not early because a clock was set forward.
     """
 
     def __init__(

@@ -123,7 +123,8 @@ def method_not_allowed(method: str, path: str, allowed: Sequence[str]) -> ApiErr
 
 
 def context_length_message(context_tokens: int, excess: str) -> str:
-    """Return OpenAI's wording, by which clients recognise the error; `excess` says what is long."""
+    """Return OpenAI's wording, by which clients recognise the error; `excess` names the part that
+    is too long."""
     return f"This model's maximum context length is {context_tokens} tokens. However, {excess}."
 
 

@@ -1,4 +1,4 @@
-"""Finds out what a packed document unpacks to, before a converter unpacks it in memory.
+"""Computes the unpacked size of a packed document, before a converter unpacks it in memory.
 
 Python's unpacker stops at the size that the archive states, so a stated size holds. A spreadsheet
 needs few bytes for a cell that is far away from the others, and converters fill all that lie

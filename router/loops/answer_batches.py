@@ -67,7 +67,7 @@ class DeploymentWork:
         self.preemptions: dict[ItemRef, int] = {}
         """How often an item was preempted, if it was."""
         self.item_tokens = 2 * OUTPUT_TOKENS_ASSUMED
-        """The average of what recent items were expected to take."""
+        """The average of the tokens that recent items were expected to take."""
 
     @property
     def refs(self) -> list[ItemRef]:
@@ -156,7 +156,7 @@ class AnswerBatches:
         return returned
 
     async def _lease(self) -> int:
-        """Renew the leases of what is held, and lease as much as may run soon."""
+        """Renew the leases of the items held, and lease as many more as may run soon."""
         wanted: dict[str, int] = {}
         is_draining = self._is_draining()
         for entry in () if is_draining else self._fleet.directory.deployments:
@@ -203,7 +203,7 @@ class AnswerBatches:
         )
 
     def _occupancy(self, route: Route, now_s: float) -> ReplicaOccupancy:
-        """Return what is in flight at a replica, and its limits."""
+        """Return the load of a replica, and its limits."""
         in_flight = self._fleet.in_flight
         load = in_flight.load_of(route.replica_id)
         return ReplicaOccupancy(

@@ -62,7 +62,7 @@ class AnswerResponses:
         self._running: dict[ResponseRef, asyncio.Task[None]] = {}
 
     async def run_once(self) -> AnsweredResponseCounts:
-        """Renew leases, drop what is cancelled, and start what was leased."""
+        """Renew leases, drop cancelled responses, and start leased ones."""
         free = min(LEASED_MAX, self._running_max - len(self._running))
         wanted = max(0, free) if self._may_lease() else 0
         holds = (*self._running, *self._open)

@@ -73,7 +73,7 @@ class CollectInTurns:
         return await self.run_once()
 
     async def run_once(self) -> CollectedObjects:
-        """Collect the objects made since the last turn, then freeze what is left."""
+        """Collect the objects made since the last turn, then freeze the others."""
         collected = gc.collect()
         gc.freeze()
         self._turns += 1

@@ -122,7 +122,7 @@ class TableFollower:
         return self.progress()._replace(keys_held=self._tell_keys())
 
     def _tell_keys(self) -> bytes:
-        """Return the sums of the keys in use, and remember what they are of.
+        """Return the sums of the keys in use, and remember these keys.
 
         The table that answers them may arrive when the keys in use have changed.
         """
@@ -213,8 +213,8 @@ class TableFollower:
         await self._drop_refused_again()
         if self.quarantined is None:
             return "nothing quarantined"
-        # Against the last accepted table: what the refused one added must not make its drops look
-        # small.
+        # Against the last accepted table: the additions of the refused table must not make its
+        # drops look small.
         quarantined, table = self.quarantined, self.quarantined.table
         refusal = check_table(quarantined.accepted, table, self._is_answering(table))
         if refusal is not None:
@@ -230,8 +230,8 @@ class TableFollower:
     async def persist(self) -> int:
         """Write the table in use to disk as soon as it is time; return its generation.
 
-        It waits until then instead of leaving the change to a later turn: what a router that
-        crashes has not written, it does not know if no scheduler runs when it comes back.
+        It waits until then instead of leaving the change to a later turn: a router that crashes
+        before has lost it if no scheduler runs when it comes back.
         """
         await self._forget_keys()
         while self._fleet.forget_removed():  # noqa: ASYNC110 - it waits for nothing
@@ -323,7 +323,7 @@ class TableFollower:
             )
 
     async def _check(self, table: RouteTable) -> None:
-        """Accept a table, or quarantine it and serve what it adds. Requests are served between."""
+        """Accept a table, or quarantine it and serve its additions. Requests are served between."""
         if self._fleet.directory.table is None and table.cluster_id != self._cluster_id:
             self._log_refusal(f"cannot follow: a table of cluster {table.cluster_id}")
             return
@@ -392,7 +392,7 @@ class TableFollower:
                 self._serve(accepted, prepared)
 
     def _is_answering(self, table: RouteTable) -> Callable[[Route], bool]:
-        """Return what says of a replica whether `table` must not drop many like it."""
+        """Return a function that says of a replica whether `table` must not drop many like it."""
         now_s = self._clock()
         refused_for_s = now_s - self.quarantined.since_s if self.quarantined else 0.0
         trusts = trusts_silence(table, now_s - self._started_at_s, refused_for_s)

@@ -91,7 +91,7 @@ class PopLoadPoller:
             task.cancel()
 
     def _forget_groups(self, plan: GroupPlan) -> None:
-        """Forget what is known of groups that are no more."""
+        """Forget groups that no longer exist."""
         first_ids = {group.node_ids[0] for group in plan.groups}
         for node_id in self._missing.keys() - first_ids:
             del self._missing[node_id]

@@ -13,8 +13,8 @@ from router.recording.metrics import Metrics
 
 REPLICAS_PER_SLICE: Final = 50
 """How many unhealthy replicas are counted before requests have their turn: a tenth of a
-millisecond, or three if their deployments' routes have not been looked at since the table came. Of
-a router that is cut off, all replicas are unhealthy."""
+millisecond, or three if their deployments' routes have not been looked at since the table came. All
+replicas of a router that is cut off are unhealthy."""
 
 
 class GaugeSetter:

@@ -67,7 +67,8 @@ class PromptSharer:
         return len(rows)
 
     async def _tell_fleet(self) -> None:
-        """Send what the other routers do not know yet; keep it while no scheduler is connected."""
+        """Send the prompts that the other routers do not know yet; keep them while no scheduler is
+        connected."""
         suspicions = self._fleet_suspicions.take()
         if suspicions is not None and not await self._send(to_fleet(suspicions, self._clock())):
             self._fleet_suspicions.add(suspicions)

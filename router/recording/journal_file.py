@@ -36,7 +36,7 @@ class WrittenFile:
         if self._bytes + len(row) > self._bytes_max:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
         if os.pwrite(self._descriptor, row, self._bytes) < len(row):
-            # The next row overwrites what a full disk took of this one.
+            # The next row overwrites the part of this one that a full disk took.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._bytes += len(row)
 

@@ -1,4 +1,4 @@
-"""Composes what traces a router's requests, from its settings."""
+"""Composes the tracing of a router's requests from its settings."""
 
 import random
 import secrets
@@ -20,7 +20,7 @@ from router.recording.trace_spans import RequestTracer
 def router_exporter(
     config: RouterConfig, identity: Identity, metrics: Metrics
 ) -> SpanExporter | None:
-    """Return what sends spans; None without an endpoint. Raises ConfigError."""
+    """Return the exporter of spans; None without an endpoint. Raises ConfigError."""
     return open_exporter(
         config.traces_endpoint,
         config.traces_authorization_file,
@@ -33,7 +33,7 @@ def router_exporter(
 def request_tracer(
     config: RouterConfig, identity: Identity, exporter: SpanExporter | None
 ) -> RequestTracer | None:
-    """Return what makes spans of requests; None without an exporter."""
+    """Return the tracer of requests; None without an exporter."""
     if exporter is None:
         return None
     return RequestTracer(

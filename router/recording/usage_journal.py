@@ -140,13 +140,13 @@ class UsageJournal:
 def read_rows(path: Path) -> list[UsageRow]:
     """Return the complete rows of a file; the last one is torn if the process was killed.
 
-    After a power cut, what stands behind them may be anything.
+    After a power cut, the bytes after them may be anything.
     """
     rows: list[UsageRow] = []
     with path.open("rb") as file:
         unpacker = msgpack.Unpacker(file, max_buffer_size=BYTES_MAX * 2)
         try:
-            # One at a time: what is no row must not lose those before it.
+            # One at a time: bytes that are no row must not lose the rows before them.
             for fields in unpacker:
                 if fields == 0:
                     break  # Space for more rows.

@@ -46,7 +46,8 @@ class FleetSuspicionOutbox:
         self._cleared: deque[bytes] = deque(maxlen=SUSPICION_ROWS_MAX)
 
     def add(self, shared: SharedSuspicions) -> None:
-        """Add what a process of this router has seen; the oldest is dropped if it is too much."""
+        """Add losses that a process of this router has seen; the oldest is dropped if it is too
+        much."""
         self._losses.extend(shared.losses)
         self._cleared.extend(shared.cleared)
 
@@ -78,7 +79,7 @@ def to_fleet(shared: SharedSuspicions, now_s: float) -> FleetSuspicions:
 
 
 def from_fleet(message: FleetSuspicions, now_s: float) -> SharedSuspicions:
-    """Return what another router has seen, with times of this machine."""
+    """Return the losses that another router has seen, with times of this machine."""
     losses = (
         SharedLoss(
             row.fingerprint,

@@ -129,7 +129,7 @@ def result_line(
 ) -> bytes:
     """Return the line of an output file for an answer, whether it is a success or an error.
 
-    An engine may have answered with line breaks, or with what is no JSON: that becomes a text.
+    An engine may have answered with line breaks, or not with JSON: that becomes a text.
     """
     try:
         body.decode()  # `format` does not look at it, but clients do

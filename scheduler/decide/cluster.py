@@ -221,7 +221,7 @@ class UnreadableRow(msgspec.Struct, frozen=True, kw_only=True, order=True):
     has_last: bool = False
 
     def words(self) -> str:
-        """Return what to tell an operator."""
+        """Return the message for operators."""
         instead = "; what was last read of it is used" if self.has_last else ""
         return f"cannot read {self.table} {self.name}: {self.reason}{instead}; repair its row"
 

@@ -56,7 +56,7 @@ RETRY_MAX_S: Final = 60.0
 """A step that failed is repeated after a time that doubles with each failure, between these two."""
 
 FORGET_FAILED_S: Final = 600.0
-"""For so long after it was due, a step that failed may wait for its turn. Later it is another's
+"""How long after it was due a step that failed may wait for its turn. Later it is another's
 scheduler's, or its batch has ended."""
 
 DUE_OF_TENANT_MAX: Final = 64
@@ -236,7 +236,7 @@ class AdvanceBatches:
         opening = folder.local(batch.input_file_id)
         source = await folder.run(opening.__enter__)
         try:
-            # Counted before anything is stored: the database never sees what is refused.
+            # Counted before anything is stored: a refused line never reaches the database.
             if await folder.run(has_more_lines, source, self._limits.items_max):
                 message = f"the input file has more than {self._limits.items_max} lines"
                 await self._fail(batch, "too_many_lines", message)

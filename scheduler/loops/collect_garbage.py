@@ -35,7 +35,7 @@ class CollectGarbage:
         self._turns = 0
 
     async def run_once(self) -> GarbageCounts:
-        """Collect the objects made since the last turn, then freeze what is left."""
+        """Collect the objects made since the last turn, then freeze the others."""
         self._turns += 1
         closed = self._peers.closed_count - self._closed_at_walk
         walks = closed > max(CLOSED_MIN, len(self._peers)) or self._turns > TURNS_MAX

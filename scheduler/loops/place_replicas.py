@@ -74,7 +74,8 @@ class PlaceReplicas:
         """Plan, commit, and send the nodes concerned their assignments."""
         if not self._lease.is_acting:
             return PlacementCounts()
-        # Of a new term that begins meanwhile, this plan would not have waited for first reports.
+        # If a new term begins meanwhile, the commit fails: this plan has not waited for its first
+        # reports.
         epoch = self._lease.epoch
         if await self._first_reports.must_placement_wait(self._pool):
             return PlacementCounts(frozen="waiting for every node's first report")

@@ -203,7 +203,7 @@ class PublishRoutes:
         self._send(before, apply_delta(before, delta), delta)
 
     async def _compare_recent(self, published: KeyTable) -> None:
-        """Publish soon what the newest events say of keys and the table does not have.
+        """Publish soon the changes of keys that the newest events name and the table lacks.
 
         A key may change unannounced: at a scheduler that does not act. With a million keys, half an
         hour passes until all have been compared.
@@ -220,7 +220,7 @@ class PublishRoutes:
         self._seen_events = {event_id for event_id, _ in recent}
 
     async def _compare_keys(self, published: KeyTable) -> None:
-        """Read the next page of keys and publish what differs from the table soon."""
+        """Read the next page of keys, and publish those that differ from the table soon."""
         after = self._compared_until
         async with using(self._pool) as connection:
             page = await read_key_page(connection, after)

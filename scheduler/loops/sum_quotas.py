@@ -32,7 +32,7 @@ class SumQuotas:
         self._unix_clock = unix_clock
 
     async def run_once(self) -> QuotaCounts:
-        """Add what was used since the last turn to its day."""
+        """Add the usage since the last turn to its day."""
         if not self._lease.is_acting:
             return QuotaCounts()
         async with transaction(self._pool) as connection:

@@ -164,7 +164,8 @@ class DemandForecaster:
             pops = await read_pops(connection)
             now = slot_of(await read_clock(connection))
             history = slot_of((await read_history_clock(connection)).at_s)
-            # A clock that is a year off must not delete what was learned by the right one.
+            # A clock that is a year off must not delete series that were learned with the right
+            # one.
             too_old, too_new = min(now, history) - FORGET_SLOTS, max(now, history)
             await forget_series(connection, too_old, too_new + PUT_BACK_SLOTS_MAX)
         self._forecast = FleetForecast({pop.pop: pop.longitude for pop in pops})

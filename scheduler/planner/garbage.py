@@ -22,6 +22,6 @@ class GarbageBetweenAnswers:
         gc.disable()
 
     def collect(self) -> None:
-        """Collect what the last answer left."""
+        """Collect the garbage of the last answer."""
         self._answers += 1
         gc.collect(2 if self._answers % ANSWERS_PER_FULL == 0 else 0)

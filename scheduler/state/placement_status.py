@@ -21,7 +21,7 @@ class PlacementStatus:
         self._planned_at = 0.0
 
     def show(self, plan: PlacementPlan, epoch: Epoch) -> None:
-        """Show what a plan made now in this epoch has found."""
+        """Show the findings of a plan made now in this epoch."""
         self._plan, self._epoch, self._planned_at = plan, epoch, self._lease.clock()
 
     @property

@@ -206,7 +206,7 @@ def _placement(row: asyncpg.Record, profile: ReplicaProfile) -> Placement:
 
 
 def _unreadable_placement(row: asyncpg.Record, profile: ReplicaProfile) -> Placement:
-    """Return what is known of a placement whose row cannot be read: it keeps its memory.
+    """Return the known part of a placement whose row cannot be read: it keeps its memory.
 
     It keeps its routes, too, unless its role cannot be read.
     """

@@ -131,8 +131,8 @@ async def transaction(
 
     With `async_commit` the commit returns before it is on disk: for data that its sender repeats
     after a crash. With `by_index` rows are found by indexes, and read in their order: for tables
-    that change faster than what statistics know of them. Only "read_committed" transactions get the
-    idle timeout: others do not write, and so block no one.
+    that change faster than their statistics. Only "read_committed" transactions get the idle
+    timeout: others do not write, and so block no one.
     """
     # Set for each transaction: a transaction pooler refuses it as a connection parameter.
     settings = f"SET LOCAL idle_in_transaction_session_timeout = '{IDLE_TIMEOUT_S * 1000:.0f}ms'"

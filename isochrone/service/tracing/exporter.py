@@ -45,7 +45,7 @@ BACKOFF_S: Final = 1.0
 """The pause after a failed attempt; doubled with each further one of the batch."""
 
 BACKOFF_MAX_S: Final = 30.0
-"""Also the most of a collector's `Retry-After` that is waited."""
+"""Also the longest wait for a collector's `Retry-After`."""
 
 ANSWER_BYTES_MAX: Final = 64 * 1024
 RETRYABLE: Final = frozenset({429, 502, 503, 504})

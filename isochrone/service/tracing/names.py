@@ -57,7 +57,7 @@ DECODE_WAIT_S: Final = "isochrone.decode_wait"
 KV_BYTES: Final = "isochrone.kv.bytes"
 KV_BLOCKS: Final = "isochrone.kv.blocks"
 KV_AFTER_PREFILL_S: Final = "isochrone.kv.after_prefill"
-"""The time of the transfer after the prompt was computed, which is what it costs the request."""
+"""The time of the transfer after the prompt was computed: its cost for the request."""
 
 KV_OUTCOME: Final = "isochrone.kv.outcome"
 KV_PLACE: Final = "isochrone.kv.place"

@@ -18,7 +18,7 @@ from isochrone.service.tracing import names
 from isochrone.service.tracing.spans import AttributeValue, Span
 
 TEXT_CHARS_MAX: Final = 256
-"""A longer attribute is cut: what is worth reading in a trace is shorter."""
+"""A longer attribute is cut: useful values are shorter."""
 
 SCOPE: Final = "isochrone"
 

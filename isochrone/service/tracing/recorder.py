@@ -96,7 +96,7 @@ class OpenSpan:
             self._error = error
 
     def add_to(self, sent: MutableMapping[str, str]) -> None:
-        """Make this step the parent of what the receiver of these headers records."""
+        """Make this step the parent of the spans that the receiver of these headers records."""
         sent[headers.TRACEPARENT] = self.context.traceparent
 
     def record(self, steps: Sequence[tuple[str, float]]) -> None:

@@ -3,7 +3,7 @@
 The receiver connects to the sender's socket, names the transfer's lease, and gets the window. The
 sender fills slots of it, and sends the frames with their places over that connection. The receiver
 takes the blocks from there, and releases their slots. A lease is 32 random hexadecimal digits that
-nobody else knows.
+no other process knows.
 
 An engine fills windows for the other engines of its node, and for its agent, which sends the blocks
 on to another node. An agent fills windows for its engines, with blocks of other nodes.

@@ -49,7 +49,7 @@ class ReceivedWindow:
             raise WindowLost(f"{_LOST}: it is gone") from error
 
     def interrupt(self) -> None:
-        """Let `receive` return what has arrived, and nothing more.
+        """Let `receive` return with the blocks that have arrived.
 
         The sender learns of it only if it sends more: the window may still be read.
         """

@@ -32,7 +32,7 @@ class OwnedWindow:
     def __init__(self, size_bytes: int, readers: str = "") -> None:
         """Allocate all of it. Raises OSError if the system or a limit on memory refuses it.
 
-        `readers` names those that may keep it mapped: no others may see what it is filled with.
+        `readers` names those that may keep it mapped: no other process may see its contents.
         """
         self.readers = readers
         self._descriptor = os.memfd_create("kv-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -214,7 +214,7 @@ class KeyTable:
         return sums
 
     def changes_from(self, old: "KeyTable") -> KeyChanges:
-        """Return what turns `old` into this table. Pieces that both have are skipped."""
+        """Return the change that turns `old` into this table. Pieces that both have are skipped."""
         if old is self:
             return KeyChanges((), ())
         shared = set(map(id, old.pieces)).intersection(map(id, self.pieces))

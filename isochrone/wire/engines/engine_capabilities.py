@@ -81,20 +81,20 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     `features` are names of FEATURES: the surfaces and request fields that it honours. `roles` are
     the phases that its replicas can run apart, and `handshake` the protocol between them. With
     `fixed_roles` a replica is started for its role and keeps it, and with `needs_prefill` one that
-    decodes cannot read a prompt itself. `transfer_option` names what starts it with a way to send
-    KV, which is `transfer_default` unless the deployment says otherwise; "" if it always can.
-    `transfer_choices` are its other values. `shares_kv` says whether replicas use each other's KV
-    of prompts without a request that has two legs: over the nodes' API, or through `kv_store`, a
-    vendor's store to which all of them belong. With `kv_store_by_option` they always use the nodes'
-    API, and the store if the deployment sets `kv_store_bytes`. `resumes` says which interrupted
-    answers it continues exactly: SEEDED (greedy and seeded), INEXACT (with another text), or "" for
-    none. With `counts_tokens` an event of a stream says how many tokens it has if that is not one.
-    `salt` says where it reads the tenant's cache salt, and `priority` whether it orders its own
-    queue by priority. With `preempts`, a waiting request also takes the place of a running one
-    of lower priority. With `sleeps_on_cpu` its sleep frees memory on CPUs, too.
-    `memory_options` name what limits its memory; the agent sets them from the plan. Versions
-    are those that were tried: at least `version_min`, below `version_below`; "" for any.
-    `weights` are the files of weights that it reads, () for any.
+    decodes cannot read a prompt itself. `transfer_option` is the option that chooses how it sends
+    KV, `transfer_default` the default; "" if it always can. `transfer_choices` are its other
+    values. `shares_kv` says whether replicas use each other's KV of prompts without a request that
+    has two legs: over the nodes' API, or through `kv_store`, a vendor's store to which all of them
+    belong. With `kv_store_by_option` they always use the nodes' API, and the store if the
+    deployment sets `kv_store_bytes`. `resumes` says which interrupted answers it continues exactly:
+    SEEDED (greedy and seeded), INEXACT (with another text), or "" for none. With `counts_tokens` an
+    event of a stream says how many tokens it has if that is not one. `salt` says where it reads the
+    tenant's cache salt, and `priority` whether it orders its own queue by priority. With
+    `preempts`, a waiting request also takes the place of a running one of lower priority. With
+    `sleeps_on_cpu` its sleep frees memory on CPUs, too. `memory_options` are the options that limit
+    its memory; the agent sets them from the plan. Versions are those that were tried: at least
+    `version_min`, below `version_below`; "" for any. `weights` are the files of weights that it
+    reads, () for any.
 
     `sequences_option`, `step_tokens_option` and `waiting_option` name the options with the limits
     of concurrent sequences, of tokens in one step and of waiting requests; "" if there is none.

@@ -2,7 +2,7 @@
 
 A deployment's `options` are names of the engine's own command-line options, with `_` for `-`.
 Options that the driver sets itself, such as the model, the port and the parallelism, are not
-listed. Neither are options that would let a deployment run code of its own on a node.
+listed. Options that would let a deployment run code of its own on a node are left out, too.
 """
 
 from collections.abc import Mapping
@@ -31,8 +31,8 @@ a replica, and are read with each plan."""
 
 
 NUMBER_DIGITS_MAX: Final = 15
-"""The digits of a number above 0. One of 400 would make every plan fail, because no float is so
-large, and Python reads none of 5,000."""
+"""The digits of a number above 0. A number of 400 digits would make every plan fail, because no
+float is so large, and Python refuses one of 5,000."""
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -39,7 +39,7 @@ def format_times(times: EngineTimes) -> str:
 
 
 def parse_times(text: str) -> EngineTimes:
-    """Read the header's value; what it says wrongly or not at all took no time."""
+    """Read the header's value; a time that is missing or malformed is 0."""
     found: dict[str, float] = {}
     for part in text.split(";")[: len(EngineTimes.__struct_fields__)]:
         name, _, value = part.partition("=")

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import inspect
 
 LISTED_MAX: Final = 24
-"""Of more values only so many are named: a message is for people."""
+"""The most values that a message names: a message is for people."""
 
 _STEP: Final = re.compile(r"\[(\d+|\.\.\.)\]|([^.\[\]]+)")
 

@@ -1,8 +1,8 @@
 """Checks a client's JSON body so that every later parser reads the same text from it.
 
-A body passes through several parsers: the router's, the node's and the engine's. Where one of them
-reads what another refuses, a check can be bypassed: a node that could not decode a body once sent
-it to an engine that could. So the router and the node accept only text that all of them read.
+A body passes through several parsers: the router's, the node's and the engine's. If one parser
+reads a body that another refuses, a check can be bypassed: a node that could not decode a body once
+sent it to an engine that could. So the router and the node accept only text that all of them read.
 """
 
 from itertools import accumulate

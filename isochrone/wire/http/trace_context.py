@@ -10,7 +10,7 @@ _SAMPLED: Final = 1
 
 
 class TraceContext(NamedTuple):
-    """A trace, and the span in it that is the parent of what comes next. Ids are hexadecimal."""
+    """A trace, and the span in it that is the parent of the next spans. Ids are hexadecimal."""
 
     trace_id: str
     span_id: str

@@ -60,6 +60,6 @@ def sharing_problem(engine: EngineSettings) -> str:
 
 
 def store_use(engine: EngineSettings) -> str:
-    """Return what makes replicas of this engine use a store, in words."""
+    """Return in words the options that make replicas of this engine use a store."""
     by_option = capabilities_of(engine.driver).kv_store_by_option
     return f"share_kv of {engine.driver}" + (f" with {STORE_BYTES_OPTION}" if by_option else "")

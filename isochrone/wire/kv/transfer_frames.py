@@ -102,7 +102,7 @@ def split_frame(data: bytes) -> tuple[bytes, bytes]:
 
 
 def is_whole_frame(data: bytes) -> bool:
-    """Return whether what has arrived has a whole frame, or one that is no small one."""
+    """Return whether a whole frame has arrived, or the beginning of a large one."""
     size = payload_bytes(data)
     lacks = len(data) < FRAME_HEAD_BYTES or len(data) < FRAME_HEAD_BYTES + size
     return not lacks or size > SMALL_FRAME_BYTES_MAX

@@ -26,8 +26,8 @@ LEASE_PATH: Final = "/v1/batch-service/lease"
 RESULTS_PATH: Final = "/v1/batch-service/results"
 
 ADAPTER_FILE_PATH: Final = "/v1/artifact-service"
-"""Before what follows `cluster:` in the source of an artifact, and the path of one of its files.
-For nodes, with the token of their control connection."""
+"""The path on a scheduler of an artifact whose source is `cluster:PATH`; the path of a file
+follows. For nodes, with the token of their control connection."""
 
 LEASED_MAX: Final = 256
 """The most items that one message may request, renew or return."""

@@ -10,7 +10,7 @@ Rule 3: inflated bytes are charged in advance, at the most that the body can inf
 unused part is given back. So if many compressed bodies arrive together, one is inflated, and the
 rest are refused.
 Rule 4: a large body is kept until its request is answered, because another replica may have to go
-on. Those of a tenant may have as many bytes as are still free.
+on. A tenant's bodies may have as many bytes as are still free.
 """
 
 from typing import Final
@@ -129,7 +129,7 @@ class AnsweredBodies:
         return size_bytes
 
     def release(self, tenant_id: TenantId, count: int) -> None:
-        """Count what `hold` returned no longer."""
+        """Stop counting the bytes that `hold` returned."""
         if count:
             self._shares.give_back(tenant_id, count)
 

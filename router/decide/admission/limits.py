@@ -86,7 +86,8 @@ class RateMeter:
     def full_at_after(self, units: float, now_s: float) -> float:
         """Return when the meter would be full again after drawing `units`; -1 if it lacks them.
 
-        More units than the meter can hold are admitted when it is full, and owed afterwards.
+        A request for more units than the meter can hold is admitted when it is full, and owes the
+        rest.
         """
         full_at_s = self.full_at_s if self.full_at_s > now_s else now_s
         cost_s = units * self.unit_s
@@ -212,7 +213,7 @@ class AdmittedRequest:
         return self._usage.header_lines(now_s)
 
     def settle(self, used_tokens: int, now_s: float, spent: float = 0.0) -> None:
-        """Give back what was estimated too much, and draw what was estimated too little."""
+        """Give back or draw the difference between the estimate and the use."""
         if not self._is_open:
             return
         self._is_open = False
@@ -315,7 +316,7 @@ class KeyLimiter:
         return usage
 
     def take_unshared(self) -> list[KeyUse]:
-        """Return what was drawn from rates and not returned by this before."""
+        """Return the units drawn from rates since the last call."""
         rows: list[KeyUse] = []
         for key_id, usage in list(self._drawn.items()):
             if usage.unshared_requests or usage.unshared_tokens:

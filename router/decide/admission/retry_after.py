@@ -36,7 +36,8 @@ class DrainRate:
         self._seconds = 0.0
 
     def record_full(self, now_s: float) -> None:
-        """Note that a request found no capacity: what starts from here on has drained."""
+        """Note that a request found no capacity: the requests that start from now on have
+        drained."""
         if self._full_since_s is None:
             self._full_since_s = now_s
 

@@ -34,8 +34,9 @@ FINGERPRINT_BYTES: Final = 16
 class EngineLoss:
     """The loss of an engine while it processed a request. Times are monotonic seconds.
 
-    The request was sent to `replica_id` at `sent_at_s`; the loss was seen at `lost_at_s`. Of the
-    whole answer, `sent_token` tokens had come before it was sent, and `lost_token` at the loss.
+    The request was sent to `replica_id` at `sent_at_s`; the loss was seen at `lost_at_s`.
+    `sent_token` tokens of the whole answer had come before the request was sent, and `lost_token`
+    at the loss.
     """
 
     __slots__ = (

@@ -223,7 +223,8 @@ class PrefixIndex:
         return SentPrompt(slot, share, age, use)
 
     def undo_sent(self, sent: SentPrompt, keys: PrefixKeys) -> None:
-        """Remove what `record_sent` added: the replica did not read the prompt after all."""
+        """Remove the keys that `record_sent` added: the replica did not read the prompt after
+        all."""
         cache = self._caches.get(sent.slot)
         if cache is None:
             return
@@ -246,7 +247,7 @@ class PrefixIndex:
                 self._share_capacity()
 
     def record_evicted(self, slot: int, used_before_s: float) -> None:
-        """Drop what a replica has evicted: all that was used last before this time.
+        """Drop the keys that a replica has evicted: all that was used last before this time.
 
         From then on its cache is not assumed to have a certain size. Blocks are in the order of
         sending, but a prompt sent early may have been used for long.
@@ -269,7 +270,7 @@ class PrefixIndex:
                 cache.capacity = self._capacity
 
     def remove_slots(self, slots: Set[int]) -> None:
-        """Drop what replicas held that left the route table."""
+        """Drop the keys of replicas that have left the route table."""
         for slot in slots:
             cache = self._caches.pop(slot, None)
             if cache is not None:

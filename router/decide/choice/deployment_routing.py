@@ -145,7 +145,7 @@ class DeploymentRouting:
         self._prefixes.learn_cached_share(sent, share)
 
     def estimate_tokens(self, text_bytes: int) -> int:
-        """Estimate a prompt's tokens from what this deployment's prompts had so far."""
+        """Estimate a prompt's tokens from those of this deployment's earlier prompts."""
         return int(text_bytes / (self._bytes_per_token or BYTES_PER_TOKEN_DEFAULT)) + 1
 
     def learn_prompt_tokens(self, text_bytes: int, tokens: int) -> None:

@@ -59,7 +59,7 @@ MAX_MS: Final = sys.float_info.max
 class RankedRoutes(Sequence[RankedRoute]):
     """The replicas with capacity, best first. A route is computed when it is read.
 
-    Mostly only the first one is.
+    Mostly only the first one is used.
     """
 
     def __init__(

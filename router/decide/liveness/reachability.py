@@ -87,7 +87,7 @@ class NodeReachability:
     def answering_test(
         self, known: Callable[[ReplicaId], Route | None], now_s: float, *, trusts_silence: bool
     ) -> Callable[[Route], bool]:
-        """Return what says whether a node still serves a replica that is `known`.
+        """Return a function that says whether a node still serves a replica that is `known`.
 
         A node serves a replica if it has answered lately and not disowned the replica. Without
         `trusts_silence` its answers do not matter. A replica that is not `known` is not served. A

@@ -27,7 +27,7 @@ HOLDERS_MAX: Final = 4
 
 
 class AdapterDirectory:
-    """The adapters of the route table, by what a request may call them."""
+    """The adapters of the route table, by the names that a request may use."""
 
     def __init__(self) -> None:
         """Start without adapters."""

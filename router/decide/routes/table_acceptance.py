@@ -98,7 +98,7 @@ def check_table(
 
 
 def merge_additions(old: RouteTable, new: RouteTable) -> RouteTable:
-    """Return `old` with what `new` adds or changes, without the keys that `new` revokes.
+    """Return `old` with the additions and changes of `new`, without the keys that `new` revokes.
 
     The merged table is served while `new` is quarantined, so that a new key or replica need not
     wait, and a leaked key does not outlive its revocation. It keeps the generation of `old`, which

@@ -49,7 +49,8 @@ class WithdrawnRoutes:
         """The deployments of the last table without a route."""
 
     def adopt(self, old: RouteTable | None, new: RouteTable, now_s: float) -> bool:
-        """Note what `new` withdraws, and forget what it makes unnecessary or took too long.
+        """Note the routes that `new` withdraws, and forget those that are unnecessary or too old
+        now.
 
         Return whether it leaves a deployment without routes of which replicas are remembered.
         """
@@ -138,7 +139,7 @@ class WithdrawnRoutes:
     def _drop_excess(self) -> None:
         """Forget the replicas beyond the limit: the oldest of deployments that have routes first.
 
-        Of one deployment without routes, the first to be withdrawn stay.
+        The first withdrawn replicas of a deployment without routes stay.
         """
         excess = len(self._routes) - WITHDRAWN_MAX
         if excess <= 0:

@@ -101,7 +101,7 @@ async def list_adapter_tenants(request: AdminRequest) -> Page:
 
 
 def _intake(request: AdminRequest) -> AdapterIntake:
-    """Return what takes adapters. Raises ApiError if this cluster stores none."""
+    """Return the intake of adapters. Raises ApiError if this cluster stores none."""
     intake = request.context.adapters
     if intake is None:
         raise ApiError(

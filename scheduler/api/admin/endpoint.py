@@ -188,7 +188,8 @@ class Endpoint(NamedTuple):
 def list_endpoint(
     read: Callable[..., Awaitable[Sequence[Any]]], id_field: str, *queries: str
 ) -> EndpointFunction:
-    """Return a function that lists what `read` reads, by pages, in the order of `id_field`."""
+    """Return a function that lists the rows that `read` reads, in pages, in the order of
+    `id_field`."""
 
     async def page(request: AdminRequest) -> Page:
         filters = [request.query(name) for name in queries]
@@ -321,7 +322,7 @@ async def _respond(
         try:
             await act()
         except OSError as error:
-            # The change is made, whatever it leaves on disk.
+            # The change is made, even if files stay on disk.
             log.warning("file not deleted", extra={"fields": {"reason": str(error)}})
     _announce(endpoint, context, request, result)
     response = web.Response(
@@ -338,7 +339,7 @@ async def _respond(
 def _announce(
     endpoint: Endpoint, context: AdminContext, request: AdminRequest, result: EndpointResult
 ) -> None:
-    """Have the jobs look at what a request has changed."""
+    """Nudge the jobs that act on a request's change."""
     if endpoint.method == "GET":
         return
     key_ids = request.changed_keys

@@ -47,8 +47,8 @@ async def require_tenant(
 async def put_budget(request: AdminRequest) -> TenantBudgetView:
     """Create or replace a tenant's budget. Routers apply it with the next route table.
 
-    A tenant without a key is most likely mistyped, so that the budget would limit nothing. One that
-    is to be limited from its first key on is named with `new=true`.
+    A tenant without a key is most likely mistyped, so that the budget would limit nothing.
+    `new=true` limits a tenant before its first key exists.
     """
     limits: LimitsBody = request.body
     tenant_id = TenantId(request.name)

@@ -58,7 +58,7 @@ READ_TIMEOUT_S: Final = 20.0
 """The longest wait for parts of an input file: less than that of a router for the message."""
 
 UNREADABLE_S: Final = 30.0
-"""For so long no items are leased of a batch whose input file could not be read."""
+"""How long no items of a batch are leased after its input file could not be read."""
 
 _LEASE: Final = msgspec.msgpack.Decoder(LeaseItems)
 _RESULTS: Final = msgspec.msgpack.Decoder(ItemResults)

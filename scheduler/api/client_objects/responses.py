@@ -187,7 +187,7 @@ class ResponseEndpoints:
         return _json(_body(await self._response(request, tenant_id)))
 
     async def delete(self, request: web.Request, tenant_id: str) -> web.Response:
-        """Delete a response. One that is being answered is cancelled by it."""
+        """Delete a response. This cancels a response that is being answered."""
         response_id = request.match_info["response_id"]
         async with transaction(self._pool) as connection:
             if not await delete_response(connection, response_id, tenant_id):

@@ -20,8 +20,7 @@ class CertificateIssuer:
     ) -> str:
         """Return a PEM certificate for the key of `csr_pem`; raises IdentityError.
 
-        The certificate is dated after the name's newest revocation, which refuses what is dated
-        before it.
+        The certificate is dated after the name's newest revocation, which refuses earlier ones.
         """
         now = utc_now()
         dated_after = await issue_not_before(connection, role, name)

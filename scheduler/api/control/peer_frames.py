@@ -15,7 +15,7 @@ from scheduler.api.control.control_socket import REGISTER_BYTES_MAX
 
 REGISTER_TIMEOUT_S: Final = 5.0
 RETRY_REFUSED_S: Final = 30.0
-"""The delay before a retry of what only an operator can fix."""
+"""The delay before a retry if only an operator can fix the cause."""
 
 
 class PeerRefused(Exception):

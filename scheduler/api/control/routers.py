@@ -99,7 +99,7 @@ class RouterEndpoint:
             peer.record_clock(batch.sent_at, self._unix_clock(), self._clock())
             following = self._routes.following
             following.record_served(peer.name, batch.table_generation, batch.table_refusal)
-        # The router forgets what is acknowledged, so that must be on disk.
+        # The router forgets acknowledged rows, so these must be on disk.
         async_commit = isinstance(batch, RoundTrips)
         try:
             async with transaction(

@@ -50,7 +50,7 @@ STEP_TOKENS_UNKNOWN: Final = 256
 STEP_TARGET_S: Final = 0.25
 STEP_TOKENS_MIN: Final = 256
 STEP_TOKENS_MAX: Final = 8192
-"""A step prefills what the device computes in this time, within these limits."""
+"""A step prefills the tokens that the device computes in this time, within these limits."""
 
 INTERVAL_OPTION: Final = "interval_ms"
 """The embedded engine's limit of a step that reads prompts while answers are generated."""

@@ -49,6 +49,7 @@ def measured_excess(
 
 
 def with_excess(model: CatalogModel, deployment: Deployment, excess: ExcessBytes) -> CatalogModel:
-    """Return a model with what was measured beyond the plan of it with a deployment's engine."""
+    """Return a model with the memory that a deployment's engine was measured to take beyond its
+    plan."""
     extra = excess.get((model.model_id, deployment.engine.driver), 0)
     return msgspec.structs.replace(model, extra_bytes=model.extra_bytes + extra) if extra else model

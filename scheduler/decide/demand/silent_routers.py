@@ -22,8 +22,9 @@ SILENT_AFTER_S: Final = 120.0
 minutes bridges that."""
 
 HELD_FOR_S: Final = 3 * 3600.0
-"""For how long the demand of silent routers counts. As long as a network failure may take, and not
-longer: routers that were switched off look the same, and their clients may be counted elsewhere."""
+"""For how long the demand of silent routers counts. As long as a network failure may last, but not
+for ever: routers that were switched off look the same, and their clients may be counted
+elsewhere."""
 
 
 class RouterSilence(NamedTuple):

@@ -2,9 +2,9 @@
 
 `connection_admission`, `message_rate_limit` and `peer_limit` limit the cost of peers, `liveness`
 decides which nodes are lost, `following` which routers and nodes have old tables and assignments,
-`peer_clock` which peers have wrong clocks,
-`report_diff` which reports must be written, `placement_seal` what proves that a replica was placed
-on a node, and `store_master` which node of a PoP runs the master of its store of KV.
+`peer_clock` which peers have wrong clocks, `report_diff` which reports must be written,
+`placement_seal` makes the proof that a replica was placed on a node, and `store_master` chooses the
+node of a PoP that runs the master of its store of KV.
 """
 
 from scheduler.decide.membership.connection_admission import ConnectionAdmission, Places

@@ -1,8 +1,8 @@
 """Finds peers whose clocks are wrong, by the messages that say when they were sent.
 
 A clock that is a day behind makes its machine refuse the certificates of peers that have just
-joined. A message may also be late. But while each message for some time says the same, it is the
-clock.
+joined. A message may also be late. If all messages of some time show the same difference, the clock
+is wrong.
 """
 
 from math import isfinite

@@ -1,4 +1,4 @@
-"""Limits how often each peer may do what is rare, and costs the whole fleet something."""
+"""Limits how often each peer may do something rare that costs the whole fleet."""
 
 from typing import Final
 

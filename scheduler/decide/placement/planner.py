@@ -208,11 +208,11 @@ class PlanBuilder:
         return self.state_of(msgspec.structs.replace(deployment, policy=limited), model)
 
     def note_unmet(self, draft: PlacementDraft, state: DeploymentState) -> None:
-        """Note what a deployment requires and does not get."""
+        """Note a deployment's unmet requirements."""
         self._unmet.extend(unmet_requirements(draft, state))
 
     def new_draft(self) -> PlacementDraft:
-        """Return a draft of every deployment that has a model, with what runs of it."""
+        """Return a draft of every deployment that has a model, with its running replicas."""
         states = []
         for deployment in sorted(self._cluster.deployments, key=lambda d: d.deployment_id):
             model = self._models.get(deployment.model_id)

@@ -186,7 +186,7 @@ def end_surplus(
 ) -> bool:
     """End the replica that is missed least, if replicas_max is exceeded or it saves too little.
 
-    One without which the others would all fail together stays. Return whether one was ended.
+    A replica without which all others would fail together stays. Return whether one was ended.
     """
     needs = state.needs
     exceeds_max = len(state.replicas) > needs.replicas_max

@@ -45,7 +45,8 @@ UNSERVED_SHARE = 0.02
 
 
 def impossible_policy(fleet: FleetCapacity, deployment: Deployment) -> str:
-    """Return what in a deployment this fleet can never satisfy, however empty, or ""."""
+    """Return the requirement of a deployment that this fleet could not meet even if it were empty,
+    or ""."""
     policy, engine = deployment.policy, deployment.engine
     if engine.devices % engine.nodes:
         return (

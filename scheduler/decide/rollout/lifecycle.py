@@ -137,7 +137,7 @@ def judge_rollout(
     starts: StartCounts,
     acting_for_s: float = inf,
 ) -> RolloutVerdict | None:
-    """Return what has happened to a rollout by now; None if it continues as it is.
+    """Return the event that is due for a rollout; None if it continues as it is.
 
     A rollout is given up only for what was missing while this scheduler acted, for `acting_for_s`:
     without a scheduler nothing starts and nothing is counted.

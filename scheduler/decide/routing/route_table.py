@@ -208,7 +208,7 @@ def _entry(
     driver = deployment.engine.driver
     lacks = lacking_features_of(deployment.engine)
     if rollout is not None:
-        # Either version may get a request: refuse what one of them cannot do.
+        # Either version may get a request: refuse features that one of them lacks.
         lacks = tuple(dict.fromkeys((*lacks, *lacking_features_of(rollout.spec.engine))))
     return DeploymentEntry(
         deployment_id=deployment.deployment_id,

@@ -142,7 +142,7 @@ def _sizes(fleet: FleetCapacity, state: DeploymentState) -> tuple[ReplicaSizes, 
                 largest[name] = max(largest.get(name, 0), device.memory_bytes)
     deployment = needs.deployment
     if deployment.policy.overcommit > 1:
-        # It shares its device, and does not get what that has left.
+        # It shares its device, and does not get the rest of it.
         most = awake_memory_bytes(needs.model, deployment)
         largest = {name: min(size, most) for name, size in largest.items()}
     return tuple(

@@ -179,7 +179,7 @@ class _WarmFleet:
     def prefill_help(
         self, deployment: Deployment, speed: Mapping[str, float], reading_share: float
     ) -> Mapping[PopId, _PrefillHelp]:
-        """Return what a deployment's prefill replicas do for the others of their PoP.
+        """Return the help of a deployment's prefill replicas for the others of their PoP.
 
         `reading_share` is the share of the load that reading prompts is.
         """
@@ -310,7 +310,7 @@ def _queue_wait_s(
 def _prefill_help(
     serving: float, prefill: float, replicas: int, reading_share: float
 ) -> _PrefillHelp:
-    """Return what prefill replicas do for those that serve; both as capacities.
+    """Return the help of prefill replicas for those that serve; both as capacities.
 
     They read until nothing is left to read: the rest of the load is for those that generate.
     """

@@ -39,7 +39,7 @@ NO_PARTIAL_CONTENT: Final = "non-partial response"
 """The error that obstore reports if a server answers a request for a range with status 200."""
 
 REFUSED: Final = "status code: 403"
-"""In the error that obstore reports if the credentials may not list."""
+"""Part of the error that obstore reports if the credentials may not list."""
 
 SCHEME: Final = "s3://"
 

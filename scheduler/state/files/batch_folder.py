@@ -146,7 +146,7 @@ class BatchFolder:
         self._folder.mkdir(0o700, parents=True, exist_ok=True)
 
     def delete_unfinished(self) -> None:
-        """Delete what processes that were killed have left unfinished. Blocks.
+        """Delete unfinished files of processes that were killed. Blocks.
 
         Others may be writing: their files are younger.
         """
@@ -231,7 +231,7 @@ class BatchFolder:
 
 @asynccontextmanager
 async def _within(timeout_s: float) -> AsyncIterator[None]:
-    """Raise ApiError 503 if what is awaited takes longer."""
+    """Raise ApiError 503 if the body takes longer."""
     try:
         async with asyncio.timeout(timeout_s):
             yield

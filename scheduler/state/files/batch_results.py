@@ -53,7 +53,7 @@ class _OpenFile:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write what is buffered."""
+        """Write the buffer."""
         text, self._buffer = b"".join(self._buffer), []
         self.size_bytes += len(text)
         self._buffered_bytes = 0

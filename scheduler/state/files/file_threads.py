@@ -17,7 +17,7 @@ THREADS_MAX: Final = 16
 """Calls at a time."""
 
 TURN_TIMEOUT_S: Final = 15.0
-"""How long a call waits for its turn. Only while many hang is it as long as this."""
+"""How long a call waits for its turn. The wait is this long only while many calls hang."""
 
 RETRY_AFTER_S: Final = 10.0
 

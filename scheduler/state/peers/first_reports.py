@@ -34,7 +34,7 @@ class FirstReports:
         return await self._are_missing(pool, self._hear_first_s)
 
     async def must_routes_wait(self, pool: Pool) -> bool:
-        """Return whether the first table would lack what only a node's report can add."""
+        """Return whether the first table would lack routes that only a node's report can add."""
         async with using(pool) as connection:
             is_after_loss = await are_routes_after_loss(connection)
         return is_after_loss and await self._are_missing(pool, self._lost_after_s)

@@ -41,7 +41,8 @@ class Heartbeats:
         return self._lease.clock() - self._heard_at.get(node_id, -inf)
 
     def observed(self) -> NodeContact:
-        """Return what only this process knows, for the functions that decide."""
+        """Return the contact that only this process has had with nodes, for the functions that
+        decide."""
         now = self._lease.clock()
         self._forget_gone(now)
         return NodeContact(

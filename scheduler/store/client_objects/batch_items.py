@@ -135,7 +135,8 @@ async def _fail_repeated(connection: Connection, batch_id: str, lines: Sequence[
 
 
 async def analyze_items(connection: Connection) -> None:
-    """Let the database plan its statements with what was added, before it looks by itself."""
+    """Let the database plan its statements with the new rows, before it analyses the table by
+    itself."""
     await connection.execute("ANALYZE batch_item")
 
 

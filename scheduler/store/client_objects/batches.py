@@ -146,9 +146,9 @@ async def due_batches(
 ) -> list[DueBatch]:
     """Return open batches that do not just wait for answers at the Unix time `now`, oldest first.
 
-    Of each tenant they are the first `of_tenant_max`, without the batches `excluded`. Those of
-    tenants that are `full` are read once they have expired. A batch has expired if the database's
-    clock says so, too: one that is ahead must not end all batches.
+    The first `of_tenant_max` of each tenant, without the batches `excluded`. Those of tenants that
+    are `full` are read once they have expired. A batch has expired if the database's clock says so,
+    too: one that is ahead must not end all batches.
     """
     rows = await connection.fetch(
         f"""

@@ -71,7 +71,7 @@ class FleetCapacity:
         self._allowed_pops: dict[tuple[tuple[str, ...], tuple[str, ...]], frozenset[PopId]] = {}
 
     def failure_domain(self, node_id: NodeId) -> str:
-        """Return the name of what fails together with a node."""
+        """Return the name of the domain that fails together with a node."""
         return self.nodes[node_id].failure_domain or str(node_id)
 
     def stays(self, placement: Placement) -> bool:

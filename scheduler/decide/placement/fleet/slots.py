@@ -77,7 +77,7 @@ def awake_memory_bytes(model: CatalogModel, deployment: Deployment) -> int:
     """Return the bytes that an awake replica takes of each of its devices."""
     engine = deployment.engine
     if deployment.policy.overcommit > 1 and derives_kv(model, engine):
-        # It cannot have what the device has left, because it shares the device.
+        # It cannot have the rest of the device, because it shares the device.
         kv_bytes = OVERCOMMITTED_CONTEXTS * kv_minimum_bytes(model, engine)
         engine = msgspec.structs.replace(engine, kv_memory_bytes=kv_bytes)
     return replica_memory_bytes(model, engine)
@@ -119,7 +119,7 @@ def residency_allows(policy: PlacementPolicy, pop: Pop) -> bool:
 def policy_contradiction(
     policy: PlacementPolicy, pops: Container[PopId], allowed_pops: Collection[PopId]
 ) -> str:
-    """Return what in a policy cannot be met in any fleet, or "".
+    """Return the part of a policy that no fleet could meet, or "".
 
     `pops` are all PoPs, `allowed_pops` those that the policy allows.
     """

@@ -38,12 +38,12 @@ class BlockedGains:
         self._bounds[state.number][site] = net
 
     def note_all(self, state: DeploymentState, bounds: Floats) -> None:
-        """Replace what is noted of a deployment; `bounds` has -inf where nothing is blocked."""
+        """Replace the gains of a deployment; `bounds` has -inf where nothing is blocked."""
         self._states[state.number] = state
         self._bounds[state.number] = bounds
 
     def forget(self, state: DeploymentState) -> None:
-        """Forget what is noted of a deployment."""
+        """Forget the gains of a deployment."""
         self._states.pop(state.number, None)
         self._bounds.pop(state.number, None)
 
@@ -58,7 +58,7 @@ class BlockedGains:
         more: Iterable[BlockedGain],
         net_at: Callable[[DeploymentState, int], float],
     ) -> Iterator[BlockedGain]:
-        """Forget all, and return what was noted of `states` and `more`, the largest gain first.
+        """Forget all gains, and return those of `states` and `more`, the largest first.
 
         `net_at` computes a gain as the draft is when its turn comes.
         """

@@ -26,8 +26,8 @@ from scheduler.decide.placement.search.role_pins import RolePins, has_pins, pinn
 class PlannedReplica(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A replica that counts in the plan: a running `placement`, or one to start on `slot`.
 
-    `site` is -1 for a placement whose devices are not known. A replica that `waits` starts when
-    what now holds its slot has ended.
+    `site` is -1 for a placement whose devices are not known. A replica that `waits` starts when the
+    replica in its slot has ended.
     """
 
     state: "DeploymentState"

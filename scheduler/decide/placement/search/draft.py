@@ -91,7 +91,7 @@ class PlacementDraft:
         return is_free
 
     def has_free_devices_at(self, state: DeploymentState, site: int) -> bool:
-        """Say what `has_free_devices` says, for one site that could take a replica."""
+        """Return the same as `has_free_devices`, for one site that could take a replica."""
         needs = state.needs
         largest_free = self.ledger.largest_free(needs.deployment.engine.devices_per_node)
         return bool(largest_free[site] >= needs.device_bytes)
@@ -141,7 +141,7 @@ class PlacementDraft:
         self._add(self._planned(state, gain, reason, waits=False))
 
     def take_when_released(self, state: DeploymentState, gain: Gain) -> None:
-        """Add a replica that would start once what holds its slot has ended."""
+        """Add a replica that would start once the replica in its slot has ended."""
         self._add(self._planned(state, gain, "", waits=True))
 
     def remove(self, replica: PlannedReplica) -> None:
@@ -262,7 +262,7 @@ class Savepoint:
         return False
 
     def roll_back(self) -> None:
-        """Return every remembered state to what it was."""
+        """Restore every remembered state."""
         for state, saved in list(self._changed()):
             before, now = set(map(id, saved.replicas)), set(map(id, state.replicas))
             for replica in [r for r in state.replicas if id(r) not in before]:

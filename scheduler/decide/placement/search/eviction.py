@@ -21,7 +21,7 @@ Losses = dict[PlannedReplica, float]
 
 
 class Eviction(NamedTuple):
-    """Replicas whose removal would free a slot, and what that loses."""
+    """Replicas whose removal would free a slot, and the loss."""
 
     loss: float
     leaving: list[PlannedReplica]

@@ -9,7 +9,7 @@ from scheduler.decide.placement.search.slot_ledger import SlotLedger
 
 
 class Removal(NamedTuple):
-    """A running replica that could end, and what its loss costs."""
+    """A running replica that could end, and the cost of its loss."""
 
     loss: float
     replica: PlannedReplica

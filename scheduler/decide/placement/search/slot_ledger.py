@@ -251,7 +251,8 @@ class SlotLedger:
     def _by_free_bytes_for(
         self, site: int, node_id: NodeId, overcommit: float, count_releasing: bool
     ) -> list[tuple[int, DeviceId]]:
-        """Return what a replica may take of each healthy device of a node at a site, ascending."""
+        """Return the memory that a replica may take of each healthy device of a node at a site,
+        ascending."""
         if not (count_releasing or self._sharing.is_used):
             return self._by_free_bytes(site, node_id)
         keys = self._fleet.table.healthy_devices[site, node_id]
