@@ -287,8 +287,8 @@ class AwakeMemory:
         resident = switch.resident
         self._switch_due_s = self._clock() + resident.expected_wake_s
         resident.switch_due_s = self._switch_due_s
-        doing = self._put_to_sleep(switch) if switch.is_sleep else self._wake(resident)
-        task = asyncio.create_task(doing)
+        work = self._put_to_sleep(switch) if switch.is_sleep else self._wake(resident)
+        task = asyncio.create_task(work)
         self._in_progress.add(task)
         task.add_done_callback(self._in_progress.discard)
         try:

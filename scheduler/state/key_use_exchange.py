@@ -79,9 +79,9 @@ def _without(part: Iterable[tuple[KeyId, _Units]], own: dict[KeyId, _Units]) -> 
     """Return the use of keys without a router's own."""
     rows = []
     for key_id, units in part:
-        mine = own.get(key_id)
-        requests = units.requests - (mine.requests if mine else 0)
-        tokens = units.tokens - (mine.tokens if mine else 0)
+        own_units = own.get(key_id)
+        requests = units.requests - (own_units.requests if own_units else 0)
+        tokens = units.tokens - (own_units.tokens if own_units else 0)
         if requests or tokens:
             rows.append(KeyUse(key_id, requests, tokens))
     return tuple(rows)

@@ -191,9 +191,9 @@ class SpanExporter:
             self._batch = ()
 
     def _failure(self, reason: str) -> CannotExport:
-        then = "the batch waits" if self._batch else "the batch is dropped"
+        consequence = "the batch waits" if self._batch else "the batch is dropped"
         return CannotExport(
-            f"cannot send spans to {self._url}: {reason}; {then}; check `traces_endpoint`"
+            f"cannot send spans to {self._url}: {reason}; {consequence}; check `traces_endpoint`"
         )
 
     def _session(self) -> aiohttp.ClientSession:

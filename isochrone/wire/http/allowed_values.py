@@ -45,7 +45,9 @@ def _tagged(kind: inspect.Type, value: Any) -> inspect.Type:
     if not isinstance(kind, inspect.UnionType) or not isinstance(value, dict):
         return kind
     structs = [option for option in kind.types if isinstance(option, inspect.StructType)]
-    tagged = (one for one in structs if one.tag and value.get(one.tag_field) == one.tag)
+    tagged = (
+        struct for struct in structs if struct.tag and value.get(struct.tag_field) == struct.tag
+    )
     return next(tagged, kind)
 
 

@@ -42,7 +42,7 @@ def is_short(free_bytes: int, total_bytes: int) -> bool:
 
 def replica_to_end(replicas: Sequence[ReplicaMemory]) -> ReplicaMemory | None:
     """Return the replica that ends on a machine that is short of memory; None for none."""
-    most = max(
+    largest = max(
         replicas, key=lambda replica: (replica.overrun_bytes, replica.replica_id), default=None
     )
-    return most if most is not None and most.overrun_bytes else None
+    return largest if largest is not None and largest.overrun_bytes else None

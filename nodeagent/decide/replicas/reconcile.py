@@ -112,17 +112,18 @@ def command_key(name: str) -> str:
     return f"{COMMAND_DRIVER} {name}"
 
 
-def is_same_spec(one: object, other: object) -> bool:
+def is_same_spec(first: object, second: object) -> bool:
     """Return whether two specs of a replica agree in all fields that both have.
 
-    A field with its default is one that the release which wrote the spec may not have known.
+    A field that has its default in either counts as equal: the release that wrote that spec may not
+    have known the field.
     """
-    if not isinstance(one, msgspec.Struct) or type(one) is not type(other):
-        return one == other
-    for field in msgspec.structs.fields(one):
-        first, second = getattr(one, field.name), getattr(other, field.name)
-        is_unknown = not field.required and default_of(field) in (first, second)
-        if not is_unknown and not is_same_spec(first, second):
+    if not isinstance(first, msgspec.Struct) or type(first) is not type(second):
+        return first == second
+    for field in msgspec.structs.fields(first):
+        values = getattr(first, field.name), getattr(second, field.name)
+        is_unknown = not field.required and default_of(field) in values
+        if not is_unknown and not is_same_spec(*values):
             return False
     return True
 

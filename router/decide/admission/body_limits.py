@@ -179,11 +179,11 @@ def _subtract(counts: dict[str, int], name: str, count: int) -> None:
         counts.pop(name, None)
 
 
-def _held(holder: str, bytes_max: int, code: ErrorCode, whose: str) -> LimitExceeded:
+def _held(holder: str, bytes_max: int, code: ErrorCode, holder_text: str) -> LimitExceeded:
     return LimitExceeded(
         f"held_bytes_of_{holder}",
         code,
-        f"unfinished request bodies of {whose} hold more than {bytes_max} bytes here",
+        f"unfinished request bodies of {holder_text} hold more than {bytes_max} bytes here",
         HELD_RETRY_AFTER_S,
         {},
     )

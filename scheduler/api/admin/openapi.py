@@ -47,7 +47,9 @@ def document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any]:
         ordered, ref_template=_COMPONENT + "{name}"
     )
     by_type = dict(zip(ordered, schemas, strict=True))
-    _close([by_type[one.body] for one in endpoints if one.body is not None], components)
+    _close(
+        [by_type[endpoint.body] for endpoint in endpoints if endpoint.body is not None], components
+    )
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         path = _PATH_PARAMETER.sub(r"{\1}", endpoint.path)

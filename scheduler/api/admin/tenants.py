@@ -35,11 +35,11 @@ async def require_tenant(
     if await has_tenant(request.connection, tenant_id):
         return
     names = await first_tenants(request.connection, TENANTS_SHOWN + 1)
-    some = ", ".join(names[:TENANTS_SHOWN]) + (", ..." if len(names) > TENANTS_SHOWN else "")
+    shown = ", ".join(names[:TENANTS_SHOWN]) + (", ..." if len(names) > TENANTS_SHOWN else "")
     raise ApiError(
         ErrorCode.INVALID_REQUEST,
         f"{action} tenant {tenant_id[:60]!r}: it has neither a key nor a budget; use one of"
-        f" {some or 'none: create a key first'} (`isochrone keys list` shows all){hint}",
+        f" {shown or 'none: create a key first'} (`isochrone keys list` shows all){hint}",
         param="tenant_id",
     )
 

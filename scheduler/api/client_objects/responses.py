@@ -115,9 +115,12 @@ class ResponseWork:
             leased = await lease_responses(
                 connection, message.wanted, secrets.token_hex(8), self._limits.lease_s
             )
-            keys = await live_keys(connection, sorted({one.key_id for one in leased}))
+            keys = await live_keys(connection, sorted({response.key_id for response in leased}))
         valid = {key.key_id for key in keys}
-        leased = [msgspec.structs.replace(one, is_key_valid=one.key_id in valid) for one in leased]
+        leased = [
+            msgspec.structs.replace(response, is_key_valid=response.key_id in valid)
+            for response in leased
+        ]
         return LeasedResponses(responses=tuple(leased), lost=tuple(lost))
 
     async def _context(self, connection: Connection, begin: BeginResponse) -> bytes:

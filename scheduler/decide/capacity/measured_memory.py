@@ -42,9 +42,9 @@ def measured_excess(
         over = used - planned
         if over <= MEASURING_SHARE * planned:
             continue
-        most = max(EXCESS_BYTES_MIN, int(EXCESS_SHARE_MAX * planned))
+        excess_max = max(EXCESS_BYTES_MIN, int(EXCESS_SHARE_MAX * planned))
         key = deployment.model_id, deployment.engine.driver
-        excess[key] = max(excess[key], min(over, most))
+        excess[key] = max(excess[key], min(over, excess_max))
     return excess
 
 

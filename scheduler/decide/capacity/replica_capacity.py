@@ -231,8 +231,12 @@ def kv_parts(model: CatalogModel, engine: EngineSettings) -> int:
 
 def weights_bytes_per_device(model: CatalogModel, engine: EngineSettings) -> int:
     """Return the bytes of weights on each device of a replica, all copies of them together."""
-    once = int(model.weights_bytes * sparse_share(model)) if _shares_experts(model, engine) else 0
-    return (once + copies_of(engine) * (model.weights_bytes - once)) // engine.devices
+    shared_bytes = (
+        int(model.weights_bytes * sparse_share(model)) if _shares_experts(model, engine) else 0
+    )
+    return (
+        shared_bytes + copies_of(engine) * (model.weights_bytes - shared_bytes)
+    ) // engine.devices
 
 
 def overhead_bytes(model: CatalogModel, engine: EngineSettings) -> int:

@@ -203,8 +203,8 @@ class PlanBuilder:
         model = self._models.get(deployment.model_id)
         if model is None or not missing:
             return None
-        most = min(policy.replicas_max, staying + missing)
-        limited = msgspec.structs.replace(policy, replicas_max=most)
+        replicas_max = min(policy.replicas_max, staying + missing)
+        limited = msgspec.structs.replace(policy, replicas_max=replicas_max)
         return self.state_of(msgspec.structs.replace(deployment, policy=limited), model)
 
     def note_unmet(self, draft: PlacementDraft, state: DeploymentState) -> None:

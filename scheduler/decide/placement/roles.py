@@ -202,12 +202,12 @@ def role_change(
     if prefill == counts.prefill:
         return None
     is_more = prefill > counts.prefill
-    to = Role.PREFILL if is_more else Role.DECODE if prefill else Role.UNIFIED
+    new_role = Role.PREFILL if is_more else Role.DECODE if prefill else Role.UNIFIED
     # The newest first: the oldest generating replica has the most sessions.
     for replica in sorted(replicas, key=lambda replica: (replica.age_s, replica.replica_id)):
-        if (replica.role is Role.PREFILL) != is_more and may_have(replica.replica_id, to):
+        if (replica.role is Role.PREFILL) != is_more and may_have(replica.replica_id, new_role):
             reason = f"{prefill} of {counts.total} replicas should prefill, {counts.prefill} do"
-            return RoleChange(replica.replica_id, to, reason)
+            return RoleChange(replica.replica_id, new_role, reason)
     return None
 
 

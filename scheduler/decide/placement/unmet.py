@@ -68,14 +68,14 @@ def kv_types_differ(fleet: FleetCapacity, deployment: Deployment, model: Catalog
     classes = fleet.table.device_classes
     prefill = [name for name in classes if policy.prefill_devices and can_prefill(policy, name)]
     decode = [name for name in classes if policy.decode_devices and can_generate(policy, name)]
-    for here, there in product(prefill, decode):
-        sent = stored_kv_bytes_per_token(model, engine, here)
-        read = stored_kv_bytes_per_token(model, engine, there)
+    for prefill_class, decode_class in product(prefill, decode):
+        sent = stored_kv_bytes_per_token(model, engine, prefill_class)
+        read = stored_kv_bytes_per_token(model, engine, decode_class)
         if sent != read:
             return (
-                f"cannot send KV from {here} to {there}: a token takes {sent:.0f} bytes on one and"
-                f" {read:.0f} on the other; set the type of the KV cache (kv_dtype) or use devices"
-                " of one kind for both roles"
+                f"cannot send KV from {prefill_class} to {decode_class}: a token takes"
+                f" {sent:.0f} bytes on one and {read:.0f} on the other; set the type of the KV"
+                " cache (kv_dtype) or use devices of one kind for both roles"
             )
     return ""
 
