@@ -17,6 +17,10 @@ from nodeagent.config import NodeConfig
 from router.config import RouterConfig
 from scheduler.api.admin.endpoint import not_found
 from scheduler.config import SchedulerConfig
+from scheduler.decide.adapter_limits import AdapterLimits
+from scheduler.decide.batch_limits import BatchLimits
+from scheduler.decide.membership import LivenessLimits
+from scheduler.decide.response_limits import ResponseLimits
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = "\n".join(
@@ -43,6 +47,8 @@ def commands() -> list[str]:
 
 
 MESSAGES = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").glob("*.md"),
     *(ROOT / "ops/prometheus").glob("*.yml"),
     *(
         path
@@ -73,9 +79,64 @@ def test_every_command_that_a_message_names_can_be_typed() -> None:
         for path in MESSAGES
         for line in re.findall(r"`isochrone ([a-z][^`\n]*)`", path.read_text())
     }
-    assert len(named) > 10
+    assert len(named) > 40
     for line in sorted(named):
         can_be_typed(line)
+
+
+OF_OTHER_PROGRAMS = {"--auth-type", "--ignore-missing", "--reasoning-parser"}
+
+
+def options_of(command: click.Command) -> set[str]:
+    own = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+    parts = command.commands.values() if isinstance(command, click.Group) else ()
+    return own.union(*(options_of(part) for part in parts))
+
+
+def test_every_option_that_a_document_names_exists() -> None:
+    named = set(re.findall(r"`(--[a-z][a-z-]*)", DOCUMENTS))
+    assert len(named) > 30
+    assert named - options_of(main) == OF_OTHER_PROGRAMS
+
+
+LIMITS = (
+    *(SchedulerConfig, NodeConfig, RouterConfig),
+    *(LivenessLimits, BatchLimits, AdapterLimits, ResponseLimits),
+)
+UNITS = {
+    **{"": 1.0, "s": 1.0, "minutes": 60.0, "hours": 3600.0, "a second": 1.0},
+    **{"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "megapixels": 1e6},
+}
+VALUE = r"(\d[\d,.]*) ?(" + "|".join(sorted(UNITS, key=len, reverse=True)) + ")"
+STATED = (
+    rf"`(?P<name>[a-z_]+)`(?:,| \()\s*{VALUE}[);]",
+    rf"\b{VALUE}\b[^`().;|\d]{{0,40}}\(`(?P<name>[a-z_]+)`(?=[ )])",
+)
+"""A value behind the name of its setting, or before it."""
+
+
+def test_a_document_states_the_default_of_a_setting() -> None:
+    defaults = {
+        field.name: field.default
+        for limits in LIMITS
+        for field in msgspec.structs.fields(limits)
+        if isinstance(field.default, int | float)
+    }
+    text = re.sub(r"\s+", " ", DOCUMENTS)
+    stated = [found for form in STATED for found in re.finditer(form, text)]
+    known = [found for found in stated if found["name"] in defaults]
+    assert len(known) > 15
+    for found in known:
+        number, unit = (part for part in found.groups() if part not in (None, found["name"]))
+        value = float(number.replace(",", "")) * UNITS[unit]
+        assert value == defaults[found["name"]], found[0]
+
+
+def test_a_document_names_metrics_of_the_embedded_engine() -> None:
+    named = set(re.findall(r"`isochrone_engine_([a-z_]+[a-z])[`{]", DOCUMENTS))
+    sources = "\n".join(path.read_text() for path in (ROOT / "nodeagent" / "engine").rglob("*.py"))
+    assert named
+    assert [name for name in sorted(named) if f'"{name}"' not in sources] == []
 
 
 def can_be_typed(line: str) -> None:
