@@ -16,6 +16,7 @@ from typing import Final
 
 import msgspec
 
+from isochrone.service.failure_log import error_text
 from isochrone.wire.ids import DeviceId, ReplicaId
 from isochrone.wire.peers.assignment import ReplicaSpec, Tombstone
 from isochrone.wire.peers.report import ReplicaState
@@ -412,7 +413,7 @@ def _failure_of(replica: ManagedReplica, attempt: "asyncio.Task[str]") -> str:
     try:
         problem = attempt.result()
     except (ArtifactError, OSError, UnknownOption) as error:
-        problem = str(error) or type(error).__name__
+        problem = error_text(error)
         replica.lacked_descriptors = lacks_descriptors(error)
         replica.is_failure_permanent = isinstance(error, UnknownOption)
     # A bug in the agent must fail this replica alone; it is retried like any other failure.

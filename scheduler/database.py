@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Final, NamedTuple
 
 from isochrone.service.config import ConfigError
+from isochrone.service.failure_log import error_text
 from isochrone.service.trust.identity import Authority
 from isochrone.wire.ids import ClusterId
 from scheduler.config import SchedulerConfig
@@ -68,5 +69,5 @@ def _database_errors_as_config_errors() -> Iterator[None]:
         raise ConfigError(str(error)) from error
     except CONNECT_ERRORS as error:
         raise ConfigError(
-            f"cannot use the database: {str(error) or type(error).__name__}; check database_url"
+            f"cannot use the database: {error_text(error)}; check database_url"
         ) from error

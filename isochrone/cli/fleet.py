@@ -55,12 +55,11 @@ def nodes_list(obj: CliContext) -> None:
     """List nodes."""
     rows = obj.api.list("/v1/nodes")
     if obj.output == "table":
-        rows = [{**row, "devices": _count_by_class(row["devices"])} for row in rows]
+        rows = [
+            {**row, "devices": dict(Counter(device["device_class"] for device in row["devices"]))}
+            for row in rows
+        ]
     show_rows(rows, NODE_COLUMNS, obj.output)
-
-
-def _count_by_class(devices: list[dict[str, Any]]) -> dict[str, int]:
-    return dict(Counter(device["device_class"] for device in devices))
 
 
 @nodes.command("join-token")

@@ -19,6 +19,11 @@ class _Logged(NamedTuple):
     unlogged: int
 
 
+def error_text(error: BaseException) -> str:
+    """Return an error's message, or its type's name if it has none, as a timeout."""
+    return str(error) or type(error).__name__
+
+
 class RepeatFilter:
     """Says which of many like events are logged. The caller passes the monotonic time."""
 

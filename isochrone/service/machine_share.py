@@ -68,10 +68,10 @@ def memory_used_by(cgroup: Path) -> int | None:
     return max(used - page_cache, 0)
 
 
-def free_memory_bytes(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
+def free_memory_bytes() -> int:
     """Return the machine's free memory, or the least that a cgroup of this process has left."""
     left_bytes = [int(psutil.virtual_memory().available)]
-    for cgroup in own_cgroups(root, own):
+    for cgroup in own_cgroups():
         limit, used = memory_limit_of(cgroup), memory_used_by(cgroup)
         if limit is not None and used is not None:
             left_bytes.append(limit - used)

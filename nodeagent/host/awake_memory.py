@@ -94,7 +94,7 @@ class AwakeMemory:
         The memory counts as in use from then on, until `settle`.
         """
         resident = self._residents[spec.replica_id] = Resident(spec)
-        if not self._is_overcommitted():
+        if all(other.spec.overcommit <= 1 for other in self._residents.values()):
             self._set_awake(resident)
         else:
             await self._wait_awake(resident)
@@ -222,9 +222,6 @@ class AwakeMemory:
             not resident.is_awake and resident.engine is not None and not resident.problem
             for resident in self._residents.values()
         )
-
-    def _is_overcommitted(self) -> bool:
-        return any(resident.spec.overcommit > 1 for resident in self._residents.values())
 
     def _set_awake(self, resident: Resident) -> None:
         resident.is_awake, resident.is_yielding = True, False

@@ -173,7 +173,8 @@ class AnswerBatches:
             await self._renew(holds[begin : begin + HOLDS_MAX], {})
         leased = await self._renew(holds[:HOLDS_MAX], wanted)
         for item in leased.items:
-            name = self._fleet.directory.base_of(_model_of(item.body))
+            # The scheduler has checked that the body names a model.
+            name = self._fleet.directory.base_of(_MODEL.decode(item.body).model)
             self._work.setdefault(name, DeploymentWork()).waiting.append(item)
         return len(leased.items)
 
@@ -252,8 +253,3 @@ class _NamedModel(msgspec.Struct):
 
 
 _MODEL: Final = msgspec.json.Decoder(_NamedModel)
-
-
-def _model_of(body: bytes) -> str:
-    """Return the model in an item's body, which the scheduler has checked."""
-    return _MODEL.decode(body).model

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from isochrone.service.failure_log import error_text
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.batch_lines import RUN_PREFIX
 from scheduler.decide.batch_steps import DueStep, next_steps
@@ -177,7 +178,7 @@ class AdvanceBatches:
         failures = earlier.failures + 1 if earlier is not None else 1
         wait_s = min(RETRY_MAX_S, RETRY_MIN_S * 2.0 ** min(failures - 1, 10))
         self._failed[batch_id] = FailedStep(failures, self._unix_clock() + wait_s)
-        fields = {"batch": batch_id, "reason": str(error) or type(error).__name__}
+        fields = {"batch": batch_id, "reason": error_text(error)}
         log.warning(
             "cannot read or write the files of a batch: this is repeated", extra={"fields": fields}
         )

@@ -38,7 +38,9 @@ class LeaseRenewalThread:
         self._pool: Pool | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="renew_lease", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._renew_until_stopped()), name="renew_lease", daemon=True
+        )
 
     def start(self) -> None:
         """Start renewing."""
@@ -64,9 +66,6 @@ class LeaseRenewalThread:
         if renewed is not None:
             lease.extend(renewed, requested_at)
         return LeaseRenewed(renewed is not None)
-
-    def _run(self) -> None:
-        asyncio.run(self._renew_until_stopped())
 
     async def _renew_until_stopped(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from isochrone.service.failure_log import error_text
 from isochrone.service.logs import setup_logs
 from scheduler.planner.garbage import GarbageBetweenAnswers
 from scheduler.planner.messages import (
@@ -43,8 +44,9 @@ async def serve() -> int:
     try:
         pool = await open_pool(settings.database_url, size_max=CONNECTIONS)
     except UNAVAILABLE as error:
-        reason = (str(error) or type(error).__name__)[:200]
-        log.warning("cannot reach the database", extra={"fields": {"reason": reason}})
+        log.warning(
+            "cannot reach the database", extra={"fields": {"reason": error_text(error)[:200]}}
+        )
         return 1
     server = PlannerServer(pool, settings.liveness)
     garbage = GarbageBetweenAnswers()
@@ -71,8 +73,9 @@ async def _reply_to(server: PlannerServer, request: PlannerRequest) -> PlannerRe
     try:
         answer = await server.answer(request.question)
     except UNAVAILABLE as error:
-        reason = f"cannot reach the database: {str(error) or type(error).__name__}"
-        return PlannerReply(request.number, failure=reason)
+        return PlannerReply(
+            request.number, failure=f"cannot reach the database: {error_text(error)}"
+        )
     except Exception as error:
         # Whatever fails, the scheduler must get a reply, or it would wait for its timeout.
         fields = {"question": type(request.question).__name__}

@@ -201,7 +201,12 @@ class DemandForecaster:
     async def _save(self, slot: int) -> int:
         """Save the series whose turn it is; each is saved once an hour."""
         turn = slot % SAVE_TURNS
-        due = [key for key in self._forecast.sorted_keys() if _turn_of(key) == turn]
+        # A checksum, because hash() differs between processes.
+        due = [
+            key
+            for key in self._forecast.sorted_keys()
+            if crc32("\0".join(key).encode()) % SAVE_TURNS == turn
+        ]
         for start in range(0, len(due), SAVED_AT_ONCE):
             rows = [
                 StoredSeries(key, *self._forecast.serialized(key))
@@ -222,8 +227,3 @@ async def _finish(steps: Iterator[None], until_s: float) -> bool:
         if monotonic() >= until_s:
             return False
     return True
-
-
-def _turn_of(key: SeriesKey) -> int:
-    # Not hash(), which differs between processes.
-    return crc32("\0".join(key).encode()) % SAVE_TURNS

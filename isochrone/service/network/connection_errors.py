@@ -4,10 +4,12 @@ import os
 
 import aiohttp
 
+from isochrone.service.failure_log import error_text
+
 
 def describe_connection_error(url: str, error: Exception) -> str:
     """Return what went wrong, and how to set up TLS where that is the likely cause."""
-    problem = str(error) or type(error).__name__
+    problem = error_text(error)
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return (
             f"{problem}; if an authority of your own has issued its certificate, set SSL_CERT_FILE"

@@ -44,6 +44,8 @@ def shape_of(config: Config) -> ModelDimensions:
     """Return the dimensions in a config. Raises BadConfig."""
     nested = config.get("text_config")
     quantised = config.get("quantization_config")
+    if not isinstance(quantised, Mapping):
+        quantised = {}
     if isinstance(nested, Mapping):
         config = {**config, **nested}
     config = {**FAMILIES.get(str(config.get("model_type")), {}), **config}
@@ -76,8 +78,8 @@ def shape_of(config: Config) -> ModelDimensions:
         )
         + expert_parameters,
         expert_parameters=expert_parameters,
-        weight_bits=_weight_bits(quantised if isinstance(quantised, Mapping) else {}),
-        kv_bits=8.0 if _kv_is_eight_bit(quantised) else 16.0,
+        weight_bits=_weight_bits(quantised),
+        kv_bits=8.0 if quantised.get("kv_cache_scheme") else 16.0,
     )
 
 
@@ -205,7 +207,3 @@ def _weight_bits(quantised: Config) -> float:
     if isinstance(bits, int) and 1 <= bits <= 16:
         return bits + (0.5 if bits < 8 else 0.0)
     return QUANTISED_BITS.get(method, 16.0)
-
-
-def _kv_is_eight_bit(quantised: object) -> bool:
-    return isinstance(quantised, Mapping) and bool(quantised.get("kv_cache_scheme"))

@@ -21,6 +21,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
+from isochrone.service.failure_log import error_text
 from isochrone.service.trust.tls import node_url
 from isochrone.wire.digits import parse_digits
 from isochrone.wire.http import headers
@@ -220,7 +221,7 @@ class _PeerFetch:
         # Any other OSError is of this node's disk and would follow from the origin too.
         except (TransferCut, aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             self._peers.record_failure(digest, peer.node_id)
-            reason = str(error) or type(error).__name__
+            reason = error_text(error)
             log.info("peer failed", extra={"fields": {"peer": peer.node_id, "reason": reason}})
             return PeerFetchOutcome.LATER
 

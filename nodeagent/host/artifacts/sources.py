@@ -22,6 +22,7 @@ import aiohttp
 from aiohttp import abc
 from yarl import URL
 
+from isochrone.service.failure_log import error_text
 from isochrone.service.network.connection_errors import describe_connection_error
 from isochrone.service.trust.identity import SCHEDULER_NAME
 from isochrone.wire.peers.adapter import CLUSTER_SCHEME
@@ -289,7 +290,7 @@ def _transfer_errors(path: str, source: str) -> Iterator[None]:
     try:
         yield
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise TransferCut(str(error) or type(error).__name__) from error
+        raise TransferCut(error_text(error)) from error
     except TransferTooLong as error:
         raise ArtifactError(f"cannot fetch {path} from {source}: {error}") from error
 

@@ -7,7 +7,7 @@ from typing import Final, NoReturn
 
 from aiohttp import web
 
-from isochrone.service.failure_log import RepeatedWarning
+from isochrone.service.failure_log import RepeatedWarning, error_text
 from isochrone.service.trust.identity import Authority
 from isochrone.wire.ids import NodeId
 from isochrone.wire.peers.assignment import ReplicaSpec
@@ -135,7 +135,7 @@ class AgentEndpoint:
             raise PeerRefused(RefusedCode.MALFORMED, reason, RETRY_REFUSED_S) from error
         except UNAVAILABLE as error:
             # The node reports everything again in ten seconds.
-            self._unwritten.record(str(error) or type(error).__name__, self._lease.clock())
+            self._unwritten.record(error_text(error), self._lease.clock())
 
     def _has_valid_seal(self, node_id: NodeId, spec: ReplicaSpec) -> bool:
         return self._authority.verify_seal(sealed_fields(node_id, spec), spec.seal)

@@ -7,7 +7,7 @@ from typing import assert_never
 
 from aiohttp import web
 
-from isochrone.service.failure_log import RepeatedWarning
+from isochrone.service.failure_log import RepeatedWarning, error_text
 from isochrone.wire.client_keys.key_use import FleetKeyUse
 from isochrone.wire.ids import PopId
 from isochrone.wire.peers.control import TABLE_PARTS, FromRouter, PeerRole, RefusedCode
@@ -108,7 +108,7 @@ class RouterEndpoint:
                 refused = await _store(connection, peer.pop, batch)
         except UNAVAILABLE as error:
             # Unacknowledged, so it is sent again; round trips are measured again anyway.
-            self._unwritten.record(str(error) or type(error).__name__, self._clock())
+            self._unwritten.record(error_text(error), self._clock())
             return
         except BAD_DATA as error:
             refused = {f"cannot store the batch: {error}"[:200]: len(batch.rows)}

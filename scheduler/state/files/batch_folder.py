@@ -21,6 +21,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final, ParamSpec, Self, TypeVar
 
+from isochrone.service.failure_log import error_text
 from isochrone.service.files import sync
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.decide.unnamed_contents import StoredContents
@@ -133,7 +134,7 @@ class BatchFolder:
             try:
                 await self._threads.run(self._tenant_id, call_once, is_patient=True)
             except (ApiError, OSError) as error:
-                reason = str(error) or type(error).__name__
+                reason = error_text(error)
                 log.warning("cannot close a file", extra={"fields": {"reason": reason}})
 
         task = asyncio.create_task(close())

@@ -35,7 +35,8 @@ async def read_holders(
     connection: Connection, node_id: NodeId, digests: Sequence[str]
 ) -> tuple[ArtifactHolders, ...]:
     """Return the nodes to fetch each artifact from that this node does not hold itself."""
-    missing = sorted(set(digests) - await _artifacts_of(connection, node_id))
+    held = await connection.fetch("SELECT digest FROM artifact_holder WHERE node_id = $1", node_id)
+    missing = sorted(set(digests) - {row["digest"] for row in held})
     if not missing:
         return ()
     pop = PopId(await connection.fetchval("SELECT pop FROM node WHERE node_id = $1", node_id))
@@ -49,11 +50,6 @@ async def read_holders(
         if peers:
             holders.append(ArtifactHolders(digest=digest, peers=peers))
     return tuple(holders)
-
-
-async def _artifacts_of(connection: Connection, node_id: NodeId) -> set[str]:
-    rows = await connection.fetch("SELECT digest FROM artifact_holder WHERE node_id = $1", node_id)
-    return {row["digest"] for row in rows}
 
 
 async def _candidates(

@@ -188,7 +188,8 @@ async def record_report(
     # First: an unknown replica may still use what an ended one has left.
     released = await _release_ended(connection, report)
     known_replicas = []
-    for replica in _in_lock_order(report):
+    # In the order of the rows that they lock, so that two reports do not deadlock.
+    for replica in sorted(report.replicas, key=lambda r: (r.spec.model_id, r.spec.deployment_id)):
         moved = await _record_replica(connection, report.node_id, replica)
         is_adopted = 0
         if moved is None:
@@ -205,11 +206,6 @@ async def record_report(
     if changed or adopted or released:
         await bump_generation(connection)
     return ReportEffect(changed=changed, adopted=adopted, released=released)
-
-
-def _in_lock_order(report: Report) -> list[ReplicaReport]:
-    """Return replicas in the order of the rows they lock, so that two reports do not deadlock."""
-    return sorted(report.replicas, key=lambda r: (r.spec.model_id, r.spec.deployment_id))
 
 
 async def read_assignment(
