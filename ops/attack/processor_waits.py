@@ -15,7 +15,7 @@ SAMPLE_S: Final = 0.05
 
 
 class ThreadTime(NamedTuple):
-    """What the first thread of a process has had since it began, in seconds."""
+    """The times of a process's first thread since it began, in seconds."""
 
     computed_s: float
     waited_s: float
@@ -33,7 +33,7 @@ class ProcessorWaits:
         while True:
             found = {}
             for name, pid in self._pids.items():
-                # It may have ended.
+                # The process may have ended.
                 with suppress(OSError):
                     found[name] = thread_time(pid)
             self._samples.append((time.perf_counter(), found))

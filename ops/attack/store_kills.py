@@ -183,7 +183,7 @@ async def attack(
         for instant in instants:
             for victim in victims:
                 for node in nodes:
-                    # None of the kills is to make a replica wait before it starts again.
+                    # So that no kill makes a replica wait before it starts again.
                     replica = node.node.supervisor.replicas[ReplicaId(node.name)]
                     replica.failure_times.clear()
                 outcome = await attack_once(nodes, victim, instant, seed)

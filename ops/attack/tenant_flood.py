@@ -78,7 +78,7 @@ class PhaseFigures:
     tokens: int = 0
     seconds: float = 0.0
     engine: list[str] = field(default_factory=list)
-    """What the engine's own histograms say about each phase."""
+    """The engine's own histograms of each phase."""
 
     @property
     def ttft_s(self) -> list[float]:

@@ -115,7 +115,7 @@ class KillOutcome(NamedTuple):
 
 
 class PeerUse(Protocol):
-    """What the requests of the attack use other replicas for."""
+    """The use that the attack's requests make of other replicas."""
 
     phases: Sequence[KillPhase]
     share_kv: bool
@@ -206,7 +206,7 @@ async def attack_once(
     await target.forget_crashes()
     tenant = f"{victim} {instant}"
     await wait_used(pair, use, readers[0], random.Random(f"used {seed} {tenant}"))
-    # At every second instant of a phase nobody else has their KV.
+    # At every second instant of a phase no other replica has their KV.
     ready = readers[: 1 + instant // len(use.phases) % 2]
     await use.prepare(pair, ready, requests, tenant)
     progress = StreamProgress()

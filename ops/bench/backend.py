@@ -86,7 +86,7 @@ _AT_ONCE = _STREAM_HEAD + b"".join(_CHUNKED) + b"0\r\n\r\n"
 
 
 ENDS_BYTES = 4096
-"""What is read of a body, at either end."""
+"""The bytes that one read takes of a body, at either end."""
 
 
 class BackendProtocol(asyncio.Protocol):

@@ -39,7 +39,7 @@ PAUSE_S: Final = 0.02
 
 
 class ClientFigures(NamedTuple):
-    """What the clients of one run saw."""
+    """The measurements of one run's clients."""
 
     first_s: list[float]
     between_s: list[float]

@@ -40,13 +40,13 @@ from nodeagent.engine.server.kv.kv_reading import SHARED_BYTES_MAX
 
 BLOCK_BYTES: Final = 368_640
 RECORD_BYTES: Final = 256 * 1024
-"""What an event loop reads and encrypts at once."""
+"""The bytes that an event loop reads and encrypts at once."""
 
 WINDOW_BYTES: Final = 16 * 1024 * 1024
 """As large as an engine's."""
 
 PART_BYTES: Final = 4 * 1024 * 1024
-"""What is copied off or onto the device at once."""
+"""The bytes that are copied off or onto the device at once."""
 
 SHAPE: Final = SimpleNamespace(layers=30, kv_heads=3, head_dim=64, window_tokens=None)
 """The part of the demo's model that its KV depends on."""

@@ -36,7 +36,7 @@ from ops.bench.engine_node import NodeClient, NodeSetup, bench_node
 from ops.sim.measure import percentile
 
 TOKEN_US: Final = 20_000
-"""What the receiver is said to need for a token, so that a fetch always pays."""
+"""The stated time of the receiver for a token, so that a fetch always pays."""
 
 _PROCESS_CLOCK: Final = 2
 """Linux: with a process id, the number of that process's CPU clock."""

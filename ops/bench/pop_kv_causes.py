@@ -43,7 +43,7 @@ class SentPrefix(NamedTuple):
     """At the replica that has most."""
     here: int
     named: int
-    """At the addressed replica or one that its node is told of, whichever has most."""
+    """At the addressed replica or one that its node knows of, whichever has most."""
 
     def lost(self, fetched: int, cached: int) -> "LostPrefix":
         """Return where the blocks remained that one cache has beyond the `cached` ones."""

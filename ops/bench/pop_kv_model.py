@@ -1,4 +1,4 @@
-"""What sharing KV in a PoP can bring: the live benchmark (pop_kv) in simulated time.
+"""The possible gain of sharing KV in a PoP: the live benchmark (pop_kv) in simulated time.
 
     python -m ops.bench.pop_kv_model [--data FOLDER] [--requests N] [--draws N] [--load SHARE]
 
@@ -58,7 +58,7 @@ SHARED_PROMPT_TOKENS_MIN: Final = 128
 
 
 class Rules(NamedTuple):
-    """What is compared: the policy, and what the model grants beyond the product."""
+    """One row of the comparison: the policy, and what the model grants beyond the product."""
 
     name: str
     policy: str
@@ -92,7 +92,7 @@ class ModelRequest:
     """A request at a replica: the blocks that it has, and the seconds of work that it needs."""
 
     def __init__(self, sent: PopAttempt, began_s: float) -> None:
-        """The client asked at `began_s`."""
+        """The client sent it at `began_s`."""
         self.sent = sent
         self.prefix = SentPrefix(0, 0, 0, 0)
         self.fetched_blocks = 0

@@ -63,7 +63,7 @@ class RuleResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """What the engine generated for both tenants."""
+        """The tokens that the engine generated for both tenants."""
         return (self.flood_tokens + self.probe_tokens) / self.seconds
 
 

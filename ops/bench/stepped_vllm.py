@@ -53,7 +53,7 @@ class SteppedVllm:
             self._engine.step()
 
     def _open_request(self, request: SteppedRequest) -> str:
-        """Return the id of a request that has just asked for a seat."""
+        """Return the id of a request that has just begun to wait for a seat."""
         self._number += 1
         request_id = self._ids[request.seat] = f"{id(self):x}-{self._number}"
         self._open[request_id] = request

@@ -113,7 +113,7 @@ def _without_allowed_oddities(data: bytes) -> bytes:
     """Remove syntax that the router accepts on purpose and h11 does not.
 
     The syntax is blank lines before a request (RFC 9112, 2.2) and repeated spaces in a request
-    line. It is harmless, because no client's head is forwarded.
+    line. This is harmless, because no client's head is forwarded.
     """
     data = re.sub(rb"^[\r\n]+", b"", data)
     return re.sub(rb"([A-Z]+) +(\S+) +(HTTP/1\.[01]\r\n)", rb"\1 \2 \3", data)

@@ -11,7 +11,7 @@ from typing import Final
 
 SUMS_NAME: Final = "SHA256SUMS"
 NAMESPACE: Final = "isochrone-release"
-"""What the signature is for: a key's signature of anything else does not verify as a release."""
+"""The signature's namespace: a key's signature of anything else does not verify as a release."""
 
 
 class CannotSign(Exception):
