@@ -17,19 +17,25 @@ ANSWER_S: Final = 5.0
 keeps them to the end, but with 60 s here, what is evicted was noticed too late to be of use
 (ops/sim/cache_knowledge.md)."""
 
+UNDONE: Final = -1
+"""Value of `PromptUse.held` for a prompt that the replica did not read."""
+
 
 @mypyc_attr(acyclic=True, free_list_len=1)
 class PromptUse:
     """The times at which a prompt was sent to a replica, and last used its blocks there.
 
     An answer is assumed to take ANSWER_S while it is in flight, or if its end is never learned.
+    `held` is how many of its first blocks are held because of other prompts, UNDONE if the replica
+    did not read the prompt.
     """
 
-    __slots__ = ("ended_at_s", "sent_at_s")
+    __slots__ = ("ended_at_s", "held", "sent_at_s")
 
     def __init__(self, sent_at_s: float) -> None:
         self.sent_at_s = sent_at_s
         self.ended_at_s = sent_at_s + ANSWER_S
+        self.held = 0
 
 
 class CachedBlocks(Protocol):

@@ -18,7 +18,7 @@ from typing import Final
 
 from isochrone.native_class import mypyc_attr
 from isochrone.wire.http.body_loops import chained_hashes
-from router.decide.caches.cached_blocks import CachedBlocks, PromptUse, new_cached_blocks
+from router.decide.caches.cached_blocks import UNDONE, CachedBlocks, PromptUse, new_cached_blocks
 
 BLOCK_BYTES: Final = 128
 DEPTH_PER_BLOCK: Final = 16
@@ -213,6 +213,7 @@ class PrefixIndex:
             cache = self._caches[slot] = _ReplicaCache(self._capacity)
         use = PromptUse(now_s)
         added, deepest, age = cache.blocks.use(keys.keys, keys.ends, use)
+        use.held = deepest + 1
         share = keys.ends[deepest] / keys.size if deepest >= 0 else 0.0
         if added:
             self._pairs += len(added)
@@ -223,14 +224,23 @@ class PrefixIndex:
         return SentPrompt(slot, share, age, use)
 
     def undo_sent(self, sent: SentPrompt, keys: PrefixKeys) -> None:
-        """Remove the keys that `record_sent` added: the replica did not read the prompt after
-        all."""
+        """Remove what `record_sent` added: the replica did not read the prompt after all.
+
+        Blocks that a later prompt uses stay, and count as added by that one.
+        """
         cache = self._caches.get(sent.slot)
-        if cache is None:
+        if cache is None or sent.use.held == UNDONE:
             return
-        for key, end in zip(keys.keys, keys.ends, strict=True):
-            if end > sent.share * keys.size and key in cache.blocks:
+        for index in range(sent.use.held, len(keys.keys)):
+            key = keys.keys[index]
+            if key not in cache.blocks:
+                continue
+            use = cache.blocks.use_of(key)
+            if use is sent.use or use.held == UNDONE:
                 self._remove_block(sent.slot, cache, key)
+            else:
+                use.held = min(use.held, index)
+        sent.use.held = UNDONE
 
     def learn_cached_share(self, sent: SentPrompt, cached_share: float) -> None:
         """Adjust the assumed capacity by the share of a prompt that a replica had cached."""

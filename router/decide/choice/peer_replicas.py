@@ -14,7 +14,7 @@ def peer_of_ranked(ranked: RankedRoute) -> PeerReplica:
         route.address,
         ranked.pending_prefill_tokens,
         round(ranked.prefill_ms),
-        round(1000 * ranked.ms_per_token),
+        _token_us(ranked.ms_per_token),
     )
 
 
@@ -26,5 +26,10 @@ def peer_of_route(route: Route, prefill_tokens: int, token_ms: float) -> PeerRep
         route.address,
         prefill_tokens,
         round(prefill_tokens * token_ms),
-        max(1, round(1000 * token_ms)),
+        _token_us(token_ms),
     )
+
+
+def _token_us(token_ms: float) -> int:
+    """Return a token's time in whole us, at least 1: with 0 no queue and no wake would count."""
+    return max(1, round(1000 * token_ms))

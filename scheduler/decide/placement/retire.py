@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from math import inf
 from typing import Final
 
-from isochrone.wire.ids import NodeId
 from isochrone.wire.models.model import Deployment
 from isochrone.wire.peers.report import ReplicaState
 from scheduler.decide.capacity.start_times import COMING
@@ -17,7 +16,13 @@ from scheduler.decide.placement.score import START
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.draft import Gain, PlacementDraft
 from scheduler.decide.placement.search.load_assignment import EPSILON
-from scheduler.decide.placement.search.removal import cheapest_removal, removable_replicas
+from scheduler.decide.placement.search.removal import (
+    cheapest_removal,
+    failure_domains,
+    removable_replicas,
+    separate_replica,
+    shared_domains,
+)
 
 EndPlacement = Callable[[Placement, str], None]
 EndReplica = Callable[[PlannedReplica, str], None]
@@ -171,7 +176,7 @@ def separate_failure_domains(
     otherwise, and for other PoPs, the sum of score.py decides alone.
     """
     fleet, pops = draft.fleet, set(state.pops())
-    shared = _shared_domains(fleet, state, state.replicas)
+    shared = shared_domains(fleet, state, state.replicas)
     if not (shared and draft.has_starts_left):
         return
     if len(removable_replicas(state, settle_s)) == len(state.replicas):
@@ -195,7 +200,7 @@ def end_surplus(
     running, below = [replica for replica in state.replicas if replica.placement], inf
     if not exceeds_max:
         running, below = removable_replicas(state, settle_s), KEPT * needs.hold_cost
-    kept = _separate_replica(draft.fleet, state)
+    kept = separate_replica(draft.fleet, state)
     among = [replica for replica in running if replica is not kept]
     removal = cheapest_removal(state, among, draft.ledger, below)
     if removal is None:
@@ -249,35 +254,8 @@ def _best_gain(
         if gain.candidate is None:
             continue
         node_ids = [part.node.node_id for part in gain.candidate.slot.parts]
-        if excluded_domains & _domains(draft.fleet, node_ids):
+        if excluded_domains & failure_domains(draft.fleet, node_ids):
             continue
         if best is None or gain.net > best.net:
             best = gain
     return best
-
-
-def _separate_replica(fleet: FleetCapacity, state: DeploymentState) -> PlannedReplica | None:
-    """Return the replica without which the others of its PoP would all fail together, if any."""
-    if len(set(state.pops())) > 1 or _shared_domains(fleet, state, state.replicas):
-        return None
-    for replica in state.replicas:
-        others = [other for other in state.replicas if other is not replica]
-        if _shared_domains(fleet, state, others):
-            return replica
-    return None
-
-
-def _shared_domains(
-    fleet: FleetCapacity, state: DeploymentState, replicas: Sequence[PlannedReplica]
-) -> frozenset[str]:
-    """Return the failure domains that each take all of some replicas.
-
-    Empty where replicas_min < 2, for fewer than two replicas, and for those of several PoPs.
-    """
-    if state.needs.replicas_min < 2 or len(replicas) < 2 or len({r.pop for r in replicas}) > 1:
-        return frozenset()
-    return frozenset.intersection(*(_domains(fleet, replica.node_ids) for replica in replicas))
-
-
-def _domains(fleet: FleetCapacity, node_ids: Iterable[NodeId]) -> frozenset[str]:
-    return frozenset(fleet.failure_domain(node_id) for node_id in node_ids)

@@ -6,7 +6,7 @@ from itertools import islice, product
 
 import msgspec
 
-from isochrone.wire.ids import NodeId
+from isochrone.wire.ids import NodeId, PopId
 from isochrone.wire.models.model import CatalogModel, Deployment, EngineSettings
 from scheduler.decide.capacity.device_classes import DeviceClass, class_of
 from scheduler.decide.capacity.replica_capacity import (
@@ -84,8 +84,11 @@ def unmet_requirements(draft: PlacementDraft, state: DeploymentState) -> Iterato
     """Yield what a deployment still lacks at the end of a plan, with each node's refusal."""
     fleet, needs, pops = draft.fleet, state.needs, state.pops()
     policy = needs.deployment.policy
-    for pop in sorted(set(policy.keep_warm)):
-        if pop not in pops and not state.is_full and pop in fleet.allowed_pops(policy):
+    for pop in sorted(set(policy.keep_warm) - set(pops)):
+        if not needs.replicas_max or pop not in fleet.allowed_pops(policy):
+            continue
+        # At the maximum, a later plan moves a replica to a free slot.
+        if not (state.is_full and _has_slot_in(draft, needs, pop)):
             yield _cannot_place(draft, needs, f"{pop} is kept warm", pop)
     if len(pops) < needs.replicas_min:
         yield _cannot_place(draft, needs, needs.minimum_reason)
@@ -138,6 +141,11 @@ def slot_refusals(
                 f"{fleet.nodes[node_id].pop} there is space for {nodes_with_space}"
             )
     return refusals
+
+
+def _has_slot_in(draft: PlacementDraft, needs: DeploymentNeeds, pop: PopId) -> bool:
+    nodes = [node for node in draft.fleet.nodes.values() if node.pop == pop]
+    return sum(1 for _ in _refusals(draft, needs, nodes)) < len(nodes)
 
 
 def _cannot_place(

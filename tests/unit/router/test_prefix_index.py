@@ -3,6 +3,7 @@
 import random
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -147,6 +148,34 @@ def test_a_refused_prompt_is_not_cached() -> None:
     index.undo_sent(sent, chain(1, 2, 3, 4))
     assert index.match(chain(1, 2, 3, 4)).share_at(0) == 0.5
     assert len(index) == 2
+
+
+@pytest.mark.parametrize("size", [5979, 6798, 117_959])
+def test_a_refused_prompt_takes_away_no_block_that_was_cached_before(size: int) -> None:
+    # As a share of these sizes, 128 bytes are rounded down.
+    index, keys = PrefixIndex(), PrefixKeys([1, 2], [128, 256], size)
+    index.record_sent(0, PrefixKeys([1], [128], 128), 0.0)
+    index.undo_sent(index.record_sent(0, keys, 1.0), keys)
+    assert index.match(keys).share_at(0) == 128 / size
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=3, max_size=3),
+    undone=st.lists(st.sampled_from([1, 2]), max_size=3),
+)
+def test_of_prompts_sent_at_once_those_that_were_not_refused_stay_cached(
+    prompts: list[list[int]], undone: list[int]
+) -> None:
+    index = PrefixIndex()
+    chains = [chain(*prompt) for prompt in prompts]
+    sent = [index.record_sent(0, keys, 0.1 * n) for n, keys in enumerate(chains)]
+    for n in undone:
+        index.undo_sent(sent[n], chains[n])
+    read = {key for n, keys in enumerate(chains) if n not in undone for key in keys.keys}
+    assert len(index) == len(read)
+    assert all(
+        index.match(keys).share_at(0) == 1.0 for n, keys in enumerate(chains) if n not in undone
+    )
 
 
 def test_prompts_expire_after_an_hour() -> None:

@@ -19,6 +19,7 @@ from router.decide.caches.affinity import (
 )
 from router.decide.caches.prefix_index import PrefixMatch, PrefixMatches
 from router.decide.choice.handoff import handoff_peers
+from router.decide.choice.peer_replicas import peer_of_ranked
 from router.decide.choice.ranking import (
     REFUSAL_FACTOR,
     UNEXPECTED_QUEUE_MS,
@@ -172,6 +173,14 @@ def test_no_handoff_peers_without_others_in_the_pop_or_for_a_short_prefill() -> 
     assert handoff_peers(alone, alone[0]) == []
     quick = rank(a_snapshot([Candidate("a"), Candidate("b")]), a_query(prompt_tokens=4))
     assert handoff_peers(quick, quick[0]) == []
+
+
+def test_a_token_of_a_very_fast_replica_still_takes_time() -> None:
+    # With 0 a node would hand requests off to a replica that sleeps, whatever its wake takes.
+    fast = [Candidate("a", prefill=500, rate=5e6), Candidate("b", rate=5e6)]
+    routes = rank(a_snapshot(fast), QUERY)
+    peers = [peer_of_ranked(ranked) for ranked in routes.peers_of_first(2)]
+    assert [peer.token_us for peer in peers] == [1, 1]
 
 
 def test_an_idle_replica_takes_a_request_larger_than_its_limit() -> None:

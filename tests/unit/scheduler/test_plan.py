@@ -241,6 +241,33 @@ def test_a_slow_node_that_separates_replicas_keeps_its_own() -> None:
     assert not third.endings
 
 
+def test_the_replica_that_separates_the_others_is_not_moved_to_their_node() -> None:
+    # The new one on ams-2 would end at once as surplus, and start again with the next plan.
+    slow = msgspec.structs.replace(a_device(4.0, "gpu0"), device_class="l4-24g")
+    profiles = tuple(
+        MeasuredProfile(
+            model_id="m",
+            device_class=name,
+            profile=ReplicaProfile(prefill_tokens_per_s=rate, decode_tokens_per_s=rate),
+        )
+        for name, rate in (("cpu", 1000.0), ("l4-24g", 100.0))
+    )
+    cluster = a_cluster(
+        nodes=(a_node("ams-1", "ams", devices=(slow,)), a_node("ams-2", "ams")),
+        deployments=(a_deployment(replicas_min=2, replicas_max=3),),
+        placements=(
+            a_placement("r1", "ams-1", device_ids=(DeviceId("gpu0"),)),
+            a_placement("r2", "ams-2"),
+            a_placement("r3", "ams-2"),
+        ),
+        demand=(a_demand("ams", 1000.0),),
+        profiles=profiles,
+    )
+    plan = plan_deployments(cluster)
+    assert not plan.starts
+    assert not plan.endings
+
+
 def test_surplus_ends_in_the_shared_failure_domain_first() -> None:
     cluster = a_cluster(
         nodes=(a_node("ams-1", "ams"), a_node("ams-2", "ams")),
@@ -626,6 +653,37 @@ def test_a_keep_warm_pop_does_not_wait_until_replicas_have_settled() -> None:
     assert not plan_deployments(full).starts
 
 
+def test_a_keep_warm_pop_without_a_slot_is_reported_at_the_maximum_of_replicas_too() -> None:
+    cluster = a_cluster(
+        nodes=(NODES[0], a_node("sin-1", "sin", gib=1.0)),
+        deployments=(a_deployment(replicas_max=1, keep_warm=("sin",)),),
+        placements=(a_placement("r1", "ams-1"),),
+    )
+    plan = plan_deployments(cluster)
+    assert not plan.starts
+    assert [row.reason for row in plan.unmet] == [
+        "cannot place a replica (sin is kept warm): sin-1: needs 1.25 GiB, the most free on one "
+        "device is 1.00 GiB"
+    ]
+    # Where there is a slot, the replica moves there with this plan.
+    moved = plan_deployments(msgspec.structs.replace(cluster, nodes=NODES))
+    assert starts(moved) == [("d", "sin-1")]
+    assert not moved.unmet
+
+
+def test_a_first_replica_does_not_take_the_only_start_from_one_that_would_preempt_it() -> None:
+    """It would start, settle, end for the other, and start again first: without end."""
+    cluster = a_cluster(
+        nodes=(a_node("ams-1", "ams", gib=3.0),),
+        deployments=tuple(a_deployment(name, replicas_min=0) for name in ("d", "e")),
+        placements=(a_placement("r1", "ams-1"),),
+        demand=(a_demand("ams", 100.0), a_demand("ams", 0.1, "e")),
+    )
+    few = PlanLimits(starts_max=1, thorough_effort=0)
+    assert starts(plan_deployments(cluster, few)) == [("d", "ams-1")]
+    assert starts(plan_deployments(cluster)) == [("d", "ams-1")]
+
+
 def test_an_idle_deployment_without_a_minimum_scales_to_zero_and_back_with_demand() -> None:
     idle = a_cluster(
         nodes=NODES,
@@ -902,6 +960,52 @@ def test_repeated_plans_reach_a_stable_state(cluster: ClusterState) -> None:
             return
         cluster = after_plan(cluster, plan)
     pytest.fail(f"still moving after 40 plans: {plan}")
+
+
+@st.composite
+def scarce_clusters(draw: st.DrawFn) -> ClusterState:
+    """Deployments of small models and one large one that compete for the memory of a few nodes."""
+    nodes = tuple(
+        a_node(f"n{index}", draw(st.sampled_from(["ams", "ams", "sin"])), size, failure_domain=rack)
+        for index, size in enumerate(
+            draw(st.lists(st.sampled_from([3.0, 6.0]), min_size=1, max_size=3))
+        )
+        for rack in [draw(st.sampled_from(["", "rack"]))]
+    )
+    deployments = tuple(
+        a_deployment(
+            f"d{index}",
+            "m" if index else "big",
+            replicas_min=draw(st.integers(0, 2)),
+            replicas_max=draw(st.integers(2, 4)),
+            priority=draw(st.sampled_from([40, 50, 60])),
+        )
+        for index in range(draw(st.integers(2, 6)))
+    )
+    demand = tuple(
+        a_demand(
+            draw(st.sampled_from(["ams", "sin"])),
+            draw(st.sampled_from([0.01, 1.0, 100.0])),
+            deployment.deployment_id,
+        )
+        for deployment in deployments
+    )
+    models = (a_model("m", 1.0), a_model("big", 2.0))
+    return a_cluster(nodes=nodes, models=models, deployments=deployments, demand=demand)
+
+
+@settings(deadline=None, max_examples=100)
+@given(cluster=st.one_of(scarce_clusters(), clusters()), starts_max=st.sampled_from([1, 2, 8]))
+def test_a_fleet_that_ages_reaches_a_stable_state(cluster: ClusterState, starts_max: int) -> None:
+    """One plan a minute, as large fleets get them: replicas that have settled may move, too."""
+    limits, quiet = PlanLimits(starts_max=starts_max, thorough_effort=0), 0
+    for _ in range(80):
+        plan = plan_deployments(cluster, limits)
+        quiet = 0 if plan.starts or plan.endings or plan.role_changes else quiet + 1
+        if quiet > limits.settle_s / 60:
+            return
+        cluster = apply_plan(cluster, plan)
+    pytest.fail(f"still moving after 80 plans: {plan}")
 
 
 @settings(deadline=None, max_examples=100)

@@ -202,6 +202,12 @@ class _GreedyFill:
                 following = self._offer(state)
             for entry in following:
                 heappush(heap, entry)
+        # No start is left. What could have had devices that new replicas took may be worth more:
+        # if no swap looked at it, it would preempt them later, and they would start again first.
+        for *_, number, site in heap:
+            state = draft.states[number]
+            if not draft.has_free_devices_at(state, site):
+                draft.blocked.note(state, site, self._bids[number].lose_slot(site))
 
     def _gain_at(self, state: DeploymentState, site: int) -> Gain | None:
         return self._draft.free_gain_at(state, site, start_discount=self._start_discount)

@@ -19,7 +19,11 @@ from scheduler.decide.placement.search.greedy_fill import FillOrder, fill
 from scheduler.decide.placement.search.load_assignment import EPSILON
 from scheduler.decide.placement.search.perturb import Perturbation
 from scheduler.decide.placement.search.recombine import Recombination
-from scheduler.decide.placement.search.removal import cheapest_removal, removable_replicas
+from scheduler.decide.placement.search.removal import (
+    cheapest_removal,
+    removable_replicas,
+    separate_replica,
+)
 from scheduler.decide.placement.search.swap import Preemption, SlotSwap
 
 SITES_TRIED_MAX: Final = 4
@@ -133,7 +137,7 @@ class LocalSearch:
 
         The running one ends as surplus when the new one is warm. The new one must save its costs
         and twice START more, as in a swap. Replicas must have settled first, except where a
-        keep_warm PoP has none.
+        keep_warm PoP has none. One that may not end as surplus stays: the new one would end.
         """
         draft = self._draft
         for state in draft.states:
@@ -145,7 +149,9 @@ class LocalSearch:
             if not all(_is_warm_and_current(replica) for replica in state.replicas):
                 continue
             cold = state.cold_keep_warm_pops()
-            removable = removable_replicas(state, 0.0 if cold else self._settle_s)
+            settled = removable_replicas(state, 0.0 if cold else self._settle_s)
+            kept = separate_replica(draft.fleet, state)
+            removable = [replica for replica in settled if replica is not kept]
             removal = cheapest_removal(state, removable, draft.ledger)
             if removal is None or not self._effort.spend(1):
                 continue

@@ -1,9 +1,11 @@
-"""Which running replica of a deployment is missed least."""
+"""Which running replica of a deployment is missed least, and which one must stay."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import NamedTuple
 
+from isochrone.wire.ids import NodeId
+from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
 from scheduler.decide.placement.search.deployment_state import DeploymentState, PlannedReplica
 from scheduler.decide.placement.search.slot_ledger import SlotLedger
 
@@ -52,3 +54,32 @@ def removable_replicas(state: DeploymentState, settle_s: float) -> list[PlannedR
         for replica in state.replicas
         if replica.placement and replica.placement.age_s >= settle_s and replica.pop not in kept
     ]
+
+
+def separate_replica(fleet: FleetCapacity, state: DeploymentState) -> PlannedReplica | None:
+    """Return the replica without which the others of its PoP would all fail together, if any."""
+    if len(set(state.pops())) > 1 or shared_domains(fleet, state, state.replicas):
+        return None
+    for replica in state.replicas:
+        others = [other for other in state.replicas if other is not replica]
+        if shared_domains(fleet, state, others):
+            return replica
+    return None
+
+
+def shared_domains(
+    fleet: FleetCapacity, state: DeploymentState, replicas: Sequence[PlannedReplica]
+) -> frozenset[str]:
+    """Return the failure domains that each take all of some replicas.
+
+    Empty where replicas_min < 2, for fewer than two replicas, and for those of several PoPs.
+    """
+    if state.needs.replicas_min < 2 or len(replicas) < 2 or len({r.pop for r in replicas}) > 1:
+        return frozenset()
+    domains = [failure_domains(fleet, replica.node_ids) for replica in replicas]
+    return frozenset.intersection(*domains)
+
+
+def failure_domains(fleet: FleetCapacity, node_ids: Iterable[NodeId]) -> frozenset[str]:
+    """Return the failure domains of some nodes."""
+    return frozenset(fleet.failure_domain(node_id) for node_id in node_ids)
