@@ -111,7 +111,10 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
     authority = await asyncio.to_thread(_load_authority, config)
     signers = await asyncio.to_thread(load_signers, config.model_signers)
     certificate = await asyncio.to_thread(
-        load_tls_certificate, config.tls_certificate, config.tls_key
+        load_tls_certificate,
+        config.tls_certificate,
+        config.tls_key,
+        metrics.TLS_CERTIFICATE_EXPIRES_AT_S.set,
     )
     nudges = JobNudges(*(asyncio.Event() for _ in JobNudges._fields))
     async with open_database(config, authority) as database, AsyncExitStack() as running:
