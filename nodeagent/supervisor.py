@@ -20,7 +20,7 @@ from isochrone.service.failure_log import error_text
 from isochrone.wire.ids import DeviceId, ReplicaId
 from isochrone.wire.peers.assignment import ReplicaSpec, Tombstone
 from isochrone.wire.peers.report import ReplicaState
-from nodeagent.bring_up import POLL_INTERVAL_S, find_asleep, wait_ready, warm_up
+from nodeagent.bring_up import POLL_INTERVAL_S, find_asleep, note_ready, wait_ready, warm_up
 from nodeagent.config import NodeConfig
 from nodeagent.decide.replicas import health
 from nodeagent.decide.replicas.backoff import retry_delay_s
@@ -236,6 +236,7 @@ class Supervisor:
             problem = await warm_up(engine)
         if problem:
             return problem
+        await note_ready(engine)
         may_be_asleep = is_adopted and replica.spec.overcommit > 1
         is_asleep = await find_asleep(engine) if may_be_asleep else False
         if is_asleep is None:

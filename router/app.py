@@ -97,7 +97,8 @@ class RouterApp:
         self.port = self.private_port = 0
         self.stopping = asyncio.Event()
         self.metrics = Metrics()
-        self.tls = load_tls_certificate(config.tls_certificate, config.tls_key)
+        show_expiry = self.metrics.tls_certificate_expires_at.set
+        self.tls = load_tls_certificate(config.tls_certificate, config.tls_key, show_expiry)
         self.metrics.build_info.labels(**build.facts()).set(1)
         self.limiter = KeyLimiter(config.processes or 1)
         self.fleet = FleetState(identity.pop, time.monotonic, self.boot_id)

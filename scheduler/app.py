@@ -110,9 +110,7 @@ async def serve(config: SchedulerConfig, stopping: asyncio.Event) -> int:
     token_sha256 = sha256(token.encode()).hexdigest()
     authority = await asyncio.to_thread(_load_authority, config)
     signers = await asyncio.to_thread(load_signers, config.model_signers)
-    certificate = await asyncio.to_thread(
-        load_tls_certificate, config.tls_certificate, config.tls_key
-    )
+    certificate = await asyncio.to_thread(_load_certificate, config)
     nudges = JobNudges(*(asyncio.Event() for _ in JobNudges._fields))
     async with open_database(config, authority) as database, AsyncExitStack() as running:
         planner = PlannerClient(
@@ -406,6 +404,11 @@ async def _give_up_lease(reserved: Pool, state: SchedulerState) -> None:
     except UNAVAILABLE as error:
         log.warning("lease not given up", extra={"fields": {"reason": str(error)[:200]}})
     await state.leadership.step_down()
+
+
+def _load_certificate(config: SchedulerConfig) -> ReloadingCertificate | None:
+    show_expiry = metrics.TLS_CERTIFICATE_EXPIRES_AT_S.set
+    return load_tls_certificate(config.tls_certificate, config.tls_key, show_expiry)
 
 
 def _load_authority(config: SchedulerConfig) -> Authority:

@@ -25,6 +25,11 @@ WRONG_CLOCKS = Gauge(
     "Connected peers whose clocks differ from this scheduler's by more than a minute, by role.",
     ["role"], registry=REGISTRY,
 )  # fmt: skip
+TLS_CERTIFICATE_EXPIRES_AT_S = Gauge(
+    "isochrone_scheduler_tls_certificate_expires_at_seconds",
+    "Unix time at which `tls_certificate` expires; 0 without one.",
+    registry=REGISTRY,
+)
 FROZEN = Gauge(
     "isochrone_scheduler_frozen",
     "1 while placement is frozen because many nodes are silent.",

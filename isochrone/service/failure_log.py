@@ -83,10 +83,16 @@ class FailureLog:
         times = self._kinds.times_to_log(kind, now)
         if not times:
             return
-        fields: dict[str, object] = {"job": self._job, "error": repr(error)[:500]}
+        fields: dict[str, object] = {"job": self._job, "error": _words(error)[:500]}
         if times > 1:
             fields["times_since_last_logged"] = times
         log.error("turn failed", exc_info=error if is_new_bug else None, extra={"fields": fields})
+
+
+def _words(error: Exception) -> str:
+    """Return the error's type and text. The repr of an OSError lacks its file."""
+    is_of_file = isinstance(error, OSError) and error.filename is not None
+    return f"{type(error).__name__}({str(error)!r})" if is_of_file else repr(error)
 
 
 def _kind_of(error: Exception) -> str:

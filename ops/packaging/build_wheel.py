@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from isochrone import compiled
+from isochrone import __version__, compiled
 from nodeagent.engine.kernels.cpu import build
 from ops.packaging import hashes
 from ops.packaging.compile_request_path import can_profile
@@ -49,6 +49,31 @@ def copy_of_checkout(folder: Path) -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target)
     return folder
+
+
+def version_of(version: str, commit: str, *, has_changes: bool) -> str:
+    """Return the version of a wheel: the project's, and the commit that it was built from.
+
+    pip does not install a wheel over another one of the same version.
+    """
+    return f"{version}+g{commit}{'.changed' if has_changes else ''}"
+
+
+def stamp_version(checkout: Path) -> None:
+    """Write the wheel's version into the copy, from where `isochrone --version` gets it."""
+    commit, changes = (
+        subprocess.run(
+            ["git", *command], cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout.strip()
+        for command in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain"))
+    )
+    module = checkout / "isochrone" / "__init__.py"
+    source = module.read_text()
+    stamped = source.replace(
+        f'"{__version__}"', f'"{version_of(__version__, commit, has_changes=bool(changes))}"', 1
+    )
+    assert stamped != source, f"{module} does not name its version"
+    module.write_text(stamped)
 
 
 def build_kernels(checkout: Path, compiler: list[str]) -> None:
@@ -116,6 +141,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="isochrone-dist-") as name:
         folder = Path(name)
         checkout = copy_of_checkout(folder / "checkout")
+        stamp_version(checkout)
         build_kernels(checkout, compiler)
         wheels = []
         for python in arguments.python or [sys.executable]:

@@ -29,6 +29,7 @@ CONSTRAINTS: Final = ROOT / "constraints.txt"
 HASHES: Final = Path(__file__).with_name("hashes.txt")
 JSON_INDEX: Final = "application/vnd.pypi.simple.v1+json"
 TIMEOUT_S: Final = 60
+PROJECT: Final = "isochrone"
 
 PYTHONS: Final = ("311", "312", "313")
 MACHINES: Final = ("x86_64", "aarch64", "any")
@@ -112,13 +113,19 @@ def unknown_files(report: dict[str, Any], known: dict[str, str]) -> Iterator[str
     """Yield, in words, each installed file of pip's report that is not in the list."""
     for item in report["install"]:
         source = item["download_info"]
-        if "dir_info" in source:
+        if "dir_info" in source or _is_wheel_of_project(item):
             continue
         # `hash` is what pip before 23.1 writes.
         digest = source.get("archive_info", {}).get("hash", "").removeprefix("sha256=")
         if digest not in known:
             name, version = item["metadata"]["name"], item["metadata"]["version"]
             yield f"{name} {version} from {source['url']}: SHA-256 {digest or 'unknown'}"
+
+
+def _is_wheel_of_project(item: dict[str, Any]) -> bool:
+    """Return whether it is a local wheel of Isochrone: the SHA256SUMS beside it are its hashes."""
+    is_local = item["download_info"]["url"].startswith("file:")
+    return is_local and item.get("is_direct", False) and normal(item["metadata"]["name"]) == PROJECT
 
 
 def check(paths: Sequence[str]) -> None:

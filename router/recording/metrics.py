@@ -122,6 +122,10 @@ class Metrics(Collector):
             "compiled",
             "python",
         )
+        self.tls_certificate_expires_at = highest(
+            "tls_certificate_expires_at_seconds",
+            "Unix time at which `tls_certificate` expires; 0 without one.",
+        )
         self.table_generation = highest("table_generation", "Generation of the route table in use.")
         self.table_age = highest(
             "table_age_seconds", "Time since the scheduler last confirmed the route table."

@@ -16,7 +16,7 @@ from scheduler import metrics
 from scheduler.decide.cluster import PlacementPlan, ReplicaStart
 from scheduler.decide.membership import sealed_fields
 from scheduler.decide.placement import with_secret
-from scheduler.planner.client import PlannerClient
+from scheduler.planner.client import PlannerClient, PlannerFailed
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.peers.assignment_outbox import AssignmentOutbox
 from scheduler.state.peers.first_reports import FirstReports
@@ -79,7 +79,11 @@ class PlaceReplicas:
         epoch = self._lease.epoch
         if await self._first_reports.must_placement_wait(self._pool):
             return PlacementCounts(frozen="waiting for every node's first report")
-        plan = await self._planner.plan(self._heartbeats.observed(), is_quick=self._is_late)
+        try:
+            plan = await self._planner.plan(self._heartbeats.observed(), is_quick=self._is_late)
+        except PlannerFailed as error:
+            self._status.fail(str(error), epoch)
+            raise
         self._show(plan, epoch)
         if plan.is_empty:
             self._is_late = False

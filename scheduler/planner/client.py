@@ -120,11 +120,18 @@ class PlannerClient:
     async def _ensure_started(self) -> asyncio.subprocess.Process:
         async with self._starting:
             if self._process is None or self._reading is None or self._reading.done():
-                self._process = process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "scheduler.planner"),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                )
+                try:
+                    process = await asyncio.create_subprocess_exec(
+                        *(sys.executable, "-m", "scheduler.planner"),
+                        stdin=asyncio.subprocess.PIPE,
+                        stdout=asyncio.subprocess.PIPE,
+                    )
+                except OSError as error:
+                    # Callers take an OSError for a failure of the database.
+                    raise PlannerFailed(
+                        f"cannot plan: cannot start the planner: {error}"
+                    ) from error
+                self._process = process
                 assert process.stdin is not None
                 process.stdin.write(frame(self._settings))
                 self._reading = asyncio.create_task(self._read_replies(process))

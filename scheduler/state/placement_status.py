@@ -1,4 +1,7 @@
-"""Findings of the last plan: why placement is frozen, which requirements are unmet, and its age."""
+"""Findings of the last plan: why placement is frozen, which requirements are unmet, and its age.
+
+Also why there is no plan, if the last turn failed.
+"""
 
 from collections.abc import Sequence
 
@@ -19,10 +22,23 @@ class PlacementStatus:
         self._plan: PlacementPlan | None = None
         self._epoch = Epoch(0)
         self._planned_at = 0.0
+        self._failure = ""
+        self._failure_epoch = Epoch(0)
 
     def show(self, plan: PlacementPlan, epoch: Epoch) -> None:
         """Show the findings of a plan made now in this epoch."""
         self._plan, self._epoch, self._planned_at = plan, epoch, self._lease.clock()
+        self._failure = ""
+
+    def fail(self, reason: str, epoch: Epoch) -> None:
+        """Show why no plan could be made in this epoch, until one is."""
+        self._failure, self._failure_epoch = reason, epoch
+
+    @property
+    def failure(self) -> str:
+        """Why the last turn made no plan; empty if it made one."""
+        lease = self._lease
+        return self._failure if lease.is_acting and lease.epoch == self._failure_epoch else ""
 
     @property
     def frozen(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from isochrone import __version__
 from ops.packaging import build_wheel, hashes
 
 KNOWN = next(iter(hashes.known_hashes()))
@@ -31,6 +32,14 @@ def a_report(folder: Path, *items: dict[str, Any]) -> str:
 def test_known_files_and_the_project_itself_pass(tmp_path: Path) -> None:
     project = installed("isochrone", {"dir_info": {"editable": True}})
     hashes.check([a_report(tmp_path, project, installed("known", archive(KNOWN)))])
+
+
+def test_a_wheel_of_the_project_is_checked_by_its_own_list(tmp_path: Path) -> None:
+    wheel = installed("isochrone", archive(OTHER) | {"url": "file:///dist/isochrone.whl"})
+    hashes.check([a_report(tmp_path, wheel | {"is_direct": True})])
+    for item in (wheel, installed("isochrone", archive(OTHER)) | {"is_direct": True}):
+        with pytest.raises(SystemExit, match=r"isochrone 1\.0"):
+            hashes.check([a_report(tmp_path, item)])
 
 
 @pytest.mark.parametrize(
@@ -75,3 +84,14 @@ def test_nothing_is_built_with_tools_that_are_not_pinned(
     (install,) = [command for command in ran if "install" in command]
     assert install == ran[-1]
     assert install[install.index("--only-binary") + 1] == ":all:"
+
+
+def test_the_version_of_a_wheel_names_its_commit(tmp_path: Path) -> None:
+    """pip does not install a wheel over another one of the same version."""
+    module = tmp_path / "isochrone" / "__init__.py"
+    module.parent.mkdir()
+    module.write_text((build_wheel.ROOT / "isochrone" / "__init__.py").read_text())
+    build_wheel.stamp_version(tmp_path)
+    stamped = rf'^__version__ = "{re.escape(__version__)}\+g[0-9a-f]{{12,}}(\.changed)?"$'
+    assert re.search(stamped, module.read_text(), re.MULTILINE)
+    assert build_wheel.version_of("1.0", "c0ffee", has_changes=False) == "1.0+gc0ffee"

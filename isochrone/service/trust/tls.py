@@ -4,9 +4,12 @@ import asyncio
 import logging
 import ssl
 import tempfile
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Final
+
+from cryptography import x509
 
 from isochrone.service.config import ConfigError
 from isochrone.service.trust.identity import Authority, Identity
@@ -23,9 +26,10 @@ class ReloadingCertificate:
     the next handshake on; open connections keep theirs.
     """
 
-    def __init__(self, certificate: Path, key: Path) -> None:
-        """Read the files; raises ConfigError."""
+    def __init__(self, certificate: Path, key: Path, show_expiry: Callable[[float], None]) -> None:
+        """Read the files; raises ConfigError. `show_expiry` gets the Unix time of their expiry."""
         self._paths = (certificate, key)
+        self._show_expiry = show_expiry
         self._loaded_mtimes_ns: tuple[int, ...] = ()
         self.context = _server_context()
         self._load_if_changed()
@@ -42,6 +46,7 @@ class ReloadingCertificate:
             # Tried in another context first: a wrong key would leave this one unusable.
             _server_context().load_cert_chain(*self._paths)
             self.context.load_cert_chain(*self._paths)
+            expires_at = _expiry(self._paths[0].read_bytes())
         except OSError as error:
             certificate, key = self._paths
             raise ConfigError(
@@ -51,10 +56,26 @@ class ReloadingCertificate:
         if self._loaded_mtimes_ns:
             log.info("certificate renewed", extra={"fields": {"file": str(self._paths[0])}})
         self._loaded_mtimes_ns = mtimes_ns
+        self._show_expiry(expires_at)
         return True
 
 
-def load_tls_certificate(certificate: Path | None, key: Path | None) -> ReloadingCertificate | None:
+def _expiry(chain_pem: bytes) -> float:
+    """Return the Unix time at which the first certificate of a chain expires; 0 if unknown."""
+    try:
+        chain = x509.load_pem_x509_certificates(chain_pem)
+    except ValueError as error:
+        # OpenSSL, which serves it, accepts more than this parser.
+        log.warning(
+            "cannot read when tls_certificate expires", extra={"fields": {"reason": str(error)}}
+        )
+        return 0.0
+    return min(part.not_valid_after_utc for part in chain).timestamp()
+
+
+def load_tls_certificate(
+    certificate: Path | None, key: Path | None, show_expiry: Callable[[float], None]
+) -> ReloadingCertificate | None:
     """Load an operator's certificate and key; None (no TLS) if neither is given.
 
     Raises ConfigError if only one is given, or if they cannot be used.
@@ -63,7 +84,7 @@ def load_tls_certificate(certificate: Path | None, key: Path | None) -> Reloadin
         return None
     if certificate is None or key is None:
         raise ConfigError("cannot serve TLS: give both tls_certificate and tls_key, or neither")
-    return ReloadingCertificate(certificate, key)
+    return ReloadingCertificate(certificate, key, show_expiry)
 
 
 def control_server_context(authority: Authority, now: datetime) -> ssl.SSLContext:

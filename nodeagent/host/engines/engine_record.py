@@ -1,5 +1,6 @@
 """The record on disk of a running engine, by which a later agent finds it again."""
 
+import asyncio
 import logging
 import signal
 from pathlib import Path
@@ -28,7 +29,8 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     `started` is the process's start time in clock ticks since boot, and `boot` the id of that boot:
     after a reboot the process id belongs to another process. `step_limit_s` is how long a step may
-    take (decide/replicas/step_limit.py), 0 if that is not known.
+    take (decide/replicas/step_limit.py), 0 if that is not known. `was_ready` says that the engine
+    has loaded its model.
     """
 
     pid: int = 0
@@ -37,11 +39,24 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     command: EngineCommand
     spec: ReplicaSpec
     step_limit_s: float = 0.0
+    was_ready: bool = False
 
 
 def write_record(folder: Path, record: EngineRecord) -> None:
     """Write `process.json` into an engine's folder. Raises OSError."""
     write_atomic(folder / "process.json", msgspec.json.encode(record))
+
+
+async def keep_record(folder: Path, record: EngineRecord) -> None:
+    """Write `process.json` of an engine that runs, or log why that failed.
+
+    The disk may have filled up during the start: no reason to end a good engine.
+    """
+    try:
+        await asyncio.to_thread(write_record, folder, record)
+    except OSError as error:
+        fields = {"replica": record.spec.replica_id, "reason": str(error)}
+        log.warning("cannot store what a later agent needs of an engine", extra={"fields": fields})
 
 
 def surviving_engines(folder: Path) -> list[EngineRecord]:

@@ -1,7 +1,6 @@
 """Measures how fast a vendor engine reads a prompt, for the limit of its steps."""
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 
@@ -21,9 +20,7 @@ from nodeagent.host.engines.canary import (
     tokens_read,
 )
 from nodeagent.host.engines.engine_process import ANSWER_BYTES_MAX, EngineProcess
-from nodeagent.host.engines.engine_record import write_record
-
-log = logging.getLogger(__name__)
+from nodeagent.host.engines.engine_record import keep_record
 
 
 async def measure_step(
@@ -45,12 +42,7 @@ async def measure_step(
         speed = await _tokens_per_s(engine, PROMPT_CANARY, clock)
     limit_s = step_limit_s(step_tokens, speed or 0.0)
     engine.record = msgspec.structs.replace(engine.record, step_limit_s=limit_s)
-    try:
-        await asyncio.to_thread(write_record, engine.log.parent, engine.record)
-    except OSError as error:
-        # The disk may have filled up during the start: no reason to end a good engine.
-        fields = {"replica": spec.replica_id, "reason": str(error)}
-        log.warning("cannot store how long an engine's steps may take", extra={"fields": fields})
+    await keep_record(engine.log.parent, engine.record)
 
 
 async def _tokens_per_s(

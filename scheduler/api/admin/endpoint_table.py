@@ -69,7 +69,7 @@ async def status(request: AdminRequest) -> StatusView:
         silent_s=context.heartbeats.observed().silent_s,
         # A standby knows silence only from the store, where a large fleet's pulses arrive late.
         silent_after_s=limits.suspect_after_s if is_acting else limits.lost_after_s,
-        frozen=context.placement.frozen,
+        frozen=context.placement.failure or context.placement.frozen,
         unmet=context.placement.unmet,
         unreadable=context.placement.unreadable,
         behind=context.routes.following.behind(context.lease.clock()) if is_acting else {},

@@ -295,6 +295,7 @@ async def test_an_agent_that_starts_again_knows_which_of_its_engines_sleep(
     monkeypatch.setattr(EngineProcess, "_request", answer)
     try:
         for record in engines.survivors():
+            assert record.was_ready
             new.start(record.spec, record)
         # Until the engines have answered, all of them may be awake.
         assert len(new.awake._awake_replicas()) == len(NAMES)

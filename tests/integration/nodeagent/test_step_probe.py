@@ -88,4 +88,4 @@ async def test_a_disk_that_has_filled_up_ends_no_engine(
         finally:
             await engine.release()
     assert engine.step_limit_s == step_limit_s(1024, PROMPT_TOKENS / 2)
-    assert "cannot store how long" in caplog.text
+    assert "cannot store what a later agent needs" in caplog.text

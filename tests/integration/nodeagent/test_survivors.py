@@ -1,12 +1,14 @@
 """Engines that outlive a killed agent are found, adopted or cleaned up."""
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from isochrone.wire.ids import DeviceId, ReplicaId
 from isochrone.wire.models.model import EngineSettings
 from isochrone.wire.peers.control import PeerRole
 from nodeagent.app import serve
+from nodeagent.bring_up import READY_AGAIN_S, note_ready, wait_ready
 from nodeagent.config import NodeConfig
 from nodeagent.drivers.driver import EngineCommand, EngineLaunch
 from nodeagent.drivers.mock import MockDriver
@@ -95,6 +98,32 @@ async def test_an_engine_whose_pid_was_not_recorded_is_adopted(
         await engine.stop()
     assert not Path(f"/proc/{survivor.pid}/cmdline").exists() or is_zombie(survivor.pid)
     assert engines.survivors() == []
+
+
+async def no_memory_problem() -> str:
+    return ""
+
+
+async def test_an_engine_that_has_hung_while_no_agent_ran_is_not_waited_for_like_one_that_loads(
+    folder: Path,
+) -> None:
+    """It stayed "loading" for load_timeout_s, half an hour, with no reason to be seen."""
+    engine = await EngineProcesses(folder, 1).start(SPEC, folder)
+    hung = None
+    try:
+        assert await wait_ready(engine, time.monotonic, READY_S, no_memory_problem) == ""
+        await note_ready(engine)
+        os.kill(engine.pid, signal.SIGSTOP)
+        later = EngineProcesses(folder, 1)
+        (survivor,) = later.survivors()
+        hung = later.adopt(survivor)
+        clock = itertools.count(0.0, READY_AGAIN_S)
+        problem = await wait_ready(hung, clock.__next__, 1800.0, no_memory_problem)
+        assert problem == "the engine was ready, and has not answered its agent for 60 s"
+    finally:
+        await engine.stop(kill=True)
+        if hung is not None:
+            await hung.release()
 
 
 @pytest.mark.parametrize("keep_engines", [False, True])

@@ -96,6 +96,23 @@ async def test_without_a_database_it_says_so(database_dsn: str) -> None:
     await planner.stop()
 
 
+async def test_one_that_cannot_be_started_is_no_failure_of_the_database(
+    pool: Pool, database_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Callers take an OSError for an unreachable database. Operators see why nothing is placed."""
+    parts = await placing_scheduler(pool)
+    planner = PlannerClient(settings(database_dsn))
+    place = place_replicas(parts, planner)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", "/nowhere/python3")
+        with pytest.raises(PlannerFailed, match=r"cannot start the planner: .+/nowhere/python3"):
+            await place.run_once()
+    assert "cannot start the planner" in parts.state.placement.failure
+    await place.run_once()
+    assert parts.state.placement.failure == ""
+    await planner.stop()
+
+
 def test_it_ends_when_nobody_can_ask(database_dsn: str) -> None:
     """Signals are for its scheduler, which may have something to ask until it ends itself."""
     process = subprocess.Popen(

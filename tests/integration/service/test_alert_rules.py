@@ -30,11 +30,20 @@ class Firing(NamedTuple):
     labels: dict[str, str]
 
 
+FLAPPING: Final = " ".join(["0 1"] * 20)
+"""Samples of something that is there half of the time, a minute each."""
+
 CASES: Final = (
     Firing(
         "IsochroneServiceDown",
         {'up{job="isochrone-router", instance="r:1"}': "1x40 0x40", 'up{job="other"}': "0x80"},
-        "r:1 (isochrone-router) has not answered a scrape for five minutes.",
+        "r:1 (isochrone-router) has answered 0% of the scrapes of ten minutes.",
+        {"job": "isochrone-router", "instance": "r:1"},
+    ),
+    Firing(
+        "IsochroneServiceDown",
+        {'up{job="isochrone-router", instance="r:1"}': f"1x40 {FLAPPING}"},
+        "r:1 (isochrone-router) has answered 54.55% of the scrapes of ten minutes.",
         {"job": "isochrone-router", "instance": "r:1"},
     ),
     Firing(
@@ -66,6 +75,17 @@ CASES: Final = (
         {"role": "agent"},
     ),
     Firing(
+        "IsochroneCertificateExpires",
+        {
+            'isochrone_router_tls_certificate_expires_at_seconds{instance="r"}': (
+                "2592000x40 604800x40"
+            ),
+            'isochrone_scheduler_tls_certificate_expires_at_seconds{instance="a"}': "0x80",
+        },
+        "The `tls_certificate` of r expires in 6d 22h 50m 0s.",
+        {"instance": "r"},
+    ),
+    Firing(
         "IsochroneDeploymentShortOfReplicas",
         {'isochrone_scheduler_unmet{instance="a"}': "0x40 3x40"},
         "3 requirements of deployments cannot be met by any node.",
@@ -91,8 +111,15 @@ CASES: Final = (
     Firing(
         "IsochroneNodeDisconnected",
         {'isochrone_node_connected{instance="n"}': "1x40 0x40"},
-        "n is not connected to a scheduler. It keeps serving, but its replicas are replaced"
-        " elsewhere.",
+        "n was connected to a scheduler for 0% of ten minutes. It keeps serving, but its replicas"
+        " are replaced elsewhere.",
+        {"instance": "n"},
+    ),
+    Firing(
+        "IsochroneNodeDisconnected",
+        {'isochrone_node_connected{instance="n"}': f"1x40 {FLAPPING}"},
+        "n was connected to a scheduler for 54.55% of ten minutes. It keeps serving, but its"
+        " replicas are replaced elsewhere.",
         {"instance": "n"},
     ),
     Firing(

@@ -58,3 +58,16 @@ def test_a_new_term_begins_without_the_problems_of_the_one_before() -> None:
     scheduler.status.show(PLAN, Epoch(1))
     scheduler.act(2)
     assert scheduler.shown() == ("", 0, 0.0)
+
+
+def test_a_failure_to_plan_is_shown_until_there_is_a_plan_or_another_term() -> None:
+    scheduler = Scheduler()
+    scheduler.act(1)
+    assert scheduler.status.failure == ""
+    scheduler.status.fail("cannot plan", Epoch(1))
+    assert scheduler.status.failure == "cannot plan"
+    scheduler.status.show(PLAN, Epoch(1))
+    assert scheduler.status.failure == ""
+    scheduler.status.fail("cannot plan", Epoch(1))
+    scheduler.act(2)
+    assert scheduler.status.failure == ""

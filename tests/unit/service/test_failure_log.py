@@ -44,6 +44,17 @@ def test_a_bug_is_logged_with_its_traceback_once(caplog: pytest.LogCaptureFixtur
     assert [bool(record.exc_info) for record in caplog.records] == [True, False, True]
 
 
+def test_the_file_of_an_error_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    log = FailureLog("job")
+    log.record(PermissionError(13, "Permission denied", "/opt/isochrone/bin/python3"), 0.0)
+    log.record(FileNotFoundError(2, "No such file or directory"), 0.0)
+    errors = [record.__dict__["fields"]["error"] for record in caplog.records]
+    assert errors == [
+        "PermissionError(\"[Errno 13] Permission denied: '/opt/isochrone/bin/python3'\")",
+        "FileNotFoundError(2, 'No such file or directory')",
+    ]
+
+
 def test_a_warning_of_each_turn_is_logged_once_a_minute_for_each_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -2,9 +2,11 @@
 
 import ssl
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 
 from isochrone.service.config import ConfigError
 from isochrone.service.trust.identity import SCHEDULER_NAME, Authority
@@ -25,6 +27,11 @@ def write(tmp_path: Path) -> Callable[[], Authority]:
         return authority
 
     return write
+
+
+def never(_: float) -> None:
+    """Nothing is shown of files that cannot be used."""
+    raise AssertionError
 
 
 def is_trusted(context: ssl.SSLContext, authority: Authority) -> bool:
@@ -48,7 +55,8 @@ async def test_a_renewed_pair_is_used_and_a_mismatched_pair_is_refused(
     tmp_path: Path, write: Callable[[], Authority]
 ) -> None:
     first = write()
-    loaded = load_tls_certificate(tmp_path / "tls.crt", tmp_path / "tls.key")
+    shown: list[float] = []
+    loaded = load_tls_certificate(tmp_path / "tls.crt", tmp_path / "tls.key", shown.append)
     assert loaded is not None
     assert is_trusted(loaded.context, first)
     assert not await loaded.run_once()
@@ -61,13 +69,28 @@ async def test_a_renewed_pair_is_used_and_a_mismatched_pair_is_refused(
     assert is_trusted(loaded.context, first)
     third = write()
     assert await loaded.run_once()
+    certificate = x509.load_pem_x509_certificate((tmp_path / "tls.crt").read_bytes())
+    assert shown == [certificate.not_valid_after_utc.timestamp()] * 2
     assert is_trusted(loaded.context, third)
     assert not is_trusted(loaded.context, first)
 
 
 def test_a_certificate_without_its_key_is_an_error_and_not_plain_http(tmp_path: Path) -> None:
-    assert load_tls_certificate(None, None) is None
+    assert load_tls_certificate(None, None, never) is None
     with pytest.raises(ConfigError, match="both tls_certificate and tls_key"):
-        load_tls_certificate(tmp_path / "tls.crt", None)
+        load_tls_certificate(tmp_path / "tls.crt", None, never)
     with pytest.raises(ConfigError, match="No such file"):
-        load_tls_certificate(tmp_path / "tls.crt", tmp_path / "tls.key")
+        load_tls_certificate(tmp_path / "tls.crt", tmp_path / "tls.key", never)
+
+
+async def test_of_a_chain_the_first_end_is_shown(
+    tmp_path: Path, write: Callable[[], Authority]
+) -> None:
+    write()
+    older = Authority.create(tmp_path / "older", "test", NOW - timedelta(days=1))
+    chain = (tmp_path / "tls.crt").read_text() + older.ca_pem
+    (tmp_path / "tls.crt").write_text(chain)
+    shown: list[float] = []
+    load_tls_certificate(tmp_path / "tls.crt", tmp_path / "tls.key", shown.append)
+    of_older = x509.load_pem_x509_certificate(older.ca_pem.encode())
+    assert shown == [of_older.not_valid_after_utc.timestamp()]
