@@ -27,6 +27,10 @@ class FairShares:
         self.total += count
         return True
 
+    def lacking(self, holder: str, count: int) -> int:
+        """Return how much others must give back before `count` more fit; 0 or less for nothing."""
+        return self._held.get(holder, 0) + count - (self._most - self.total)
+
     def is_own_share(self, holder: str, count: int) -> bool:
         """Return whether `count` more do not fit only because of what this holder has."""
         own = self._held.get(holder, 0)

@@ -32,6 +32,7 @@ from nodeagent.disaggregation.kv_fetch import RelayToPeer
 from nodeagent.disaggregation.kv_windows import WindowLeases, length_header
 from nodeagent.disaggregation.store_copies import StoreCopies
 from nodeagent.host.engines.engine_process import EngineProcess
+from nodeagent.host.engines.open_session import read_answer
 from nodeagent.managed_replica import ManagedReplica
 
 BODY_TIMEOUT_S: Final = 10.0
@@ -154,7 +155,9 @@ class KvSharingRoutes:
         try:
             async with engine.http.post(kv_sharing.LOCATE_PATH, data=body) as answer:
                 return web.Response(
-                    status=answer.status, body=await answer.read(), content_type="application/json"
+                    status=answer.status,
+                    body=await read_answer(answer),
+                    content_type="application/json",
                 )
         except (aiohttp.ClientError, OSError) as error:
             raise _engine_failed(error) from error
@@ -219,7 +222,7 @@ class KvSharingRoutes:
         body = msgspec.msgpack.encode(kv_sharing.BlockQuery(digests=query.digests))
         try:
             async with engine.http.post(kv_sharing.LOCATE_PATH, data=body) as answer:
-                located = codec.decode_json(await answer.read(), _LOCATED)
+                located = codec.decode_json(await read_answer(answer), _LOCATED)
         except (aiohttp.ClientError, OSError, codec.MalformedFrame) as error:
             raise _engine_failed(error) from error
         lacking = query.digests[located.blocks :]
@@ -267,7 +270,7 @@ class KvSharingRoutes:
         sent = {kv_sharing.DIGEST_COUNT: str(len(digests)), **length_header(blocks, len(names))}
         async with engine.http.post(kv_sharing.KEEP_PATH, data=pieces(), headers=sent) as kept:
             return web.Response(
-                status=kept.status, body=await kept.read(), content_type="application/json"
+                status=kept.status, body=await read_answer(kept), content_type="application/json"
             )
 
     def _check_quota(self, user: KvUser) -> None:

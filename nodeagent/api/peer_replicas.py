@@ -60,6 +60,7 @@ class PeerReplicaClient:
             ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=PROBE_TIMEOUT_S),
             auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
         # By node: when its loads were read, and the loads.
         self._loads: dict[NodeId, tuple[float, Mapping[ReplicaId, headers.ReportedLoad]]] = {}

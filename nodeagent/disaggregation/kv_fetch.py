@@ -42,7 +42,7 @@ from nodeagent.decide.requests.kv_fetch import (
 from nodeagent.decide.requests.kv_quota import KvQuota, KvUser
 from nodeagent.disaggregation.kv_windows import WindowLease
 from nodeagent.disaggregation.store_fetch import STORE, StoreFetch
-from nodeagent.host.engines.open_session import open_session
+from nodeagent.host.engines.open_session import open_session, read_answer
 
 NODES_MAX: Final = 256
 ANSWER_BYTES_MAX: Final = 64 * 1024
@@ -298,7 +298,7 @@ class PrefixFetcher:
                 lease.passed_on(answer, pieces, expected.block_bytes) as sent_on,
                 engine.post(path, data=sent_on.pieces, headers=sent_on.headers) as taken,
             ):
-                blocks = _blocks_of(taken.status, await taken.read())
+                blocks = _blocks_of(taken.status, await read_answer(taken))
                 return _Moved(blocks, taken.status not in kv_transfer.RECEIVER_STATUSES)
 
     def _record(self, plan: FetchPlan, arriving: "_ArrivingBlocks", moved: "_Moved") -> None:

@@ -18,7 +18,7 @@ from isochrone.wire.kv import kv_sharing
 from isochrone.wire.kv.kv_store import STORE_COPIES
 from nodeagent import metrics
 from nodeagent.decide.requests.kv_quota import KvQuota, KvUser
-from nodeagent.host.engines.open_session import open_session
+from nodeagent.host.engines.open_session import open_session, read_answer
 
 QUEUED_MAX: Final = 16
 TIMEOUT_S: Final = 60.0
@@ -80,7 +80,7 @@ class StoreCopies:
                     ) as answer,
                 ):
                     answer.raise_for_status()
-                    stored = codec.decode_json(await answer.read(), _LOCATED)
+                    stored = codec.decode_json(await read_answer(answer), _LOCATED)
             except (aiohttp.ClientError, OSError, TimeoutError, codec.MalformedFrame):
                 metrics.KV_COPIES.labels("failed").inc()
                 self._paused_until_s = self._clock() + PAUSE_S

@@ -17,7 +17,7 @@ from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.kv import kv_sharing, kv_transfer
 from nodeagent.decide.requests.kv_fetch import FetchPlan, FetchRate, PrefixHolder
-from nodeagent.host.engines.open_session import open_session
+from nodeagent.host.engines.open_session import open_session, read_answer
 
 STORE: Final = PeerReplica(ReplicaId("kv store"), NodeId("kv store"), "", 0, 0, 0)
 """The store among the holders of a prefix."""
@@ -56,7 +56,7 @@ class StoreFetch:
                 open_session(self._engine).post(kv_sharing.STORE_LOCATE_PATH, data=body) as answer,
             ):
                 if answer.status == 200:
-                    blocks = codec.decode_json(await answer.read(), _LOCATED).blocks
+                    blocks = codec.decode_json(await read_answer(answer), _LOCATED).blocks
         except TimeoutError:
             now_s = self._clock()
             self._rate.record_failure(now_s - began_s, now_s)
@@ -82,7 +82,7 @@ class StoreFetch:
                 if taken.status in kv_transfer.RECEIVER_STATUSES:
                     return 0
                 if taken.status == 200:
-                    blocks = codec.decode_json(await taken.read(), _RECEIVED).blocks
+                    blocks = codec.decode_json(await read_answer(taken), _RECEIVED).blocks
         except TimeoutError:
             blocks = 0
         except (aiohttp.ClientError, OSError, codec.MalformedFrame):

@@ -46,7 +46,7 @@ from nodeagent.disaggregation.kv_fetch import (
     PrefixFetcher,
 )
 from nodeagent.disaggregation.kv_windows import WindowLease
-from nodeagent.host.engines.open_session import open_session
+from nodeagent.host.engines.open_session import open_session, read_answer
 
 ENGINE_TIMEOUT_S: Final = 5.0
 """The longest wait for the engine's answer to the order to begin."""
@@ -248,7 +248,7 @@ class PrefillLeg:
             async with open_session(self._engine).get(path) as answer:
                 if answer.status != 200:
                     return None
-                return codec.decode_json(await answer.read(), _EXPECTED)
+                return codec.decode_json(await read_answer(answer), _EXPECTED)
         except (aiohttp.ClientError, OSError, codec.MalformedFrame):
             return None
 
@@ -294,7 +294,7 @@ class PrefillLeg:
                     lease.passed_on(leg, blocks, block_bytes) as sent_on,
                     engine.post(self._path, data=sent_on.pieces, headers=sent_on.headers) as answer,
                 ):
-                    body = await answer.read()
+                    body = await read_answer(answer)
                     if answer.status != 200:
                         if answer.status not in kv_transfer.RECEIVER_STATUSES:
                             lease.record_failure()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -25,21 +25,31 @@ from nodeagent.host.zmq_events import WrongFrames, subscribed
 
 log = logging.getLogger(__name__)
 
-BATCH_BYTES_MAX: Final = 64 * 1024 * 1024
+BATCH_BYTES_MAX: Final = 8 * 1024 * 1024
+EVENTS_MAX: Final = 65_536
+"""Events of a batch, and blocks of an event: more than a step of an engine makes. An engine whose
+batches have more is read no longer."""
+
+SLICE_BLOCKS: Final = 4096
+"""Events and their blocks that are noted before the agent's other work has its turn."""
+
 CONNECT_AGAIN_S: Final = 1.0
 _FULL_ATTENTION: Final = ("", "full_attention", "mla_attention")
 
 
 class _Batch(msgspec.Struct, array_like=True, gc=False):
     ts: float
-    events: list[msgspec.Raw]
+    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=EVENTS_MAX)]
+
+
+Hashes = Annotated[list[int | bytes], msgspec.Meta(max_length=EVENTS_MAX)]
 
 
 class _Event(msgspec.Struct, gc=False):
     """The fields of an event that count."""
 
     type: str
-    block_hashes: list[int | bytes] = []
+    block_hashes: Hashes = []
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     ownership: str | None = None
@@ -50,7 +60,7 @@ class _EventArray(msgspec.Struct, array_like=True, gc=False):
     """An event of a release that sends arrays."""
 
     type: str
-    block_hashes: list[int | bytes] = []
+    block_hashes: Hashes = []
 
 
 _ARRAYS: Final = (*range(0x90, 0xA0), 0xDC, 0xDD)
@@ -60,10 +70,15 @@ _BATCH: Final = msgspec.msgpack.Decoder(_Batch)
 _EVENT: Final = msgspec.msgpack.Decoder(_Event)
 
 
-def apply_batch(batch: bytes, reach: CacheReach, now_s: float) -> None:
+async def apply_batch(batch: bytes, reach: CacheReach, now_s: float) -> None:
     """Note what a batch of events says. Raises msgspec.DecodeError if it is none."""
+    noted = 0
     for raw in _BATCH.decode(batch).events:
         event = _decoded(raw)
+        noted += 1 + len(event.block_hashes)
+        if noted >= SLICE_BLOCKS:
+            noted = 0
+            await asyncio.sleep(0)
         blocks: list[Hashable] = [(event.group_idx or 0, block) for block in event.block_hashes]
         if event.type == "AllBlocksCleared":
             reach.clear(now_s)
@@ -136,12 +151,12 @@ class KvEventReader:
         async with subscribed(self._socket, BATCH_BYTES_MAX) as subscription:
             self.is_connected = True
             while True:
-                self._take(await subscription.receive())
+                await self._take(await subscription.receive())
 
-    def _take(self, frames: list[bytes]) -> None:
+    async def _take(self, frames: list[bytes]) -> None:
         batch = frames[-1]
         self.bytes_total += len(batch)
-        apply_batch(batch, self._reach, self._clock())
+        await apply_batch(batch, self._reach, self._clock())
 
 
 def follow_kv_events(socket: str, *, is_new: bool) -> KvEventReader:

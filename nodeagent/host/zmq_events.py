@@ -40,7 +40,7 @@ class Subscription:
         if greeting[:1] != b"\xff" or greeting[10] < 3 or not is_open:
             raise WrongFrames("the greeting is not of ZMTP 3")
         self._write(_COMMAND, _READY)
-        flags, content = await self._read_frame()
+        flags, content = await self._read_frame(self._bytes_max)
         if not flags & _COMMAND or not content.startswith(b"\x05READY"):
             raise WrongFrames("the publisher is not ready")
         self._write(0, _SUBSCRIBE_TO_ALL)
@@ -49,12 +49,14 @@ class Subscription:
     async def receive(self) -> list[bytes]:
         """Return the next message's frames. Raises WrongFrames, OSError or EOFError."""
         frames: list[bytes] = []
+        left = self._bytes_max
         while True:
-            flags, content = await self._read_frame()
+            flags, content = await self._read_frame(left)
             if flags & _COMMAND:
                 # Heartbeats, which publishers send only if they are configured to.
                 continue
             frames.append(content)
+            left -= len(content)
             if not flags & _MORE:
                 return frames
             if len(frames) == FRAMES_MAX:
@@ -63,17 +65,17 @@ class Subscription:
     def _write(self, flags: int, content: bytes) -> None:
         self._writer.write(bytes([flags, len(content)]) + content)
 
-    async def _read_frame(self) -> tuple[int, bytes]:
+    async def _read_frame(self, bytes_max: int) -> tuple[int, bytes]:
         (flags,) = await self._reader.readexactly(1)
         size = int.from_bytes(await self._reader.readexactly(8 if flags & _LONG else 1), "big")
-        if flags > _MORE | _LONG | _COMMAND or size > self._bytes_max:
+        if flags > _MORE | _LONG | _COMMAND or size > bytes_max:
             raise WrongFrames(f"a frame has {size} bytes and the flags {flags}")
         return flags, await self._reader.readexactly(size)
 
 
 @asynccontextmanager
 async def subscribed(socket: Path, bytes_max: int) -> AsyncIterator[Subscription]:
-    """Subscribe to all messages of the publisher at `socket`, of frames up to `bytes_max`.
+    """Subscribe to all messages of the publisher at `socket`, of up to `bytes_max`.
 
     Raises WrongFrames, OSError or EOFError.
     """

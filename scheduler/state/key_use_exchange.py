@@ -2,13 +2,21 @@
 
 The sums are kept in memory only: use that a scheduler has not passed on when it ends is never
 charged at other routers.
+
+Rule 1: a sum beyond what a message may say is passed on as the most that it may say. A router that
+forges use, even at its bounds, must not make messages that the others cannot read.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
-from isochrone.wire.client_keys.key_use import KEY_USE_ROWS_MAX, KeyUse
+from isochrone.wire.client_keys.key_use import (
+    KEY_USE_ROWS_MAX,
+    REQUESTS_MAX,
+    TOKENS_MAX,
+    KeyUse,
+)
 from isochrone.wire.ids import KeyId
 
 KEYS_MAX: Final = 100_000
@@ -64,7 +72,7 @@ def _messages(
     while part := list(islice(keys, KEY_USE_ROWS_MAX)):
         # All routers that used none of these keys get the same message.
         of_all = tuple(
-            KeyUse(key_id, units.requests, units.tokens)
+            _bounded(key_id, units.requests, units.tokens)
             for key_id, units in part
             if units.requests or units.tokens
         )
@@ -83,5 +91,9 @@ def _without(part: Iterable[tuple[KeyId, _Units]], own: dict[KeyId, _Units]) -> 
         requests = units.requests - (own_units.requests if own_units else 0)
         tokens = units.tokens - (own_units.tokens if own_units else 0)
         if requests or tokens:
-            rows.append(KeyUse(key_id, requests, tokens))
+            rows.append(_bounded(key_id, requests, tokens))
     return tuple(rows)
+
+
+def _bounded(key_id: KeyId, requests: int, tokens: int) -> KeyUse:
+    return KeyUse(key_id, min(requests, REQUESTS_MAX), max(-TOKENS_MAX, min(tokens, TOKENS_MAX)))

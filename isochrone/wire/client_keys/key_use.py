@@ -17,13 +17,17 @@ KEY_USE: Final = "key_use"
 KEY_USE_ROWS_MAX: Final = 4096
 """The most keys in one message."""
 
+REQUESTS_MAX: Final = 10**9
+TOKENS_MAX: Final = 10**12
+"""The most use of one key in one message. A router cannot read a message with more."""
+
 
 class KeyUse(msgspec.Struct, frozen=True, array_like=True):
     """The use of one key in one turn. Tokens are negative if an earlier estimate was too high."""
 
-    key_id: KeyId
-    requests: Annotated[int, Meta(ge=0, le=10**9)]
-    tokens: Annotated[int, Meta(ge=-(10**12), le=10**12)]
+    key_id: Annotated[KeyId, Meta(max_length=256)]
+    requests: Annotated[int, Meta(ge=0, le=REQUESTS_MAX)]
+    tokens: Annotated[int, Meta(ge=-TOKENS_MAX, le=TOKENS_MAX)]
 
 
 class FleetKeyUse(msgspec.Struct, frozen=True, tag="fleet_key_use"):

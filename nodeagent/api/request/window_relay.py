@@ -16,13 +16,18 @@ from typing import Final, NamedTuple, cast
 import aiohttp
 from aiohttp import web
 
-from isochrone.service.windows.received_window import ReceivedWindow, WindowLost
+from isochrone.service.windows.received_window import (
+    WINDOW_BYTES_MAX,
+    ReceivedWindow,
+    WindowLost,
+)
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.kv import kv_sharing, kv_transfer
 from isochrone.wire.kv.transfer_frames import (
     END,
     FRAME_HEAD_BYTES,
     PLACED_BLOCK_BYTES,
+    SMALL_FRAME_BYTES_MAX,
     WrongTransfer,
     decode_head,
     payload_bytes,
@@ -31,6 +36,7 @@ from isochrone.wire.kv.transfer_frames import (
 )
 from nodeagent.api.request.answer_relay import response_head
 from nodeagent.disaggregation.kv_windows import WindowLease, WindowLeases
+from nodeagent.host.engines.open_session import read_answer
 
 _LEASE: Final = web.RequestKey("window_lease", WindowLease)
 
@@ -72,12 +78,25 @@ async def relayed_answer(
     if not has_window or answer.status != 200 or answer.content_type != kv_transfer.CONTENT_TYPE:
         return RelayedAnswer(response, answer.content.iter_any())
     try:
-        begun = await answer.content.readexactly(FRAME_HEAD_BYTES)
-        frame = begun + await answer.content.readexactly(payload_bytes(begun))
+        frame = await head_frame(answer.content)
         response.content_length = transfer_bytes(decode_head(frame))
     except (asyncio.IncompleteReadError, WrongTransfer) as error:
         raise aiohttp.ClientPayloadError(f"the engine sent no head: {error}") from error
     return RelayedAnswer(response, _with_blocks(request, answer, lease, frame))
+
+
+async def head_frame(content: aiohttp.StreamReader) -> bytes:
+    """Return the first frame of a stream. Raises WrongTransfer if it is none that can go on."""
+    begun = await content.readexactly(FRAME_HEAD_BYTES)
+    size = payload_bytes(begun)
+    if size > SMALL_FRAME_BYTES_MAX:
+        raise WrongTransfer(f"a head of {size} bytes")
+    frame = begun + await content.readexactly(size)
+    head = decode_head(frame)
+    is_possible = 0 < head.block_bytes <= WINDOW_BYTES_MAX and head.blocks >= 0
+    if not is_possible:
+        raise WrongTransfer(f"{head.blocks} blocks of {head.block_bytes} bytes")
+    return frame
 
 
 async def _with_blocks(
@@ -94,7 +113,7 @@ async def _with_blocks(
     except WindowLost as error:
         lease.record_failure()
         raise aiohttp.ClientPayloadError(str(error)) from error
-    ending = asyncio.ensure_future(answer.content.read())
+    ending = asyncio.ensure_future(read_answer(answer))
     ending.add_done_callback(partial(_end_reading, request, window))
     try:
         left, arrived = head.blocks, b""

@@ -21,7 +21,6 @@ import aiohttp
 import msgspec
 
 from isochrone.service.files import write_atomic
-from isochrone.service.http_responses import read_response
 from isochrone.service.threads import wait_to_completion
 from isochrone.wire.digits import parse_digits
 from isochrone.wire.engines.engine import EngineStats
@@ -53,7 +52,12 @@ from nodeagent.host.engines.engine_folder import (
 from nodeagent.host.engines.engine_log import LOG
 from nodeagent.host.engines.engine_ports import free_port, other_listener
 from nodeagent.host.engines.engine_record import EngineRecord, surviving_engines, write_record
-from nodeagent.host.engines.open_session import lacks_descriptors, new_session, open_session
+from nodeagent.host.engines.open_session import (
+    lacks_descriptors,
+    new_session,
+    open_session,
+    read_answer,
+)
 from nodeagent.host.engines.standby import StandbyProcess
 from nodeagent.host.kv_events import follow_kv_events
 from nodeagent.host.processes import (
@@ -73,8 +77,8 @@ TERM_TIMEOUT_S: Final = 10.0
 KILL_TIMEOUT_S: Final = 10.0
 PIDFD_RETRY_S: Final = 1.0
 PROBE_TIMEOUT_S: Final = 4.0
+LARGE_PAGE_BYTES: Final = 256 * 1024
 NO_MEMORY: Final = 429  # the embedded engine's answer to a wake if there is no memory for its model
-ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 
 
 class EngineProcess:
@@ -201,9 +205,14 @@ class EngineProcess:
     async def stats(self) -> EngineStats | None:
         """Return the engine's statistics, or None if it returns none that can be read."""
         status, body = await self._request("GET", self._driver.stats_path or self._ready_path)
+        if status != OK:
+            return None
         with suppress(ValueError, RecursionError):  # not valid JSON, or not UTF-8
-            if status == OK:
-                return self._kv_events.with_reach(self._driver.read_stats(body))
+            # A page without end must not hold up the agent's other work.
+            read = self._driver.read_stats
+            is_large = len(body) > LARGE_PAGE_BYTES
+            stats = await asyncio.to_thread(read, body) if is_large else read(body)
+            return self._kv_events.with_reach(stats)
         return None
 
     async def metrics(self) -> str:
@@ -277,7 +286,7 @@ class EngineProcess:
         try:
             async with asyncio.timeout(timeout_s):
                 async with self.http.request(method, path, json=body) as response:
-                    return response.status, await read_response(response, ANSWER_BYTES_MAX)
+                    return response.status, await read_answer(response)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             self.lacks_descriptors = lacks_descriptors(error)
             return 0, b""

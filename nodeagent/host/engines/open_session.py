@@ -5,11 +5,16 @@ from typing import Final
 
 import aiohttp
 
+from isochrone.service.http_responses import read_response
 from nodeagent.drivers.driver import EngineCommand
 
 IDLE_CONNECTION_S: Final = 2.0
 """How long an idle connection to a vendor's server is kept. vLLM, SGLang and TensorRT-LLM close it
 after 5 s, and a request sent at that moment would look like a lost engine."""
+
+ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
+"""The longest answer that is read whole. An engine may send without end, and must not fill the
+agent's memory."""
 
 CONNECT_TIMEOUT_S: Final = 4.0  # probes may fill a busy server's queue of connections for a second
 
@@ -26,6 +31,7 @@ def new_session(command: EngineCommand) -> aiohttp.ClientSession:
         connector=connector,
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
         headers={"authorization": f"Bearer {key}"} if (key := command.api_key) else None,
     )
 
@@ -42,6 +48,14 @@ def open_session(session: aiohttp.ClientSession) -> aiohttp.ClientSession:
     if session.closed:
         raise EngineStopped("the engine has stopped")
     return session
+
+
+async def read_answer(answer: aiohttp.ClientResponse) -> bytes:
+    """Return the whole body of an engine's answer.
+
+    Raises aiohttp.ClientPayloadError if it has more than ANSWER_BYTES_MAX.
+    """
+    return await read_response(answer, ANSWER_BYTES_MAX)
 
 
 def lacks_descriptors(error: BaseException) -> bool:

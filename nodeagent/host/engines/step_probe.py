@@ -7,7 +7,6 @@ from collections.abc import Callable
 import aiohttp
 import msgspec
 
-from isochrone.service.http_responses import read_response
 from nodeagent.config import CANARY_TIMEOUT_S
 from nodeagent.decide.replicas.step_limit import step_limit_s, step_tokens_max
 from nodeagent.host.engines.canary import (
@@ -19,8 +18,9 @@ from nodeagent.host.engines.canary import (
     long_canary,
     tokens_read,
 )
-from nodeagent.host.engines.engine_process import ANSWER_BYTES_MAX, EngineProcess
+from nodeagent.host.engines.engine_process import EngineProcess
 from nodeagent.host.engines.engine_record import keep_record
+from nodeagent.host.engines.open_session import read_answer
 
 
 async def measure_step(
@@ -64,7 +64,7 @@ async def _tokens_per_s(
             asyncio.timeout(CANARY_TIMEOUT_S),
             engine.http.post(canary.path, json=body) as response,
         ):
-            answer = await read_response(response, ANSWER_BYTES_MAX)
+            answer = await read_answer(response)
     except (aiohttp.ClientError, OSError, TimeoutError):
         return 0.0
     if response.status == BAD_REQUEST:

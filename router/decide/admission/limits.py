@@ -18,7 +18,8 @@ A tenant's budget is an entry of the key table, limited in the same way, above t
 
 Each second, routers report to each other what a key has drawn from its rates, and each draws that
 from its own meters, too. Until then a key may exceed its limit. The excess is a debt: over a longer
-time the key gets no more than its rate.
+time the key gets no more than its rate. Of what other routers report the debt is an hour at most:
+one that was broken into may report any use, and blocks a key for no longer than that.
 """
 
 import math
@@ -34,6 +35,10 @@ from isochrone.wire.peers.routes import KeyEntry, KeyLimits
 
 BURST_S: Final = 60.0
 """A meter holds one minute's worth: unused capacity expires within a minute."""
+
+ELSEWHERE_DEBT_MAX_S: Final = 3600.0
+"""The debt up to which use at other routers is drawn: that of sixty routers at which a key has used
+a minute's worth at once."""
 
 BUSY_RETRY_AFTER_S: Final = 1.0
 DAY_S: Final = 86_400.0
@@ -104,6 +109,12 @@ class RateMeter:
         """Draw `units` without a check, or put them back if negative, up to a full meter."""
         full_at_s = self.full_at_s if self.full_at_s > now_s else now_s
         self.full_at_s = full_at_s + units * self.unit_s
+
+    def draw_elsewhere(self, units: float, now_s: float) -> None:
+        """Draw what other routers report, up to a debt of ELSEWHERE_DEBT_MAX_S."""
+        before_s = self.full_at_s
+        self.settle(units, now_s)
+        self.full_at_s = min(self.full_at_s, max(before_s, now_s + ELSEWHERE_DEBT_MAX_S))
 
     def header_lines(self, now_s: float) -> str:
         """Return the `x-ratelimit-*` header lines, as OpenAI writes them."""
@@ -330,9 +341,9 @@ class KeyLimiter:
         """Draw what a key has used at other routers; each process draws its share."""
         usage = self._current_usage(key, now_s, unix_s)
         if usage.requests is not None:
-            usage.requests.settle(use.requests / self._processes, now_s)
+            usage.requests.draw_elsewhere(use.requests / self._processes, now_s)
         if usage.tokens is not None:
-            usage.tokens.settle(use.tokens / self._processes, now_s)
+            usage.tokens.draw_elsewhere(use.tokens / self._processes, now_s)
 
     def key_ids(self) -> list[KeyId]:
         """Return the keys that have state here."""

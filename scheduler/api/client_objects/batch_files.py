@@ -10,7 +10,7 @@ from isochrone.service.network.form_parts import form_parts
 from isochrone.service.network.http_server import FORM_ERRORS, json_response
 from isochrone.wire.digits import parse_digits
 from isochrone.wire.errors import ApiError, ErrorCode
-from scheduler.api.client_objects.downloads import DownloadLimit, send_file
+from scheduler.api.client_objects.downloads import DownloadLimit, connection_end, send_file
 from scheduler.api.client_objects.uploads import add_or_discard, write_upload
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.state.files.batch_folder import BatchFolder
@@ -128,10 +128,15 @@ class FileEndpoints:
         file = await self._file(request, tenant_id)
         response = web.StreamResponse(headers={"content-type": "application/octet-stream"})
         try:
-            with self._downloads.counted(tenant_id):
-                folder = self._folder.of_tenant(tenant_id)
+            with self._downloads.counted(tenant_id, connection_end(request)) as download:
                 return await send_file(
-                    request, folder, file.file_id, response, first=0, count=file.size_bytes
+                    request,
+                    self._folder.of_tenant(tenant_id),
+                    file.file_id,
+                    response,
+                    first=0,
+                    count=file.size_bytes,
+                    download=download,
                 )
         except FileNotFoundError:
             raise _not_found(file.file_id) from None

@@ -17,7 +17,7 @@ from isochrone.service.network.http_server import json_response
 from isochrone.wire.errors import ApiError, ErrorCode
 from scheduler.api.client_objects.batch_files import check_stored
 from scheduler.api.client_objects.batches import WINDOW_S, check_open
-from scheduler.api.client_objects.downloads import DownloadLimit, give_up
+from scheduler.api.client_objects.downloads import Download, DownloadLimit, connection_end, give_up
 from scheduler.api.client_objects.uploads import add_or_discard, write_upload
 from scheduler.decide.batch_limits import BatchLimits
 from scheduler.decide.batch_lines import RUN_PREFIX, run_response
@@ -110,10 +110,12 @@ class QueuedRuns:
             raise ApiError(
                 ErrorCode.CONFLICT, f"cannot answer the requests: {reason}; queue them again"
             )
-        with self._downloads.counted(tenant_id):
-            return await self._send_results(request, batch)
+        with self._downloads.counted(tenant_id, connection_end(request)) as download:
+            return await self._send_results(request, batch, download)
 
-    async def _send_results(self, request: web.Request, batch: StoredBatch) -> web.StreamResponse:
+    async def _send_results(
+        self, request: web.Request, batch: StoredBatch, download: Download
+    ) -> web.StreamResponse:
         """Send the results of a batch that has ended, a part at a time: they may be gigabytes."""
         folder = self._folder.of_tenant(batch.tenant_id)
         parts = result_parts(folder, batch)
@@ -127,6 +129,7 @@ class QueuedRuns:
         try:
             while part:
                 await response.write(part)
+                download.sent_bytes += len(part)
                 part = await folder.run_for_client(next, parts, b"")
         except (ApiError, FileNotFoundError) as error:
             give_up(request, batch.batch_id, str(error))

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from nodeagent.decide.cache_reach import CacheReach
-from nodeagent.host.kv_events import KvEventReader, apply_batch
+from nodeagent.host.kv_events import EVENTS_MAX, SLICE_BLOCKS, KvEventReader, apply_batch
 from tests.postgres import a_folder
 from tests.system.harness import until
 
@@ -32,9 +32,20 @@ def batch(*events: Any) -> bytes:
     return msgspec.msgpack.encode([1.5, events, 0])
 
 
+def noted(sent: bytes, reach: CacheReach, now_s: float) -> int:
+    """Note a batch; return how often the agent's other work had its turn meanwhile."""
+    noting = apply_batch(sent, reach, now_s)
+    turns = 0
+    with suppress(StopIteration):
+        while True:
+            noting.send(None)
+            turns += 1
+    return turns
+
+
 def reach_after(*events: Any, now_s: float = 5.0) -> CacheReach:
     reach = CacheReach(0.0)
-    apply_batch(batch(*events), reach, now_s)
+    noted(batch(*events), reach, now_s)
     return reach
 
 
@@ -48,7 +59,7 @@ def test_events_of_releases_that_send_arrays_are_read() -> None:
         ["BlockStored", [7, 8], None, [1, 2], 16, None], ["BlockRemoved", [7]], ["Unknown"]
     )
     assert (reach.since_s, len(reach)) == (5.0, 1)
-    apply_batch(batch(["AllBlocksCleared"]), reach, 9.0)
+    noted(batch(["AllBlocksCleared"]), reach, 9.0)
     assert (reach.since_s, len(reach)) == (9.0, 0)
 
 
@@ -63,14 +74,34 @@ def test_only_blocks_on_the_device_with_full_attention_count() -> None:
         {"type": "SomethingNew"},
     )
     assert (reach.since_s, len(reach)) == (0.0, 1)
-    apply_batch(batch(removed(1, group_idx=0)), reach, 6.0)
+    noted(batch(removed(1, group_idx=0)), reach, 6.0)
     assert reach.since_s == 5.0
 
 
 @pytest.mark.parametrize("wrong", [b"", b"\xc1", b"\x93\x01\x91\x90\x00", b"\x93\x01\x91\x05\x00"])
 def test_what_is_no_batch_is_refused(wrong: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
-        apply_batch(wrong, CacheReach(0.0), 1.0)
+        noted(wrong, CacheReach(0.0), 1.0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [batch(*([["x"]] * (EVENTS_MAX + 1))), batch(["BlockStored", [1] * (EVENTS_MAX + 1)])],
+    ids=["events", "blocks of an event"],
+)
+def test_more_than_a_step_makes_is_refused(wrong: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError, match="length <= 65536"):
+        noted(wrong, CacheReach(0.0), 1.0)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [batch(*([["x"]] * (10 * SLICE_BLOCKS))), batch(*([removed(*range(SLICE_BLOCKS))] * 10))],
+    ids=["events", "blocks"],
+)
+def test_other_work_of_the_agent_has_its_turn_while_a_large_batch_is_noted(sent: bytes) -> None:
+    """A batch of 64 MiB held the agent up for minutes: its node was taken for lost."""
+    assert noted(sent, CacheReach(0.0), 1.0) == 10
 
 
 class Publisher:
@@ -114,6 +145,7 @@ async def publishing(
 @pytest.fixture
 def socket(monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("nodeagent.host.kv_events.CONNECT_AGAIN_S", 0.01)
+    monkeypatch.setattr("nodeagent.host.kv_events.BATCH_BYTES_MAX", 1000)
     return a_folder("iso-") / "kv.sock"
 
 
@@ -167,6 +199,7 @@ async def test_an_engines_events_are_followed_through_its_restart_of_publishing(
         GREETING + b"\x00\x01x",
         GREETING + bytes([4, len(READY)]) + READY + b"\x02" + (1 << 40).to_bytes(8, "big"),
         GREETING + bytes([4, len(READY)]) + READY + b"\x01\x00" * 17,
+        GREETING + bytes([4, len(READY)]) + READY + b"\x01\x64".ljust(102, b"x") * 11,
         GREETING + bytes([4, len(READY)]) + READY + b"\x00\x03abc",
     ],
 )

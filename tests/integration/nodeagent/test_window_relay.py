@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -27,9 +27,15 @@ from isochrone.service.trust.tls import client_context, node_server_context
 from isochrone.service.windows.received_window import received_window
 from isochrone.wire.ids import ClusterId, DeploymentId, PopId, ReplicaId
 from isochrone.wire.kv import kv_sharing, kv_transfer
-from isochrone.wire.kv.transfer_frames import TransferEnd, TransferHead
+from isochrone.wire.kv.transfer_frames import (
+    SMALL_FRAME_BYTES_MAX,
+    TransferEnd,
+    TransferHead,
+    WrongTransfer,
+    encode_head,
+)
 from isochrone.wire.peers.control import PeerRole
-from nodeagent.api.request.window_relay import relayed_answer, window_headers
+from nodeagent.api.request.window_relay import head_frame, relayed_answer, window_headers
 from nodeagent.disaggregation.kv_windows import WindowLeases
 from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.transfer_reader import ReceivedBlock, TransferReader
@@ -46,6 +52,31 @@ BLOCKS = 40
 DIGESTS = [hashlib.sha256(bytes([number])).digest() for number in range(BLOCKS)]
 NAME = ReplicaId("p")
 PATH = kv_sharing.BLOCKS_PATH
+
+
+def head_of(block_bytes: int, blocks: int) -> bytes:
+    head = TransferHead(fingerprint=b"f", block_bytes=block_bytes, first_block=0, blocks=blocks)
+    return encode_head(head)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x01" + (SMALL_FRAME_BYTES_MAX + 1).to_bytes(4, "little"),
+        head_of(-BLOCK_BYTES, 1),
+        head_of(0, 1),
+        head_of(2**40, 1),
+        head_of(BLOCK_BYTES, -1),
+    ],
+    ids=["long", "negative blocks", "empty blocks", "large blocks", "negative count"],
+)
+async def test_a_head_that_cannot_go_on_is_refused_before_more_is_read(sent: bytes) -> None:
+    """A first frame could say that it has 4 GiB, which the agent then held."""
+    content = asyncio.StreamReader()
+    content.feed_data(sent)
+    with pytest.raises(WrongTransfer):
+        async with asyncio.timeout(10.0):
+            await head_frame(cast(Any, content))
 
 
 class SendingEngine:

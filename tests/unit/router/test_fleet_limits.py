@@ -10,9 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isochrone.wire import codec
-from isochrone.wire.client_keys.key_use import KEY_USE, KEY_USE_ROWS_MAX, FleetKeyUse, KeyUse
+from isochrone.wire.client_keys.key_use import (
+    KEY_USE,
+    KEY_USE_ROWS_MAX,
+    REQUESTS_MAX,
+    TOKENS_MAX,
+    FleetKeyUse,
+    KeyUse,
+)
 from isochrone.wire.ids import KeyId
-from router.decide.admission.limits import KeyLimiter, LimitExceeded
+from router.decide.admission.limits import (
+    BURST_S,
+    ELSEWHERE_DEBT_MAX_S,
+    KeyLimiter,
+    LimitExceeded,
+)
 from router.sharing.key_use_sharing import ROWS_PER_SLICE, KeyUseOutbox, draw_in_slices
 from scheduler.loops.share_key_use import ShareKeyUse
 from scheduler.state import key_use_exchange
@@ -58,6 +70,44 @@ def test_use_elsewhere_is_drawn_by_the_share_of_each_process(processes: int) -> 
     assert not is_admitted(tokens, 0.0)
     tokens.draw_elsewhere(KEY, KeyUse(ID, 0, -6000), 0.0, NOON)
     assert is_admitted(tokens, 0.0)
+
+
+def test_use_that_a_router_forges_blocks_a_key_for_an_hour_at_most() -> None:
+    """One message blocked a key at each router for years, until the router was restarted."""
+    limiter = KeyLimiter()
+    limiter.draw_elsewhere(KEY, KeyUse(ID, REQUESTS_MAX, TOKENS_MAX), 0.0, NOON)
+    limiter.draw_elsewhere(KEY, KeyUse(ID, REQUESTS_MAX, TOKENS_MAX), 0.0, NOON)
+    assert not is_admitted(limiter, ELSEWHERE_DEBT_MAX_S - BURST_S - 1.0)
+    assert is_admitted(limiter, ELSEWHERE_DEBT_MAX_S)
+
+
+def test_what_a_key_owes_of_its_own_requests_is_not_forgiven() -> None:
+    limiter = KeyLimiter()
+    limiter.admit(KEY, 2 * 6000 * 60, 0.0, NOON)
+    limiter.draw_elsewhere(KEY, KeyUse(ID, 0, 1), 0.0, NOON)
+    assert not is_admitted(limiter, ELSEWHERE_DEBT_MAX_S)
+
+
+def test_routers_can_read_what_a_router_has_forged() -> None:
+    """Each other router dropped its connection to the scheduler, once a second."""
+    exchange = KeyUseExchange()
+    exchange.add("a", [KeyUse(ID, REQUESTS_MAX, TOKENS_MAX)] * 3)
+    exchange.add("b", [KeyUse(ID, 1, 1), KeyUse(KeyId("o"), 0, -TOKENS_MAX)])
+    exchange.add("b", [KeyUse(KeyId("o"), 0, -TOKENS_MAX)])
+    reader = codec.decoder(FleetKeyUse)
+    told = {
+        name: codec.decode(codec.encode(FleetKeyUse(rows)), reader).rows
+        for name, rows in exchange.take(["b", "c"])
+    }
+    assert told["b"] == (KeyUse(ID, REQUESTS_MAX, TOKENS_MAX),)
+    assert told["c"] == (*told["b"], KeyUse(KeyId("o"), 0, -TOKENS_MAX))
+
+
+def test_a_forged_name_of_a_key_is_short() -> None:
+    """The scheduler passes rows on to all routers."""
+    sent = codec.encode(FleetKeyUse((KeyUse(KeyId("k" * 257), 1, 0),)))
+    with pytest.raises(codec.MalformedFrame, match="length <= 256"):
+        codec.decode(sent, codec.decoder(FleetKeyUse))
 
 
 def test_the_exchange_tells_each_router_of_the_others() -> None:
