@@ -53,7 +53,8 @@ COPIES_OPTION: Final = "data_parallel_size"
 STEP_TOKENS_OPTION: Final = "max_num_batched_tokens"
 MEMORY_OPTIONS: Final = frozenset({"kv_cache_memory_bytes", "gpu_memory_utilization"})
 VERSIONS: Final = VersionRange(first=(0, 11), before=(1, 0))
-"""0.11 is the first version with `--kv-cache-memory-bytes` and `--nnodes`. Tested with 0.32."""
+"""0.11 is the first version with `--kv-cache-memory-bytes` and `--nnodes`. Tested with 0.32. The
+parser of 0.33 takes the same command lines."""
 
 CONNECTOR_OPTION: Final = "kv_connector"
 CONNECTORS: Final[Mapping[str, str]] = {"nixl": "NixlConnector", "mooncake": "MooncakeConnector"}
