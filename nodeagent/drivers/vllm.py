@@ -245,9 +245,12 @@ def _environment(launch: EngineLaunch, options: Mapping[str, str]) -> dict[str, 
     """Return the variables for settings that vLLM has no option for.
 
     On a CPU vLLM binds its threads to the cores, all but one: every replica on the node to the same
-    ones, and on a machine of two cores to a single one. Here the kernel places them.
+    ones, and on a machine of two cores to a single one. Here the kernel places them. And although
+    the model is not compiled there, its sampler would be at the first request for log
+    probabilities: all requests wait for that, and without a C++ compiler the engine core dies.
     """
     variables = {}
+    is_on_cpu = launch.spec.device_ids == ("cpu",)
     if options.get("enable_lora", "false").lower() in TRUE:
         # Adapters are loaded and unloaded while the engine runs.
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
@@ -255,7 +258,9 @@ def _environment(launch: EngineLaunch, options: Mapping[str, str]) -> dict[str, 
         # It records the requests that the node records, and starts no traces of its own.
         variables["OTEL_TRACES_SAMPLER"] = "parentbased_always_off"
         variables["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
-    if launch.spec.device_ids == ("cpu",) and BINDING not in os.environ:
+    if is_on_cpu and options.get("enforce_eager", "false").lower() in TRUE:
+        variables["TORCH_COMPILE_DISABLE"] = "1"
+    if is_on_cpu and BINDING not in os.environ:
         variables[BINDING] = "nobind"
     return {**variables, **cpu_threads(launch)}
 
