@@ -26,6 +26,8 @@ CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 NO_ADMIN_API: Final = frozenset({401, 404, 405})
 """Statuses of a service that is not the admin API: it has other keys, paths and methods."""
+NOT_NOW: Final = frozenset({502, 503, 504})
+"""Statuses of a scheduler without its database, and of a proxy without a scheduler."""
 WHERE_TO_SET_IT: Final = (
     "set it with --token, ISOCHRONE_ADMIN_TOKEN or `token` in ~/.config/isochrone/config.toml"
 )
@@ -36,6 +38,10 @@ WHERE_THE_URL_IS_SET: Final = (
 
 class AdminError(Exception):
     """The admin API refused a request or cannot be reached; the message is for the operator."""
+
+
+class AdminUnavailable(AdminError):
+    """No scheduler can answer now; the same request may be answered later."""
 
 
 class AdminClient:
@@ -125,7 +131,8 @@ class AdminClient:
                         f" a scheduler's admin_port (7000); {WHERE_THE_URL_IS_SET}"
                     )
                 if response.status >= 400:
-                    raise AdminError(_error_message(url, answer, response.status))
+                    refusal = AdminUnavailable if response.status in NOT_NOW else AdminError
+                    raise refusal(_error_message(url, answer, response.status))
                 try:
                     return printable(msgspec.json.decode(answer)) if answer else None
                 except msgspec.DecodeError as error:
@@ -133,7 +140,7 @@ class AdminClient:
                         f"cannot use the admin API at {url}: what answers there is another server;"
                         f" {WHERE_THE_URL_IS_SET}"
                     ) from error
-        raise AdminError(
+        raise AdminUnavailable(
             f"cannot reach the admin API {'; '.join(problems)}; {WHERE_THE_URL_IS_SET}"
         )
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import click
 import msgspec
 
-from isochrone.cli.client import AdminError, segment
+from isochrone.cli.client import AdminError, AdminUnavailable, segment
 from isochrone.cli.context import CliContext
 from isochrone.cli.engine import engine_of, engine_options
 from isochrone.cli.output import show_one, show_rows, stderr
@@ -185,29 +185,44 @@ def _deprecation(before: dict[str, Any] | None, given: dict[str, Any]) -> dict[s
 
 
 def _wait_warm(obj: CliContext, deployment: str, timeout_s: float) -> dict[str, Any]:
+    """Return the deployment's row once a replica is warm. Raises AdminError.
+
+    The wait goes on while no scheduler can answer: another one acts within seconds.
+    """
     deadline = time.monotonic() + timeout_s
     with stderr.status("waiting for a warm replica") as spinner:
         while True:
-            row: dict[str, Any] = obj.api.ask("GET", f"/v1/deployments/{segment(deployment)}")
-            placed = obj.api.list("/v1/placements", {"deployment_id": deployment})
-            policy = row["policy"]
-            if not (placed or row["unmet"] or policy["replicas_min"] or policy["keep_warm"]):
-                raise AdminError(
-                    "cannot wait for a warm replica: with --min 0 and no --keep-warm the first one"
-                    " starts when there is demand"
-                )
-            if any(_is_warm(placement, row["version"]) for placement in placed):
-                return row
-            counts = ", ".join(f"{n} {state}" for state, n in row["replicas"].items())
-            reasons = (f"{p['node_id']}: {p['state_reason']}" for p in placed if p["state_reason"])
-            progress = "; ".join((counts or "not placed yet", *row["unmet"], *reasons))
-            spinner.update(progress)
-            if time.monotonic() > deadline:
-                raise AdminError(
-                    f"no replica of version {row['version']} is warm after {timeout_s:g} s:"
-                    f" {progress}"
-                )
+            try:
+                row: dict[str, Any] = obj.api.ask("GET", f"/v1/deployments/{segment(deployment)}")
+                placed = obj.api.list("/v1/placements", {"deployment_id": deployment})
+            except AdminUnavailable as error:
+                if time.monotonic() > deadline:
+                    raise
+                spinner.update(str(error))
+            else:
+                if any(_is_warm(placement, row["version"]) for placement in placed):
+                    return row
+                progress = _progress(row, placed)
+                spinner.update(progress)
+                if time.monotonic() > deadline:
+                    raise AdminError(
+                        f"no replica of version {row['version']} is warm after {timeout_s:g} s:"
+                        f" {progress}"
+                    )
             time.sleep(WAIT_INTERVAL_S)
+
+
+def _progress(row: dict[str, Any], placed: list[dict[str, Any]]) -> str:
+    """Return how far the start of a deployment has come. Raises AdminError if none will start."""
+    policy = row["policy"]
+    if not (placed or row["unmet"] or policy["replicas_min"] or policy["keep_warm"]):
+        raise AdminError(
+            "cannot wait for a warm replica: with --min 0 and no --keep-warm the first one"
+            " starts when there is demand"
+        )
+    counts = ", ".join(f"{n} {state}" for state, n in row["replicas"].items())
+    reasons = (f"{p['node_id']}: {p['state_reason']}" for p in placed if p["state_reason"])
+    return "; ".join((counts or "not placed yet", *row["unmet"], *reasons))
 
 
 def _is_warm(placement: dict[str, Any], version: int) -> bool:

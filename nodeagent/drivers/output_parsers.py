@@ -28,7 +28,7 @@ STRICT_PARSERS: Final[Mapping[str, frozenset[str]]] = {
             *("deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "deepseek_v41"),
             *("glm45", "glm47", "hermes", "hy_v4", "kimi_k2", "kimi_k3", "ling3", "llama3_json"),
             *("llama4_json", "longcat", "mimo", "minimax_m2", "openai", "plamo3", "qwen3_coder"),
-            *("qwen3_json", "qwen3_xml", "step3p5"),
+            *("qwen3_json", "qwen3_xml", "step3p5", "step5"),
         )
     ),
     "sglang": frozenset(
@@ -41,7 +41,7 @@ STRICT_PARSERS: Final[Mapping[str, frozenset[str]]] = {
     ),
 }
 """The parsers with which calls of `strict` functions follow their schemas, although the model
-chooses whether to call: those with a structural tag in vLLM 0.32 and SGLang 0.5.23."""
+chooses whether to call: those with a structural tag in vLLM 0.32 and 0.33, and in SGLang 0.5.23."""
 
 
 class OutputParsers(msgspec.Struct, frozen=True):
@@ -111,11 +111,13 @@ FORMATS: Final = (
         marks=("<｜tool▁calls▁begin｜>", "```json"),
         vllm=OutputParsers("deepseek_v3", "deepseek_r1"),
         sglang=OutputParsers("deepseekv3", "deepseek-r1"),
+        tensorrt_llm=OutputParsers("deepseekv3"),
     ),
     OutputFormat(
         marks=("<｜tool▁calls▁begin｜>",),
         vllm=OutputParsers("deepseek_v31", "deepseek_v3"),
         sglang=OutputParsers("deepseekv31", "deepseek-v3"),
+        tensorrt_llm=OutputParsers("deepseekv3.1"),
         reasons="thinking",
     ),
     OutputFormat(
@@ -180,8 +182,8 @@ FORMATS: Final = (
         sglang=OutputParsers("", "deepseek-r1"),
     ),
 )
-"""The first one that fits a model counts. The names are those of vLLM 0.32, SGLang 0.5.23 and
-TensorRT-LLM 1.2; later versions have other names of its parsers for DeepSeek."""
+"""The first one that fits a model counts. The names are those of vLLM 0.32 and 0.33, SGLang 0.5.23
+and TensorRT-LLM 1.2."""
 
 
 def with_parsers(engine: str, options: Mapping[str, str], model_path: Path) -> dict[str, str]:

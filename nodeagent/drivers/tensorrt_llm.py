@@ -40,6 +40,10 @@ VERSIONS: Final = VersionRange(first=(1, 2), before=(2, 0))
 STAGES_OPTION: Final = "pp_size"
 TOOLS_OPTION: Final = "tool_parser"
 """Without a parser a model's calls stay in the text of its answers."""
+RENAMED: Final = frozenset({"deepseekv3", "deepseekv3.1"})
+"""Parsers that versions after 1.2 call deepseek_v3 and deepseek_v31. An engine does not start with
+a name that it does not know, so they are chosen for 1.2 alone."""
+RENAMED_AFTER: Final = VersionRange(first=(1, 2), before=(1, 3))
 BACKEND_OPTION: Final = "cache_transceiver_backend"
 """Our own: the `backend` of `cache_transceiver_config` in its configuration file."""
 HANDSHAKE: Final = TensorRtLlmHandshake()
@@ -71,8 +75,7 @@ class TensorRtLlmDriver(EngineDriver):
             "use vllm or sglang, or devices of one node",
         )
         options = dict(spec.engine.options)
-        chosen = output_parsers("tensorrt_llm", launch.model_path).tools
-        parser = options.pop(TOOLS_OPTION, chosen)
+        parser = options.pop(TOOLS_OPTION, self._chosen_parser(launch))
         if parser.lower() in ("", "none"):
             parser = ""
         else:
@@ -100,6 +103,15 @@ class TensorRtLlmDriver(EngineDriver):
             },
             guided=GuidedDecoding(parser.lower(), reasons=REASONING_OPTION in options),
         )
+
+    def _chosen_parser(self, launch: EngineLaunch) -> str:
+        """Return the parser for the model's calls that the installed version has, else "". Blocks.
+
+        An unknown version may have another name for it.
+        """
+        parser = output_parsers("tensorrt_llm", launch.model_path).tools
+        is_other_name = parser in RENAMED and RENAMED_AFTER.problem(self.version())
+        return "" if is_other_name else parser
 
     def handshake(self, spec: ReplicaSpec) -> Handshake | None:
         """Return the protocol of an engine that was started with a cache transceiver."""

@@ -53,7 +53,8 @@ COPIES_OPTION: Final = "data_parallel_size"
 STEP_TOKENS_OPTION: Final = "max_num_batched_tokens"
 MEMORY_OPTIONS: Final = frozenset({"kv_cache_memory_bytes", "gpu_memory_utilization"})
 VERSIONS: Final = VersionRange(first=(0, 11), before=(1, 0))
-"""0.11 is the first version with `--kv-cache-memory-bytes` and `--nnodes`. Tested with 0.32."""
+"""0.11 is the first version with `--kv-cache-memory-bytes` and `--nnodes`. Tested with 0.32. The
+parser of 0.33 takes the same command lines."""
 
 CONNECTOR_OPTION: Final = "kv_connector"
 CONNECTORS: Final[Mapping[str, str]] = {"nixl": "NixlConnector", "mooncake": "MooncakeConnector"}
@@ -244,9 +245,12 @@ def _environment(launch: EngineLaunch, options: Mapping[str, str]) -> dict[str, 
     """Return the variables for settings that vLLM has no option for.
 
     On a CPU vLLM binds its threads to the cores, all but one: every replica on the node to the same
-    ones, and on a machine of two cores to a single one. Here the kernel places them.
+    ones, and on a machine of two cores to a single one. Here the kernel places them. And although
+    the model is not compiled there, its sampler would be at the first request for log
+    probabilities: all requests wait for that, and without a C++ compiler the engine core dies.
     """
     variables = {}
+    is_on_cpu = launch.spec.device_ids == ("cpu",)
     if options.get("enable_lora", "false").lower() in TRUE:
         # Adapters are loaded and unloaded while the engine runs.
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
@@ -254,7 +258,9 @@ def _environment(launch: EngineLaunch, options: Mapping[str, str]) -> dict[str, 
         # It records the requests that the node records, and starts no traces of its own.
         variables["OTEL_TRACES_SAMPLER"] = "parentbased_always_off"
         variables["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
-    if launch.spec.device_ids == ("cpu",) and BINDING not in os.environ:
+    if is_on_cpu and options.get("enforce_eager", "false").lower() in TRUE:
+        variables["TORCH_COMPILE_DISABLE"] = "1"
+    if is_on_cpu and BINDING not in os.environ:
         variables[BINDING] = "nobind"
     return {**variables, **cpu_threads(launch)}
 

@@ -153,6 +153,13 @@ async def test_its_threads_are_those_of_the_agents_settings(vllm: EngineProcess)
     assert vllm.record.command.environment["OMP_NUM_THREADS"] == "2"
 
 
+async def test_the_first_log_probabilities_wait_for_no_compiler(vllm: EngineProcess) -> None:
+    """vLLM compiled a part of its sampler for them, and all requests waited."""
+    assert "TORCH_COMPILE_DISABLE is set" in vllm.log.read_text(errors="replace")
+    answer = await ask(vllm, messages=user("Rain?"), logprobs=True, top_logprobs=2)
+    assert answer.status == 200, answer.body
+
+
 async def test_a_resumed_answer_is_not_promised_to_be_the_same(vllm: EngineProcess) -> None:
     assert vllm.resumes == headers.INEXACT
 

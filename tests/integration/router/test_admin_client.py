@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from isochrone.cli.client import AdminClient, AdminError
+from isochrone.cli.client import AdminClient, AdminError, AdminUnavailable
 from tests.integration.router.fleet_of import a_bench
 
 
@@ -94,3 +94,20 @@ async def test_what_tenants_wrote_has_no_control_characters_for_the_terminal() -
         assert answer == {"data": [{"description": "a]52;c;eA==b1m\n\tc", "size": 1}]}
         with pytest.raises(AdminError, match=r"^a\]52;c;eA==b1m\n\tc \(not_found\)$"):
             await asyncio.to_thread(client.ask, "DELETE", "/v1/adapters")
+
+
+@pytest.mark.parametrize(("status", "may_be_later"), [(503, True), (409, False)])
+async def test_a_scheduler_without_its_database_may_answer_later(
+    status: int, may_be_later: bool
+) -> None:
+    async def refuse(_: web.Request) -> web.Response:
+        error = {"code": "unavailable", "message": "cannot answer", "param": ""}
+        return web.json_response({"error": error}, status=status)
+
+    app = web.Application()
+    app.router.add_get("/v1/status", refuse)
+    async with TestServer(app) as server:
+        client = AdminClient(str(server.make_url("")), "an admin token")
+        with pytest.raises(AdminError) as refused:
+            await asyncio.to_thread(client.ask, "GET", "/v1/status")
+    assert isinstance(refused.value, AdminUnavailable) is may_be_later

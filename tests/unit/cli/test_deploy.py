@@ -6,6 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from isochrone.cli import main, serving
+from isochrone.cli.client import AdminUnavailable
 from isochrone.cli.context import CliContext
 
 
@@ -37,6 +38,25 @@ def test_deploy_waits_for_the_deployed_version(monkeypatch: pytest.MonkeyPatch) 
     )
     assert result.exit_code == 0, result.output
     assert api.polls == 2
+
+
+def test_a_wait_outlasts_a_scheduler_that_cannot_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "WAIT_INTERVAL_S", 0.0)
+    api: Any = Api()
+    read = api.list
+
+    def fails_once(path: str, query: dict[str, str] | None = None) -> list[dict[str, Any]]:
+        if path == "/v1/placements" and api.polls == 1:
+            api.polls += 1
+            raise AdminUnavailable("cannot answer: the database is unreachable")
+        return list(read(path, query))
+
+    api.list = fails_once
+    result = CliRunner().invoke(
+        serving.deploy, ["d", "--model", "new", "--wait"], obj=CliContext(api, "json")
+    )
+    assert result.exit_code == 0, result.output
+    assert api.polls == 3
 
 
 def waits(monkeypatch: pytest.MonkeyPatch, placed: list[dict[str, Any]]) -> str:

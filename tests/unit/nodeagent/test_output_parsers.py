@@ -1,6 +1,7 @@
 """Which parsers for tool calls and reasoning an engine gets, from the model's chat template."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,8 @@ def test_the_chat_template_shows_the_parsers(
         (HERMES, "qwen3", "qwen3"),
         ("<|tool_calls_section_begin|>", "kimi_k2", "kimi_k2"),
         ("", "deepseek_v32", "deepseek_v32"),
+        (R1, "deepseek_v3", "deepseekv3"),
+        ("<｜tool▁calls▁begin｜>", "deepseek_v3", "deepseekv3.1"),
         ("{{ messages }}", "llama", ""),
     ],
 )
@@ -110,6 +113,35 @@ def test_tensorrt_llm_reads_the_calls_of_models_whose_parser_it_has(
     """Without a parser they stay in the text of answers."""
     folder = a_folder(tmp_path, template, model_type)
     assert output_parsers("tensorrt_llm", folder) == OutputParsers(parser)
+
+
+@pytest.mark.parametrize(
+    ("version", "deepseek", "qwen"),
+    [
+        ("1.2.1", "deepseekv3", "qwen3"),
+        ("1.3.0rc1", "", "qwen3"),
+        ("1.3.0", "", "qwen3"),
+        ("", "", "qwen3"),
+    ],
+)
+def test_tensorrt_llm_gets_the_name_that_its_version_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, deepseek: str, qwen: str
+) -> None:
+    driver = DRIVERS["tensorrt_llm"]
+    monkeypatch.setattr(driver, "version", lambda: version)
+    for template, model_type, parser in ((R1, "deepseek_v3", deepseek), (HERMES, "qwen3", qwen)):
+        launch = EngineLaunch(
+            spec=a_spec(
+                engine=EngineSettings(driver="tensorrt_llm"), device_ids=(DeviceId("gpu0"),)
+            ),
+            model_path=a_folder(tmp_path, template, model_type),
+            folder=Path("/run/r1"),
+            port=4321,
+            threads=2,
+        )
+        arguments = driver.command(launch).arguments
+        given = dict(pairwise(arguments)).get("--tool_parser", "")
+        assert given == parser
 
 
 @pytest.mark.parametrize("config", ["", "[]", '{"model_type":3}', '{"model_type"', "\xff"])

@@ -44,3 +44,11 @@ def test_heads_are_split_over_nodes() -> None:
         assert split in " ".join(command.arguments)
     with pytest.raises(UnknownOption, match="pipeline_parallel_size 2 on a CPU"):
         DRIVERS["vllm"].command(over_two_nodes(a_launch("cpu", pipeline_parallel_size="2")))
+
+
+def test_nothing_is_compiled_while_it_serves() -> None:
+    """The first log probabilities took 23 s, and without a compiler the engine core died."""
+    compiled = a_launch("cpu", enforce_eager="false")
+    for launch, is_off in ((a_launch("cpu"), True), (compiled, False), (a_launch("gpu0"), False)):
+        environment = DRIVERS["vllm"].command(launch).environment
+        assert ("TORCH_COMPILE_DISABLE" in environment) is is_off
