@@ -188,8 +188,9 @@ def _wait_warm(obj: CliContext, deployment: str, timeout_s: float) -> dict[str, 
     deadline = time.monotonic() + timeout_s
     with stderr.status("waiting for a warm replica") as spinner:
         while True:
-            row: dict[str, Any] = obj.api.ask("GET", f"/v1/deployments/{segment(deployment)}")
+            # In this order, so that the deployment that is shown has the warm replica.
             placed = obj.api.list("/v1/placements", {"deployment_id": deployment})
+            row: dict[str, Any] = obj.api.ask("GET", f"/v1/deployments/{segment(deployment)}")
             policy = row["policy"]
             if not (placed or row["unmet"] or policy["replicas_min"] or policy["keep_warm"]):
                 raise AdminError(
