@@ -84,7 +84,7 @@ class TextItem:
 
     def _at_part(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Add the place of the part: an item has one."""
-        return {self._names.index: 0, **fields}
+        return {self._names.place: 0, **fields}
 
     def _part(self) -> dict[str, Any]:
         part: dict[str, Any] = {"type": self.kind, "text": self.text}

@@ -75,7 +75,7 @@ def _add_item(log: EventLog, index: int, item: dict[str, Any]) -> None:
 
 def _add_part(log: EventLog, item: dict[str, Any], number: int, part: dict[str, Any]) -> None:
     names = TEXT_NAMES[part["type"]]
-    place = {**item, names.index: number}
+    place = {**item, names.place: number}
     log.add(f"{names.part}.added", {**place, "part": {**part, "text": ""}})
     logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == OUTPUT_TEXT else {}
     log.add(f"{names.text}.delta", {**place, "delta": part["text"], **logprobs})

@@ -19,7 +19,7 @@ class TextNames(NamedTuple):
     """The prefix of a part's events."""
     text: str
     """The prefix of the events of its text."""
-    index: str
+    place: str
     """The field of these events that holds the part's place among the parts."""
 
 
