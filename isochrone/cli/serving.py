@@ -193,8 +193,9 @@ def _wait_warm(obj: CliContext, deployment: str, timeout_s: float) -> dict[str, 
     with stderr.status("waiting for a warm replica") as spinner:
         while True:
             try:
-                row: dict[str, Any] = obj.api.ask("GET", f"/v1/deployments/{segment(deployment)}")
+                # In this order, so that the deployment that is shown has the warm replica.
                 placed = obj.api.list("/v1/placements", {"deployment_id": deployment})
+                row: dict[str, Any] = obj.api.ask("GET", f"/v1/deployments/{segment(deployment)}")
             except AdminUnavailable as error:
                 if time.monotonic() > deadline:
                     raise

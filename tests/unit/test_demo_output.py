@@ -7,10 +7,11 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
+from isochrone.cli.chat import ChatFailed, ChatResult
 from ops.fleet import __main__ as demo
 from ops.fleet import bring_up, screen, tour
 from ops.fleet.bring_up import LocalFleet
-from ops.fleet.cities import CITIES
+from ops.fleet.cities import CITIES, City
 from ops.fleet.processes import StartFailed
 
 
@@ -20,7 +21,7 @@ class StartedFleet:
     async def step(self, *_: object) -> str:
         return ""
 
-    up = deploy = wait_routed = step
+    up = deploy = wait_routed = wait_warm = step
 
 
 @pytest.mark.parametrize("oneshot", [True, False])
@@ -35,6 +36,20 @@ async def test_commands_for_a_fleet_that_stops_are_not_printed(
         cast(Any, fleet), Console(file=printed), lambda _: None, oneshot=oneshot
     )
     assert ("curl" in printed.getvalue()) is not oneshot
+
+
+async def test_a_refused_chat_is_demand_and_no_failure_of_the_demo(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[str] = []
+
+    async def refused(_: object, city: City, max_tokens: int) -> ChatResult:
+        sent.append(city.pop)
+        raise ChatFailed("3040: Capacity temporarily exceeded, please try again.")
+
+    monkeypatch.setattr(tour, "chat_in", refused)
+    await tour.grow_demand(cast(Any, StartedFleet()), CITIES[-1], lambda _: None)
+    assert sent == [CITIES[-1].pop] * tour.DEMAND_CHATS
 
 
 FAILING = {

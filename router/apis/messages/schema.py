@@ -109,13 +109,22 @@ class ToolUseBlock(CacheableStruct, frozen=True, tag="tool_use"):
     toolset_name: None = None
 
 
+class ToolReferenceBlock(CacheableStruct, frozen=True, tag="tool_reference"):
+    """A deferred tool that a client's search has found: from here on the model may call it."""
+
+    tool_name: str
+
+
 class ToolResultBlock(CacheableStruct, frozen=True, tag="tool_result"):
     """The result of a tool call."""
 
     tool_use_id: str
     content: (
         str
-        | Annotated[list[TextBlock | ImageBlock | DocumentBlock], Meta(max_length=BLOCKS_MAX)]
+        | Annotated[
+            list[TextBlock | ImageBlock | DocumentBlock | ToolReferenceBlock],
+            Meta(max_length=BLOCKS_MAX),
+        ]
         | None
     ) = None
     is_error: bool | None = None
@@ -145,7 +154,8 @@ class CustomTool(CacheableStruct, frozen=True):
     input_examples: list[dict[str, Any]] | None = None
     eager_input_streaming: bool | None = None
     """Accepted: the input of every tool is streamed as it is generated."""
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = None
+    """The model gets the tool only once a `tool_reference` names it."""
     allowed_callers: list[Literal["direct"]] | None = None
 
 

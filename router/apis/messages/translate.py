@@ -9,33 +9,34 @@ from typing import Any, Final
 
 import msgspec
 
-from isochrone.wire.errors import ApiError, ErrorCode
+from isochrone.wire.errors import unusable_field
 from router.apis.chat_messages import BETWEEN_TEXTS, arranged, content_parts
 from router.apis.earlier_reasoning import reasoning_fields
 from router.apis.messages.schema import (
-    AnyToolChoice,
-    AutoToolChoice,
     Base64Image,
     ContentBlock,
     CountTokensRequest,
-    CustomTool,
     DocumentBlock,
     ImageBlock,
     InputMessage,
     MessagesRequest,
-    NamedTool,
-    NoToolChoice,
     TextBlock,
     ThinkingAdaptive,
     ThinkingBlock,
     ThinkingDisabled,
     ThinkingEnabled,
+    ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
+from router.apis.messages.tools import tool_fields
 
 TOOL_FAILED: Final = "Error: "
 """The prefix of the result of a tool that failed: chat templates have no field for that."""
+
+TOOL_FOUND: Final = "Tool found, and now available: "
+"""The text of a `tool_reference`, before the tool's name. The tool itself is among the chat's
+tools."""
 
 BILLING_LINE: Final = "x-anthropic-billing-header:"
 """The prefix of a block of the system prompt that some clients fill with another value in each
@@ -53,7 +54,7 @@ def to_chat(request: MessagesRequest, *, fills_context: bool = False) -> bytes:
     """
     thinking = request.thinking
     if isinstance(thinking, ThinkingEnabled) and thinking.budget_tokens >= request.max_tokens:
-        raise _invalid_field(
+        raise unusable_field(
             "thinking.budget_tokens",
             f"it is {thinking.budget_tokens}, and must be less than 'max_tokens'"
             f" ({request.max_tokens})",
@@ -86,11 +87,7 @@ def _conversation(request: CountTokensRequest) -> dict[str, Any]:
     if chat["messages"][-1]["role"] == "assistant" and not chat["messages"][-1].get("tool_calls"):
         # Anthropic continues an answer that the client began. Options of vLLM and SGLang.
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
-    if request.tools:
-        chat["tools"] = [_function_tool(tool) for tool in request.tools]
-        chat |= _tool_choice(request)
-    elif isinstance(request.tool_choice, AnyToolChoice | NamedTool):
-        raise _invalid_field("tool_choice", "it needs 'tools'")
+    chat |= tool_fields(request)
     if isinstance(request.thinking, ThinkingDisabled):
         chat["chat_template_kwargs"] = {"enable_thinking": False}
     elif isinstance(request.thinking, ThinkingEnabled | ThinkingAdaptive):
@@ -109,7 +106,7 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
         messages += _translate_message(message)
     messages = arranged(messages)
     if not any(message["role"] != "system" for message in messages):
-        raise _invalid_field("messages", "no message has any content")
+        raise unusable_field("messages", "no message has any content")
     return messages
 
 
@@ -161,7 +158,7 @@ def _check_blocks(
     for block in blocks:
         if not isinstance(block, allowed):
             kind = block.__struct_config__.tag
-            raise _invalid_field(
+            raise unusable_field(
                 "messages", f"a message of role '{role}' must not have a block of type '{kind}'"
             )
 
@@ -173,7 +170,7 @@ def _content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     return BETWEEN_TEXTS.join(part["text"] for part in parts)
 
 
-def _part(block: ContentBlock) -> dict[str, Any]:
+def _part(block: ContentBlock | ToolReferenceBlock) -> dict[str, Any]:
     if isinstance(block, ImageBlock):
         source = block.source
         if isinstance(source, Base64Image):
@@ -184,6 +181,8 @@ def _part(block: ContentBlock) -> dict[str, Any]:
     if isinstance(block, DocumentBlock):
         texts = [text for text in (block.title, block.context, block.source.data) if text]
         return {"type": "text", "text": BETWEEN_TEXTS.join(texts)}
+    if isinstance(block, ToolReferenceBlock):
+        return {"type": "text", "text": TOOL_FOUND + block.tool_name}
     assert isinstance(block, TextBlock)
     return {"type": "text", "text": block.text}
 
@@ -203,37 +202,3 @@ def _tool_call(block: ToolUseBlock) -> dict[str, Any]:
     arguments = msgspec.json.encode(block.input).decode()
     function = {"name": block.name, "arguments": arguments}
     return {"id": block.id, "type": "function", "function": function}
-
-
-def _function_tool(tool: CustomTool) -> dict[str, Any]:
-    parameters = tool.input_schema
-    if tool.input_examples:
-        parameters = {**parameters, "examples": tool.input_examples}
-    function: dict[str, Any] = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": parameters,
-    }
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    fields = {name: value for name, value in function.items() if value is not None}
-    return {"type": "function", "function": fields}
-
-
-def _tool_choice(request: CountTokensRequest) -> dict[str, Any]:
-    choice = request.tool_choice
-    if choice is None:
-        return {}
-    if isinstance(choice, NoToolChoice):
-        return {"tool_choice": "none"}
-    chosen: Any = "auto" if isinstance(choice, AutoToolChoice) else "required"
-    if isinstance(choice, NamedTool):
-        chosen = {"type": "function", "function": {"name": choice.name}}
-    if choice.disable_parallel_tool_use is None:
-        return {"tool_choice": chosen}
-    is_parallel = not choice.disable_parallel_tool_use
-    return {"tool_choice": chosen, "parallel_tool_calls": is_parallel}
-
-
-def _invalid_field(field: str, reason: str) -> ApiError:
-    return ApiError(ErrorCode.INVALID_REQUEST, f"cannot use field '{field}': {reason}", param=field)

@@ -33,7 +33,7 @@ def read_responses_request(
     refuse_stored(responses_request)
     response_id = f"resp_{request.request_id}"
     response = new_response(responses_request, response_id, int(openai.unix_clock()))
-    events = ResponseEvents(response, responses_request.include)
+    events = ResponseEvents(responses_request, response)
     inference = openai.read_translated(request, to_chat(responses_request), events.failed, "input")
     return inference, responses_writer(writer, events)
 

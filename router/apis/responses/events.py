@@ -5,15 +5,26 @@ order: the response is created, items are added, filled and done one after the o
 event holds the whole response. Events are numbered.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.apis.earlier_reasoning import encode_reasoning
+from router.apis.responses.text_names import (
+    OUTPUT_TEXT,
+    REASONING_TEXT,
+    SUMMARY_TEXT,
+    TEXT_NAMES,
+)
 from router.apis.responses.tools import CalledName, called_names
-from router.apis.responses.translate import ReasoningSettings, ResponsesRequest, TextFormat
+from router.apis.responses.translate import (
+    ReasoningSettings,
+    ResponsesRequest,
+    TextFormat,
+    is_summarised,
+)
 from router.dataplane import sse
 from router.dataplane.chunk import ToolCallDelta, read_output
 from router.dataplane.usage import reasoning_tokens_of
@@ -32,51 +43,58 @@ ItemEvent = tuple[str, dict[str, Any]]
 
 
 class TextItem:
-    """An output item of generated text: `output_text`, or `reasoning_text`."""
+    """An output item of generated text: a message, or reasoning."""
 
     def __init__(self, kind: str, id_suffix: str, *, is_encoded: bool = False) -> None:
-        """With `is_encoded`, reasoning also has an `encrypted_content`."""
+        """`kind` is the type of its part. With `is_encoded` it has an `encrypted_content`, too."""
         self.kind = kind
         self.text = ""
+        self._names = TEXT_NAMES[kind]
         self._is_encoded = is_encoded
-        self.id = f"{'msg' if kind == 'output_text' else 'rs'}_{id_suffix}"
+        self.id = f"{'msg' if kind == OUTPUT_TEXT else 'rs'}_{id_suffix}"
 
     def body(self, status: str) -> dict[str, Any]:
         """Return the item as JSON."""
-        content = [] if status == IN_PROGRESS else [self._part()]
-        item: dict[str, Any] = {"id": self.id, "status": status, "content": content}
-        if self.kind == "output_text":
+        parts = [] if status == IN_PROGRESS else [self._part()]
+        item: dict[str, Any] = {"id": self.id, "status": status, self._names.parts: parts}
+        if self.kind == OUTPUT_TEXT:
             return {**item, "type": "message", "role": "assistant"}
-        item |= {"type": "reasoning", "summary": []}
+        item = {"type": "reasoning", "summary": [], **item}
         if self._is_encoded and status != IN_PROGRESS:
             item["encrypted_content"] = encode_reasoning(self.text)
         return item
 
     def opening_events(self) -> list[ItemEvent]:
         """Return the events that begin the item's content."""
-        return [("content_part.added", {"content_index": 0, "part": self._part()})]
+        return [(f"{self._names.part}.added", self._at_part({"part": self._part()}))]
 
     def append(self, text: str) -> ItemEvent:
         """Add text; return its event."""
         self.text += text
-        return f"{self.kind}.delta", self._with_logprobs({"content_index": 0, "delta": text})
+        fields = self._with_logprobs({"delta": text})
+        return f"{self._names.text}.delta", self._at_part(fields)
 
     def closing_events(self) -> list[ItemEvent]:
         """Return the events that end the item's content."""
+        fields = self._with_logprobs({"text": self.text})
         return [
-            (f"{self.kind}.done", self._with_logprobs({"content_index": 0, "text": self.text})),
-            ("content_part.done", {"content_index": 0, "part": self._part()}),
+            (f"{self._names.text}.done", self._at_part(fields)),
+            (f"{self._names.part}.done", self._at_part({"part": self._part()})),
         ]
+
+    def _at_part(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Add the place of the part: an item has one."""
+        return {self._names.place: 0, **fields}
 
     def _part(self) -> dict[str, Any]:
         part: dict[str, Any] = {"type": self.kind, "text": self.text}
-        if self.kind == "output_text":
+        if self.kind == OUTPUT_TEXT:
             part["annotations"] = []
         return self._with_logprobs(part)
 
     def _with_logprobs(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Add the empty list that the reference requires for output text."""
-        return {**fields, "logprobs": []} if self.kind == "output_text" else fields
+        return {**fields, "logprobs": []} if self.kind == OUTPUT_TEXT else fields
 
 
 class FunctionCallItem:
@@ -124,11 +142,12 @@ class FunctionCallItem:
 class ResponseEvents:
     """Builds one response from chat completion frames or from one complete answer."""
 
-    def __init__(self, response: dict[str, Any], include: Collection[str] | None = None) -> None:
-        """Begin with the result of `new_response`. `include` is the request's."""
+    def __init__(self, request: ResponsesRequest, response: dict[str, Any]) -> None:
+        """Begin with a request and its response, as `new_response` returns it."""
         self._response = response
-        self._is_encoded = ENCRYPTED_CONTENT in (include or ())
-        self._called_names = called_names(response["tools"])
+        self._is_encoded = ENCRYPTED_CONTENT in (request.include or ())
+        self._reasoning_kind = SUMMARY_TEXT if is_summarised(request) else REASONING_TEXT
+        self._called_names = called_names(request.tools or ())
         self._next_number = 0
         self._output: list[dict[str, Any]] = []
         self._item: TextItem | FunctionCallItem | None = None
@@ -178,8 +197,8 @@ class ResponseEvents:
             return None
         self._usage = part.usage or self._usage
         self._finish_reason = part.finish_reason or self._finish_reason
-        events = self._add_text("reasoning_text", part.reasoning)
-        events += self._add_text("output_text", part.text)
+        events = self._add_text(self._reasoning_kind, part.reasoning)
+        events += self._add_text(OUTPUT_TEXT, part.text)
         return events + b"".join([self._add_call(call) for call in part.calls])
 
     def _add_text(self, kind: str, text: str) -> bytes:
@@ -187,7 +206,7 @@ class ResponseEvents:
             return b""
         events = b""
         if self._item is None or self._item.kind != kind:
-            is_encoded = self._is_encoded and kind == "reasoning_text"
+            is_encoded = self._is_encoded and kind != OUTPUT_TEXT
             events = self._open_item(TextItem(kind, self._id_suffix(), is_encoded=is_encoded))
         return events + self._append(text)
 

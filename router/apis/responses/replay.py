@@ -5,6 +5,7 @@ The text of an item is one event, because the parts in which the engine sent it 
 
 from typing import Any, Final
 
+from router.apis.responses.text_names import OUTPUT_TEXT, TEXT_NAMES
 from router.dataplane import sse
 
 FINAL: Final = frozenset({"completed", "incomplete", "failed", "cancelled"})
@@ -57,7 +58,8 @@ def _open(log: EventLog, response: dict[str, Any]) -> None:
 def _add_item(log: EventLog, index: int, item: dict[str, Any]) -> None:
     place = {"item_id": item["id"], "output_index": index}
     is_call = item["type"] == "function_call"
-    empty: dict[str, Any] = {"arguments": ""} if is_call else {"content": []}
+    lists = [name for name in ("summary", "content") if name in item]
+    empty: dict[str, Any] = {"arguments": ""} if is_call else {name: [] for name in lists}
     opened = {**item, **empty, "status": "in_progress"}
     log.add("output_item.added", {"output_index": index, "item": opened})
     if is_call:
@@ -65,14 +67,17 @@ def _add_item(log: EventLog, index: int, item: dict[str, Any]) -> None:
         log.add("function_call_arguments.delta", {**place, "delta": text})
         log.add("function_call_arguments.done", {**place, "name": item["name"], "arguments": text})
     else:
-        for number, part in enumerate(item["content"]):
-            _add_part(log, {**place, "content_index": number}, part)
+        for name in lists:
+            for number, part in enumerate(item[name]):
+                _add_part(log, place, number, part)
     log.add("output_item.done", {"output_index": index, "item": item})
 
 
-def _add_part(log: EventLog, place: dict[str, Any], part: dict[str, Any]) -> None:
-    log.add("content_part.added", {**place, "part": {**part, "text": ""}})
-    logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
-    log.add(f"{part['type']}.delta", {**place, "delta": part["text"], **logprobs})
-    log.add(f"{part['type']}.done", {**place, "text": part["text"], **logprobs})
-    log.add("content_part.done", {**place, "part": part})
+def _add_part(log: EventLog, item: dict[str, Any], number: int, part: dict[str, Any]) -> None:
+    names = TEXT_NAMES[part["type"]]
+    place = {**item, names.place: number}
+    log.add(f"{names.part}.added", {**place, "part": {**part, "text": ""}})
+    logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == OUTPUT_TEXT else {}
+    log.add(f"{names.text}.delta", {**place, "delta": part["text"], **logprobs})
+    log.add(f"{names.text}.done", {**place, "text": part["text"], **logprobs})
+    log.add(f"{names.part}.done", {**place, "part": part})

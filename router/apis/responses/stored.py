@@ -102,7 +102,7 @@ class StoredResponses:
             given, response_id, int(self._openai.unix_clock()), is_stored=is_stored
         )
         # Everything that can be refused is refused before anything is stored.
-        encode_error = ResponseEvents(response).failed
+        encode_error = ResponseEvents(given, response).failed
         self._openai.read_translated(request, to_chat(given), encode_error, "input")
         items = input_of(request.body, f"{response_id}_in")
         begun = await in_a_task(self._begin(request, given, response, items, is_stored))
@@ -115,7 +115,7 @@ class StoredResponses:
                 )
                 return None
             return ref
-        events = ResponseEvents(response, given.include)
+        events = ResponseEvents(given, response)
         try:
             assert request.key is not None
             self.charge(request.key, len(begun.context_items))
@@ -268,7 +268,7 @@ def read_background(
         input=[*parse_items(earlier, "previous_response_id"), *parse_items(items, "input")],
     )
     response = {**msgspec.json.decode(leased.body), "status": "in_progress"}
-    events = ResponseEvents(response, given.include)
+    events = ResponseEvents(given, response)
     inference = openai.read_translated(request, to_chat(whole), events.failed, "input")
     return inference, responses_writer(writer, events), events
 

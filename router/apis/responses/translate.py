@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from isochrone.wire.errors import unusable_field
 from isochrone.wire.http.public_bodies import ReasoningEffort
-from router.apis.chat_messages import arranged
+from router.apis.chat_messages import BETWEEN_TEXTS, arranged
 from router.apis.earlier_reasoning import FIELDS as REASONING_FIELDS
 from router.apis.earlier_reasoning import decode_reasoning, reasoning_fields
 from router.apis.openai.schema import (
@@ -51,6 +51,13 @@ class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 Content = str | Annotated[list[ContentPart], Meta(max_length=1024)]
 
 
+class SummaryPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of the summary of earlier reasoning."""
+
+    type: Literal["summary_text"]
+    text: str
+
+
 class DirectFunctionCaller(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The caller of a function: the model itself, not a program that it wrote."""
 
@@ -72,8 +79,8 @@ class InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output: Content = ""
     id: str | None = None
     status: str | None = None
-    summary: Any = None
-    """Of reasoning, whose text is in `content` or in `encrypted_content`."""
+    summary: Annotated[list[SummaryPart], Meta(max_length=1024)] | None = None
+    """Of reasoning, whose text may be in `content` or in `encrypted_content` instead."""
     encrypted_content: Any = None
     caller: DirectFunctionCaller | None = None
     is_async: Literal[False] | None = msgspec.field(default=None, name="async")
@@ -111,12 +118,12 @@ class TextSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ReasoningSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`reasoning`: how much a reasoning model should reason.
 
-    The reasoning itself is returned, so `auto` needs no summary.
+    With `summary` its reasoning is returned as the summary, unabridged.
     """
 
     effort: ReasoningEffort | None = None
-    summary: Literal["auto"] | None = None
-    generate_summary: Literal["auto"] | UnsetType | None = UNSET
+    summary: Literal["auto", "detailed"] | None = None
+    generate_summary: Literal["auto", "detailed"] | UnsetType | None = UNSET
     """The older name of `summary`."""
     context: Literal["auto"] | UnsetType | None = UNSET
     mode: Literal["standard"] | UnsetType | None = UNSET
@@ -201,6 +208,12 @@ class ResponsesRequest(RefusedOpenAiFields, frozen=True, kw_only=True, forbid_un
 RESPONSES_REQUEST: Final = msgspec.json.Decoder(ResponsesRequest)
 
 
+def is_summarised(request: ResponsesRequest) -> bool:
+    """Return whether reasoning is to be returned as its summary."""
+    reasoning = request.reasoning
+    return reasoning is not None and bool(reasoning.summary or reasoning.generate_summary)
+
+
 def to_chat(request: ResponsesRequest) -> bytes:
     """Return the body of the equivalent chat completion request. Raises ApiError 400."""
     _refuse_unsupported(request)
@@ -275,7 +288,7 @@ def _add_messages(messages: list[dict[str, Any]], items: Sequence[InputItem]) ->
         if item.namespace and not item.type.startswith("function_call"):
             raise unusable_field("input", f"items of type {item.type[:60]!r} have no 'namespace'")
         if item.type == "reasoning":
-            reasoning += _text(item.content or "") or decode_reasoning(item.encrypted_content)
+            reasoning += _reasoning(item)
             continue
         if item.type != "function_call_output":
             _add_images(messages, images)
@@ -298,6 +311,12 @@ def _add_messages(messages: list[dict[str, Any]], items: Sequence[InputItem]) ->
             messages[-1] |= reasoning_fields(before + reasoning)
         reasoning = ""
     _add_images(messages, images)
+
+
+def _reasoning(item: InputItem) -> str:
+    """Return the text of reasoning: its summary only if there is no other."""
+    text = _text(item.content or "") or decode_reasoning(item.encrypted_content)
+    return text or BETWEEN_TEXTS.join([part.text for part in item.summary or ()])
 
 
 def _add_images(messages: list[dict[str, Any]], images: list[dict[str, Any]]) -> None:

@@ -44,10 +44,12 @@ class CodingAgent(NamedTuple):
     env: Mapping[str, str] = {}
     files: Mapping[str, str] = {}
     reads_input: bool = False
+    result: str = ""
+    """A part of what it prints: what a tool that it had to search for returns."""
 
 
 CLAUDE = CodingAgent(
-    command=("claude", "--allowedTools", "Bash,Read,Edit", "-p"),
+    command=("claude", "--allowedTools", "Bash,Read,Edit,ToolSearch,CronList", "-p"),
     env={
         "ANTHROPIC_BASE_URL": "{url}",
         "ANTHROPIC_AUTH_TOKEN": "{key}",
@@ -58,9 +60,12 @@ CLAUDE = CodingAgent(
     script="""
 call Read {"file_path": "{folder}/notes.txt"}
 call Bash {"command": "ls"}
+call ToolSearch {"query": "select:CronList"}
 then
 call Edit {"file_path": "{folder}/notes.txt", "old_string": "two", "new_string": "three"}
+call CronList {}
 """,
+    result="No scheduled jobs",
 )
 CODEX = CodingAgent(
     command=(
@@ -245,6 +250,7 @@ async def test_a_file_is_edited(
     printed = (tmp_path / "work" / PRINTED).read_text()
     assert (process.returncode, node.cuts) == (0, 0), printed
     assert (tmp_path / "work" / "notes.txt").read_text() == "one\nthree\n", printed
+    assert AGENTS[name].result in printed
     for each in roles:
         assert each[0] == "system" and not {"system", "developer"} & set(each[1:]), each
 

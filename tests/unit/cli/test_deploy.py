@@ -15,11 +15,11 @@ class Api:
 
     def __init__(self) -> None:
         self.row = {"deployment_id": "d", "etag": 1, "engine": {}, "policy": {}, "unmet": []}
-        self.row |= {"version": 2, "replicas": {"warm": 1}}
+        self.row |= {"version": 2}
         self.polls = 0
 
     def ask(self, *args: Any, **options: Any) -> dict[str, Any]:
-        return self.row
+        return {**self.row, "replicas": {"warm": 1} if self.polls >= 2 else {"loading": 1}}
 
     def list(self, path: str, query: dict[str, str] | None = None) -> list[dict[str, Any]]:
         if path == "/v1/deployments":
@@ -38,6 +38,7 @@ def test_deploy_waits_for_the_deployed_version(monkeypatch: pytest.MonkeyPatch) 
     )
     assert result.exit_code == 0, result.output
     assert api.polls == 2
+    assert '"warm": 1' in result.output, "what is shown is as new as what was waited for"
 
 
 def test_a_wait_outlasts_a_scheduler_that_cannot_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +79,7 @@ def test_a_wait_that_nothing_can_end_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_wait_that_is_over_names_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     old = {"version": 1, "state": "warm", "ending": False, "leader_id": "", "state_reason": ""}
-    assert "no replica of version 2 is warm after 0 s: 1 warm" in waits(monkeypatch, [old])
+    assert "no replica of version 2 is warm after 0 s: 1 loading" in waits(monkeypatch, [old])
 
 
 @pytest.mark.parametrize(

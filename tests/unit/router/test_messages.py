@@ -11,6 +11,7 @@ from anthropic.types import (
     Message,
     ModelInfo,
     RawMessageStreamEvent,
+    ToolReferenceBlockParam,
     Usage,
     content_block_param,
     message_count_tokens_params,
@@ -83,7 +84,6 @@ REFUSED_BLOCKS: dict[str, dict[str, Any]] = {
 REFUSED_TOOLS: dict[str, dict[str, Any]] = {
     "web search": {"type": "web_search_20250305", "name": "web_search"},
     "bash": {"type": "bash_20250124", "name": "bash"},
-    "defer_loading": {**TOOL, "defer_loading": True},
     "allowed_callers": {**TOOL, "allowed_callers": ["code_execution_20250825"]},
 }
 
@@ -160,9 +160,12 @@ def test_each_field_of_the_sdk_is_decided() -> None:
             fields = {*getattr(schema, name).__struct_fields__, "type"}
             assert {*kind.__annotations__} <= fields, name
     results = {kind.__name__ for kind in get_args(tool_result_block_param.Content)}
-    assert results - {"TextBlockParam", "ImageBlockParam", "DocumentBlockParam"} == {
-        *("SearchResultBlockParam", "ToolReferenceBlockParam", "BrowserStateBlockParam")
+    accepted = {"Text", "Image", "Document", "ToolReference"}
+    assert results - {f"{name}BlockParam" for name in accepted} == {
+        *("SearchResultBlockParam", "BrowserStateBlockParam")
     }
+    reference = {*schema.ToolReferenceBlock.__struct_fields__, "type"}
+    assert {*ToolReferenceBlockParam.__annotations__} <= reference
 
 
 def test_each_block_and_tool_of_the_beta_sdk_is_decided() -> None:

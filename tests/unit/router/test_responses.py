@@ -3,6 +3,7 @@
 import json
 from typing import Any, get_args
 
+import msgspec
 import pytest
 from openai.types.responses import (
     Response,
@@ -14,7 +15,7 @@ from openai.types.responses import (
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.apis.openai.decode import decode
 from router.apis.responses.events import ResponseEvents, new_response
-from router.apis.responses.translate import RESPONSES_REQUEST, to_chat
+from router.apis.responses.translate import RESPONSES_REQUEST, ResponsesRequest, to_chat
 from router.dataplane.sse import DONE_FRAME, data_frame, split_frames
 
 EVENTS = {
@@ -25,18 +26,18 @@ USAGE = {"prompt_tokens": 5, "completion_tokens": 3, "prompt_tokens_details": {"
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
 
 
-def a_new_response(**fields: Any) -> dict[str, Any]:
-    request = decode(
-        json.dumps({"model": "tiny", "input": "hi", **fields}).encode(), RESPONSES_REQUEST
-    )
-    return new_response(request, "resp_1", 7)
+def a_request(**fields: Any) -> ResponsesRequest:
+    body = {"model": "tiny", "input": "hi", **fields}
+    return decode(json.dumps(body).encode(), RESPONSES_REQUEST)
+
+
+def translated(**fields: Any) -> ResponseEvents:
+    request = a_request(**fields)
+    return ResponseEvents(request, new_response(request, "resp_1", 7))
 
 
 def chat(**fields: Any) -> dict[str, Any]:
-    request = decode(
-        json.dumps({"model": "tiny", "input": "hi", **fields}).encode(), RESPONSES_REQUEST
-    )
-    chat_body: dict[str, Any] = json.loads(to_chat(request))
+    chat_body: dict[str, Any] = json.loads(to_chat(a_request(**fields)))
     return chat_body
 
 
@@ -78,7 +79,7 @@ def test_functions_of_a_namespace_are_called_by_both_names() -> None:
         for n, name in enumerate(("crm__f", "f"))
     ]
     complete = {"choices": [{"message": {"tool_calls": called}, "finish_reason": "tool_calls"}]}
-    events = ResponseEvents(a_new_response(tools=[TOOL, CRM]))
+    events = translated(tools=[TOOL, CRM])
     answer = json.loads(events.translate_body(json.dumps(complete).encode()))
     response = Response.model_validate(answer, strict=True)
     first, second = response.output
@@ -86,6 +87,16 @@ def test_functions_of_a_namespace_are_called_by_both_names() -> None:
     assert isinstance(second, ResponseFunctionToolCall)
     assert [(one.namespace, one.name) for one in (first, second)] == [("crm", "f"), (None, "f")]
     assert answer["tools"][1]["name"] == "crm"
+
+
+def test_a_function_of_a_namespace_in_a_background_response_is_called_by_both_names() -> None:
+    """What was stored of the response before its answer is read from JSON."""
+    request = a_request(tools=[CRM], background=True)
+    stored = json.loads(msgspec.json.encode(new_response(request, "resp_1", 7, is_stored=True)))
+    call = {"index": 0, "id": "a", "function": {"name": "crm__find", "arguments": "{}"}}
+    body = json.dumps({"choices": [{"message": {"tool_calls": [call]}}]}).encode()
+    answer = json.loads(ResponseEvents(request, stored).translate_body(body))
+    assert (answer["output"][0]["namespace"], answer["output"][0]["name"]) == ("crm", "find")
 
 
 def test_what_describes_the_client_changes_nothing() -> None:
@@ -193,7 +204,7 @@ def test_reasoning_comes_back_as_its_encrypted_content() -> None:
     message = {"reasoning": "h\u00fcm", "content": "a"}
     body = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
     include = ["reasoning.encrypted_content"]
-    answer = json.loads(ResponseEvents(a_new_response(), include).translate_body(body))
+    answer = json.loads(translated(include=include).translate_body(body))
     first, _ = Response.model_validate(answer, strict=True).output
     assert isinstance(first, ResponseReasoningItem)
     encoded: dict[str, Any] = {"type": "reasoning", "id": first.id, "summary": []}
@@ -206,7 +217,7 @@ def test_reasoning_comes_back_as_its_encrypted_content() -> None:
             "messages"
         ]
         assert back == {"role": "assistant", "content": "a"}
-    plain = json.loads(ResponseEvents(a_new_response()).translate_body(body))
+    plain = json.loads(translated().translate_body(body))
     assert "encrypted_content" not in plain["output"][0]
 
 
@@ -319,6 +330,8 @@ def test_the_default_choice_of_no_tools_is_left_out(fields: Any, sent: str | Non
         ),
         ({"input": [{"role": "user", "content": "x", "namespace": "crm"}]}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"reasoning": {"summary": "concise"}}, "reasoning.summary"),
+        ({"input": [{"type": "reasoning", "summary": ["a"]}]}, "input[0].summary[0]"),
     ],
 )
 def test_an_unsupported_request_is_refused_with_its_field(fields: Any, param: str) -> None:
@@ -333,7 +346,7 @@ def test_a_complete_answer_becomes_a_response(name: str) -> None:
     message = {name: "hm", "content": "hello", "tool_calls": [call]}
     choice = {"message": message, "finish_reason": "tool_calls"}
     body = json.dumps({"choices": [choice], "usage": USAGE}).encode()
-    events = ResponseEvents(a_new_response(tools=[TOOL]))
+    events = translated(tools=[TOOL])
     response = Response.model_validate(json.loads(events.translate_body(body)), strict=True)
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
     assert (response.status, response.output_text) == ("completed", "hello")
@@ -345,9 +358,7 @@ def test_a_complete_answer_becomes_a_response(name: str) -> None:
 
 def test_an_answer_that_reached_its_token_limit_is_incomplete() -> None:
     choice = {"message": {"content": "hel"}, "finish_reason": "length"}
-    body = json.loads(
-        ResponseEvents(a_new_response()).translate_body(json.dumps({"choices": [choice]}).encode())
-    )
+    body = json.loads(translated().translate_body(json.dumps({"choices": [choice]}).encode()))
     assert body["status"] == "incomplete"
     assert body["incomplete_details"] == {"reason": "max_output_tokens"}
     assert body["output"][0]["status"] == "incomplete"
@@ -369,7 +380,7 @@ def test_a_stream_of_reasoning_text_and_tool_calls() -> None:
     frames = [data_frame({"choices": [{"index": 0, "delta": delta}]}) for delta in deltas]
     last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]}
     frames += [data_frame(last), data_frame({"choices": [], "usage": USAGE}), DONE_FRAME]
-    events = _events(ResponseEvents(a_new_response(tools=[TOOL], stream=True)), frames)
+    events = _events(translated(tools=[TOOL], stream=True), frames)
 
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     kinds = [event["type"].removeprefix("response.") for event in events]
@@ -391,11 +402,51 @@ def test_a_stream_of_reasoning_text_and_tool_calls() -> None:
     assert [event["item"]["id"] for event in added] == [item["id"] for item in items]
 
 
+SUMMARY = {"type": "summary_text", "text": "hm, hm"}
+
+
+@pytest.mark.parametrize("field", ["summary", "generate_summary"])
+@pytest.mark.parametrize("value", ["auto", "detailed"])
+def test_reasoning_is_its_own_summary(field: str, value: str) -> None:
+    """Most clients show no other part of it. It is returned once."""
+    include = ["reasoning.encrypted_content"]
+    deltas: list[dict[str, Any]] = [
+        *({"reasoning_content": "hm, "}, {"reasoning_content": "hm"}),
+        {"content": "hello"},
+    ]
+    frames = [data_frame({"choices": [{"index": 0, "delta": delta}]}) for delta in deltas]
+    asked = translated(stream=True, reasoning={field: value}, include=include)
+    events = _events(asked, [*frames, DONE_FRAME])
+    reasoning = [event for event in events if event.get("output_index") == 0]
+    assert [event["type"].removeprefix("response.") for event in reasoning] == [
+        "output_item.added",
+        "reasoning_summary_part.added",
+        *["reasoning_summary_text.delta"] * 2,
+        "reasoning_summary_text.done",
+        "reasoning_summary_part.done",
+        "output_item.done",
+    ]
+    assert {event["summary_index"] for event in reasoning[1:-1]} == {0}
+    item = reasoning[-1]["item"]
+    assert item["summary"] == [SUMMARY]
+    assert "content" not in item
+
+    body = {"choices": [{"message": {"reasoning": "hm, hm", "content": "hello"}}]}
+    whole = translated(reasoning={field: value}, include=include)
+    answer = json.loads(whole.translate_body(json.dumps(body).encode()))
+    assert Response.model_validate(answer, strict=True).output_text == "hello"
+    assert answer["output"][0] == item
+    for left_out in ("", "encrypted_content"):
+        back = {name: part for name, part in item.items() if name != left_out}
+        (message,) = chat(input=[back, answer["output"][1]])["messages"]
+        assert message["reasoning_content"] == "hm, hm"
+
+
 def test_only_the_last_item_of_an_incomplete_answer_is_incomplete() -> None:
     deltas: list[dict[str, Any]] = [{"reasoning_content": "hm"}, {"content": "hel"}]
     frames = [data_frame({"choices": [{"delta": delta}]}) for delta in deltas]
     frames += [data_frame({"choices": [{"finish_reason": "length"}]}), DONE_FRAME]
-    events = _events(ResponseEvents(a_new_response(stream=True)), frames)
+    events = _events(translated(stream=True), frames)
     assert events[-1]["type"] == "response.incomplete"
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == events[-1]["response"]["output"]
@@ -407,7 +458,7 @@ def test_only_the_last_item_of_an_incomplete_answer_is_incomplete() -> None:
     ["[1]", "nonsense", '{"choices":3}', '{"choices":[{"delta":{"tool_calls":[{"index":"x"}]}}]}'],
 )
 def test_a_frame_that_is_not_a_chunk_is_dropped(data: str) -> None:
-    events = ResponseEvents(a_new_response(stream=True))
+    events = translated(stream=True)
     events.translate_frame(data_frame({"choices": []}))
     assert events.translate_frame(f"data: {data}\n\n".encode()) == b""
     with pytest.raises(ApiError, match=r"^cannot answer"):
@@ -415,7 +466,7 @@ def test_a_frame_that_is_not_a_chunk_is_dropped(data: str) -> None:
 
 
 def test_a_broken_stream_ends_with_a_failure_that_holds_the_output_so_far() -> None:
-    events = ResponseEvents(a_new_response(stream=True))
+    events = translated(stream=True)
     sent = _events(events, [data_frame({"choices": [{"delta": {"content": "hel"}}]})])
     failed = events.failed(ApiError(ErrorCode.UPSTREAM, "cannot continue"))
     # Frames that are events and comments stay unchanged.
@@ -450,12 +501,12 @@ def test_parallel_calls_of_a_complete_answer_are_items_of_their_own() -> None:
     ]
     message = {"role": "assistant", "content": None, "tool_calls": calls}
     body = {"choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}]}
-    answer = ResponseEvents(a_new_response()).translate_body(json.dumps(body).encode())
+    answer = translated().translate_body(json.dumps(body).encode())
     items = [item.to_dict() for item in Response.model_validate_json(answer).output]
     assert [item["call_id"] for item in items] == ["c0", "c1", "c2"]
     assert [json.loads(str(item["arguments"])) for item in items] == [{"n": n} for n in range(3)]
 
 
 def test_a_user_that_was_not_sent_is_left_out() -> None:
-    assert "user" not in a_new_response()
-    assert a_new_response(user="u")["user"] == "u"
+    assert "user" not in new_response(a_request(), "resp_1", 7)
+    assert new_response(a_request(user="u"), "resp_1", 7)["user"] == "u"

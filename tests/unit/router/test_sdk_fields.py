@@ -35,6 +35,7 @@ from openai.types.responses import (
     easy_input_message_param,
     input_item_list_params,
     response_input_item_param,
+    response_reasoning_item_param,
     response_retrieve_params,
 )
 
@@ -166,6 +167,7 @@ WITHIN: Final = (
     (translate.TextSettings, responses.ResponseTextConfigParam),
     (translate.TextFormat, responses.ResponseFormatTextJSONSchemaConfigParam),
     (translate.ReasoningSettings, shared_params.Reasoning),
+    (translate.SummaryPart, response_reasoning_item_param.Summary),
     (translate.ContentPart, responses.ResponseInputTextParam),
     (translate.ContentPart, responses.ResponseInputImageParam),
     (translate.ContentPart, responses.ResponseOutputTextParam),
@@ -195,6 +197,7 @@ def test_each_field_within_a_response_is_decided(kind: Any, params: Any) -> None
         ("tools[0].output_schema", {"tools": [{"type": "function", "output_schema": {}}]}),
         ("tools[0].new", {"tools": [{"type": "function", "name": "f", "new": 1}]}),
         ("reasoning.context", {"reasoning": {"context": "all_turns"}}),
+        ("reasoning.summary", {"reasoning": {"summary": "concise"}}),
         ("reasoning.mode", {"reasoning": {"mode": "pro"}}),
         ("text.new", {"text": {"new": 1}}),
         ("text.format.new", {"text": {"format": {"type": "text", "new": 1}}}),

@@ -26,14 +26,20 @@ OUTPUT: list[dict[str, Any]] = [
         "content": [{"type": "reasoning_text", "text": "hm"}],
     },
     {
-        "id": "msg_1",
+        "id": "rs_1",
+        "type": "reasoning",
+        "summary": [{"type": "summary_text", "text": "hm"}],
+        "status": "completed",
+    },
+    {
+        "id": "msg_2",
         "type": "message",
         "role": "assistant",
         "status": "completed",
         "content": [TEXT],
     },
     {
-        "id": "fc_2",
+        "id": "fc_3",
         "type": "function_call",
         "status": "completed",
         "call_id": "c",
@@ -107,7 +113,7 @@ def test_a_stored_response_has_valid_events_in_order() -> None:
         EVENTS[event["type"]].model_validate(event)
     assert events[-1]["response"]["output"] == OUTPUT
     deltas = [event["delta"] for event in events if event["type"].endswith(".delta")]
-    assert deltas == ["hm", "hi", '{"a":1}']
+    assert deltas == ["hm", "hm", "hi", '{"a":1}']
 
 
 @pytest.mark.parametrize("starting_after", [-1, 0, 1, 5, 99])
