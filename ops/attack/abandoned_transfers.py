@@ -36,8 +36,9 @@ from ops.golden import tiny
 AT_ONCE: Final = 8
 """Transfers at a time."""
 
-PROMPT: Final = list(range(1, 50))
-"""Three blocks and a token."""
+BLOCKS: Final = 3
+PROMPT: Final = list(range(16 * BLOCKS + 1))
+"""Whole blocks and a token."""
 
 PAUSE_S_MAX: Final = 0.005
 """Connections are closed at most so long after a stage was reached."""
@@ -182,7 +183,10 @@ async def abandon(
             await asyncio.sleep(pause_s)
             return
         if stage is Stage.RECEIVING:
-            leg[kv_transfer.FIRST_BLOCK] = str(await receiver.cached_blocks(transfer))
+            cached = await receiver.cached_blocks(transfer)
+            if cached == BLOCKS:
+                return
+            leg[kv_transfer.FIRST_BLOCK] = str(cached)
         reader, _ = await stack.enter_async_context(sender.asked("/v1/completions", leg, body))
         if stage is Stage.READING:
             await asyncio.sleep(pause_s)
