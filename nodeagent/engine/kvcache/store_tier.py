@@ -11,15 +11,15 @@ an engine is lost; while CALLS_MAX calls block, and for PAUSE_S after a failure,
 A read from an engine whose host is gone ends after a minute, and the master names that engine for
 seconds: the store is empty until then, and is read through the other parts of the buffer after it.
 Rule 3: the engine serves before it has joined the store, and without it.
-Rule 4: an engine joins only once the master has forgotten one that died before it started. The new
-one may listen at the same port, and would take that one's memory for its own: the process would
+Rule 4: an engine joins only once the master has forgotten all that died on its machine. It may
+listen at the port of one of them, and would take that one's memory for its own: the process would
 read and write addresses that mean something else there, or nothing.
 """
 
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import Final, Protocol
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from isochrone.wire.kv.kv_store import MEMBER_TTL_S
 from nodeagent.engine.kvcache.block_seal import SEAL_BYTES, seal
+from nodeagent.engine.kvcache.store_ports import LeftPorts
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +40,9 @@ PAUSE_S: Final = 1.0
 HANGS_AFTER_S: Final = 2.0
 FORGOTTEN_AFTER_S: Final = 2.0 * MEMBER_TTL_S
 """How long the master may name the memory of an engine that died."""
-JOIN_AFTER_S: Final = FORGOTTEN_AFTER_S
 JOIN_AGAIN_S: Final = 2.0
+LOOK_S: Final = 0.5
+"""How often an engine that is to join looks whether another one has left its port."""
 _HEAD_BYTES: Final = 64
 """The place of the seal before the content, which begins at a multiple of the numbers' size."""
 
@@ -91,10 +93,13 @@ class StoreTier:
         block_bytes: int,
         buffer_bytes: int,
         clock: Callable[[], float],
+        listening: Callable[[], Set[int]] = frozenset,
     ) -> None:
         """`fingerprint` may read files. `buffer_bytes` are for READS_MAX reads and one write, of
-        one block each at least. `clock` returns monotonic seconds."""
+        one block each at least. `clock` returns monotonic seconds, and `listening` the ports at
+        which members of the store listen on this machine."""
         self._join, self._fingerprint, self._clock = join, fingerprint, clock
+        self._listening = listening
         self._block_bytes = block_bytes
         self._slot_bytes = _HEAD_BYTES + -(-block_bytes // _HEAD_BYTES) * _HEAD_BYTES
         self.part_blocks = max(1, buffer_bytes // (READS_MAX + 1) // self._slot_bytes)
@@ -117,7 +122,7 @@ class StoreTier:
     def start(self) -> None:
         """Join the store on a thread of its own, however long that takes."""
         joining = threading.Thread(
-            target=self._keep_joining, args=(JOIN_AFTER_S,), name="kv-store-join", daemon=True
+            target=self._keep_joining, args=(FORGOTTEN_AFTER_S,), name="kv-store-join", daemon=True
         )
         joining.start()
 
@@ -243,9 +248,14 @@ class StoreTier:
         self._paused_until_s = self._clock() + PAUSE_S
 
     def _keep_joining(self, after_s: float = 0.0) -> None:
+        """Join once no member on this machine has left for `after_s`."""
         is_logged = False
-        self._closing.wait(after_s)
+        left = LeftPorts(self._listening(), self._clock())
         while not self._closing.is_set():
+            wait_s = after_s - left.look(self._listening(), self._clock())
+            if wait_s > 0:
+                self._closing.wait(min(LOOK_S, wait_s))
+                continue
             try:
                 client = self._join_once()
             except StoreLost as error:

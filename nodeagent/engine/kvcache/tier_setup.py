@@ -21,6 +21,7 @@ from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.engine.kvcache.host_tier import HostTier
 from nodeagent.engine.kvcache.kv_format import KvFormat
 from nodeagent.engine.kvcache.mooncake_client import MooncakeClient
+from nodeagent.engine.kvcache.store_ports import listening_ports
 from nodeagent.engine.kvcache.store_tier import StoreTier
 
 KV_VERSION: Final = 1
@@ -118,6 +119,7 @@ def open_store(config: EngineConfig, form: KvBlockForm) -> StoreTier | None:
         # The other half is for the library, and for blocks between this buffer and the device.
         STORE_BUFFER_BYTES // 2,
         time.monotonic,
+        lambda: listening_ports(place.first_port, place.last_port),
     )
 
 

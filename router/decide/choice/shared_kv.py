@@ -131,7 +131,8 @@ def shared_kv_peers(
 ) -> SharedKvPeers:
     """Return the replicas from which `target` may fetch a prompt's prefix; none if it is short.
 
-    `matches` are what each replica itself has.
+    `matches` are what each replica itself has. One that has as much as `target` is named as well:
+    blocks that moved from `target` to another replica are evicted there, which no router learns.
     """
     here = target.route
     if prompt_tokens < PROMPT_TOKENS_MIN:
@@ -152,7 +153,9 @@ def shared_kv_peers(
     if subject:
         store = rendezvous_winner(subject, slots, table.hashes, table.weights)
     shares = [(matches.share_at(slot), slot) for slot in slots]
-    holders = [(share, slot) for share, slot in shares if share > own_share]
+    holders = [
+        (share, slot) for share, slot in shares if share >= own_share and share > matches.all_share
+    ]
     holders.sort(reverse=True)
     chosen = [slot for _, slot in holders[:HOLDERS_MAX] if slot != store]
     if store >= 0:

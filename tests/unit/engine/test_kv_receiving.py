@@ -1,6 +1,7 @@
 """Blocks are stored while later ones arrive, in order, and nothing goes on after an error."""
 
 import asyncio
+import gc
 import hashlib
 import queue
 import threading
@@ -193,6 +194,32 @@ async def test_a_broken_stream_keeps_what_came_and_a_cancelled_one_waits_for_its
     with pytest.raises(asyncio.CancelledError):
         await reading
     assert store.stored == [0]
+
+
+async def test_an_error_of_a_store_whose_sender_has_left_is_not_logged() -> None:
+    logged, has_begun, may_end = list[Any](), threading.Event(), threading.Event()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+
+    def fail(blocks: Sequence[ReceivedBlock]) -> None:
+        has_begun.set()
+        may_end.wait()
+        raise ConnectionError("none is free")
+
+    content = a_stream()
+    reader = TransferReader(FORM, BYTES, DIGESTS, 0)
+    reading = asyncio.create_task(read_blocks(content, reader, 1, fail))
+    content.feed_data(HEAD + block(0))
+    await asyncio.to_thread(has_begun.wait)
+    for _ in range(2):
+        reading.cancel()
+        await turns()
+    may_end.set()
+    await asyncio.wait({reading})
+    assert reading.cancelled()
+    del reading
+    gc.collect()
+    await turns()
+    assert not logged
 
 
 class Worker:

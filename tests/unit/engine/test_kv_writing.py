@@ -1,6 +1,7 @@
 """Blocks are read ahead by a bounded number of parts, and a receiver that reads no more ends it."""
 
 import asyncio
+import gc
 import hashlib
 import threading
 from pathlib import Path
@@ -113,3 +114,27 @@ async def test_an_error_of_the_reader_ends_the_stream() -> None:
     with pytest.raises(ConnectionResetError, match="evicted"):
         await a_writer(Response(), 60.0).write_all(fail, lambda: stopped.append(True))
     assert stopped == [True]
+
+
+async def test_an_error_of_a_reader_whose_receiver_has_left_is_not_logged() -> None:
+    """The request was cancelled while its thread ended, and each one logged an error."""
+    logged, is_closing, may_end = list[Any](), threading.Event(), threading.Event()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+
+    def fail() -> None:
+        may_end.wait()
+        raise ConnectionResetError("the transfer has ended")
+
+    writing = asyncio.create_task(a_writer(Response(), 60.0).write_all(fail, is_closing.set))
+    await turns()
+    writing.cancel()
+    await asyncio.to_thread(is_closing.wait)
+    writing.cancel()
+    await turns()
+    may_end.set()
+    await asyncio.wait({writing})
+    assert writing.cancelled()
+    del writing
+    gc.collect()
+    await turns()
+    assert not logged

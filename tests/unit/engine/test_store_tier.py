@@ -1,6 +1,7 @@
 """Blocks in the PoP's store: named and sealed, and missing whenever anything is wrong with them."""
 
 import hashlib
+import socket
 import threading
 from collections.abc import Callable, Sequence
 
@@ -9,11 +10,11 @@ import torch
 from torch import Tensor
 
 from isochrone.wire.kv.kv_store import MEMBER_TTL_S
+from nodeagent.engine.kvcache.store_ports import listening_ports
 from nodeagent.engine.kvcache.store_tier import (
     CALLS_MAX,
     FORGOTTEN_AFTER_S,
     HANGS_AFTER_S,
-    JOIN_AFTER_S,
     PAUSE_S,
     READS_MAX,
     StoreLost,
@@ -321,12 +322,9 @@ def test_the_store_is_joined_once_it_can_be(monkeypatch: pytest.MonkeyPatch) -> 
     assert tier.count_prefix(DIGESTS) == 0
 
 
-def test_an_engine_does_not_join_while_the_master_names_the_memory_of_one_that_died(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_does_not_join_while_the_master_names_the_memory_of_one_that_died() -> None:
     """It listened at the port of its predecessor, copied from that one's addresses, and crashed."""
-    assert JOIN_AFTER_S > MEMBER_TTL_S
-    monkeypatch.setattr("nodeagent.engine.kvcache.store_tier.JOIN_AFTER_S", 3600.0)
+    assert FORGOTTEN_AFTER_S > MEMBER_TTL_S
     attempts = 0
 
     def join() -> Store:
@@ -341,6 +339,35 @@ def test_an_engine_does_not_join_while_the_master_names_the_memory_of_one_that_d
     tier.close(0.0)
     joining.join(60.0)
     assert (joining.is_alive(), attempts) == (False, 0)
+
+
+def test_an_engine_does_not_join_while_the_master_names_one_that_died_since_it_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nodeagent.engine.kvcache.store_tier.LOOK_S", 0.0)
+    clock, joined_at_s = Clock(), list[float]()
+
+    def listening() -> set[int]:
+        clock.now_s += 0.5
+        return {9501, 9504} if clock.now_s < 7.0 else {9501}
+
+    def join() -> Store:
+        joined_at_s.append(clock.now_s)
+        return Store()
+
+    tier = StoreTier(join, lambda: MODEL, BLOCK_BYTES, 4 * 3 * 192, clock, listening)
+    tier._keep_joining(FORGOTTEN_AFTER_S)
+    assert joined_at_s == [7.0 + FORGOTTEN_AFTER_S]
+    tier.close(60.0)
+
+
+def test_the_ports_at_which_processes_listen_are_seen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as bound:
+        port = server.getsockname()[1]
+        bound.bind(("127.0.0.1", 0))
+        assert listening_ports(port, port) == {port}
+        assert listening_ports(port + 1, 65_535).isdisjoint({port, bound.getsockname()[1]})
+    assert not listening_ports(port, port)
 
 
 def test_an_engine_serves_before_it_has_joined() -> None:

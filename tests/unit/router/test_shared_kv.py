@@ -103,6 +103,19 @@ def test_the_holders_of_most_are_named_with_the_one_that_keeps_a_copy() -> None:
     assert len(names) <= 1 + HOLDERS_MAX
 
 
+def test_a_replica_that_has_as_much_as_the_addressed_one_is_named() -> None:
+    """The addressed one had moved the prefix there and evicted it, and computed it again."""
+    table = a_table("a", "b", "c", "d")
+    session = next(s for s in "stuvwxyz" if choose(table, "a", session=s).store == "d")
+    found = choose(table, "a", held(table, a=0.5, b=0.5, c=0.4), session)
+    assert [str(peer.replica_id) for peer in found.replicas] == ["a", "b", "d"]
+    assert (found.own_share, found.held_share) == (0.5, 0.5)
+    # What all replicas have is in the addressed one, too.
+    matches = PrefixMatches(0.5, held(table, b=0.9).longer)
+    found = choose(table, "a", matches, session)
+    assert [str(peer.replica_id) for peer in found.replicas] == ["a", "b", "d"]
+
+
 def test_the_copy_is_found_again_after_the_holder_is_gone() -> None:
     names = ("a", "b", "c", "d")
     for number in range(50):

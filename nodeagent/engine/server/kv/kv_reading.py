@@ -102,6 +102,9 @@ async def read_blocks(
             window.interrupt()
 
     filling = asyncio.ensure_future(inbox.fill(content))
+    for part in (taking, filling):
+        # If the sender has left, nothing waits for their errors, which asyncio would log.
+        part.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     try:
         await asyncio.wait({taking, filling}, return_when=asyncio.FIRST_COMPLETED)
         if filling.done():
@@ -111,9 +114,6 @@ async def read_blocks(
         filling.cancel()
         end()
         await wait_to_completion(asyncio.wait({taking, filling}))
-        for ended in (taking, filling):
-            if not ended.cancelled():
-                ended.exception()
     await taking
     await filling
     if reader.end is None:

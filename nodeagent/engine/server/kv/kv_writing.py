@@ -84,6 +84,8 @@ class BlockWriter:
         """
         reading = start_thread("kv-send", read)
         reading.add_done_callback(lambda _: self._parts.put_nowait(None))
+        # If the receiver has left, nothing waits for its error, which asyncio would log.
+        reading.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         try:
             while (frames := await self._parts.get()) is not None:
                 await self._write(frames)
@@ -95,8 +97,6 @@ class BlockWriter:
             self._close()
             stop()
             await wait_to_completion(asyncio.wait({reading}))
-            if not reading.cancelled():
-                reading.exception()
 
     async def end(self, end: TransferEnd) -> None:
         """End the stream, once the receiver has the window."""
