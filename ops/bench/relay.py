@@ -136,6 +136,17 @@ def build_program(name: str, folder: Path) -> str:
     return str(program)
 
 
+def backend_command(folder: Path) -> list[str]:
+    """Return the command of a backend that takes little of the two cores, in C if that compiles."""
+    if shutil.which("cc") is None:
+        return [sys.executable, "-m", "ops.bench.backend", str(BACKEND_PORT)]
+    responses = folder / "responses"
+    responses.mkdir()
+    for name, response in backend.RESPONSES.items():
+        (responses / name).write_bytes(response)
+    return [build_program("relay_backend", folder), str(BACKEND_PORT), str(responses)]
+
+
 def contestants(peers: Path, folder: Path, replicas: int = 1) -> list[RouterContestant]:
     """Return the floor, our router in its variants, and the other routers that are installed."""
     target = f"http://127.0.0.1:{BACKEND_PORT}"
@@ -395,8 +406,8 @@ def measure_all(arguments: argparse.Namespace, replicas: int) -> None:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         started: list[tuple[RouterContestant, psutil.Process]] = []
-        server = [sys.executable, "-m", "ops.bench.backend", str(BACKEND_PORT)]
-        direct = stack.enter_context(running(server, folder / "backend.log", BACKEND_PORT))
+        server, log = backend_command(folder), folder / "backend.log"
+        direct = stack.enter_context(running(server, log, BACKEND_PORT))
         started.append((RouterContestant("direct", BACKEND_PORT, []), direct))
         for router in contestants(arguments.peers.absolute(), folder, replicas):
             if arguments.only and not any(part in router.name for part in arguments.only):
