@@ -92,6 +92,7 @@ C_HEADERS: Final = (
     STRUCT_MEMBERS,
     "isochrone/wire/http/base64_letters.h",
     "router/dataplane/stream_frames.h",
+    "router/dataplane/stream_gathering.h",
 )
 
 GROUP: Final = "router"

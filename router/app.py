@@ -42,7 +42,7 @@ from router.fleet_state import FleetState
 from router.listeners import open_listeners
 from router.loops.answer_batches import AnswerBatches
 from router.loops.answer_responses import LEASE_INTERVAL_S
-from router.loops.collect_garbage import LOOK_INTERVAL_S, CollectInTurns
+from router.loops.collect_garbage import COLLECT_INTERVAL_S, CollectInTurns
 from router.loops.follow_routes import TableFollower
 from router.loops.pop_loads import PopLoadPoller
 from router.loops.probe_nodes import NodeProber
@@ -304,7 +304,7 @@ class RouterApp:
             demand,
             Loop("usage", self.shipper.ship_usage, config.usage_interval_s, jitter=jitter),
             Loop("round_trips", self.shipper.ship_round_trips, ROUND_TRIPS_INTERVAL_S),
-            Loop("garbage", self.garbage.look, LOOK_INTERVAL_S),
+            Loop("garbage", self.garbage.run_once, COLLECT_INTERVAL_S),
             Loop("gauges", self.gauges.run_once, GAUGES_INTERVAL_S),
             Loop("share", self.sharer.run_once, SHARE_INTERVAL_S),
             Loop("send_table", self.send_table, SEND_TABLE_INTERVAL_S),

@@ -74,7 +74,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     first_byte_timeout_s: Seconds = 60.0
     stream_idle_timeout_s: Seconds = 15.0  # then another replica continues the stream
     # While hundreds of tokens a second are relayed and nothing else happens, a process lets them
-    # gather for this long and wakes up once for all. 0: a wake-up for each token.
+    # gather for at most this long and wakes up once for all. 0: a wake-up for each token.
     token_gather_ms: Annotated[float, msgspec.Meta(ge=0, le=20)] = 1.5
     # Added to first_byte_timeout_s per output token if the answer is not streamed.
     token_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.25

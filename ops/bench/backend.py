@@ -83,6 +83,8 @@ def chunk(data: bytes) -> bytes:
 
 _CHUNKED = [chunk(frame) for frame in [*FRAMES, *TAIL]]
 _AT_ONCE = _STREAM_HEAD + b"".join(_CHUNKED) + b"0\r\n\r\n"
+RESPONSES = {"plain": _PLAIN, "stream": _AT_ONCE, "models": _MODELS, "empty": _EMPTY}
+"""The responses by the names that relay_backend.c gives them."""
 
 
 ENDS_BYTES = 4096

@@ -5,10 +5,12 @@
 
 Every stream gets a token at a time, 20 or 50 a second, each stream at its own phase. The backend
 and the clients are one C program (paced_streams.c, built with the C compiler), so the time each
-token spends on its way is known. The routers take turns, each freshly started. The figures: CPU of
-the router's processes per token, from /proc; how long a token takes from the backend to the client;
-how late the backend was itself. A row whose backend was late, or with fewer tokens than requested,
-ran on a machine without CPU to spare, where only CPU per token counts.
+token spends on its way is known. The routers take turns, each freshly started. It measures from a
+second after the last stream has begun: hundreds of streams that begin at once are not what a token
+costs. The figures: CPU of the router's processes per token, by their clocks; how long a token takes
+from the backend to the client; how late the backend was itself. A row whose backend was late, or
+with fewer tokens than requested, ran on a machine without CPU to spare, where only CPU per token
+counts.
 
 With one core for the load and the rest for the router, a token costs at least one read and one
 write: every stream has connections of its own on both sides. `floor` is what these two system calls

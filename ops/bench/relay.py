@@ -9,7 +9,7 @@ prompt, as large as half of the body but 4 KiB at most. FOLDER holds a virtual e
 other router: `vllm` (vllm-router), `sgl` (sglang-router), `smg`, `litellm` (litellm[proxy]); those
 missing are skipped. Needs `wrk`. The routers take turns within each round, so that noise of the
 machine affects all of them. The most reliable figure is CPU per request (user and system time of
-the router's processes, from /proc), as the median over the rounds.
+the router's processes, by their clocks), as the median over the rounds.
 
 `floor` is a relay in C that only copies (copy_relay.c, one thread; not without a C compiler): what
 the system calls of a request cost, without reading it.
@@ -20,6 +20,7 @@ and metrics. Every router's response body is compared byte by byte with the back
 
 import argparse
 import base64
+import ctypes
 import http.client
 import json
 import os
@@ -135,6 +136,17 @@ def build_program(name: str, folder: Path) -> str:
     return str(program)
 
 
+def backend_command(folder: Path) -> list[str]:
+    """Return the command of a backend that takes little of the two cores, in C if that compiles."""
+    if shutil.which("cc") is None:
+        return [sys.executable, "-m", "ops.bench.backend", str(BACKEND_PORT)]
+    responses = folder / "responses"
+    responses.mkdir()
+    for name, response in backend.RESPONSES.items():
+        (responses / name).write_bytes(response)
+    return [build_program("relay_backend", folder), str(BACKEND_PORT), str(responses)]
+
+
 def contestants(peers: Path, folder: Path, replicas: int = 1) -> list[RouterContestant]:
     """Return the floor, our router in its variants, and the other routers that are installed."""
     target = f"http://127.0.0.1:{BACKEND_PORT}"
@@ -237,12 +249,19 @@ def until_open(port: int) -> None:
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """Return the CPU time that a process and its children have used."""
-    total = 0.0
-    for member in (process, *process.children(recursive=True)):
-        times = member.cpu_times()
-        total += times.user + times.system
-    return total
+    """Return the CPU time that a process and its children have used.
+
+    Their clocks are exact. /proc counts in steps of 10 ms: 3 us for each token of 64 slow streams.
+    """
+    return sum(_cpu_clock_s(member.pid) for member in (process, *process.children(recursive=True)))
+
+
+def _cpu_clock_s(pid: int) -> float:
+    """Return the CPU time of one process; 0 if it has ended."""
+    clock = ctypes.c_int()
+    if ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock)):
+        return 0.0
+    return time.clock_gettime(clock.value)
 
 
 def until_idle(process: psutil.Process) -> None:
@@ -387,8 +406,8 @@ def measure_all(arguments: argparse.Namespace, replicas: int) -> None:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         started: list[tuple[RouterContestant, psutil.Process]] = []
-        server = [sys.executable, "-m", "ops.bench.backend", str(BACKEND_PORT)]
-        direct = stack.enter_context(running(server, folder / "backend.log", BACKEND_PORT))
+        server, log = backend_command(folder), folder / "backend.log"
+        direct = stack.enter_context(running(server, log, BACKEND_PORT))
         started.append((RouterContestant("direct", BACKEND_PORT, []), direct))
         for router in contestants(arguments.peers.absolute(), folder, replicas):
             if arguments.only and not any(part in router.name for part in arguments.only):

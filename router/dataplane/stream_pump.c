@@ -9,8 +9,7 @@
  * Rule 3: nothing waits here. What a client's socket does not take is given back with the stream.
  *
  * A thread of its own relays, without Python's lock: a token waits neither for the event loop nor for
- * what runs in it. While few tokens come, it wakes for each. While many come, it looks at the sockets
- * once for each `gather_ns`, because waking it costs more than relaying a token. `lock` protects all
+ * what runs in it. While many tokens come, it lets them gather (stream_gathering.h). `lock` protects all
  * that both threads use; `waiting` lets the event loop have it between two streams. No object of
  * Python is made while it is held: that might collect garbage, which might come back here.
  */
@@ -30,13 +29,13 @@
 #include <unistd.h>
 
 #include "stream_frames.h"
+#include "stream_gathering.h"
 
 enum {
     READ_BYTES = 1 << 16,
     EVENTS = 256,
     STREAMS_MIN = 16,
 };
-static const int64_t WINDOW_NS = 100000000; /* the rate of tokens is counted over this time */
 static const uint32_t STOP = UINT32_MAX;    /* in place of a slot */
 
 typedef struct {
@@ -49,8 +48,7 @@ typedef struct {
     Py_ssize_t count;
     struct stream *streams;
     /* Of the thread alone: */
-    int is_gathering;
-    int64_t gather_ns, window_began_ns, window_reads;
+    struct gathering gathering;
     char buffer[READ_BYTES];
 } StreamPump;
 
@@ -114,22 +112,12 @@ static void relay(StreamPump *pump, int slot, int64_t now_ns) {
             whole - sent);
 }
 
-/* Decides whether tokens gather, after `reads` streams had some. */
-static void count_reads(StreamPump *pump, int64_t reads, int64_t now_ns) {
-    int64_t elapsed_ns = now_ns - pump->window_began_ns;
-    pump->window_reads += reads;
-    if (elapsed_ns < WINDOW_NS) return;
-    pump->is_gathering = pump->window_reads * pump->gather_ns >= elapsed_ns;
-    pump->window_began_ns = now_ns;
-    pump->window_reads = 0;
-}
-
 static void *run(void *argument) {
     StreamPump *pump = argument;
     struct epoll_event events[EVENTS];
-    struct timespec pause = {.tv_nsec = (long)pump->gather_ns};
+    struct gathering *gathering = &pump->gathering;
     for (;;) {
-        int found = epoll_wait(pump->sockets_fd, events, EVENTS, pump->is_gathering ? 0 : -1);
+        int found = epoll_wait(pump->sockets_fd, events, EVENTS, gathering->pause_ns ? 0 : -1);
         if (found < 0 && errno != EINTR) return NULL;
         int64_t now_ns = monotonic_ns();
         for (int n = 0; n < found; n++) {
@@ -139,8 +127,9 @@ static void *run(void *argument) {
             relay(pump, (int)events[n].data.u32, now_ns);
             pthread_mutex_unlock(&pump->lock);
         }
-        count_reads(pump, found > 0 ? found : 0, now_ns);
-        if (pump->is_gathering && found < EVENTS) clock_nanosleep(CLOCK_MONOTONIC, 0, &pause, NULL);
+        count_reads(gathering, found > 0 ? found : 0, now_ns);
+        struct timespec pause = {.tv_nsec = (long)gathering->pause_ns};
+        if (pause.tv_nsec && found < EVENTS) clock_nanosleep(CLOCK_MONOTONIC, 0, &pause, NULL);
     }
 }
 
@@ -315,7 +304,7 @@ static PyObject *new_pump(PyTypeObject *type, PyObject *arguments, PyObject *nam
         return PyErr_SetString(PyExc_ValueError, "tokens gather for less than a second"), NULL;
     StreamPump *pump = (StreamPump *)type->tp_alloc(type, 0);
     if (!pump) return NULL;
-    pump->gather_ns = (int64_t)(gather_s * 1e9);
+    pump->gathering.most_ns = (int64_t)(gather_s * 1e9);
     pump->unused = pump->returned = NONE;
     pthread_mutex_init(&pump->lock, NULL);
     pump->sockets_fd = epoll_create1(EPOLL_CLOEXEC);

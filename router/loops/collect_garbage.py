@@ -1,12 +1,11 @@
 """Runs Python's full garbage collections on new objects only.
 
 A full collection walks every object, and requests wait for it: 12 ms of CPU for the state of ten
-thousand replicas, 200 ms with the leftovers of thousands of failed pings. Python runs one whenever
-enough objects have survived, so while a table is adopted, too. Here, a turn each second collects
-what was made since the last one and freezes what is left (`gc.freeze`). When many objects are made,
-as for a new table or pings of thousands of nodes, it comes sooner. A frozen object is still freed
-by its reference count, but a cycle among frozen objects is not. So all objects are walked once they
-are twice as many as after the last walk.
+thousand replicas, 200 ms with the leftovers of thousands of failed pings. Here, the objects that a
+collection leaves are frozen (`gc.freeze`), so that the next one walks only newer ones. One runs
+each second. When many objects are made, as for a new table or pings of thousands of nodes, Python
+itself runs one sooner. A frozen object is still freed by its reference count, but a cycle among
+frozen objects is not. So all objects are walked once they are twice as many as after the last walk.
 """
 
 import gc
@@ -21,15 +20,14 @@ FROZEN_MIN: Final = 500_000
 TURNS_PER_COUNT: Final = 60
 """Once in this many turns it is checked whether there may be enough frozen objects for a walk."""
 
-LOOK_INTERVAL_S: Final = 0.1
-LOOKS_PER_TURN: Final = 10
-"""A collection comes at the latest after this many looks: each second."""
+COLLECT_INTERVAL_S: Final = 1.0
 
-GROWN_MAX: Final = 2
-"""A collection comes sooner after this many collections of the middle generation: about 14,000 more
-objects than before, which take two or three milliseconds."""
+GROWN_MAX: Final = 1
+"""Python runs a full collection after more collections of the middle generation than this: about
+14,000 more objects than before (44,000 from Python 3.13 on), which take two or three milliseconds
+(or nine)."""
 
-_NEVER: Final = 1_000_000_000
+FULL_GENERATION: Final = 2
 
 
 class CollectedObjects(NamedTuple):
@@ -40,7 +38,7 @@ class CollectedObjects(NamedTuple):
 
 
 class CollectInTurns:
-    """Collects in turns; Python itself collects the youngest objects only."""
+    """Collects what is new, in turns and when Python does, and freezes what is left."""
 
     def __init__(self, frozen_min: int = FROZEN_MIN) -> None:
         """Walk all objects once `frozen_min` are frozen, and later at twice the last number."""
@@ -48,40 +46,34 @@ class CollectInTurns:
         self._frozen_min = frozen_min
         self._frozen = self._blocks = 0
         """The frozen objects when they were last counted, and the blocks of memory in use then."""
-        self._turns = self._looks = 0
+        self._turns = 0
 
     @contextmanager
     def in_turns(self) -> Iterator[None]:
-        """Stop Python's own full collections within, and freeze all that exists by now."""
+        """Freeze all that exists by now, and what full collections within leave."""
         thresholds = gc.get_threshold()
-        gc.set_threshold(*thresholds[:2], _NEVER)
-        gc.collect()
-        gc.freeze()
+        gc.set_threshold(*thresholds[:2], GROWN_MAX)
+        gc.callbacks.append(_freeze_the_rest)
+        for _ in range(2):
+            # Python's next one waits for a quarter as many objects as the last one left unfrozen:
+            # after the first that is all of them, after the second next to nothing.
+            gc.collect()
         self._count()
         try:
             yield
         finally:
+            gc.callbacks.remove(_freeze_the_rest)
             gc.set_threshold(*thresholds)
             gc.unfreeze()
 
-    async def look(self) -> CollectedObjects:
-        """Take a turn if it is time."""
-        self._looks += 1
-        if self._looks < LOOKS_PER_TURN and gc.get_count()[2] < GROWN_MAX:
-            return CollectedObjects()
-        self._looks = 0
-        return await self.run_once()
-
     async def run_once(self) -> CollectedObjects:
-        """Collect the objects made since the last turn, then freeze the others."""
+        """Collect the objects made since the last turn, then freeze what is left."""
         collected = gc.collect()
-        gc.freeze()
         self._turns += 1
         if self._turns % TURNS_PER_COUNT or not self._is_walk_due():
             return CollectedObjects(collected)
         gc.unfreeze()
         collected += gc.collect()
-        gc.freeze()
         self._count()
         self._walk_at = max(self._frozen_min, 2 * self._frozen)
         return CollectedObjects(collected, walked=True)
@@ -102,3 +94,9 @@ class CollectInTurns:
 
     def _count(self) -> None:
         self._frozen, self._blocks = gc.get_freeze_count(), sys.getallocatedblocks()
+
+
+def _freeze_the_rest(phase: str, info: dict[str, int]) -> None:
+    """Freeze what a full collection has left, whoever ran it."""
+    if phase == "stop" and info["generation"] == FULL_GENERATION:
+        gc.freeze()
