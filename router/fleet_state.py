@@ -54,7 +54,7 @@ class FleetState:
         self.full = FullReplicas()
         self.in_flight = InFlightLedger(clock, self._notify_replica_capacity, self.note_change)
         self._deployments: dict[DeploymentId, DeploymentRouting] = {}
-        """Of the deployments that have had their routes set."""
+        """The routing of each deployment whose routes have been set."""
         self._routes_to_set: dict[DeploymentId, list[Route]] = {}
         self._depth_costs: dict[DeploymentId, float] = {}
         """The deployments of the table, each with the cost of depth to start from."""

@@ -67,9 +67,9 @@ class RepeatedWarning:
 class FailureLog:
     """The failures of one job. The caller passes the monotonic time.
 
-    A kind is an error's type and the line that raised it. Of OSError, which means an unreachable or
-    hanging server, disk or database, each subclass is one kind and has no traceback. Any other kind
-    has one when it is logged first.
+    A kind is an error's type and the line that raised it. Each subclass of OSError, which means an
+    unreachable or hanging server, disk or database, is one kind and is logged without a traceback.
+    Any other kind has a traceback when it is logged first.
     """
 
     def __init__(self, job: str) -> None:

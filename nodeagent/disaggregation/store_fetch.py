@@ -70,7 +70,7 @@ class StoreFetch:
     async def move(self, transfer: str, block_bytes: int, plan: FetchPlan) -> int:
         """Have the engine fetch blocks of a waiting prompt; return how many came.
 
-        Of a fetch that takes too long, the blocks that came are used, and count as the engine's.
+        If a fetch takes too long, the blocks that have come are used, and count as the engine's.
         """
         path = f"{kv_sharing.STORE_FETCH_PATH}{transfer}?blocks={plan.blocks}"
         began_s, blocks = self._clock(), 0

@@ -112,7 +112,7 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     nothing else meanwhile."""
     may_force_tools: bool = True  # else requests that require a call of a tool are refused
     may_be_strict: bool = True
-    """Else requests with `strict` functions that the model need not call are refused."""
+    """If false, requests with `strict` functions that the model need not call are refused."""
     strict_forced_tools: bool = False  # mark the tools `strict` of requests that require a call
     guided: GuidedDecoding | None = None  # translate the schemas of requests
 

@@ -164,9 +164,9 @@ def _transfer_config(role: Role, backend: str) -> bytes:
 def _kv_cache_config(launch: EngineLaunch) -> bytes:
     """Return the part of the configuration that limits the KV cache to the planned memory.
 
-    Of `max_gpu_total_bytes` and the fraction of the memory free after loading, TensorRT-LLM takes
-    the smaller one. This section replaces the one of the command line, so it is left out if the
-    deployment sets the fraction by itself.
+    TensorRT-LLM takes the smaller one of `max_gpu_total_bytes` and the fraction of the memory that
+    is free after loading. This section replaces the one of the command line, so it is left out if
+    the deployment sets the fraction by itself.
     """
     engine = launch.spec.engine
     if FRACTION_OPTION in engine.options or not launch.has_memory_plan:

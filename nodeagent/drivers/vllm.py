@@ -160,8 +160,8 @@ class VllmDriver(EngineDriver):
             kv_events=events,
             model_link=link,
             may_be_strict=may_be_strict("vllm", options),
-            # Else most of its parsers hold a required call to the tool's name only, not to the
-            # schema of its parameters (--tool-strict-level).
+            # Without this, most of its parsers hold a required call to the tool's name only, not to
+            # the schema of its parameters (--tool-strict-level).
             strict_forced_tools=True,
         )
 

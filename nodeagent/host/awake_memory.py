@@ -59,7 +59,7 @@ class _Switch(NamedTuple):
 
     @property
     def is_sleep(self) -> bool:
-        """Whether the resident falls asleep. Else it wakes or starts."""
+        """Whether the resident falls asleep; if not, it wakes or starts."""
         return self.resident is not self.waiting
 
     @property

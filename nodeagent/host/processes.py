@@ -53,7 +53,8 @@ OOM_SCORE: Final = "300"
 kernel kills an engine before the agent and other services of the machine."""
 
 NICENESS: Final = 10
-"""Of an engine that computes on the machine's processors: a tenth of other processes' weight."""
+"""The niceness of an engine that computes on the machine's processors: a tenth of other processes'
+weight."""
 
 AUTOGROUP_TRIES: Final = 5
 AUTOGROUP_PAUSE_S: Final = 0.12

@@ -1,10 +1,10 @@
 """Generates numbered tokens ("t0 t1 t2 ...") at a set pace, with faults on request.
 
-A prompt's tokens are its words. Of a request's fields only its limits, stop strings, number of
-answers and tools (`scripted_calls.py`) change what is generated. Options
-(`EngineConfig.options`): ttft_ms, itl_ms, kv_tokens, sequences, fail_load, out_of_memory_beside,
-crash_at_token, hang_at_token, garbage_at_token, error_status, zombie, memory_full. A request can
-set the same faults for itself in its field `mock`.
+A prompt's tokens are its words. Only a request's limits, stop strings, number of answers and tools
+(`scripted_calls.py`) change the output. Options (`EngineConfig.options`): ttft_ms, itl_ms,
+kv_tokens, sequences, fail_load, out_of_memory_beside, crash_at_token, hang_at_token,
+garbage_at_token, error_status, zombie, memory_full. A request can set the same faults for itself in
+its field `mock`.
 """
 
 import asyncio

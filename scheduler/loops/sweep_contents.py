@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 LISTED_MAX: Final = 10_000
 DELETED_MAX: Final = 100
-"""Of one turn. The next one goes on after the last name."""
+"""Files deleted in one turn. The next turn goes on after the last name."""
 
 CHECKED_MAX: Final = 1_000
 """Names in one statement."""
@@ -85,7 +85,7 @@ class SweepContents:
 
     async def _sweep(self) -> SweptCounts:
         async with using(self._pool) as connection:
-            # Not this machine's clock: one that is ahead would make what is new look old.
+            # This machine's clock is not used: one that is ahead would make new files look old.
             now = (await read_history_clock(connection)).at_s
         if not await self._is_long_marked(now):
             return SweptCounts()

@@ -96,7 +96,7 @@ class KeyTable:
 
     @classmethod
     def of(cls, keys: Iterable[KeyEntry]) -> "KeyTable":
-        """Return a table of these keys, in any order. Of two with one id the later is taken."""
+        """Return a table of these keys, in any order. If two have one id, the later is taken."""
         by_id = {key.key_id: key for key in keys}
         ordered = sorted(by_id.values(), key=_id_of)
         return cls(split_evenly(ordered))

@@ -108,7 +108,7 @@ class ExpectedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
     block_bytes: int = 0
     digests: tuple[bytes, ...] = ()
-    """The digests of its blocks, if they were requested; of so many that a query can name."""
+    """The digests of its blocks, if they were requested, up to the number that a query can name."""
     kv_format: str = ""
     """Hexadecimal digits that only engines with interchangeable blocks share; empty if the engine
     is of a release that does not say."""

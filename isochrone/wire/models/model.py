@@ -35,7 +35,8 @@ class ArtifactFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SIGNATURE_CHARS_MAX: Final = 512 * 1024
-"""Of a signature, which names each file; a thousand files with long paths take about as much."""
+"""The longest signature. It names each file: a thousand files with long paths take about as
+much."""
 
 
 class Artifact(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

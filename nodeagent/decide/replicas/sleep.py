@@ -1,18 +1,16 @@
 """Decides which replicas of an over-committed device sleep, so that another one can wake.
 
 Rule 1: the awake replicas of a device take at most its memory.
-Rule 2: a replica that the planner did not over-commit never sleeps. Of the others the idle one with
-the fewest recent requests sleeps first, and of equals the one that was used least recently. Thus a
-request for a rare model does not displace a common one.
-Rule 3 (hysteresis): a replica that woke stays awake for AWAKE_MIN_S, so that two models that are
-used in turn do not replace each other with every request.
-Rule 4 (fairness): wakes are granted in the order of their first waiting request. Once the first of
-them has waited YIELD_AFTER_S for memory that busy replicas hold, the one that has been awake the
-longest takes no new requests, finishes those it has, and sleeps. A wake that waits for one device
-does not hold up those of other devices, and one that could not be done although all others slept
-holds up none.
-A switch that is late (`late_after_s`) holds up none either: its engine may hang, and the memory of
-a replica that switches counts as in use until it sleeps.
+Rule 2: a replica that the planner did not over-commit never sleeps. Among the others, the idle one
+with the fewest recent requests sleeps first, and among equals the one used least recently. Thus a
+request for a rare model does not displace a common one. Rule 3 (hysteresis): a replica that woke
+stays awake for AWAKE_MIN_S, so that two models that are used in turn do not replace each other with
+every request. Rule 4 (fairness): wakes are granted in the order of their first waiting request.
+Once the first of them has waited YIELD_AFTER_S for memory that busy replicas hold, the one that has
+been awake the longest takes no new requests, finishes those it has, and sleeps. A wake that waits
+for one device does not hold up those of other devices, and one that could not be done although all
+others slept holds up none. A switch that is late (`late_after_s`) holds up none either: its engine
+may hang, and the memory of a replica that switches counts as in use until it sleeps.
 Rule 5: a wake that the engine refused for lack of memory is tried again every WAKE_RETRY_S, and at
 once after one more replica fell asleep. After SHORTAGE_LIMIT_S its requests are refused.
 """
@@ -53,7 +51,7 @@ LATE_SLOWER: Final = 2
 at a time take longer, as loading weights takes all of the node's cores or of its bus."""
 WAKE_RETRY_S: Final = 1.0
 SHORTAGE_LIMIT_S: Final = 10.0
-"""Requests wait so long for memory that is there by the plan only. Other nodes may have it."""
+"""The longest wait of requests for memory that only the plan has. Other nodes may have it."""
 START_SLOWER_MAX: Final = 3
 """How many times as long as the start of its engine a first wake may take. A start reads the same
 weights, and does more."""

@@ -2,9 +2,9 @@
 
 A request that was running when an engine failed is sent again, marked as a suspect by its router.
 An engine tries one suspect at a time: it is on trial until its first token. If the engine fails
-during a trial, only the suspect is blamed.
-Requests that had not reached the engine are not in this ledger and never blamed. Nor are those sent
-to an engine that had failed already, in the moment before its end was known.
+during a trial, only the suspect is blamed. Requests that had not reached the engine are not in this
+ledger and never blamed. Requests that were sent to an engine after its failure, before its end was
+known, are not blamed either.
 """
 
 from typing import Final

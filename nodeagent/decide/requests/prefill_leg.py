@@ -37,14 +37,14 @@ ONLY_READER_TIMEOUT_S: Final = 20.0
 """The least time for a leg without which the request cannot be answered here."""
 
 AGING_S: Final = 60.0
-"""A rate that was not measured for so long refuses no leg."""
+"""A rate that is older than this refuses no leg."""
 
 FIXED_MS: Final = 5.0
 """Assumed for a transfer of no tokens: a LAN round trip and two relays."""
 
 FIXED_MS_MAX: Final = 25.0
-"""Of a transfer's time, so much may depend on no tokens: 64 tokens took 22 ms on a busy machine.
-Only the time beyond it tells how slow the link is for longer prompts."""
+"""The most of a transfer's time that may not depend on its tokens: 64 tokens took 22 ms on a busy
+machine. Only the time beyond it shows how slow the link is for longer prompts."""
 
 _SMOOTHING: Final = 0.3
 _SMOOTHING_TRANSFERS: Final = 0.2
@@ -116,7 +116,7 @@ class PrefillPlan(NamedTuple):
     def timeout_before_s(self, left_s: float) -> float:
         """Return how long a leg may take if the answer must begin within `left_s`.
 
-        A leg that is late leaves the time to read the prompt here, if there is so much.
+        A late leg leaves the time to read the prompt here, if there is enough.
         """
         if self.here_s >= left_s:
             return self.timeout_s

@@ -20,7 +20,7 @@ WITHDRAWN_S: Final = 1_800.0
 """How long a withdrawn replica is remembered: longer than loading takes."""
 
 WITHDRAWN_MAX: Final = 256
-"""How many withdrawn replicas are remembered. At most so many are probed in each turn."""
+"""The most withdrawn replicas that are remembered, and so the most that are probed in a turn."""
 
 
 def with_routes(table: RouteTable, added: Iterable[Route]) -> RouteTable:
@@ -64,7 +64,7 @@ class WithdrawnRoutes:
             for route in (old.routes if old is not None and new.routes is not old.routes else ())
             if route.replica_id not in kept and route.deployment_id in known
         ]
-        # Of ten thousand that are withdrawn at once, those beyond the limit are not noted first.
+        # If ten thousand are withdrawn at once, those beyond the limit are not noted first.
         others = [route for route in left if route.deployment_id not in unrouted]
         needed = [route for route in left if route.deployment_id in unrouted]
         for route in (*others[-WITHDRAWN_MAX:], *needed[:WITHDRAWN_MAX]):

@@ -1,7 +1,7 @@
 """A span of each admin request, and of the planner's answer within it.
 
-A request with a `traceparent` is recorded if its sampled flag is set. Of those without, the ones
-that may change something are: they are few, and those that only read may be a dashboard's.
+A request with a `traceparent` is recorded if its sampled flag is set. Requests without it are
+recorded if they may change something: they are few, and those that only read may be a dashboard's.
 """
 
 from typing import Final

@@ -76,7 +76,7 @@ class FileEndpoints:
                 raise _invalid("field 'file' is required", "file")
         except BaseException as error:
             if size_bytes >= 0:
-                # Else nothing was stored, or `write_upload` deletes it.
+                # With a negative size nothing was stored, or `write_upload` has deleted it.
                 await folder.discard(file_id)
             if isinstance(error, FORM_ERRORS):
                 raise _invalid(str(error)[:200]) from error

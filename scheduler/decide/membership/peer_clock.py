@@ -12,7 +12,8 @@ WRONG_S: Final = 60.0
 """A clock that is off by more is wrong, long before certificates seem not to be valid yet."""
 
 SUSTAINED_S: Final = 20.0
-"""For so long all messages must say so: those that waited while a process hung arrive at once."""
+"""How long all messages must show the difference: messages that waited while a process hung arrive
+together."""
 
 
 class PeerClock:

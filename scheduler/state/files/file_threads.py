@@ -44,7 +44,8 @@ class FairTurns:
         self._waiting.setdefault(holder, deque()).append(turn)
         try:
             async with asyncio.timeout(None if is_patient else TURN_TIMEOUT_S):
-                # Not cancelled itself: it may be given in the moment in which this is.
+                # The turn itself is not cancelled: it may be given at the moment of the
+                # cancellation.
                 await asyncio.shield(turn)
         except BaseException:
             self._leave(holder, turn)

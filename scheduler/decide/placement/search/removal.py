@@ -25,7 +25,7 @@ def cheapest_removal(
 ) -> Removal | None:
     """Return the running replica of `among` whose loss costs least, if that is less than `below`.
 
-    Of equals, the one with most replicas in its failure domain goes first, then the youngest.
+    Among equals, the one with most replicas in its failure domain goes first, then the youngest.
     """
     bounds = [state.loss_lower_bound(replica) for replica in among]
     best: tuple[float, int, float, str] | None = None
