@@ -59,11 +59,13 @@ class UsageSpool:
             return dropped
 
     def read(self, batch_id: str) -> Usage | None:
-        """Read a batch; return None if that fails. A malformed file is removed."""
+        """Read a batch; return None if that fails or it is gone. A malformed file is removed."""
         path = self._path(batch_id)
         try:
             batch: Usage = codec.decode(path.read_bytes(), _USAGE)
         except (OSError, codec.MalformedFrame) as error:
+            if batch_id not in self._sizes:
+                return None  # the store confirmed it meanwhile
             fields = {"path": str(path), "error": str(error)}
             log.error("cannot read spooled usage", extra={"fields": fields})
             # Any other error, such as too many open files, may pass.

@@ -154,3 +154,17 @@ async def test_much_usage_is_spooled_in_batches_that_the_scheduler_takes(
     assert [len(batch.rows) for batch in link.usage_sent] == [3, 3, 2]
     assert tuple(row for batch in link.usage_sent for row in batch.rows) == usage
     assert len({batch.batch_id for batch in link.usage_sent}) == 3
+
+
+def test_a_batch_that_is_confirmed_before_it_is_read_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spool = UsageSpool(tmp_path, 1_000_000)
+    for name in ("1", "2"):
+        spool.add(Usage(router_id=RouterId("r"), batch_id=name, rows=(a_usage(),)))
+    spool.remove("1")
+    assert spool.read("1") is None
+    assert not caplog.records
+    (tmp_path / "2.usage").unlink()
+    assert spool.read("2") is None
+    assert "cannot read spooled usage" in caplog.text
