@@ -7,6 +7,7 @@ import aiohttp
 
 from isochrone.service.http_responses import read_response
 from nodeagent.drivers.driver import EngineCommand
+from nodeagent.host.interim_answers import with_few_interim_answers
 
 IDLE_CONNECTION_S: Final = 2.0
 """How long an idle connection to a vendor's server is kept. vLLM, SGLang and TensorRT-LLM close it
@@ -28,7 +29,7 @@ def new_session(command: EngineCommand) -> aiohttp.ClientSession:
     )
     return aiohttp.ClientSession(
         command.base_url or None,
-        connector=connector,
+        connector=with_few_interim_answers(connector),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
