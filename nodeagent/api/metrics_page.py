@@ -18,6 +18,9 @@ from isochrone.wire.peers.report import ReplicaState
 from nodeagent import metrics
 from nodeagent.supervisor import Supervisor
 
+LINES_MAX: Final = 50_000
+"""Lines of an engine's page that are read: those of vLLM have a few thousand."""
+
 OWN_PREFIX: Final = "isochrone_node_"
 
 # No pattern has two repetitions that could share a text: a hostile line costs its length.
@@ -79,7 +82,7 @@ def merge_pages(pages: Iterable[tuple[str, str]]) -> str:
     samples: dict[str, list[str]] = {}
     for replica_id, page in pages:
         family = ""
-        for line in page.splitlines():
+        for line in page.split("\n", LINES_MAX)[:LINES_MAX]:
             if line.startswith("# "):
                 if (comment := _COMMENT.fullmatch(line)) is None:
                     continue

@@ -25,6 +25,7 @@ from isochrone.wire.ids import NodeId, ReplicaId
 from nodeagent.api.request.answer_relay import request_data
 from nodeagent.decide.pauses import Pauses
 from nodeagent.decide.requests.handoff import PeerReplicaLost, queued_before
+from nodeagent.host.interim_answers import with_few_interim_answers
 
 PROBE_TIMEOUT_S: Final = 0.05
 PROBE_HEADERS: Final = {headers.ROUTER: "a-node"}
@@ -55,8 +56,10 @@ class PeerReplicaClient:
         self._ping_timeout_s = ping_timeout_s
         self._names = NameCache()
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=CONNECTIONS_MAX, resolver=CachedResolver(self._names), use_dns_cache=False
+            connector=with_few_interim_answers(
+                aiohttp.TCPConnector(
+                    limit=CONNECTIONS_MAX, resolver=CachedResolver(self._names), use_dns_cache=False
+                )
             ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=PROBE_TIMEOUT_S),
             auto_decompress=False,

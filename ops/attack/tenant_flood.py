@@ -4,11 +4,13 @@
 
 Starts a scheduler, a node with one engine (the embedded one with the demo's settings, or a real
 vLLM with as many seats), and a router. Probes are sent alone, and then beside the flood in
-alternating phases: with a key of another tenant, and with a key of the flooding tenant, for which
-every queue is first come, first served. Prints the times to first token, the tokens per second that
-the engine generated meanwhile for both tenants, when the slowest probes were sent, and where these
-waited: each probe is traced, and the kernel's count of waits for a processor is sampled. With
-`--sessions` each request of the flood names a session of its own.
+alternating phases: none, with a key of another tenant, and with a key of the flooding tenant, for
+which every queue is first come, first served. They are sent at fixed times, answered or not, so
+that the engine has the same work in both phases with probes. Prints the times to first token, the
+tokens per second that the engine generated meanwhile for both tenants and those of prompts that it
+computed, when the slowest probes were sent, and where these waited: each probe is traced, and the
+kernel's count of waits for a processor is sampled. With `--sessions` each request of the flood
+names a session of its own.
 """
 
 import argparse
@@ -27,6 +29,7 @@ import aiohttp
 import msgspec
 
 from isochrone.service.tracing import names
+from isochrone.wire.engines.engine import EngineStats
 from isochrone.wire.http.headers import SESSION_AFFINITY, TRACEPARENT
 from nodeagent.host.engines.engine_process import EngineProcess
 from nodeagent.host.engines.engine_record import EngineRecord
@@ -45,7 +48,7 @@ WARM_UP_S = 10.0
 SETTLE_S = 12.0
 """Longer than steps stay short after a small tenant's prompt (SHORT_STEPS_S)."""
 
-PROBE_PAUSE_S = 0.5
+PROBE_EVERY_S = 0.6
 REFUSED_PAUSE_S = 0.5
 READY_S = 300.0
 SLOWEST = 6
@@ -55,7 +58,8 @@ EXPORTED_S = 3.0
 WAITS = {"in the router's queue": "wait for capacity", "for a seat": "admission"}
 """The spans of a request's waits before the engine has it."""
 
-OTHER_TENANT, SAME_TENANT = "another tenant", "the same tenant"
+NO_PROBES, OTHER_TENANT, SAME_TENANT = "none", "another tenant", "the same tenant"
+PHASES = (NO_PROBES, OTHER_TENANT, SAME_TENANT)
 
 
 class Probe(NamedTuple):
@@ -75,7 +79,9 @@ class PhaseFigures:
     """The probes, and what the engine generated meanwhile."""
 
     probes: list[Probe] = field(default_factory=list)
-    tokens: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    """Those of prompts that no cache had."""
     seconds: float = 0.0
     engine: list[str] = field(default_factory=list)
     """The engine's own histograms of each phase."""
@@ -175,15 +181,20 @@ class FloodedFleet:
                 await asyncio.sleep(REFUSED_PAUSE_S)
 
     async def measure(self, found: PhaseFigures, name: str, seconds: float) -> None:
-        """Send one probe after the other for some seconds."""
+        """Send probes at fixed times for some seconds; count what the engine computes meanwhile."""
         histograms = await self.histograms()
-        before, began_s = await self.tokens_generated(), time.perf_counter()
-        while time.perf_counter() - began_s < seconds:
-            found.probes.append(await self.probe(self.keys[name], began_s))
-            await asyncio.sleep(PROBE_PAUSE_S)
-        found.tokens += await self.tokens_generated() - before
+        before, began_s = await self.stats(), time.perf_counter()
+        probes: list[asyncio.Task[Probe]] = []
+        while (passed_s := time.perf_counter() - began_s) < seconds:
+            if name != NO_PROBES and passed_s >= len(probes) * PROBE_EVERY_S:
+                probes.append(asyncio.create_task(self.probe(self.keys[name], began_s)))
+            await asyncio.sleep(PROBE_EVERY_S / 20)
+        after = await self.stats()
         found.seconds += time.perf_counter() - began_s
+        found.generated_tokens += after.tokens_out_total - before.tokens_out_total
+        found.prompt_tokens += computed_prompts(after) - computed_prompts(before)
         found.engine.append(describe(histograms, await self.histograms()))
+        found.probes += await asyncio.gather(*probes)
 
     def waits_of(self, probe: Probe) -> str:
         """Return where a probe waited, from the spans that came of it."""
@@ -219,11 +230,11 @@ class FloodedFleet:
             pids["engine's child"] = child
         return pids
 
-    async def tokens_generated(self) -> int:
-        """Return how many tokens the engine has generated, by its own count."""
+    async def stats(self) -> EngineStats:
+        """Return the engine's own counts."""
         async with self._engine() as engine:
-            stats = await until("the engine counts its tokens", engine.stats)
-        return int(stats.tokens_out_total)
+            stats: EngineStats = await until("the engine counts its tokens", engine.stats)
+        return stats
 
     async def histograms(self) -> Counts:
         """Return the engine's own histograms."""
@@ -260,6 +271,11 @@ class FloodedFleet:
         return self._http.post(url, json=body, headers=headers)
 
 
+def computed_prompts(stats: EngineStats) -> int:
+    """Return how many tokens of prompts an engine has computed."""
+    return stats.prompt_tokens_total - stats.prefix_hit_tokens_total
+
+
 def has_text(line: bytes) -> bool:
     """Return True if a line of the stream has text of the answer."""
     if not line.startswith(b"data: {"):
@@ -270,7 +286,7 @@ def has_text(line: bytes) -> bool:
 
 async def run(given: argparse.Namespace) -> None:
     """Probe alone, then in alternating phases beside the flood, and print the table."""
-    found = {name: PhaseFigures() for name in ("alone", OTHER_TENANT, SAME_TENANT)}
+    found = {name: PhaseFigures() for name in ("alone", *PHASES)}
     target = TARGETS[given.engine](POP)
     if given.threads:
         settings = {**target.node_settings, "engine_threads": given.threads}
@@ -288,7 +304,7 @@ async def run(given: argparse.Namespace) -> None:
             await flooded.probe(flooded.keys[OTHER_TENANT])
         for _ in range(PROBES_ALONE):
             found["alone"].probes.append(await flooded.probe(flooded.keys[OTHER_TENANT]))
-            await asyncio.sleep(PROBE_PAUSE_S / 5)
+            await asyncio.sleep(PROBE_EVERY_S / 6)
         waits = ProcessorWaits(flooded.processes())
         flooding = [
             asyncio.create_task(flooded.flood(sessions=given.sessions))
@@ -298,7 +314,7 @@ async def run(given: argparse.Namespace) -> None:
         try:
             await asyncio.sleep(WARM_UP_S)
             for _ in range(given.rounds):
-                for name in (OTHER_TENANT, SAME_TENANT):
+                for name in PHASES:
                     await flooded.measure(found[name], name, given.seconds)
                     await asyncio.sleep(SETTLE_S)
             if ended := [task for task in flooding if task.done()]:
@@ -328,18 +344,24 @@ async def run(given: argparse.Namespace) -> None:
 def table(found: Mapping[str, PhaseFigures]) -> list[str]:
     """Return the lines of the table."""
     lines = [
-        "| probes beside the flood | | TTFT p50 | p99 | of alone, p50 | p99 | tokens/s |",
-        "|---|---|---|---|---|---|---|",
+        "| probes beside the flood | | TTFT p50 | p99 | of alone, p50 | p99"
+        " | generated tokens/s | computed tokens of prompts/s |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     alone_s = found["alone"].ttft_s
     for name, figures in found.items():
-        p50_s, p99_s = (percentile(figures.ttft_s, share) for share in (0.5, 0.99))
-        rate = f"{figures.tokens / figures.seconds:.1f}" if figures.seconds else ""
-        lines.append(
-            f"| {name} | {len(figures.ttft_s)} | {p50_s:.3f} s | {p99_s:.3f} s"
-            f" | {p50_s / percentile(alone_s, 0.5):.1f}x | {p99_s / percentile(alone_s, 0.99):.1f}x"
-            f" | {rate} |"
-        )
+        times = " | | | "
+        if figures.probes:
+            p50_s, p99_s = (percentile(figures.ttft_s, share) for share in (0.5, 0.99))
+            times = (
+                f"{p50_s:.3f} s | {p99_s:.3f} s | {p50_s / percentile(alone_s, 0.5):.1f}x"
+                f" | {p99_s / percentile(alone_s, 0.99):.1f}x"
+            )
+        rates = " | "
+        if figures.seconds:
+            generated, prompts = figures.generated_tokens, figures.prompt_tokens
+            rates = f"{generated / figures.seconds:.1f} | {prompts / figures.seconds:.1f}"
+        lines.append(f"| {name} | {len(figures.ttft_s)} | {times} | {rates} |")
     return lines
 
 

@@ -17,6 +17,7 @@ import msgspec
 
 from isochrone.wire.digits import parse_digits
 from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.kv.kv_transfer import Count
 
 KV_HOLDERS: Final = "x-isochrone-kv-holders"
 """Router to node: the addressed replica, then those of its PoP that may have the prefix."""
@@ -73,8 +74,8 @@ class LocatedBlocks(msgspec.Struct, frozen=True, kw_only=True):
     `kv_format` is that of ExpectedPrompt.
     """
 
-    blocks: int
-    block_bytes: int
+    blocks: Count
+    block_bytes: Count
     keep_blocks_max: int = -1
     kv_format: str = ""
 

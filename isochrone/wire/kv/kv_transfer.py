@@ -19,7 +19,7 @@ Engines of other vendors transfer KV themselves. Their requests name the source 
 a node gives another, at ADDRESS_PATH, the address at which its replica's engine listens.
 """
 
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -83,6 +83,11 @@ NESTED_FIELDS: Final = "vllm_xargs"
 """A field of vLLM's requests whose entries stand beside those of ENGINE_FIELDS in the engine."""
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+"""What another process says, and is counted with: it may say anything."""
+
+
 class KvAddress(msgspec.Struct, frozen=True, kw_only=True):
     """The address at which other engines of a vendor transfer KV with this one.
 
@@ -121,10 +126,10 @@ class ReceivedBlocks(msgspec.Struct, frozen=True, kw_only=True):
     `after_prefill_ms` after the prompt was computed.
     """
 
-    blocks: int
-    transfer_bytes: int
-    cached_tokens: int
-    after_prefill_ms: float = 0.0
+    blocks: Count
+    transfer_bytes: Count
+    cached_tokens: Count
+    after_prefill_ms: Milliseconds = 0.0
 
 
 def is_transfer_id(text: str) -> bool:

@@ -16,6 +16,8 @@ from typing import Final
 import msgspec
 import xxhash
 
+from isochrone.wire.kv.kv_transfer import Count, Milliseconds
+
 DIGEST_BYTES: Final = 32
 CHECKSUM_BYTES: Final = 16
 NAMES_BYTES: Final = DIGEST_BYTES + CHECKSUM_BYTES
@@ -56,8 +58,8 @@ class TransferEnd(msgspec.Struct, frozen=True, kw_only=True):
     `cached_tokens` were in the sender's prefix cache. The padding says nothing.
     """
 
-    cached_tokens: int
-    after_prefill_ms: float = 0.0
+    cached_tokens: Count
+    after_prefill_ms: Milliseconds = 0.0
     padding: bytes = b""
 
 

@@ -56,6 +56,7 @@ from nodeagent.host.engines.open_session import (
     lacks_descriptors,
     new_session,
     open_session,
+    parsed,
     read_answer,
 )
 from nodeagent.host.engines.standby import StandbyProcess
@@ -77,7 +78,6 @@ TERM_TIMEOUT_S: Final = 10.0
 KILL_TIMEOUT_S: Final = 10.0
 PIDFD_RETRY_S: Final = 1.0
 PROBE_TIMEOUT_S: Final = 4.0
-LARGE_PAGE_BYTES: Final = 256 * 1024
 NO_MEMORY: Final = 429  # the embedded engine's answer to a wake if there is no memory for its model
 
 
@@ -205,22 +205,15 @@ class EngineProcess:
     async def stats(self) -> EngineStats | None:
         """Return the engine's statistics, or None if it returns none that can be read."""
         status, body = await self._request("GET", self._driver.stats_path or self._ready_path)
-        if status != OK:
-            return None
         with suppress(ValueError, RecursionError):  # not valid JSON, or not UTF-8
-            # A page without end must not hold up the agent's other work.
-            read = self._driver.read_stats
-            is_large = len(body) > LARGE_PAGE_BYTES
-            stats = await asyncio.to_thread(read, body) if is_large else read(body)
-            return self._kv_events.with_reach(stats)
+            if status == OK:
+                return self._kv_events.with_reach(await parsed(body, self._driver.read_stats))
         return None
 
     async def metrics(self) -> str:
         """Return the engine's Prometheus metrics page, or "" if it has none."""
         path = self.record.command.metrics_path or self._driver.metrics_path
-        if not path:
-            return ""
-        status, body = await self._request("GET", path, PROBE_TIMEOUT_S)
+        status, body = await self._request("GET", path) if path else (BAD_REQUEST, b"")
         return body.decode(errors="replace") if status == 200 else ""
 
     async def canary(self, kind: str) -> bool:
@@ -292,10 +285,7 @@ class EngineProcess:
             return 0, b""
 
     async def stop(self, *, kill: bool = False) -> None:
-        """End the process group: by SIGTERM, and by SIGKILL after TERM_TIMEOUT_S.
-
-        With `kill`, by SIGKILL at once.
-        """
+        """End the process group: by SIGTERM, and by SIGKILL later; at once with `kill`."""
         for number in (signal.SIGKILL,) if kill else (signal.SIGTERM, signal.SIGKILL):
             signal_group(self.pid, self.record.started, number)
             timeout_s = TERM_TIMEOUT_S if number is signal.SIGTERM else KILL_TIMEOUT_S

@@ -1,12 +1,17 @@
 """The HTTP session of an engine, and what its errors mean."""
 
+import asyncio
 import errno
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 import aiohttp
 
 from isochrone.service.http_responses import read_response
 from nodeagent.drivers.driver import EngineCommand
+from nodeagent.host.interim_answers import with_few_interim_answers
+
+Parsed = TypeVar("Parsed")
 
 IDLE_CONNECTION_S: Final = 2.0
 """How long an idle connection to a vendor's server is kept. vLLM, SGLang and TensorRT-LLM close it
@@ -15,6 +20,8 @@ after 5 s, and a request sent at that moment would look like a lost engine."""
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 """The longest answer that is read whole. An engine may send without end, and must not fill the
 agent's memory."""
+
+PARSED_AT_ONCE_BYTES_MAX: Final = 256 * 1024
 
 CONNECT_TIMEOUT_S: Final = 4.0  # probes may fill a busy server's queue of connections for a second
 
@@ -28,7 +35,7 @@ def new_session(command: EngineCommand) -> aiohttp.ClientSession:
     )
     return aiohttp.ClientSession(
         command.base_url or None,
-        connector=connector,
+        connector=with_few_interim_answers(connector),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -56,6 +63,12 @@ async def read_answer(answer: aiohttp.ClientResponse) -> bytes:
     Raises aiohttp.ClientPayloadError if it has more than ANSWER_BYTES_MAX.
     """
     return await read_response(answer, ANSWER_BYTES_MAX)
+
+
+async def parsed(body: bytes, parse: Callable[[bytes], Parsed]) -> Parsed:
+    """Parse an engine's answer; a large one in a thread, so that it holds up no other work."""
+    is_large = len(body) > PARSED_AT_ONCE_BYTES_MAX
+    return await asyncio.to_thread(parse, body) if is_large else parse(body)
 
 
 def lacks_descriptors(error: BaseException) -> bool:
