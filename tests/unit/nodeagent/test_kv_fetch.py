@@ -395,9 +395,6 @@ class FakeKvAnswer:
         self.status = status
         self._body = body
 
-    async def read(self, size: int = -1) -> bytes:
-        return self._body
-
     @property
     def content(self) -> "FakeKvAnswer":
         return self
@@ -443,7 +440,7 @@ class RefusingEngine:
             except aiohttp.ClientPayloadError as error:
                 # As aiohttp does.
                 raise aiohttp.ClientConnectionError from error
-        yield FakeKvAnswer(self._status)
+        yield FakeKvAnswer(self._status, b"{}")
 
 
 @pytest.mark.parametrize(

@@ -160,10 +160,10 @@ class DescribingEngine(LateEngine):
             prompt_tokens=1001, blocks=62, cached_blocks=0, held_blocks=0, block_tokens=16
         )
 
-        async def read() -> bytes:
-            return msgspec.json.encode(expected)
+        async def pieces() -> AsyncIterator[bytes]:
+            yield msgspec.json.encode(expected)
 
-        yield SimpleNamespace(status=200, read=read)
+        yield SimpleNamespace(status=200, content=SimpleNamespace(iter_any=pieces))
 
 
 class HungPeers:
