@@ -68,7 +68,7 @@ def _with_output(command: click.Command) -> click.Command:
     if isinstance(command, click.Group):
         for inner in command.commands.values():
             _with_output(inner)
-    else:
+    if not isinstance(command, click.Group) or command.invoke_without_command:
         option = click.Option(
             ["-o", "--output"],
             type=OUTPUT_FORMAT,

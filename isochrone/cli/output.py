@@ -1,5 +1,6 @@
 """Prints data to standard output, as a table or JSON, and messages to standard error."""
 
+import errno
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -75,8 +76,17 @@ def _print_table(table: Table) -> None:
     console = Console(file=sys.stdout, width=width, **AS_WRITTEN)
     with console.capture() as captured:
         console.print(table)
-    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    _echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _print_json(data: Any) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(data), indent=2).decode())
+    _echo(msgspec.json.format(msgspec.json.encode(data), indent=2).decode())
+
+
+def _echo(text: str) -> None:
+    try:
+        click.echo(text)
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise  # click ends quietly when the reader of a pipe has gone
+        raise click.ClickException(f"cannot write the output: {error.strerror}") from error

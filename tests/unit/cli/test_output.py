@@ -1,7 +1,10 @@
 """The output is readable on a terminal and in a pipe."""
 
+import errno
+import os
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -65,3 +68,23 @@ def test_an_unreadable_config_file_gives_an_error_message(
 def test_a_table_shows_markup_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     show_rows([{"reason": "[rank0]: error in [/x] :x:"}], ["reason"], "table")
     assert capsys.readouterr().out.splitlines()[1] == "[rank0]: error in [/x] :x:"
+
+
+def test_a_disk_that_is_full_is_said_and_a_closed_pipe_is_left_to_click(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def write(_: str) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(click, "echo", write)
+    number = errno.ENOSPC
+    with pytest.raises(click.ClickException, match="cannot write the output: No space left"):
+        show_rows([], ["at"], "json")
+    number = errno.EPIPE
+    with pytest.raises(BrokenPipeError):
+        show_one({"at": 0}, "table")
+
+
+def test_a_group_that_is_a_command_itself_takes_the_output_option() -> None:
+    answered = CliRunner().invoke(cli.main, ["routers", "-o", "json", "list", "--help"])
+    assert answered.exit_code == 0, answered.output
