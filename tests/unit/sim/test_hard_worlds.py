@@ -30,9 +30,9 @@ class QuickCell(NamedTuple):
 
 QUICK = (
     QuickCell("one PoP of 8, Mooncake", 80, 1.011, 1.011),
-    QuickCell("16 cities, cache x 1/8, Mooncake", 80, 1.01, 1.026),
-    QuickCell("16 cities, 70B of today, Mooncake", 95, 1.005, 0.979),
-    QuickCell("16 cities, a third lost, Mooncake", 80, 1.049, 1.002),
+    QuickCell("16 cities, cache x 1/8, Mooncake", 80, 1.004, 0.85),
+    QuickCell("16 cities, 70B of today, Mooncake", 95, 1.02, 1.051),
+    QuickCell("16 cities, a third lost, Mooncake", 80, 1.045, 1.059),
     QuickCell("16 cities, Azure code", 80, 1.058, 1.156),
 )
 
