@@ -44,7 +44,7 @@ REFUSED_RESPONSES: dict[str, Any] = {
     "image": {},
     "include": ["message.output_text.logprobs"],
     "moderation": {},
-    "reasoning": {"summary": "detailed"},
+    "reasoning": {"summary": "concise"},
     "service_tier": "priority",
     "stream_options": {"include_obfuscation": True},
     "text": {"verbosity": "high"},
