@@ -69,7 +69,8 @@ class EngineHandle:
     stall_s = step_limit_s = 0.0
 
     def __init__(self, node: "SimNode", engine: SimEngine) -> None:
-        self.record = SimpleNamespace(spec=engine.spec)
+        # It is ready within seconds, so the shorter wait of a loaded engine changes nothing.
+        self.record = SimpleNamespace(spec=engine.spec, was_ready=True)
         self.exited = asyncio.Event()
         self._node, self._engine = node, engine
         engine.on_exit.append(self.exited.set)
