@@ -267,8 +267,9 @@ async def test_a_ping_says_how_long_a_token_of_a_prompt_takes(node: Node) -> Non
                 await answer.read()
     async with node.http.get("/ping") as ping:
         load = headers.parse_loads(ping.headers[headers.LOADS])[ReplicaId("r1")]
-    # One millisecond, and what a busy machine adds; whole answers take 2 to 5.
-    assert 900_000 < load.prefill_ns_per_token < 1_700_000
+    # One millisecond, and what a busy machine adds to a short or a long prompt; whole answers take
+    # 2 to 5.
+    assert 500_000 < load.prefill_ns_per_token < 1_900_000
 
 
 async def test_a_request_is_handed_off_to_a_replica_that_starts_sooner(node: Node) -> None:
