@@ -1,4 +1,4 @@
-"""Someone has a router's or a node's certificate: what becomes of the other routers and nodes?
+"""Attacks a fleet with a stolen certificate of a router or a node.
 
     python -m ops.attack.stolen_certificates [--seconds 15]
 

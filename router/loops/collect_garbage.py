@@ -97,6 +97,6 @@ class CollectInTurns:
 
 
 def _freeze_the_rest(phase: str, info: dict[str, int]) -> None:
-    """Freeze what a full collection has left, whoever ran it."""
+    """Freeze what a full collection has left, also one that Python ran by itself."""
     if phase == "stop" and info["generation"] == FULL_GENERATION:
         gc.freeze()

@@ -16,7 +16,7 @@ and the headers. Clients send four or five for each part."""
 
 
 class _CountedLines:
-    """The most lines of a body that are read one by one."""
+    """Limits how many lines of a body are read one by one."""
 
     def __init__(self, content: StreamReader) -> None:
         self._content = content

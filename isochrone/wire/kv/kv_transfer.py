@@ -85,7 +85,7 @@ NESTED_FIELDS: Final = "vllm_xargs"
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
-"""What another process says, and is counted with: it may say anything."""
+"""Numbers from another process, which may send any value. Bounded, because they are added up."""
 
 
 class KvAddress(msgspec.Struct, frozen=True, kw_only=True):
