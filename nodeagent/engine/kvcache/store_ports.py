@@ -1,7 +1,7 @@
 """The ports at which the members of the store on this machine listen, and when one was last left.
 
-The master names the memory of a member that died for a while, by the port at which it listened. Until
-then no other process may listen there, because it would get requests for that memory.
+The master names the memory of a member that died for a while, by the port at which it listened. No
+other process may listen there in that time, because it would get requests for that memory.
 """
 
 from collections.abc import Set
