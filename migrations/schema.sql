@@ -719,3 +719,9 @@ CREATE INDEX placement_by_release ON placement (released_at) WHERE released_at I
 -- When the scheduler planned it: nothing reads it, and no release names this column (0026).
 
 ALTER TABLE prefetch DROP COLUMN planned_at;
+
+-- The version of Isochrone with which a peer registered last; empty until it has. Operators see in it
+-- how far an upgrade has come.
+
+ALTER TABLE node ADD COLUMN release text NOT NULL DEFAULT '';
+ALTER TABLE router ADD COLUMN release text NOT NULL DEFAULT '';

@@ -45,7 +45,7 @@ def nodes() -> None:
 
 
 NODE_COLUMNS: Final = [
-    "node_id", "pop", "devices", "address", "silent_s", "draining", "revoked", "replicas"
+    "node_id", "pop", "devices", "address", "silent_s", "draining", "revoked", "replicas", "release"
 ]  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def revoke(obj: CliContext, name: str, role: str, serial: str, reason: str, unkn
 _list_routers = list_command(
     "list",
     "/v1/routers",
-    ["router_id", "pop", "silent_s", "generation", "revoked"],
+    ["router_id", "pop", "silent_s", "generation", "revoked", "release"],
     "List routers.",
 )
 

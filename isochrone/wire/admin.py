@@ -55,7 +55,11 @@ class PopView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """The current state of a node. `silent_s` is the time since its last message; None if never."""
+    """The current state of a node.
+
+    `silent_s` is the time since its last message, None if there was none; `release` is the version
+    of Isochrone with which it registered last, empty if it never has.
+    """
 
     node_id: NodeId
     pop: PopId
@@ -68,6 +72,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[NodeDevice, ...]
     replicas: int
     etag: int
+    release: str = ""
     certificate_serial: str = ""
     certificate_expires_at: float | None = None
 
@@ -80,6 +85,7 @@ class RouterView(msgspec.Struct, frozen=True, kw_only=True):
     silent_s: float | None
     generation: int
     revoked: bool
+    release: str = ""
     certificate_serial: str = ""
     certificate_expires_at: float | None = None
 
@@ -350,7 +356,8 @@ class StatusView(msgspec.Struct, frozen=True, kw_only=True):
     `not_following` lists the routers that do not serve the current routes and keys, and the nodes
     that have not taken their assignment, with the reason. Listed routers and nodes do not count as
     ready. `clocks` lists the connected peers whose clocks differ by more than a minute from the
-    acting scheduler's.
+    acting scheduler's. `release` is that of the answering scheduler, `releases` how many nodes and
+    routers have registered with each.
     """
 
     cluster_id: str
@@ -371,3 +378,5 @@ class StatusView(msgspec.Struct, frozen=True, kw_only=True):
     unmet: tuple[str, ...]
     not_following: tuple[str, ...] = ()
     clocks: tuple[str, ...] = ()
+    release: str = ""
+    releases: dict[str, int] = {}

@@ -163,7 +163,8 @@ async def put_model(connection: Connection, model: CatalogModel, etag: int | Non
 
 
 _NODES: Final = """
-SELECT node_id, pop, address, draining, revoked, generation, assigned, etag, certificate_serial,
+SELECT node_id, pop, address, draining, revoked, generation, assigned, etag, release,
+    certificate_serial,
     extract(epoch FROM certificate_expires_at)::float8 AS certificate_expires_at,
     round(abs(extract(epoch FROM clock_timestamp() - last_seen_at)), 1)::float8 AS silent_s,
     (SELECT count(*) FROM placement p WHERE p.node_id = n.node_id AND released_at IS NULL)
@@ -196,7 +197,7 @@ async def set_draining(connection: Connection, node_id: str, draining: bool) -> 
 
 
 _ROUTERS: Final = """
-    SELECT router_id, pop, generation, revoked, certificate_serial,
+    SELECT router_id, pop, generation, revoked, release, certificate_serial,
            extract(epoch FROM certificate_expires_at)::float8 AS certificate_expires_at,
            round(abs(extract(epoch FROM clock_timestamp() - last_seen_at)), 1)::float8 AS silent_s
     FROM router

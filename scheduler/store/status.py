@@ -7,6 +7,7 @@ from typing import Final
 
 import asyncpg
 
+from isochrone import __version__
 from isochrone.wire.admin import StatusView
 from isochrone.wire.ids import NodeId
 from scheduler.decide.cluster import UnmetRequirement
@@ -64,6 +65,8 @@ async def read_status(
         row,
         StatusView,
         scheduler=scheduler,
+        release=__version__,
+        releases=await _releases(connection),
         acting=is_acting,
         nodes=len(nodes),
         nodes_ready=len(nodes) - len(silent) - len(unready),
@@ -124,6 +127,19 @@ async def _router_problems(
         else behind.get(row["router_id"], "")
         for row in rows
     }
+
+
+async def _releases(connection: Connection) -> dict[str, int]:
+    """Return how many nodes and routers registered last with each release."""
+    rows = await connection.fetch(
+        """
+        SELECT release, count(*) AS peers
+        FROM (SELECT release FROM node WHERE NOT revoked
+              UNION ALL SELECT release FROM router WHERE NOT revoked) peer
+        WHERE release <> '' GROUP BY release ORDER BY release
+        """
+    )
+    return {row["release"]: row["peers"] for row in rows}
 
 
 async def _nodes(connection: Connection) -> list[asyncpg.Record]:

@@ -130,6 +130,7 @@ async def record_registration(
     boot_id: str,
     generation: Generation,
     certificate: object,
+    release: str,
 ) -> None:
     await connection.round_trip()
     tables = await connection.write()

@@ -95,7 +95,7 @@ class Script:
             BootId(self.rng.choice(("boot-1", "boot-1", "boot-1", "boot-2"))),
         )
         certificate = a_certificate(node)
-        arguments = (PeerRole.AGENT, node, boot, Generation(0), certificate)
+        arguments = (PeerRole.AGENT, node, boot, Generation(0), certificate, "0.1.0")
         return Call("record_registration", arguments)
 
     def _report(self) -> Call:

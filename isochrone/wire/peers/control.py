@@ -7,7 +7,7 @@ refuses with code `not_acting`, and the peer tries its next URL.
 """
 
 from enum import StrEnum
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -18,6 +18,9 @@ from isochrone.wire.peers.report import Pulse, Report
 from isochrone.wire.peers.routes import RouteDelta, RouteTable, RouteTablePart, SnapshotWanted
 from isochrone.wire.peers.suspicions import FleetSuspicions
 from isochrone.wire.peers.usage import Demand, RoundTrips, Usage, UsageAck
+
+Release = Annotated[str, msgspec.Meta(max_length=128, pattern=r"^[ -~]*$")]
+"""A version of Isochrone. The scheduler stores it, and Postgres has no text with a null."""
 
 TABLE_PARTS: Final = "table_parts"
 """Capability of a router: it takes whole tables in parts, and reports the generation it serves."""
@@ -79,7 +82,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
     cluster_id: ClusterId
     generation: Generation
     epoch: Epoch
-    version: str = ""
+    version: Release = ""
     capabilities: tuple[str, ...] = ()
     last_error: str = ""
     keys_held: bytes = b""

@@ -374,6 +374,7 @@ class PeerServer:
                 register.boot_id,
                 register.generation,
                 certificate,
+                register.version,
             )
         if is_behind:
             await self._take_raised_epoch()

@@ -67,13 +67,14 @@ async def record_registration(
     boot_id: BootId,
     generation: Generation,
     certificate: Certificate,
+    release: str,
 ) -> None:
-    """Record that a peer has registered; raises UnknownPeer."""
+    """Record that a peer of this release has registered; raises UnknownPeer."""
     table, column = PEER_TABLES[role]
     done = await connection.execute(
         f"""
         UPDATE {table} SET boot_id = $2, generation = $3, last_seen_at = clock_timestamp(),
-            certificate_serial = $4, certificate_expires_at = $5
+            certificate_serial = $4, certificate_expires_at = $5, release = $8
             {", report_seq = 0" if role is PeerRole.AGENT else ""}
         WHERE {column} = $1 AND NOT revoked AND NOT EXISTS ({REVOKED_QUERY})
         """,  # noqa: S608
@@ -84,6 +85,7 @@ async def record_registration(
         certificate.expires_at,
         role.value,
         certificate.issued_at,
+        release,
     )
     if not affected_rows(done):
         raise UnknownPeer(f"cannot register {name}: unknown here or revoked; join again")

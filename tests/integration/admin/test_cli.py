@@ -9,6 +9,7 @@ from typing import Any
 
 from click.testing import CliRunner
 
+from isochrone import __version__
 from isochrone.cli.main import main
 from tests.integration.admin.conftest import TOKEN, Admin
 from tests.integration.router.catalogue import add_deployment
@@ -119,7 +120,9 @@ async def test_an_operator_sets_up_a_fleet(admin: Admin, tmp_path: Path) -> None
     code, out, _ = await run_cli(admin, "events", "--limit", "3")
     assert "key.limit" in out
     await limit_a_tenant(admin)
-    assert "s1" in (await run_cli(admin, "status"))[1]
+    told = (await run_cli(admin, "status"))[1]
+    assert "s1" in told
+    assert __version__ in told
     for listing in (
         "pops list",
         "nodes list",

@@ -47,7 +47,7 @@ async def register(connection: Connection) -> None:
         connection, holder="s1", generation=Generation(9), epoch=Epoch(0)
     )
     await record_registration(
-        connection, PeerRole.AGENT, "n1", BootId("b2"), Generation(9), a_certificate("n1")
+        connection, PeerRole.AGENT, "n1", BootId("b2"), Generation(9), a_certificate("n1"), ""
     )
 
 

@@ -62,6 +62,7 @@ async def two_nodes(pool: Pool) -> Epoch:
                 BootId("boot-1"),
                 Generation(0),
                 a_certificate(name),
+                "",
             )
         engine = EngineSettings(driver="mock", kv_memory_bytes=0, devices=2, nodes=2)
         await connection.execute("UPDATE deployment SET deleted_at = clock_timestamp()")

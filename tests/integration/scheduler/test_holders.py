@@ -29,6 +29,7 @@ async def a_node(pool: Pool, epoch: Epoch, name: str, pop: str, *held: str, seq:
                 BootId("boot-1"),
                 Generation(0),
                 a_certificate(name),
+                "",
             )
         report = a_report(name, seq, artifacts=held, address=f"http://{name}")
         assert not (await record_report(connection, epoch, report, believed)).stale

@@ -112,6 +112,7 @@ async def begun(pool: Pool, holder: str = "s1") -> Epoch:
             BootId("boot-1"),
             Generation(0),
             a_certificate("n1"),
+            "0.1.0+g1",
         )
         await catalogue.put_model(connection, a_model(), None)
         await deployments.add_deployment(connection, a_deployment())
@@ -432,6 +433,7 @@ async def test_status_lists_silent_nodes_and_replicas_that_do_not_become_warm(po
             )
 
     assert (await told()).unmet == ("d: no memory",)
+    assert (await told()).releases == {"0.1.0+g1": 1}
     behind = await told(nodes_behind={NodeId("n1"): "its disk is full"})
     assert (behind.nodes, behind.nodes_ready) == (1, 0)
     assert behind.not_following == ("node n1: its disk is full",)

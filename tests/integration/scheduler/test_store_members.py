@@ -28,7 +28,7 @@ async def two_members(pool: Pool) -> Epoch:
     async with transaction(pool) as connection:
         await add_peer(connection, PeerRole.AGENT, "n2", PopId("ams"))
         where = (connection, PeerRole.AGENT, "n2", BootId("boot-1"), Generation(0))
-        await record_registration(*where, a_certificate("n2"))
+        await record_registration(*where, a_certificate("n2"), "")
         await record_report(connection, epoch, a_report("n2"), believed)
     for node, name in (("n1", "r1"), ("n2", "r2")):
         async with transaction(pool) as connection:

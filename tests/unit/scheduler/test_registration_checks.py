@@ -126,3 +126,10 @@ def test_a_node_registers_as_a_node_while_clocks_differ(bench: Bench) -> None:
     for issued in (NOW, NOW + timedelta(days=1, minutes=10), NOW - timedelta(days=90, minutes=4)):
         assert bench.answer(bench.registration(issued=issued)) == "n1"
     assert bench.answer(bench.registration(), PeerRole.ROUTER) == RefusedCode.IDENTITY
+
+
+@pytest.mark.parametrize("release", ["0.1.0\0", "é", "9" * 129])
+def test_a_release_that_the_store_could_not_keep_is_refused(bench: Bench, release: str) -> None:
+    message = msgspec.msgpack.encode(bench.registration(version=release))
+    with pytest.raises(msgspec.ValidationError, match="version"):
+        msgspec.msgpack.decode(message, type=Register)
