@@ -148,6 +148,11 @@ class OpenAiSurface:
         """Return the deployment in `model`, also in `deployment:adapter`. Raises ApiError 404."""
         return self.deployment(self._fleet.directory.base_of(model), key)
 
+    def refuse_retired(self, deployment: DeploymentEntry) -> None:
+        """Raise ApiError 410 if the operator has retired a deployment."""
+        if deployment.deprecation is not None:
+            _refuse_retired(deployment, deployment.deprecation, self.unix_clock())
+
     def only_deployment(self, kind: str, key: KeyEntry) -> DeploymentEntry:
         """Return the only deployment of a kind that a key may use. Raises ApiError 400."""
         found = [
@@ -296,8 +301,7 @@ class OpenAiSurface:
                 f" and this route needs one of kind {kind!r}",
                 param="model",
             )
-        if deployment.deprecation is not None:
-            _refuse_retired(deployment, deployment.deprecation, self.unix_clock())
+        self.refuse_retired(deployment)
         return deployment
 
     def _output_tokens(
