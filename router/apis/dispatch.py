@@ -164,9 +164,7 @@ class ApiDispatcher:
         if request.method != b"POST":
             raise method_not_allowed(request.method.decode(), request.named_path, ("POST",))
         if request.query and is_queued_run(request, path):
-            assert request.key is not None
-            self._openai.base_deployment(model_of(path) or "", request.key)
-            return answer_queued_run(self._batches, request, path, client)
+            return answer_queued_run(self._batches, self._openai, request, path, client)
         if path in MEDIA_PATHS:
             return self._media.answer(request, path, client)
         if path == RESPONSES_PATH and self._stored.is_needed(request):

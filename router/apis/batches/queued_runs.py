@@ -10,6 +10,7 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http import headers
 from router.apis.batches.relay import CHUNK_BYTES, in_a_task
 from router.apis.openai.decode import decode
+from router.apis.openai.surface import OpenAiSurface
 from router.apis.query_flags import flag
 from router.apis.workers_ai.adapter import REJECT_IF_BUSY, model_of
 from router.batch_client import BatchClient
@@ -47,15 +48,24 @@ def is_queued_run(request: HttpRequest, path: str) -> bool:
 
 
 async def answer_queued_run(
-    client: BatchClient, request: HttpRequest, path: str, writer: ResponseWriter
+    client: BatchClient,
+    openai: OpenAiSurface,
+    request: HttpRequest,
+    path: str,
+    writer: ResponseWriter,
 ) -> None:
     """Queue runs, or return the state of queued ones. Raises ApiError. An inline task."""
-    client.require_batches()
+    assert request.key is not None
     model = model_of(path) or ""
+    deployment = openai.base_deployment(model, request.key)
+    client.require_batches()
     queued = decode(request.body, _QUEUED)
     if (queued.requests is None) == (queued.request_id is None):
         reason = "it needs either 'requests' to queue, or the 'request_id' of queued ones"
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use the request body: {reason}")
+    if queued.requests is not None:
+        # Results of earlier runs can be read after that day, too.
+        openai.refuse_retired(deployment)
     await in_a_task(_answer(client, request, queued, model, writer))
 
 

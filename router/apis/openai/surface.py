@@ -32,7 +32,6 @@ from router.apis.openai.decode import (
     with_model,
     with_system_first,
     with_usage_requested,
-    without_transfer_fields,
 )
 from router.apis.openai.engine_features import refuse_lacking, refuse_lacking_route
 from router.apis.openai.images import check_images
@@ -148,6 +147,11 @@ class OpenAiSurface:
         """Return the deployment in `model`, also in `deployment:adapter`. Raises ApiError 404."""
         return self.deployment(self._fleet.directory.base_of(model), key)
 
+    def refuse_retired(self, deployment: DeploymentEntry) -> None:
+        """Raise ApiError 410 if the operator has retired a deployment."""
+        if deployment.deprecation is not None:
+            _refuse_retired(deployment, deployment.deprecation, self.unix_clock())
+
     def only_deployment(self, kind: str, key: KeyEntry) -> DeploymentEntry:
         """Return the only deployment of a kind that a key may use. Raises ApiError 400."""
         found = [
@@ -189,7 +193,7 @@ class OpenAiSurface:
             refuse_storing(openai.store)
             self._check_images(openai, read.images)
             body = with_system_first(body, openai)
-        body = with_usage_requested(without_transfer_fields(body, openai), openai)
+        body = with_usage_requested(body, openai)
         answer_count = count_answers(openai)
         return InferenceRequest(
             request_id=RequestId(request.request_id),
@@ -296,8 +300,7 @@ class OpenAiSurface:
                 f" and this route needs one of kind {kind!r}",
                 param="model",
             )
-        if deployment.deprecation is not None:
-            _refuse_retired(deployment, deployment.deprecation, self.unix_clock())
+        self.refuse_retired(deployment)
         return deployment
 
     def _output_tokens(

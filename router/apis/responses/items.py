@@ -65,5 +65,5 @@ def parse_items(items: list[dict[str, Any]] | list[msgspec.Raw], field: str) -> 
     except msgspec.DecodeError as error:
         reason = str(error).replace("`$", f"`$.{field}")
         raise invalid_field(reason, dict[str, list[InputItem]]) from None
-    check_items(parsed)
+    check_items(parsed, field)
     return parsed

@@ -261,9 +261,9 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
         )
 
 
-def check_items(items: Sequence[InputItem]) -> None:
-    """Raise ApiError 400 if an item cannot be translated."""
-    _add_messages([], items)
+def check_items(items: Sequence[InputItem], field: str) -> None:
+    """Raise ApiError 400, which names `field`, if an item of it cannot be translated."""
+    _add_messages([], items, field)
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
@@ -273,12 +273,12 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
         messages.append({"role": "system", "content": request.instructions})
     if isinstance(request.input, str):
         return [*messages, {"role": "user", "content": request.input}]
-    _add_messages(messages, request.input)
+    _add_messages(messages, request.input, "input")
     return arranged(messages)
 
 
-def _add_messages(messages: list[dict[str, Any]], items: Sequence[InputItem]) -> None:
-    """Append the messages of items. Raises ApiError 400.
+def _add_messages(messages: list[dict[str, Any]], items: Sequence[InputItem], field: str) -> None:
+    """Append the messages of items, which are in a request's `field`. Raises ApiError 400.
 
     Reasoning belongs to the message or the calls after it. Whether it becomes a part of the prompt
     is for the chat template to decide.
@@ -286,26 +286,26 @@ def _add_messages(messages: list[dict[str, Any]], items: Sequence[InputItem]) ->
     reasoning, images = "", list[dict[str, Any]]()
     for item in items:
         if item.namespace and not item.type.startswith("function_call"):
-            raise unusable_field("input", f"items of type {item.type[:60]!r} have no 'namespace'")
+            raise unusable_field(field, f"items of type {item.type[:60]!r} have no 'namespace'")
         if item.type == "reasoning":
-            reasoning += _reasoning(item)
+            reasoning += _reasoning(item, field)
             continue
         if item.type != "function_call_output":
             _add_images(messages, images)
         if item.type == "message":
-            messages.append({"role": item.role, "content": _content(item.content or "")})
+            messages.append({"role": item.role, "content": _content(item.content or "", field)})
         elif item.type == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
             messages[-1].setdefault("tool_calls", []).append(_call(item))
         elif item.type == "function_call_output":
-            output = _content(item.output)
+            output = _content(item.output, field)
             if not isinstance(output, str):
                 images += [part for part in output if part["type"] == "image_url"]
                 output = "".join(part["text"] for part in output if part["type"] == "text")
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
         else:
-            raise unusable_field("input", f"items of type {item.type[:60]!r} are not supported")
+            raise unusable_field(field, f"items of type {item.type[:60]!r} are not supported")
         if messages[-1]["role"] == "assistant":
             before = messages[-1].get(REASONING_FIELDS[0], "")
             messages[-1] |= reasoning_fields(before + reasoning)
@@ -313,9 +313,9 @@ def _add_messages(messages: list[dict[str, Any]], items: Sequence[InputItem]) ->
     _add_images(messages, images)
 
 
-def _reasoning(item: InputItem) -> str:
+def _reasoning(item: InputItem, field: str) -> str:
     """Return the text of reasoning: its summary only if there is no other."""
-    text = _text(item.content or "") or decode_reasoning(item.encrypted_content)
+    text = _text(item.content or "", field) or decode_reasoning(item.encrypted_content)
     return text or BETWEEN_TEXTS.join([part.text for part in item.summary or ()])
 
 
@@ -335,29 +335,29 @@ def _call(item: InputItem) -> dict[str, Any]:
     return {"id": item.call_id, "type": "function", "function": function}
 
 
-def _content(content: Content) -> str | list[dict[str, Any]]:
+def _content(content: Content, field: str) -> str | list[dict[str, Any]]:
     """Return the content of a message: one text, or parts if it has images. Raises ApiError 400."""
     if isinstance(content, str) or not any(part.type == "input_image" for part in content):
-        return _text(content)
+        return _text(content, field)
     parts: list[dict[str, Any]] = []
     for part in content:
         if part.type != "input_image":
-            parts.append({"type": "text", "text": _text([part])})
+            parts.append({"type": "text", "text": _text([part], field)})
         elif part.image_url is None:
-            raise unusable_field("input", "an image needs an 'image_url': files are not stored")
+            raise unusable_field(field, "an image needs an 'image_url': files are not stored")
         else:
             image = {"url": part.image_url, **({"detail": part.detail} if part.detail else {})}
             parts.append({"type": "image_url", "image_url": image})
     return parts
 
 
-def _text(content: Content) -> str:
+def _text(content: Content, field: str) -> str:
     if isinstance(content, str):
         return content
     for part in content:
         if part.text is None and part.refusal is None:
             raise unusable_field(
-                "input", f"parts of type {part.type[:60]!r} are not supported, only text"
+                field, f"parts of type {part.type[:60]!r} are not supported, only text"
             )
     return "".join(part.text or part.refusal or "" for part in content)
 

@@ -165,3 +165,18 @@ def test_a_wrong_role_of_an_item_lists_the_roles() -> None:
         "cannot use field 'input[0].role': 'boss' is not one of"
     )
     assert "'user'" in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "web_search_call", "id": "ws_0"},
+        {"type": "message", "role": "user", "content": [{"type": "input_image"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_file"}]},
+    ],
+)
+def test_a_refused_item_is_named_by_the_field_that_it_is_in(item: dict[str, Any]) -> None:
+    for field in ("items", "input"):
+        with pytest.raises(ApiError) as refused:
+            parse_items([item], field)
+        assert refused.value.param == field
