@@ -77,7 +77,7 @@ ENGINE_FIELDS: Final = (
     "bootstrap_room",
 )
 """The fields of a request in which engines tell each other where KV is. They name hosts to pull
-from, so that only nodes may set them: routers refuse a client's."""
+from, so that only nodes may set them: a client's are removed."""
 
 NESTED_FIELDS: Final = "vllm_xargs"
 """A field of vLLM's requests whose entries stand beside those of ENGINE_FIELDS in the engine."""

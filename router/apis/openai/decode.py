@@ -17,9 +17,11 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http import headers
 from isochrone.wire.http.invalid_field import invalid_field
 from isochrone.wire.http.json_body import UnsafeJson, check_json_body
+from isochrone.wire.kv.kv_transfer import ENGINE_FIELDS, NESTED_FIELDS
 from router.apis.chat_messages import SYSTEM_ROLES, system_first
 from router.apis.openai.prompt import OpenAiRequest, count_answers
 from router.apis.openai.schema import (
+    ABSENT,
     ChatRequest,
     ClassifyRequest,
     CompletionRequest,
@@ -53,6 +55,10 @@ _STATEFUL: Final = frozenset(
     }
 )
 """Options that give a generation a state which its text alone does not hold."""
+
+# Names of this module are looked up once.
+_ABSENT: Final = ABSENT
+_ENGINE_FIELDS: Final = ENGINE_FIELDS
 
 _INCLUDE_USAGE: Final = b'"stream_options":{"include_usage":true}'
 
@@ -147,6 +153,27 @@ def with_system_first(body: bytes, request: ChatRequest) -> bytes:
             message["content"] = _CONTENT.decode(given.get("content", b"null")) or ""
         messages.append(message)
     return msgspec.json.encode({**fields, "messages": system_first(messages, "system")})
+
+
+def without_transfer_fields(body: bytes, request: OpenAiRequest) -> bytes:
+    """Return the body without the fields in which engines tell each other where KV is.
+
+    They name hosts to pull from: a client that could set them would have an engine connect to any.
+    vLLM also finds them among the entries of NESTED_FIELDS, and answers 500 to a wrong type.
+    """
+    if not (isinstance(request, ChatRequest) or isinstance(request, CompletionRequest)):  # noqa: SIM101 - a union would be made for each request
+        return body
+    sent = [name for name in _ENGINE_FIELDS if getattr(request, name) is not _ABSENT]
+    nested = bytes(request.vllm_xargs) if request.vllm_xargs is not _ABSENT else b""
+    if not sent and not nested.startswith(b"{"):
+        return body
+    fields: dict[str, Any] = _FIELDS.decode(body)
+    if nested.startswith(b"{"):
+        entries: dict[str, Any] = _FIELDS.decode(nested)
+        fields[NESTED_FIELDS] = {
+            name: entries[name] for name in entries if name not in _ENGINE_FIELDS
+        }
+    return msgspec.json.encode({name: fields[name] for name in fields if name not in sent})
 
 
 def determinism_of(request: OpenAiRequest) -> str:

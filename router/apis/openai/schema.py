@@ -94,15 +94,8 @@ class RefusedOpenAiFields(msgspec.Struct, frozen=True, kw_only=True):
     moderation: None = None
 
 
-class VllmArguments(msgspec.Struct, frozen=True, kw_only=True):
-    """`vllm_xargs`, among whose entries vLLM finds ENGINE_FIELDS, too: only nodes set those."""
-
-    kv_transfer_params: None = None
-    ec_transfer_params: None = None
-    disaggregated_params: None = None
-    bootstrap_host: None = None
-    bootstrap_port: None = None
-    bootstrap_room: None = None
+ABSENT: Final = msgspec.Raw()
+"""The value of a field that a request does not have: this very object."""
 
 
 class _GenerationRequest(RefusedOpenAiFields, frozen=True, kw_only=True):
@@ -118,14 +111,13 @@ class _GenerationRequest(RefusedOpenAiFields, frozen=True, kw_only=True):
     stop: StopTexts | None = None
     seed: int | None = None
     options: RouterOptions | None = None
-    kv_transfer_params: None = None
-    ec_transfer_params: None = None
-    disaggregated_params: None = None
-    bootstrap_host: None = None
-    bootstrap_port: None = None
-    bootstrap_room: None = None
-    """ENGINE_FIELDS, which name hosts that an engine connects to."""
-    vllm_xargs: VllmArguments | None = None
+    kv_transfer_params: msgspec.Raw = ABSENT
+    ec_transfer_params: msgspec.Raw = ABSENT
+    vllm_xargs: msgspec.Raw = ABSENT
+    disaggregated_params: msgspec.Raw = ABSENT
+    bootstrap_host: msgspec.Raw = ABSENT
+    bootstrap_port: msgspec.Raw = ABSENT
+    bootstrap_room: msgspec.Raw = ABSENT
     mm_processor_kwargs: None = None
     """With it vLLM enlarges an image beyond the pixels that the router has checked."""
     media_io_kwargs: None = None

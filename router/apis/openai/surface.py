@@ -32,6 +32,7 @@ from router.apis.openai.decode import (
     with_model,
     with_system_first,
     with_usage_requested,
+    without_transfer_fields,
 )
 from router.apis.openai.engine_features import refuse_lacking, refuse_lacking_route
 from router.apis.openai.images import check_images
@@ -193,7 +194,7 @@ class OpenAiSurface:
             refuse_storing(openai.store)
             self._check_images(openai, read.images)
             body = with_system_first(body, openai)
-        body = with_usage_requested(body, openai)
+        body = with_usage_requested(without_transfer_fields(body, openai), openai)
         answer_count = count_answers(openai)
         return InferenceRequest(
             request_id=RequestId(request.request_id),

@@ -694,27 +694,44 @@ async def test_a_prompt_counts_where_it_is_read(tmp_path: Path) -> None:
 
 
 async def test_a_clients_own_transfer_fields_do_not_reach_an_engine(tmp_path: Path) -> None:
-    """They name hosts to pull KV from; vLLM takes them from among `vllm_xargs`, too."""
+    """They name hosts to pull KV from; also if a name is written with escapes."""
     async with a_bench(tmp_path) as bench:
+        fields: dict[str, Any] = {
+            "kv_transfer_params": {"remote_host": "evil"},
+            "bootstrap_room": 7,
+        }
+        async with bench.chat(**fields, bootstrap_host="evil", disaggregated_params=None) as got:
+            assert got.status == 200
+        sent = json.loads(bench.nodes[0].bodies[0])
+        assert set(sent) == {"model", "messages"} | (set(sent) & {"max_tokens", "stream"})
+        body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x"}]})
+        escaped = body[:-1] + ', "kv_tr\\u0061nsfer_params": {"remote_host": "evil"}}'
+        path, head = f"{bench.url}/v1/chat/completions", {"content-type": "application/json"}
+        async with bench.http.post(path, data=escaped, headers=head) as got:
+            assert got.status == 200
+        assert b"evil" not in bench.nodes[0].bodies[1]
+        # vLLM takes the fields from among these entries, too.
+        nested = {"kv_transfer_params": "evil", "ec_transfer_params": ["evil"], "kept": 1}
+        async with bench.chat(vllm_xargs=nested) as got:
+            assert got.status == 200
+        assert json.loads(bench.nodes[0].bodies[2])["vllm_xargs"] == {"kept": 1}
+        # Other surfaces refuse the fields, or leave them out of what they translate.
+        named: dict[str, Any] = dict.fromkeys(ENGINE_FIELDS, "evil")
+        named["vllm_xargs"] = dict.fromkeys(ENGINE_FIELDS, "evil")
         chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
-        named = dict.fromkeys(ENGINE_FIELDS, "evil")
         for surface, fields in (
-            ("/v1/chat/completions", {"model": "tiny", **chat}),
             ("/v1/completions", {"model": "tiny", "prompt": "x"}),
             ("/v1/responses", {"model": "tiny", "input": "x"}),
             ("/v1/messages", {"model": "tiny", **chat}),
             ("/client/v4/accounts/a/ai/run/tiny", chat),
         ):
-            for evil in (named, {"vllm_xargs": named}):
-                body = {**fields, **evil}
-                async with bench.http.post(f"{bench.url}{surface}", json=body) as got:
-                    assert got.status == 400, surface
-                    message = await got.text()
-                    assert any(f"'{name}" in message for name in evil), message
-        assert bench.nodes[0].bodies == []
-        async with bench.chat(vllm_xargs={"kept": 1}) as got:
-            assert got.status == 200
-        assert json.loads(bench.nodes[0].bodies[0])["vllm_xargs"] == {"kept": 1}
+            count = len(bench.nodes[0].bodies)
+            body = json.dumps({**fields, **named})
+            async with bench.http.post(f"{bench.url}{surface}", data=body, headers=head) as got:
+                assert got.status in (200, 400), (surface, await got.text())
+            sent_bodies = bench.nodes[0].bodies[count:]
+            assert len(sent_bodies) == (got.status == 200), surface
+            assert not [one for one in sent_bodies if b"evil" in one], surface
 
 
 async def test_a_failed_attempt_leaves_no_prefix_in_the_index(

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from isochrone.wire.errors import ApiError
-from isochrone.wire.kv.kv_transfer import ENGINE_FIELDS
+from isochrone.wire.kv.kv_transfer import ENGINE_FIELDS, NESTED_FIELDS
 from router.apis.openai.decode import (
     CHAT,
     COMPLETION,
@@ -14,6 +14,7 @@ from router.apis.openai.decode import (
     RERANK,
     decode,
     with_system_first,
+    without_transfer_fields,
 )
 from router.apis.openai.prompt import count_answers, count_text_bytes, render_prompt
 
@@ -102,7 +103,7 @@ def test_a_document_to_rank_has_text_and_no_parts() -> None:
     assert refused.value.param == "documents[1].content"
 
 
-@pytest.mark.parametrize("name", ENGINE_FIELDS)
+@pytest.mark.parametrize("name", [*ENGINE_FIELDS, NESTED_FIELDS])
 @pytest.mark.parametrize(
     ("decoder", "start"),
     [
@@ -110,22 +111,16 @@ def test_a_document_to_rank_has_text_and_no_parts() -> None:
         (COMPLETION, b'{"model":"m", "prompt":"hi"'),
     ],
 )
-def test_a_field_that_only_nodes_set_is_refused(
+def test_only_a_body_with_a_field_of_engines_is_written_anew(
     decoder: msgspec.json.Decoder[Any], start: bytes, name: str
 ) -> None:
-    """Also if a later one has its name, if its name is escaped, or among vLLM's arguments."""
-    escaped = f"\\u{ord(name[0]):04x}{name[1:]}"
-    for fields, param in (
-        (f'"{name}":{{"remote_host":"evil"}}', name),
-        (f'"{name}":1,"{name}":null', name),
-        (f'"{escaped}":"evil"', name),
-        (f'"vllm_xargs":{{"kept":1,"{name}":"evil"}}', f"vllm_xargs.{name}"),
-        (f'"vllm_xargs":{{"{escaped}":"evil"}},"vllm_xargs":null', f"vllm_xargs.{name}"),
-    ):
-        with pytest.raises(ApiError, match="it is not supported") as refused:
-            decode(start + f",{fields}}}".encode(), decoder)
-        assert refused.value.param == param
-    decode(start + f',"{name}":null,"vllm_xargs":{{"kept":1}}}}'.encode(), decoder)
+    plain = start + b"}"
+    assert without_transfer_fields(plain, decode(plain, decoder)) is plain
+    for value in (b"null", b"1", b'{"kv_transfer_params":1}'):
+        body = start + b',"' + name.encode() + b'":' + value + b"}"
+        sent = without_transfer_fields(body, decode(body, decoder))
+        assert b"kv_transfer_params" not in sent
+        assert (name.encode() in sent) is (name == NESTED_FIELDS)
 
 
 @pytest.mark.parametrize(
