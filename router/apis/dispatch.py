@@ -28,24 +28,23 @@ from router.apis.document.query_check import check_query
 from router.apis.document.route_paths import allow_line
 from router.apis.media.routes import MediaRoutes
 from router.apis.media.schema import MEDIA_PATHS
-from router.apis.messages.adapter import (
+from router.apis.messages.errors import error_body, error_status
+from router.apis.messages.surface import (
     MESSAGES_PATHS,
+    MESSAGES_REQUEST_ID,
     OutputDoesNotFit,
     is_messages,
     read_messages_request,
 )
-from router.apis.messages.adapter import REQUEST_ID as MESSAGES_REQUEST_ID
-from router.apis.messages.errors import error_body, error_status
 from router.apis.openai.moderations import MODERATIONS_PATH, read_moderation_request
 from router.apis.openai.surface import DECODERS, OpenAiSurface
 from router.apis.request_ids import RequestIds
-from router.apis.responses.adapter import PATH as RESPONSES_PATH
-from router.apis.responses.adapter import read_responses_request
 from router.apis.responses.counting import INPUT_TOKENS_PATH, read_input_tokens_request
 from router.apis.responses.stored_routes import StoredRoutes, is_stored_path
-from router.apis.workers_ai.adapter import is_workers_ai, model_of, read_run_request
+from router.apis.responses.surface import RESPONSES_PATH, read_responses_request
 from router.apis.workers_ai.auxiliary import AUXILIARY_PATHS, auxiliary_path
 from router.apis.workers_ai.finetunes import finetune_path, relay_finetunes
+from router.apis.workers_ai.surface import is_workers_ai, model_of, read_run_request
 from router.apis.workers_ai.translate import encode_error_envelope
 from router.batch_client import BatchClient
 from router.dataplane.http1 import HeaderFields, format_headers, is_costly_body

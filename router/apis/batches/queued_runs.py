@@ -11,7 +11,7 @@ from isochrone.wire.http import headers
 from router.apis.batches.relay import CHUNK_BYTES, in_a_task
 from router.apis.openai.decode import decode
 from router.apis.query_flags import flag
-from router.apis.workers_ai.adapter import REJECT_IF_BUSY, model_of
+from router.apis.workers_ai.surface import REJECT_IF_BUSY, model_of
 from router.batch_client import BatchClient
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
 

@@ -13,7 +13,6 @@ from isochrone.wire.http import headers
 from router.apis.batches.relay import in_a_task, relay_to_batch_service
 from router.apis.openai.decode import decode
 from router.apis.query_flags import flag
-from router.apis.responses.adapter import PATH
 from router.apis.responses.items import identified, parse_items
 from router.apis.responses.references import (
     may_have_references,
@@ -22,6 +21,7 @@ from router.apis.responses.references import (
 )
 from router.apis.responses.replay import FINAL, closing_events, opening_events
 from router.apis.responses.stored import StoredResponses
+from router.apis.responses.surface import RESPONSES_PATH
 from router.batch_client import BatchClient
 from router.dataplane.http_messages import HttpRequest, ResponseWriter
 from router.dataplane.inline_task import inline_sleep
@@ -81,7 +81,7 @@ class StoredRoutes:
                 return
         followed = await self._stored.create(request, writer)
         if followed is not None:
-            request.path = f"{PATH}/{followed.response_id}"
+            request.path = f"{RESPONSES_PATH}/{followed.response_id}"
             await self._follow(request, -1, writer)
 
     async def answer(self, request: HttpRequest, writer: ResponseWriter) -> None:
@@ -135,7 +135,7 @@ class StoredRoutes:
 
         async def read(response_id: str) -> None:
             try:
-                stored = await self._fetch(request, f"{PATH}/{response_id}")
+                stored = await self._fetch(request, f"{RESPONSES_PATH}/{response_id}")
             except ApiError as error:
                 if error.code is not ErrorCode.NOT_FOUND:
                     raise
