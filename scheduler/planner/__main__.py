@@ -18,8 +18,8 @@ from isochrone.service.failure_log import error_text
 from isochrone.service.logs import setup_logs
 from scheduler.planner.garbage import GarbageBetweenAnswers
 from scheduler.planner.messages import (
-    NumberedReply,
-    NumberedRequest,
+    PlannerCall,
+    PlannerReply,
     PlannerSettings,
     frame,
     read_frame,
@@ -51,15 +51,15 @@ async def serve() -> int:
     server = PlannerServer(pool, settings.liveness)
     garbage = GarbageBetweenAnswers()
 
-    async def answer(numbered: NumberedRequest) -> None:
-        writer.write(frame(await _reply_to(server, numbered)))
+    async def answer(call: PlannerCall) -> None:
+        writer.write(frame(await _reply_to(server, call)))
         garbage.collect()
 
     answering: set[asyncio.Task[None]] = set()
     with suppress(asyncio.IncompleteReadError):
         while True:
-            numbered = msgspec.msgpack.decode(await read_frame(reader), type=NumberedRequest)
-            task = asyncio.create_task(answer(numbered))
+            call = msgspec.msgpack.decode(await read_frame(reader), type=PlannerCall)
+            task = asyncio.create_task(answer(call))
             answering.add(task)
             task.add_done_callback(answering.discard)
     for task in answering:
@@ -69,19 +69,17 @@ async def serve() -> int:
     return 0
 
 
-async def _reply_to(server: PlannerServer, numbered: NumberedRequest) -> NumberedReply:
+async def _reply_to(server: PlannerServer, call: PlannerCall) -> PlannerReply:
     try:
-        answer = await server.answer(numbered.request)
+        answer = await server.answer(call.request)
     except UNAVAILABLE as error:
-        return NumberedReply(
-            numbered.number, failure=f"cannot reach the database: {error_text(error)}"
-        )
+        return PlannerReply(call.number, failure=f"cannot reach the database: {error_text(error)}")
     except Exception as error:
         # Whatever fails, the scheduler must get a reply, or it would wait for its timeout.
-        fields = {"request": type(numbered.request).__name__}
+        fields = {"request": type(call.request).__name__}
         log.exception("cannot answer a request", extra={"fields": fields})
-        return NumberedReply(numbered.number, failure=f"{type(error).__name__}: {error}"[:300])
-    return NumberedReply(numbered.number, msgspec.Raw(msgspec.msgpack.encode(answer)))
+        return PlannerReply(call.number, failure=f"{type(error).__name__}: {error}"[:300])
+    return PlannerReply(call.number, msgspec.Raw(msgspec.msgpack.encode(answer)))
 
 
 def main() -> None:

@@ -24,8 +24,8 @@ from scheduler.planner.messages import (
     ExplainRequest,
     LearnedDemand,
     LearnRequest,
-    NumberedReply,
-    NumberedRequest,
+    PlannerCall,
+    PlannerReply,
     PlannerRequest,
     PlannerSettings,
     PlanRequest,
@@ -57,7 +57,7 @@ class PlannerClient:
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._numbers = count()
-        self._pending: dict[int, asyncio.Future[NumberedReply]] = {}
+        self._pending: dict[int, asyncio.Future[PlannerReply]] = {}
 
     async def plan(self, contact: NodeContact, *, is_quick: bool = False) -> PlacementPlan:
         """Return what should start and end; if `is_quick`, without a thorough search."""
@@ -100,7 +100,7 @@ class PlannerClient:
         future = self._pending[number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(self._answer_timeout_s):
-                process.stdin.write(frame(NumberedRequest(number, request)))
+                process.stdin.write(frame(PlannerCall(number, request)))
                 await process.stdin.drain()
                 reply = await future
         except TimeoutError:
@@ -142,7 +142,7 @@ class PlannerClient:
         assert process.stdout is not None
         try:
             while True:
-                reply = msgspec.msgpack.decode(await read_frame(process.stdout), type=NumberedReply)
+                reply = msgspec.msgpack.decode(await read_frame(process.stdout), type=PlannerReply)
                 future = self._pending.get(reply.number)
                 if future is not None and not future.done():
                     future.set_result(reply)

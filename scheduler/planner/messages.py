@@ -72,14 +72,14 @@ class LearnedDemand(msgspec.Struct, frozen=True, kw_only=True):
 PlannerRequest = PlanRequest | PrefetchRequest | ExplainRequest | SnapshotRequest | LearnRequest
 
 
-class NumberedRequest(msgspec.Struct, frozen=True):
+class PlannerCall(msgspec.Struct, frozen=True):
     """A request with the number of its reply."""
 
     number: int
     request: PlannerRequest
 
 
-class NumberedReply(msgspec.Struct, frozen=True):
+class PlannerReply(msgspec.Struct, frozen=True):
     """The answer to the request with this number, or why there is none."""
 
     number: int
