@@ -8,7 +8,7 @@ import msgspec
 from isochrone.wire.client_keys.key_table import KeyTable
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers.responses import FinishResponse, LeasedResponse
-from router.apis.batches.answer import (
+from router.apis.leased_work import (
     CollectingWriter,
     check_capacity,
     key_of_work,
