@@ -31,7 +31,6 @@ from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.apis.workers_ai.auxiliary import EnvelopeRoutes, add_catalog_routes
 from router.apis.workers_ai.markdown import add_markdown_routes
-from router.batch_client import BatchAccess, BatchClient
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.server import PublicServer
@@ -44,8 +43,8 @@ from router.loops.answer_batches import AnswerBatches
 from router.loops.answer_responses import LEASE_INTERVAL_S
 from router.loops.collect_garbage import COLLECT_INTERVAL_S, CollectInTurns
 from router.loops.follow_routes import TableFollower
-from router.loops.pop_loads import PopLoadPoller
 from router.loops.probe_nodes import NodeProber
+from router.loops.read_pop_loads import PopLoadPoller
 from router.loops.set_gauges import GaugeSetter
 from router.loops.share_prompts import PromptSharer
 from router.loops.ship_reports import ReportShipper
@@ -63,6 +62,7 @@ from router.recording.record import Recorder
 from router.recording.tracing import request_tracer, router_exporter
 from router.recording.usage_journal import UsageJournal
 from router.recording.usage_spool import UsageSpool
+from router.scheduler_client import SchedulerAccess, SchedulerClient
 from router.sharing.key_use_sharing import KeyUseOutbox, OwnKeyUse, draw_in_slices
 from router.sharing.prompt_sharing import SharedPrompts
 from router.sharing.suspicion_sharing import FleetSuspicionOutbox, from_fleet
@@ -180,7 +180,7 @@ class RouterApp:
         )
         self.surface = OpenAiSurface(self.config, self.fleet, time.time)
         uses_tls = any(url.startswith("https:") for url in self.config.schedulers)
-        self.batch_client = BatchClient(client_context(self.identity) if uses_tls else None)
+        self.scheduler_client = SchedulerClient(client_context(self.identity) if uses_tls else None)
         self.request_ids = RequestIds(self.boot_id)
 
     def _create_reports(self) -> None:
@@ -240,7 +240,7 @@ class RouterApp:
     def _create_server(self) -> PublicServer:
         """Return the server of the public port, and create the jobs that answer batches."""
         self.stored = compose_stored_answers(
-            *(self.config, self.batch_client, self.surface, self.pipeline.serve, self.metrics),
+            *(self.config, self.scheduler_client, self.surface, self.pipeline.serve, self.metrics),
             charge=lambda key, size_bytes: self.server.bodies.charge_stored(key, size_bytes),
             keys=lambda: self.fleet.directory.keys,
             may_lease=lambda: (
@@ -251,7 +251,7 @@ class RouterApp:
         )
         dispatcher = ApiDispatcher(
             *(self.surface, self.pipeline, self.upstream, self.request_ids, self.metrics),
-            self.batch_client,
+            self.scheduler_client,
             self.stored.routes,
             MediaRoutes(self.surface, self.pipeline, self.config.audio_relayed_bytes_max),
         )
@@ -264,7 +264,7 @@ class RouterApp:
             unix_clock=time.time,
         )
         self.answer_batches = AnswerBatches(
-            client=self.batch_client,
+            client=self.scheduler_client,
             fleet=self.fleet,
             answer=answerer.answer,
             is_busy=lambda: self.pipeline.queue.depth > 0,
@@ -313,14 +313,14 @@ class RouterApp:
         )
 
     async def send_table(self) -> int:
-        """Send workers the route table that they lack, and the access to the batch service.
+        """Send workers the route table that they lack, and the access to the scheduler.
 
         The access ends with the control connection, so that no request waits for a scheduler that
         is gone.
         """
         if not self.link.connected:
-            self.batch_client.access = BatchAccess()
-        self.workers.broadcast(self.batch_client.access)
+            self.scheduler_client.access = SchedulerAccess()
+        self.workers.broadcast(self.scheduler_client.access)
         return await self.workers.send_table()
 
     async def on_welcome(self, welcome: Welcome) -> None:
@@ -328,7 +328,7 @@ class RouterApp:
         log.info("following", extra={"fields": {"epoch": welcome.epoch}})
         self.shipper.on_welcome()
         assert isinstance(self.link, ControlLink)
-        self.batch_client.access = BatchAccess(
+        self.scheduler_client.access = SchedulerAccess(
             *(self.link.url, welcome.relay_token, welcome.has_batches)
         )
 
@@ -358,8 +358,8 @@ class RouterApp:
             await self.follower.accept_change(message)
         elif isinstance(message, Shared):
             self.learn_shared(message)
-        elif isinstance(message, BatchAccess):
-            self.batch_client.access = message
+        elif isinstance(message, SchedulerAccess):
+            self.scheduler_client.access = message
         elif isinstance(message, FleetKeyUse):
             await draw_in_slices(message.rows, self.draw_elsewhere)
         else:
@@ -411,7 +411,7 @@ async def open_router(
         stack.callback(app.deadlines.stop)
         stack.push_async_callback(app.upstream.close)
         stack.callback(app.pop_loads.close)
-        stack.push_async_callback(app.batch_client.close)
+        stack.push_async_callback(app.scheduler_client.close)
         if app.exporter is not None:
             stack.push_async_callback(app.exporter.close)
         stack.push_async_callback(_save_to_disk, app)

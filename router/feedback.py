@@ -198,7 +198,7 @@ class AttemptFeedback:
             return
         deployment = self._fleet.routing(route.deployment_id)
         share = cached_tokens / prompt_tokens
-        deployment.learn_uncached_share(1.0 - share)
+        deployment.replicas.learn_uncached_share(1.0 - share)
         if sent is not None and deployment.slot_of(route.replica_id) == sent.slot:
             deployment.learn_cached_share(sent, share, self._fleet.clock())
             self._fleet.prompt_outbox.add(route.deployment_id, route.replica_id, sent, keys)

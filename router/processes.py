@@ -24,8 +24,8 @@ from isochrone.wire.client_keys.key_use import FleetKeyUse
 from isochrone.wire.peers.routes import RouteDelta, RouteTable, RouteTablePart, diff
 from isochrone.wire.peers.table_parts import split_table
 from isochrone.wire.peers.usage import Demand, Usage, UsageAck
-from router.batch_client import BatchAccess
 from router.config import RouterConfig
+from router.scheduler_client import SchedulerAccess
 from router.sharing.key_use_sharing import OwnKeyUse
 from router.sharing.prompt_sharing import SharedPrompts
 from router.sharing.suspicion_sharing import SharedSuspicions
@@ -50,11 +50,11 @@ port's connections, and systemd watches only the main process."""
 Shared = SharedPrompts | SharedSuspicions
 """Messages from any process to all others."""
 
-ToAllWorkers = UsageAck | BatchAccess | FleetKeyUse | Shared
+ToAllWorkers = UsageAck | SchedulerAccess | FleetKeyUse | Shared
 
 _FROM_WORKER: Final = codec.decoder(Demand | Usage | OwnKeyUse | Shared)
 _FROM_MAIN: Final = codec.decoder(
-    RouteTablePart | RouteDelta | UsageAck | BatchAccess | FleetKeyUse | Shared
+    RouteTablePart | RouteDelta | UsageAck | SchedulerAccess | FleetKeyUse | Shared
 )
 
 Send = Callable[[msgspec.Struct], Awaitable[bool]]

@@ -6,7 +6,7 @@ from typing import Final
 
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
-from isochrone.wire.kv.kv_sharing import KV_FOUND, KV_HOLDERS, KV_STORE, found_places, parse_found
+from isochrone.wire.kv.kv_sharing import KV_FOUND, KV_HOLDERS, KV_KEEPER, found_places, parse_found
 from isochrone.wire.models.model import Deprecation
 from isochrone.wire.peers.adapter import RequestAdapter, format_request_adapter
 from router.decide.choice.shared_kv import NO_SHARED_KV_PEERS, SharedKvPeers
@@ -88,8 +88,8 @@ def node_headers(
         lines += f"{headers.PREFILL_REPLICAS}: {headers.format_peer_replicas(readers)}\r\n"
     if holders.replicas:
         lines += f"{KV_HOLDERS}: {headers.format_peer_replicas(holders.replicas)}\r\n"
-        if holders.store:
-            lines += f"{KV_STORE}: {holders.store}\r\n"
+        if holders.keeper:
+            lines += f"{KV_KEEPER}: {holders.keeper}\r\n"
     return lines
 
 

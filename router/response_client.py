@@ -6,10 +6,10 @@ from typing import Final
 import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.peers import batches
+from isochrone.wire.peers import relay
 from isochrone.wire.peers import responses as wire
 from isochrone.wire.peers.routes import KeyEntry
-from router.batch_client import BatchClient
+from router.scheduler_client import SchedulerClient
 
 FINISH_ATTEMPTS: Final = 60
 FINISH_PAUSE_S: Final = 1.0
@@ -23,7 +23,7 @@ _LEASED: Final = msgspec.msgpack.Decoder(wire.LeasedResponses)
 class ResponseClient:
     """Sends each message, and decodes the answer. All methods raise ApiError."""
 
-    def __init__(self, client: BatchClient) -> None:
+    def __init__(self, client: SchedulerClient) -> None:
         self._client = client
 
     @property
@@ -59,8 +59,8 @@ class ResponseClient:
 
         While no scheduler can be reached the message is sent again for a minute.
         """
-        path = f"{batches.PUBLIC_PREFIX}/v1/responses/{response_id}"
-        of_key = {batches.TENANT: key.tenant_id, batches.KEY: key.key_id}
+        path = f"{relay.PUBLIC_PREFIX}/v1/responses/{response_id}"
+        of_key = {relay.TENANT: key.tenant_id, relay.KEY: key.key_id}
         for _ in range(FINISH_ATTEMPTS):
             try:
                 async with self._client.request("DELETE", path, headers=of_key):

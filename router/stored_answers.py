@@ -10,11 +10,11 @@ from router.apis.request_ids import RequestIds
 from router.apis.responses.background import BackgroundAnswerer
 from router.apis.responses.stored import Charge, Serve, StoredResponses
 from router.apis.responses.stored_routes import StoredRoutes
-from router.batch_client import BatchClient
 from router.config import RouterConfig
 from router.loops.answer_responses import AnswerResponses
 from router.recording.metrics import Metrics
 from router.response_client import ResponseClient
+from router.scheduler_client import SchedulerClient
 
 
 class StoredAnswers(NamedTuple):
@@ -26,7 +26,7 @@ class StoredAnswers(NamedTuple):
 
 def compose_stored_answers(
     config: RouterConfig,
-    client: BatchClient,
+    client: SchedulerClient,
     openai: OpenAiSurface,
     serve: Serve,
     metrics: Metrics,

@@ -39,7 +39,7 @@ CATCH_ALL_ALLOWED = {
     "isochrone/service/loop.py": "the edge of a periodic job's turn: counted, logged, run again",
     "isochrone/service/threads.py": "the edge of a thread: its caller gets the error",
     "isochrone/service/network/http_server.py": "the edge of an aiohttp request: answered with 500",
-    "router/apis/batches/answer.py": "the edge of leased work: returned as a failed attempt",
+    "router/apis/leased_work.py": "the edge of leased work: returned as a failed attempt",
     "router/dataplane/server.py": "the edge of a request of the router's own server: the same",
     "router/dataplane/inline_task.py": "the edge of a coroutine without a task",
     "router/documents/child.py": "the edge of a process: parsers of documents raise anything",

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -62,7 +62,9 @@ def artifact_of(folder: Path, source: str, only: tuple[str, ...] = ()) -> Artifa
     paths = [folder / name for name in only] or [
         path
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and not _is_left_out(path.relative_to(folder))
+        if path.is_file()
+        and not is_hidden(path.relative_to(folder))
+        and path != folder / SIGNATURE_FILE
     ]
     if source.startswith("file:"):
         for path in paths:
@@ -175,10 +177,6 @@ def _gguf_values(path: Path) -> dict[str, Any]:
     if shape is not None and int(kv_bytes_per_token(shape)) == values["kv_bytes_per_token"]:
         values["shape"] = msgspec.to_builtins(shape)
     return values
-
-
-def _is_left_out(path: PurePath) -> bool:
-    return is_hidden(path) or path == PurePath(SIGNATURE_FILE)
 
 
 def _hashed_file(folder: Path, path: Path) -> ArtifactFile:

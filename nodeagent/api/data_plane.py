@@ -44,18 +44,17 @@ from nodeagent.api.request.answer_relay import (
     request_data,
     response_head,
 )
-from nodeagent.api.request.decode_leg import (
-    DecodeLeg,
-    DecodeLegs,
-    answer_context,
-    apply_leg,
-    prefix_copy,
-    report_found,
-)
 from nodeagent.api.request.engine_trials import EngineRequest, engine_request
 from nodeagent.api.request.event_tokens import add_prompt_tokens, is_counted, with_event_tokens
 from nodeagent.api.request.handoff_notice import announce_prefill, announce_replica
 from nodeagent.api.request.model_name import with_deployment_name, with_model_name
+from nodeagent.api.request.prefill_legs import (
+    PrefillLeg,
+    PrefillLegs,
+    answer_context,
+    apply_leg,
+    report_found,
+)
 from nodeagent.api.request.request_adapter import (
     add_loaded,
     fetched_adapter,
@@ -143,7 +142,7 @@ class DataPlaneServer:
         self._pop_loads = PopLoadReader(peer_replicas.read_loads, monotonic)
         quota = KvQuota(kv_limits)
         self._windows = WindowLeases(supervisor.replicas.get, monotonic, supervisor.state_folder)
-        self._decode_legs = DecodeLegs(peer_replicas, quota, self._windows)
+        self._prefill_legs = PrefillLegs(peer_replicas, quota, self._windows)
         self._kv_sharing = KvSharingRoutes(
             supervisor.replicas, peer_replicas, quota, self._windows, monotonic
         )
@@ -165,7 +164,7 @@ class DataPlaneServer:
         return app
 
     async def _close(self, app: web.Application) -> None:
-        await self._kv_sharing.close()
+        await self._prefill_legs.close()
         await self._peer_replicas.close()
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
@@ -345,7 +344,7 @@ class DataPlaneServer:
             data = request_data(engine.salted(request.path, body, salt, priority))
             return traced_answer(partial(engine.http.post, request.path, data=data), sent)
 
-        leg = self._decode_legs.open(request, replica, engine, body, reservation, TO_PEER)
+        leg = self._prefill_legs.open(request, replica, engine, body, reservation, TO_PEER)
         if leg is None and headers.GENERATED_TOKENS not in request.headers:
             reservation.begin_prefill(monotonic())
         try:
@@ -354,10 +353,7 @@ class DataPlaneServer:
                     request, replica, answer, reservation, running, leg
                 )
             if response.status == 200:
-                if prompt := self._decode_legs.computed_prompt(request, replica, engine, leg):
-                    self._kv_sharing.store_copies.offer(prompt)
-                elif copy := prefix_copy(leg):
-                    self._kv_sharing.offer_copy(copy)
+                self._prefill_legs.offer_copy(request, replica, engine, leg)
             return response
         except NoPrefillReplica as error:
             raise RequestRefused("loading", 503) from error
@@ -387,7 +383,7 @@ class DataPlaneServer:
         answer: aiohttp.ClientResponse,
         reservation: TokenReservation,
         running: EngineRequest,
-        leg: DecodeLeg | None,
+        leg: PrefillLeg | None,
     ) -> web.StreamResponse:
         """Relay the engine's answer, with the replica's load as of the first token."""
         response, chunks = await relayed_answer(request, answer, FROM_ENGINE)

@@ -1,10 +1,7 @@
 """Serves the other nodes of the PoP that share KV: locates, sends and keeps blocks for them.
 
 Rule 1: blocks are relayed between the engine and the other node, within the node's budget for KV.
-Rule 2: a copy is made after the answer, one at a time. A copy that does not fit the short queue is
-dropped, which costs a recomputation at worst.
-Rule 3: a copy takes only memory that nothing else uses. A node that had no such memory, or failed,
-gets no copies for COPY_PAUSE_S.
+Rule 2: a copy for another node is kept one at a time, and takes only memory that nothing else uses.
 """
 
 import asyncio
@@ -19,29 +16,21 @@ from isochrone.service.network.http_server import json_response, read_body
 from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http import headers
-from isochrone.wire.http.headers import PeerReplica
-from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
+from isochrone.wire.ids import DeploymentId, ReplicaId
 from isochrone.wire.kv import kv_sharing, kv_transfer
 from isochrone.wire.peers.report import ReplicaState
 from nodeagent import metrics
 from nodeagent.api.request.window_relay import relayed_answer, window_headers
-from nodeagent.decide.pauses import Pauses
 from nodeagent.decide.requests.handoff import PeerReplicaLost
 from nodeagent.decide.requests.kv_quota import KvQuota, KvUser
 from nodeagent.disaggregation.kv_fetch import RelayToPeer
 from nodeagent.disaggregation.kv_windows import WindowLeases, length_header
-from nodeagent.disaggregation.store_copies import StoreCopies
+from nodeagent.disaggregation.prompt_copies import COPY_TIMEOUT_S, PAUSE_S
 from nodeagent.host.engines.engine_process import EngineProcess
 from nodeagent.host.engines.open_session import read_answer
 from nodeagent.managed_replica import ManagedReplica
 
 BODY_TIMEOUT_S: Final = 10.0
-COPIES_QUEUED_MAX: Final = 16
-COPY_TIMEOUT_S: Final = 60.0
-COPY_PAUSE_S: Final = 10.0
-NODES_MAX: Final = 256
-COPY_BLOCKS_MIN: Final = 8
-"""A shorter prompt is computed again as soon as it would be fetched."""
 
 _KEEP: Final = msgspec.msgpack.Decoder(kv_sharing.KeepQuery)
 _LOCATED: Final = msgspec.json.Decoder(kv_sharing.LocatedBlocks)
@@ -53,14 +42,6 @@ class SharingReplica(NamedTuple):
     engine: EngineProcess
     deployment_id: DeploymentId
     replica_id: ReplicaId
-
-
-class PrefixCopy(NamedTuple):
-    """A prefix that `here` has, of which the replica `store` should keep a copy."""
-
-    here: PeerReplica
-    store: PeerReplica
-    digests: tuple[bytes, ...]
 
 
 class KvSharingRoutes:
@@ -80,59 +61,13 @@ class KvSharingRoutes:
         self._quota = quota
         self._windows = windows
         self._clock = clock
-        self._copies: asyncio.Queue[PrefixCopy] = asyncio.Queue(COPIES_QUEUED_MAX)
-        self._copying: asyncio.Task[None] | None = None
-        self.store_copies = StoreCopies(quota, clock)
-        """Copies of blocks to the PoP's store."""
         self._keeping = asyncio.Lock()
-        self._pauses: Pauses[NodeId] = Pauses(COPY_PAUSE_S, NODES_MAX)
-        """The nodes that are sent no copies."""
 
     def attach(self, app: web.Application) -> None:
         """Add the routes."""
         app.router.add_post(kv_sharing.LOCATE_PATH, self._locate)
         app.router.add_post(kv_sharing.BLOCKS_PATH, self._send)
         app.router.add_post(kv_sharing.KEEP_PATH, self._keep)
-
-    async def close(self) -> None:
-        """Make no more copies."""
-        await self.store_copies.close()
-        if self._copying is not None:
-            self._copying.cancel()
-            await asyncio.wait({self._copying})
-
-    def offer_copy(self, copy: PrefixCopy) -> None:
-        """Have a copy made of a prefix, unless too many wait already."""
-        if len(copy.digests) < COPY_BLOCKS_MIN:
-            return
-        if self._copies.full() or self._pauses.is_paused(copy.store.node_id, self._clock()):
-            metrics.KV_COPIES.labels("dropped").inc()
-            return
-        self._copies.put_nowait(copy)
-        if self._copying is None:
-            self._copying = asyncio.create_task(self._make_copies())
-
-    async def _make_copies(self) -> None:
-        while True:
-            copy = await self._copies.get()
-            node_id = copy.store.node_id
-            if self._pauses.is_paused(node_id, self._clock()):
-                metrics.KV_COPIES.labels("dropped").inc()
-                continue
-            query = kv_sharing.KeepQuery(source=copy.here, digests=copy.digests)
-            body = msgspec.msgpack.encode(query)
-            sent = {headers.REPLICA: copy.store.replica_id}
-            try:
-                async with asyncio.timeout(COPY_TIMEOUT_S):
-                    async with self._peers.relay(
-                        copy.store, kv_sharing.KEEP_PATH, body, sent
-                    ) as answer:
-                        outcome = "kept" if answer.status == 200 else "refused"
-            except (PeerReplicaLost, aiohttp.ClientError, OSError, TimeoutError):
-                outcome = "failed"
-            if outcome != "kept":
-                self._pauses.begin(node_id, self._clock())
-            metrics.KV_COPIES.labels(outcome).inc()
 
     def _find_replica(self, request: web.Request) -> SharingReplica:
         """Return the engine of the replica that another node names, if it shares KV."""
@@ -234,7 +169,7 @@ class KvSharingRoutes:
             raise ApiError(
                 ErrorCode.OUT_OF_CAPACITY,
                 "cannot keep KV: no memory is unused here",
-                retry_after_s=COPY_PAUSE_S,
+                retry_after_s=PAUSE_S,
             )
         body = msgspec.msgpack.encode(kv_sharing.BlockQuery(digests=lacking))
         sent = {headers.REPLICA: query.source.replica_id, kv_sharing.COPY: "1"}

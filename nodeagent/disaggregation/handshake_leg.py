@@ -18,8 +18,7 @@ import msgspec
 
 from isochrone.service.http_responses import read_response
 from isochrone.service.tracing import names
-from isochrone.service.tracing.recorder import child_span, current_span
-from isochrone.service.tracing.spans import SpanKind
+from isochrone.service.tracing.recorder import current_span
 from isochrone.wire import codec
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
@@ -37,7 +36,13 @@ from nodeagent.decide.requests.prefill_leg import (
     plan_prefill,
     probe_timeout_s,
 )
-from nodeagent.disaggregation.two_legs import FAILED, LegRefused, LegRequest, PrefillPeers
+from nodeagent.disaggregation.transfer_leg import (
+    FAILED,
+    LegRefused,
+    LegRequest,
+    PrefillPeers,
+    prefill_span,
+)
 from nodeagent.drivers.handshake import (
     Fields,
     Handshake,
@@ -82,7 +87,7 @@ class DecodeEngineFailed(Exception):
 
 
 class HandshakeLeg:
-    """The two legs of one request. Has the attributes of PrefillLeg that describe the result."""
+    """The two legs of one request. Has the attributes of TransferLeg that describe the result."""
 
     fetched = None
     holders = None
@@ -205,18 +210,19 @@ class HandshakeLeg:
         """
         handshake, began_s, outside = self._handshake, self._clock(), copy_context()
         decoding: asyncio.Task[aiohttp.ClientResponse] | None = None
-        async with prefill_span(candidate), asyncio.timeout(timeout_s):
-            address = await self._address(candidate) if handshake.needs_address else None
-            body = handshake.prefill(fields, self.transfer, address)
-            reading = asyncio.create_task(self._read_prompt(candidate, body))
-            attempt.push_async_callback(_end, reading)
-            if handshake.is_concurrent:
-                body = handshake.decode(fields, self.transfer, address, {})
-                # Both legs are steps of the request, and neither is one of the other.
-                decoding = asyncio.create_task(_decode(post, body, attempt), context=outside)
-                attempt.push_async_callback(_end, decoding)
-                await _either_problem(reading, decoding)
-            prompt = await reading
+        with prefill_span(candidate):
+            async with asyncio.timeout(timeout_s):
+                address = await self._address(candidate) if handshake.needs_address else None
+                body = handshake.prefill(fields, self.transfer, address)
+                reading = asyncio.create_task(self._read_prompt(candidate, body))
+                attempt.push_async_callback(_end, reading)
+                if handshake.is_concurrent:
+                    body = handshake.decode(fields, self.transfer, address, {})
+                    # Both legs are steps of the request, and neither is one of the other.
+                    decoding = asyncio.create_task(_decode(post, body, attempt), context=outside)
+                    attempt.push_async_callback(_end, decoding)
+                    await _either_problem(reading, decoding)
+                prompt = await reading
         self.received_s = self._clock()
         metrics.PREFILL_LEG_SECONDS.observe(self.received_s - began_s)
         self.received = kv_transfer.ReceivedBlocks(
@@ -258,15 +264,6 @@ class HandshakeLeg:
                 raise LegRefused(f"{candidate.replica_id} answered {answer.status}")
             received = await read_response(answer, ANSWER_BYTES_MAX)
         return codec.decode_json(received, _ANSWER, bytes_max=ANSWER_BYTES_MAX)
-
-
-@asynccontextmanager
-async def prefill_span(candidate: PeerReplica) -> AsyncIterator[None]:
-    """Record that a replica reads the prompt."""
-    with child_span("prefill", SpanKind.CLIENT) as span:
-        span.set(names.NODE, candidate.node_id)
-        span.set(names.REPLICA, candidate.replica_id)
-        yield
 
 
 def _fields_of(body: bytes) -> Fields | None:

@@ -66,11 +66,11 @@ LeaseWindow = Callable[[ReplicaId], AbstractContextManager[WindowLease]]
 
 class KvHolders(NamedTuple):
     """The replicas that a router names for a prompt: the addressed one, and those that may have
-    its prefix. `store` keeps a copy of it; empty if none does."""
+    its prefix. `keeper` keeps a copy of it; empty if none does."""
 
     here: PeerReplica
     others: Sequence[PeerReplica]
-    store: str
+    keeper: str
 
 
 class FetchedPrefix(NamedTuple):
@@ -165,7 +165,7 @@ class PrefixFetcher:
             self._rates.running -= 1
         outcome = FetchChoice.FETCH.value if blocks == plan.blocks else FAILED
         metrics.KV_FETCHES.labels(outcome).inc()
-        place = "store" if is_stored or plan.peer.replica_id == holders.store else "peer"
+        place = "store" if is_stored or plan.peer.replica_id == holders.keeper else "peer"
         span.set(names.KV_OUTCOME, outcome)
         span.set(names.KV_PLACE, place)
         span.set(names.KV_BLOCKS, blocks)
@@ -186,7 +186,7 @@ class PrefixFetcher:
         if self._store is not None and self._store.may_ask():
             questions.append(self._store.locate(missing, expected.held_blocks, timeout_s))
         return [
-            holder._replace(keeps_copy=True) if holder.peer.replica_id == holders.store else holder
+            holder._replace(keeps_copy=True) if holder.peer.replica_id == holders.keeper else holder
             for holder in await asyncio.gather(*questions)
         ]
 
@@ -409,9 +409,9 @@ def _blocks_of(status: int, body: bytes) -> int:
         return 0
 
 
-def parse_holders(sent: str, store: str) -> KvHolders | None:
+def parse_holders(sent: str, keeper: str) -> KvHolders | None:
     """Return the replicas that a router names; None if there are no others."""
     replicas = headers.parse_peer_replicas(sent)
     if len(replicas) < 2:
         return None
-    return KvHolders(replicas[0], replicas[1:], ReplicaId(store))
+    return KvHolders(replicas[0], replicas[1:], ReplicaId(keeper))

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.peers.report import Refusal, ReplicaState
-from nodeagent.decide.replicas.reconcile import STORE_KEY, command_key, reconcile, store_client_key
+from nodeagent.decide.replicas.reconcile import LackingParts, reconcile
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.drivers.driver import missing_package
@@ -74,7 +74,7 @@ class ConvergeJob:
             assignment,
             self._supervisor.states(),
             {device.device_id: device.memory_bytes for device in devices if device.healthy},
-            await asyncio.to_thread(self._missing),
+            await asyncio.to_thread(self._lacking_parts),
             self._rank_ports,
             [
                 replica.spec
@@ -89,14 +89,15 @@ class ConvergeJob:
         self._update_refusals(steps.refusals)
         return ConvergeCounts(len(steps.starts), len(steps.stops), len(steps.refusals))
 
-    def _missing(self) -> dict[str, str]:
-        """Return what each driver's engine lacks on this node, and a store of KV. Blocks."""
+    def _lacking_parts(self) -> LackingParts:
+        """Return what engines lack on this node; they may be installed at any time. Blocks."""
         ports = "" if self._has_store_ports else "plaintext_kv_store_ports is not set on this node"
-        store = {
-            STORE_KEY: ports or missing_master(),
-            store_client_key("embedded"): missing_package(STORE_PACKAGE),
-        }
-        return {**_missing_by_driver(self._commands), **store}
+        return LackingParts(
+            by_driver={name: driver.missing() for name, driver in DRIVERS.items()},
+            by_command={name: command.missing() for name, command in self._commands.items()},
+            store=ports or missing_master(),
+            store_client={"embedded": missing_package(STORE_PACKAGE)},
+        )
 
     def _update_refusals(self, refusals: tuple[Refusal, ...]) -> None:
         """Report these refusals, and those of the last REFUSAL_REPORT_S."""
@@ -112,9 +113,3 @@ class ConvergeJob:
         if reported != self._node.refusals:
             self._node.refusals = reported
             self._node.nudge_report()
-
-
-def _missing_by_driver(commands: Mapping[str, ConfiguredCommand]) -> dict[str, str]:
-    """Return what each driver's engine lacks on this node. Engines may be installed at any time."""
-    missing = {name: driver.missing() for name, driver in DRIVERS.items()}
-    return missing | {command_key(name): command.missing() for name, command in commands.items()}

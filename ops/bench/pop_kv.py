@@ -37,7 +37,7 @@ from isochrone.wire.kv.kv_sharing import (
     FETCH_MS,
     KV_FOUND,
     KV_HOLDERS,
-    KV_STORE,
+    KV_KEEPER,
     LOCATE_PATH,
     BlockQuery,
     FoundTokens,
@@ -204,8 +204,8 @@ class PopClients:
         }
         if chosen.peers.replicas:
             fields[KV_HOLDERS] = headers.format_peer_replicas(chosen.peers.replicas)
-            if chosen.peers.store:
-                fields[KV_STORE] = chosen.peers.store
+            if chosen.peers.keeper:
+                fields[KV_KEEPER] = chosen.peers.keeper
         return fields
 
     async def probe(self) -> None:

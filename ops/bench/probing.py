@@ -50,9 +50,9 @@ from router.dataplane.deadlines import Deadlines
 from router.dataplane.upstream import Upstream
 from router.decide.liveness.probe_plan import GroupPlan
 from router.fleet_state import FleetState
-from router.loops import pop_loads, probe_nodes
-from router.loops.pop_loads import PopLoadPoller
+from router.loops import probe_nodes, read_pop_loads
 from router.loops.probe_nodes import NodeProber
+from router.loops.read_pop_loads import PopLoadPoller
 from router.recording.metrics import Metrics
 
 POPS: Final = 190
@@ -353,7 +353,7 @@ def measure_live(nodes: int, rtt_s: float, for_s: float) -> dict[str, float]:
 
 def ping_each_node() -> None:
     """Probe as a router of a small fleet does."""
-    poller, prober = cast(Any, pop_loads), cast(Any, probe_nodes)
+    poller, prober = cast(Any, read_pop_loads), cast(Any, probe_nodes)
     poller.plan_groups = lambda *_, **__: GroupPlan((), frozenset())
     prober.nodes_to_ping = lambda node_ids, **_: node_ids
 

@@ -34,7 +34,6 @@ from router.apis.dispatch import ApiDispatcher
 from router.apis.media.routes import MediaRoutes
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
-from router.batch_client import BatchClient
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.server import PublicServer
@@ -47,6 +46,7 @@ from router.poison_guard import PoisonGuard
 from router.recording.metrics import Metrics
 from router.recording.record import Recorder
 from router.recording.usage_journal import UsageJournal
+from router.scheduler_client import SchedulerClient
 from router.stored_answers import compose_stored_answers
 
 REPETITIONS: Final = 7
@@ -130,7 +130,7 @@ def public_server(folder: Path, replicas: int) -> PublicServer:
         clock=clock,
     )
     surface, ids = OpenAiSurface(config, fleet, time.time), RequestIds(BootId("0"))
-    client = BatchClient(None)
+    client = SchedulerClient(None)
     stored = compose_stored_answers(
         *(config, client, surface, pipeline.serve, metrics),
         charge=lambda *_: None,

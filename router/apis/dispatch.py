@@ -23,31 +23,29 @@ from isochrone.wire.http import headers
 from isochrone.wire.peers.routes import KeyEntry
 from router.apis.auxiliary_server import forward_to_auxiliary
 from router.apis.batches.queued_runs import answer_queued_run, is_queued_run
-from router.apis.batches.relay import is_batch_path, relay_to_batch_service
 from router.apis.document.query_check import check_query
 from router.apis.document.route_paths import allow_line
 from router.apis.media.routes import MediaRoutes
 from router.apis.media.schema import MEDIA_PATHS
-from router.apis.messages.adapter import (
+from router.apis.messages.errors import error_body, error_status
+from router.apis.messages.surface import (
     MESSAGES_PATHS,
+    MESSAGES_REQUEST_ID,
     OutputDoesNotFit,
     is_messages,
     read_messages_request,
 )
-from router.apis.messages.adapter import REQUEST_ID as MESSAGES_REQUEST_ID
-from router.apis.messages.errors import error_body, error_status
 from router.apis.openai.moderations import MODERATIONS_PATH, read_moderation_request
 from router.apis.openai.surface import DECODERS, OpenAiSurface
+from router.apis.relay import is_batch_path, relay_to_scheduler
 from router.apis.request_ids import RequestIds
-from router.apis.responses.adapter import PATH as RESPONSES_PATH
-from router.apis.responses.adapter import read_responses_request
 from router.apis.responses.counting import INPUT_TOKENS_PATH, read_input_tokens_request
 from router.apis.responses.stored_routes import StoredRoutes, is_stored_path
-from router.apis.workers_ai.adapter import is_workers_ai, model_of, read_run_request
+from router.apis.responses.surface import RESPONSES_PATH, read_responses_request
 from router.apis.workers_ai.auxiliary import AUXILIARY_PATHS, auxiliary_path
 from router.apis.workers_ai.finetunes import finetune_path, relay_finetunes
+from router.apis.workers_ai.surface import is_workers_ai, model_of, read_run_request
 from router.apis.workers_ai.translate import encode_error_envelope
-from router.batch_client import BatchClient
 from router.dataplane.http1 import HeaderFields, format_headers, is_costly_body
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
 from router.dataplane.server import ClientConnection
@@ -56,6 +54,7 @@ from router.decide.admission.limits import LimitExceeded
 from router.inference_request import InferenceRequest
 from router.pipeline import RequestPipeline
 from router.recording.metrics import Metrics
+from router.scheduler_client import SchedulerClient
 
 INFERENCE_PATHS: Final = (
     frozenset(DECODERS)
@@ -92,12 +91,12 @@ class ApiDispatcher:
         upstream: Upstream,
         request_ids: RequestIds,
         metrics: Metrics,
-        batches: BatchClient,
+        scheduler: SchedulerClient,
         stored: StoredRoutes,
         media: MediaRoutes,
     ) -> None:
         """Use the parts that the whole router shares; `upstream` reaches the auxiliary server."""
-        self._batches = batches
+        self._scheduler = scheduler
         self._stored = stored
         self._media = media
         self._openai = openai
@@ -164,7 +163,7 @@ class ApiDispatcher:
         if request.method != b"POST":
             raise method_not_allowed(request.method.decode(), request.named_path, ("POST",))
         if request.query and is_queued_run(request, path):
-            return answer_queued_run(self._batches, self._openai, request, path, client)
+            return answer_queued_run(self._scheduler, self._openai, request, path, client)
         if path in MEDIA_PATHS:
             return self._media.answer(request, path, client)
         if path == RESPONSES_PATH and self._stored.is_needed(request):
@@ -181,11 +180,11 @@ class ApiDispatcher:
     ) -> Awaitable[None]:
         """Return an awaitable that answers a request which no engine answers."""
         if is_batch_path(path):
-            return relay_to_batch_service(self._batches, request, client)
+            return relay_to_scheduler(self._scheduler, request, client)
         if is_stored_path(path):
             return self._stored.answer(request, client)
         if finetunes := finetune_path(path):
-            return relay_finetunes(self._batches, self._openai, finetunes, request, client)
+            return relay_finetunes(self._scheduler, self._openai, finetunes, request, client)
         if listed := auxiliary_path(path):
             request.path = listed
         elif is_workers_ai(path):

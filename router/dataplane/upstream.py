@@ -41,11 +41,9 @@ class Upstream:
         clock: Callable[[], float],
         ssl_context: SSLContext | None = None,
     ) -> None:
-        """Open no connection yet. `clock` returns monotonic seconds.
-
-        `in_process` maps names to functions that connect a socket to a server of this process.
-        """
+        """Open no connection yet. `clock` returns monotonic seconds."""
         self.in_process: dict[NodeId, Callable[[], socket.socket]] = {}
+        """Functions that connect a socket to a server of this process, by its name."""
         self.clock = clock
         self.deadlines = deadlines
         gather_s = config.token_gather_ms / 1000

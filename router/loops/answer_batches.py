@@ -17,6 +17,7 @@ import msgspec
 from isochrone.service.failure_log import RepeatedWarning
 from isochrone.wire.errors import ApiError
 from isochrone.wire.peers import batches as wire
+from isochrone.wire.peers import relay
 from isochrone.wire.peers.batches import (
     ItemRef,
     ItemResult,
@@ -26,7 +27,6 @@ from isochrone.wire.peers.batches import (
     LeaseItems,
 )
 from isochrone.wire.peers.routes import DeploymentEntry, Route
-from router.batch_client import BatchClient
 from router.decide.admission.batch_capacity import (
     QUEUE_FACTOR,
     PreemptedItem,
@@ -34,12 +34,13 @@ from router.decide.admission.batch_capacity import (
     requests_max,
 )
 from router.fleet_state import FleetState
+from router.scheduler_client import SchedulerClient
 
 log = logging.getLogger(__name__)
 
 OUTPUT_TOKENS_ASSUMED: Final = 256
 BYTES_PER_TOKEN: Final = 4
-RESULT_BYTES_MAX: Final = wire.WORK_BYTES_MAX // 2
+RESULT_BYTES_MAX: Final = relay.WORK_BYTES_MAX // 2
 HOLDS_MAX: Final = 4 * wire.LEASED_MAX
 """The leases that one message renews."""
 
@@ -92,7 +93,7 @@ class AnswerBatches:
     def __init__(
         self,
         *,
-        client: BatchClient,
+        client: SchedulerClient,
         fleet: FleetState,
         answer: AnswerItem,
         is_busy: Callable[[], bool],

@@ -18,8 +18,8 @@ from isochrone.service.failure_log import error_text
 from isochrone.service.logs import setup_logs
 from scheduler.planner.garbage import GarbageBetweenAnswers
 from scheduler.planner.messages import (
+    PlannerCall,
     PlannerReply,
-    PlannerRequest,
     PlannerSettings,
     frame,
     read_frame,
@@ -51,15 +51,15 @@ async def serve() -> int:
     server = PlannerServer(pool, settings.liveness)
     garbage = GarbageBetweenAnswers()
 
-    async def answer(request: PlannerRequest) -> None:
-        writer.write(frame(await _reply_to(server, request)))
+    async def answer(call: PlannerCall) -> None:
+        writer.write(frame(await _reply_to(server, call)))
         garbage.collect()
 
     answering: set[asyncio.Task[None]] = set()
     with suppress(asyncio.IncompleteReadError):
         while True:
-            request = msgspec.msgpack.decode(await read_frame(reader), type=PlannerRequest)
-            task = asyncio.create_task(answer(request))
+            call = msgspec.msgpack.decode(await read_frame(reader), type=PlannerCall)
+            task = asyncio.create_task(answer(call))
             answering.add(task)
             task.add_done_callback(answering.discard)
     for task in answering:
@@ -69,19 +69,17 @@ async def serve() -> int:
     return 0
 
 
-async def _reply_to(server: PlannerServer, request: PlannerRequest) -> PlannerReply:
+async def _reply_to(server: PlannerServer, call: PlannerCall) -> PlannerReply:
     try:
-        answer = await server.answer(request.question)
+        answer = await server.answer(call.request)
     except UNAVAILABLE as error:
-        return PlannerReply(
-            request.number, failure=f"cannot reach the database: {error_text(error)}"
-        )
+        return PlannerReply(call.number, failure=f"cannot reach the database: {error_text(error)}")
     except Exception as error:
         # Whatever fails, the scheduler must get a reply, or it would wait for its timeout.
-        fields = {"question": type(request.question).__name__}
+        fields = {"request": type(call.request).__name__}
         log.exception("cannot answer a request", extra={"fields": fields})
-        return PlannerReply(request.number, failure=f"{type(error).__name__}: {error}"[:300])
-    return PlannerReply(request.number, msgspec.Raw(msgspec.msgpack.encode(answer)))
+        return PlannerReply(call.number, failure=f"{type(error).__name__}: {error}"[:300])
+    return PlannerReply(call.number, msgspec.Raw(msgspec.msgpack.encode(answer)))
 
 
 def main() -> None:

@@ -22,9 +22,9 @@ from scheduler.decide.placement import PrefetchDecision
 from scheduler.decide.whatif import Explanation
 from scheduler.planner.messages import (
     ExplainRequest,
-    LearnReply,
+    LearnedDemand,
     LearnRequest,
-    PlannerQuestion,
+    PlannerCall,
     PlannerReply,
     PlannerRequest,
     PlannerSettings,
@@ -71,36 +71,36 @@ class PlannerClient:
         self, contact: NodeContact, deployment_id: DeploymentId
     ) -> Explanation | None:
         """Return why a deployment runs where it does; None if there is no such deployment."""
-        question = ExplainRequest(contact, deployment_id)
+        request = ExplainRequest(contact, deployment_id)
         # mypy does not accept a union as a type argument.
-        return await self._ask(question, cast(type[Explanation], Explanation | None))
+        return await self._ask(request, cast(type[Explanation], Explanation | None))
 
     async def snapshot(self, contact: NodeContact) -> msgspec.Raw:
         """Return the cluster snapshot that the next plan would be made from, as JSON."""
         return msgspec.Raw(await self._ask(SnapshotRequest(contact), bytes))
 
-    async def learn(self, epoch: Epoch) -> LearnReply:
+    async def learn(self, epoch: Epoch) -> LearnedDemand:
         """Let the planner learn the demand of slots that have ended."""
-        return await self._ask(LearnRequest(epoch), LearnReply)
+        return await self._ask(LearnRequest(epoch), LearnedDemand)
 
     async def stop(self) -> None:
         """Kill the planner: all of its state is in the store."""
         if self._process is not None:
             await self._kill(self._process)
 
-    async def _ask(self, question: PlannerQuestion, answer_type: type[ReplyT]) -> ReplyT:
-        """Send a question and return the answer; raise PlannerFailed if there is none."""
+    async def _ask(self, request: PlannerRequest, answer_type: type[ReplyT]) -> ReplyT:
+        """Send a request and return the answer; raise PlannerFailed if there is none."""
         with child_span("planner", SpanKind.CLIENT):
-            return await self._answer(question, answer_type)
+            return await self._exchange(request, answer_type)
 
-    async def _answer(self, question: PlannerQuestion, answer_type: type[ReplyT]) -> ReplyT:
+    async def _exchange(self, request: PlannerRequest, answer_type: type[ReplyT]) -> ReplyT:
         process = await self._ensure_started()
         assert process.stdin is not None
         number = next(self._numbers)
         future = self._pending[number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(self._answer_timeout_s):
-                process.stdin.write(frame(PlannerRequest(number, question)))
+                process.stdin.write(frame(PlannerCall(number, request)))
                 await process.stdin.drain()
                 reply = await future
         except TimeoutError:

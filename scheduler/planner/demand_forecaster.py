@@ -23,7 +23,7 @@ from scheduler.decide.demand import (
     SlotDemand,
     slot_of,
 )
-from scheduler.planner.messages import LearnReply
+from scheduler.planner.messages import LearnedDemand
 from scheduler.store.cluster import read_pops
 from scheduler.store.forecast import (
     StoredSeries,
@@ -97,7 +97,7 @@ class DemandForecaster:
         """Whether there is a forecast, or none was made for longer than replicas wait for one."""
         return self.is_made or monotonic() - self._not_made_since_s >= FORECAST_WAIT_S
 
-    async def learn(self, epoch: Epoch) -> LearnReply:
+    async def learn(self, epoch: Epoch) -> LearnedDemand:
         """Learn slots that have ended, then renew the forecast, from where the last call ended."""
         async with using(self._pool) as connection:
             last = slot_of(await read_clock(connection) - GRACE_S) - 1
@@ -123,7 +123,7 @@ class DemandForecaster:
             self._renewing = self._renewing or self._renew_forecast()
             is_new = await _finish(self._renewing, until_s)
             is_behind = not is_new
-        return LearnReply(
+        return LearnedDemand(
             slots=learned,
             series=len(self._forecast),
             saved=saved,

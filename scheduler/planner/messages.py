@@ -53,12 +53,12 @@ class SnapshotRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class LearnRequest(msgspec.Struct, frozen=True, tag=True):
-    """Ask to learn the demand of slots that have ended. Answered with a LearnReply."""
+    """Ask to learn the demand of slots that have ended. Answered with a LearnedDemand."""
 
     epoch: Epoch
 
 
-class LearnReply(msgspec.Struct, frozen=True, kw_only=True):
+class LearnedDemand(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of slots learned, series, and series saved; whether the forecast is new, and whether
     more is left to do at once."""
 
@@ -69,18 +69,18 @@ class LearnReply(msgspec.Struct, frozen=True, kw_only=True):
     is_behind: bool
 
 
-PlannerQuestion = PlanRequest | PrefetchRequest | ExplainRequest | SnapshotRequest | LearnRequest
+PlannerRequest = PlanRequest | PrefetchRequest | ExplainRequest | SnapshotRequest | LearnRequest
 
 
-class PlannerRequest(msgspec.Struct, frozen=True):
-    """A question, numbered to match it with its reply."""
+class PlannerCall(msgspec.Struct, frozen=True):
+    """A request with the number of its reply."""
 
     number: int
-    question: PlannerQuestion
+    request: PlannerRequest
 
 
 class PlannerReply(msgspec.Struct, frozen=True):
-    """The answer to the question with this number, or why there is none."""
+    """The answer to the request with this number, or why there is none."""
 
     number: int
     answer: msgspec.Raw = NOTHING

@@ -14,7 +14,7 @@ from scheduler.planner.demand_forecaster import DemandForecaster
 from scheduler.planner.messages import (
     ExplainRequest,
     LearnRequest,
-    PlannerQuestion,
+    PlannerRequest,
     PlanRequest,
     PrefetchRequest,
     SnapshotRequest,
@@ -35,9 +35,9 @@ class PlannerServer:
         self._limits = limits
         self._reports = NodeReportCache()
 
-    async def answer(self, question: PlannerQuestion) -> object:
-        """Return the answer to a question, of the type that its class names."""
-        match question:
+    async def answer(self, request: PlannerRequest) -> object:
+        """Return the answer to a request, of the type that its class names."""
+        match request:
             case PlanRequest(contact, is_quick):
                 limits = QUICK if is_quick else PlanLimits()
                 return plan_fleet(await self.cluster_state(contact), self._limits, limits)

@@ -138,7 +138,7 @@ async def embedded_nodes(*names: str) -> AsyncIterator[tuple[EmbeddedNode, ...]]
         patch.setattr("nodeagent.decide.requests.kv_fetch.LOCATE_TIMEOUT_MAX_S", 10.0)
         patch.setattr("nodeagent.decide.requests.kv_fetch.BACKOFF_S", 0.0)
         patch.setattr("nodeagent.decide.requests.kv_fetch.AGING_S", 0.0)
-        patch.setattr("nodeagent.disaggregation.store_copies.PAUSE_S", 0.0)
+        patch.setattr("nodeagent.disaggregation.prompt_copies.PAUSE_S", 0.0)
         await stack.enter_async_context(serving(nodes))
         for one in nodes:
             one.node.supervisor.start(spec_of(one.name, model))

@@ -22,6 +22,7 @@ from isochrone.service.trust.identity import Certificate, CertificateSubject
 from isochrone.wire.ids import PopId
 from isochrone.wire.peers.control import PeerRole
 from isochrone.wire.peers.table_parts import split_table
+from nodeagent.decide.replicas.reconcile import LackingParts
 from tests.simulation import store_functions
 from tests.simulation.event_loop import EPOCH, sim_monotonic, sim_utc_now
 from tests.simulation.network import PART_BYTES_MAX, simulated_aiohttp
@@ -60,7 +61,8 @@ def simulated() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(identity, "verify_certificate", _verify_certificate)
         patch.setattr(identity, "verify_signature", lambda pem, payload, signed: signed == payload)
         patch.setattr(identity, "sign", lambda key, payload: payload)
-        patch.setattr("nodeagent.loops.converge._missing_by_driver", lambda _: {"mock": ""})
+        lacking = LackingParts({"mock": ""})
+        patch.setattr("nodeagent.loops.converge.ConvergeJob._lacking_parts", lambda _: lacking)
         patch.setattr("nodeagent.supervisor.trim_log", lambda path: None)
         patch.setattr("nodeagent.supervisor.last_error", lambda path: "")
         snapshots = SimpleNamespace(read_snapshot=_read_snapshot, write_snapshot=_write_snapshot)

@@ -6,7 +6,6 @@ and lets secret scanners find leaked keys. Only the SHA-256 of the secret is sto
 """
 
 import hashlib
-import hmac
 import zlib
 from typing import Final
 
@@ -56,8 +55,3 @@ def parse_key(text: str) -> tuple[KeyId, str] | None:
 def secret_sha256(secret: str) -> str:
     """Return the hash of a secret that the store and the routers keep."""
     return hashlib.sha256(secret.encode()).hexdigest()
-
-
-def is_same_secret(first_sha256: str, second_sha256: str) -> bool:
-    """Compare two hashes in constant time."""
-    return hmac.compare_digest(first_sha256, second_sha256)

@@ -5,10 +5,10 @@ chain over the salt and all tokens up to its end, is the same in every engine of
 peer that does not know the salt and the tokens cannot name a block.
 
 The routers name replicas of the PoP that may have a prompt's prefix (KV_HOLDERS) and the one that
-keeps a copy of it (KV_STORE). The node that answers asks each holder how much it has (LOCATE_PATH),
-and fetches it (BLOCKS_PATH) if that is faster than computing it. After the answer it asks the node
-of the copy to fetch the blocks that it lacks (KEEP_PATH). Nodes and embedded engines both have
-these paths. An engine's KEEP_PATH takes the blocks themselves.
+keeps a copy of it (KV_KEEPER). The node that answers asks each holder how much it has
+(LOCATE_PATH), and fetches it (BLOCKS_PATH) if that is faster than computing it. After the answer it
+asks the keeper's node to fetch the blocks that it lacks (KEEP_PATH). Nodes and embedded engines
+both have these paths. An engine's KEEP_PATH takes the blocks themselves.
 """
 
 from typing import Annotated, Final
@@ -22,8 +22,9 @@ from isochrone.wire.kv.kv_transfer import Count
 KV_HOLDERS: Final = "x-isochrone-kv-holders"
 """Router to node: the addressed replica, then those of its PoP that may have the prefix."""
 
-KV_STORE: Final = "x-isochrone-kv-store"
-"""Router to node: the one of KV_HOLDERS that keeps a copy of the prefix."""
+KV_KEEPER: Final = "x-isochrone-kv-store"
+"""Router to node: the one of KV_HOLDERS that keeps a copy of the prefix. The name on the wire is
+older than the PoP's store of KV (STORE_LOCATE_PATH), which is something else."""
 
 KV_FOUND: Final = "x-isochrone-kv-found"
 """Engine to node to router: the prompt's tokens that were cached, by the place they were in."""
@@ -55,7 +56,8 @@ CHAIN_BLOCKS_MAX: Final = 16_384
 QUERY_BYTES_MAX: Final = 1024 * 1024
 
 PLACES: Final = ("device", "host", "file", "peer", "store")
-"""The places of cached tokens: the tiers of the engine, another replica, a replica's copy."""
+"""The places of cached tokens: the tiers of the engine, another replica, a replica's copy or
+the PoP's store."""
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Chain = Annotated[tuple[Digest, ...], msgspec.Meta(min_length=1, max_length=CHAIN_BLOCKS_MAX)]

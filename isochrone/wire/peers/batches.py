@@ -12,22 +12,8 @@ from msgspec import Meta
 
 from isochrone.wire.ids import KeyId, TenantId
 
-RELAY_TOKEN: Final = "x-isochrone-relay-token"  # noqa: S105 - the name of a header
-"""The token of a peer's control connection, from its Welcome."""
-
-TENANT: Final = "x-isochrone-tenant"
-KEY: Final = "x-isochrone-key"
-"""The tenant and the key whose public request a router relays."""
-
-PUBLIC_PREFIX: Final = "/v1/batch-service/public"
-"""Before the path of a public request that a router relays."""
-
 LEASE_PATH: Final = "/v1/batch-service/lease"
 RESULTS_PATH: Final = "/v1/batch-service/results"
-
-ADAPTER_FILE_PATH: Final = "/v1/artifact-service"
-"""The path on a scheduler of an artifact whose source is `cluster:PATH`; the path of a file
-follows. For nodes, with the token of their control connection."""
 
 LEASED_MAX: Final = 256
 """The most items that one message may request, renew or return."""
@@ -37,24 +23,6 @@ ITEM_BYTES_MAX: Final = 8 * 1024 * 1024
 
 ANSWER_BYTES_MAX: Final = 16 * 1024 * 1024
 """The longest answer that is stored for an item."""
-
-WORK_BYTES_MAX: Final = 64 * 1024 * 1024
-"""The largest message of work or results."""
-
-STORE_TIMEOUT_S: Final = 120.0
-"""How long a disk or bucket may take for a file of any size: a request to a bucket has 60 s, and is
-repeated."""
-
-STORE_BYTES_PER_S: Final = 1_000_000
-"""A bucket that takes fewer bytes in a second counts as one that hangs."""
-
-
-def store_timeout_s(size_bytes: int) -> float:
-    """Return how long a scheduler may take to store a file after its last byte has arrived.
-
-    A file goes to a bucket only then, so this is no short time: 85 minutes for 5 GB.
-    """
-    return STORE_TIMEOUT_S + size_bytes / STORE_BYTES_PER_S
 
 
 class ItemRef(msgspec.Struct, frozen=True, array_like=True):

@@ -8,7 +8,8 @@ adopted it, which it can do once the refused replica is gone.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Final
+from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import FieldInfo
@@ -16,16 +17,34 @@ from msgspec.structs import FieldInfo
 from isochrone.wire.engines.command_engine import COMMAND_DRIVER, NAME_OPTION
 from isochrone.wire.ids import ClusterId, DeviceId, NodeId, ReplicaId
 from isochrone.wire.kv.kv_store import uses_kv_store
+from isochrone.wire.models.model import EngineSettings
 from isochrone.wire.peers.assignment import Assignment, ReplicaSpec, Tombstone
 from isochrone.wire.peers.report import Refusal, ReplicaState
 
-STORE_KEY: Final = "kv_store"
-"""The key of what a store of KV lacks on the node, among what engines lack."""
 
+class LackingParts(NamedTuple):
+    """What a node lacks to start engines, each in words, or "" if it lacks nothing.
 
-def store_client_key(driver: str) -> str:
-    """Return the key of what a driver's engine lacks to join a store of KV."""
-    return f"{STORE_KEY} of {driver}"
+    `by_command` is of the operator's own servers. `store` is what it lacks for a store of KV, and
+    `store_client` what the engine of a driver lacks to join one.
+    """
+
+    by_driver: Mapping[str, str]
+    by_command: Mapping[str, str] = MappingProxyType({})
+    store: str = ""
+    store_client: Mapping[str, str] = MappingProxyType({})
+
+    def problem(self, engine: EngineSettings) -> str:
+        """Return why the node cannot start such an engine, or ""."""
+        driver = engine.driver
+        if driver == COMMAND_DRIVER:
+            name = engine.options.get(NAME_OPTION, "")
+            problem = self.by_command.get(name, f"this node has no [commands.{name}]")
+        else:
+            problem = self.by_driver.get(driver, f"this node has no driver {driver!r}")
+        if not problem and uses_kv_store(engine):
+            problem = self.store or self.store_client.get(driver, "")
+        return problem
 
 
 class ReconcileSteps(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,16 +85,14 @@ def reconcile(
     assignment: Assignment,
     replicas: Mapping[ReplicaId, ReplicaState],
     devices: Mapping[DeviceId, int],
-    missing_by_driver: Mapping[str, str],
+    lacking: LackingParts,
     rank_ports: tuple[int, int] | None = None,
     running: Collection[ReplicaSpec] = (),
 ) -> ReconcileSteps:
     """Return the steps of this turn. Once they are applied, the next turn has none.
 
     `devices` are the healthy ones, with the bytes that replicas may take of each. `running` are the
-    specs of the replicas that take memory, or will. `missing_by_driver` gives, for each driver,
-    what its engine lacks on this node, or "" if it can start, and so for each of the operator's own
-    servers.
+    specs of the replicas that take memory, or will.
     """
     ending = {tombstone.replica_id for tombstone in assignment.tombstones}
     stops = tuple(
@@ -91,7 +108,7 @@ def reconcile(
     for spec in assignment.replicas:
         if spec.replica_id in replicas or spec.replica_id in ending:
             continue
-        reason = _refusal_reason(spec, devices, missing_by_driver, rank_ports)
+        reason = _refusal_reason(spec, devices, lacking, rank_ports)
         reason = reason or _memory_conflict(spec, unknown, (*running, *starts), devices)
         if reason:
             refusals.append(
@@ -105,11 +122,6 @@ def reconcile(
         else:
             starts.append(spec)
     return ReconcileSteps(stops=stops, starts=tuple(starts), refusals=tuple(refusals))
-
-
-def command_key(name: str) -> str:
-    """Return the key of an operator's own server in `missing_by_driver`."""
-    return f"{COMMAND_DRIVER} {name}"
 
 
 def is_same_spec(first: object, second: object) -> bool:
@@ -156,7 +168,7 @@ def _memory_conflict(
 def _refusal_reason(
     spec: ReplicaSpec,
     devices: Collection[DeviceId],
-    missing_by_driver: Mapping[str, str],
+    lacking: LackingParts,
     rank_ports: tuple[int, int] | None,
 ) -> str:
     """Return why this node cannot run a replica or its part of one, or "" if it can."""
@@ -164,18 +176,8 @@ def _refusal_reason(
     if missing_devices:
         names = ", ".join(missing_devices)
         return f"cannot run {spec.replica_id}: no healthy device {names} on this node"
-    driver = spec.engine.driver
-    if driver == COMMAND_DRIVER:
-        name = spec.engine.options.get(NAME_OPTION, "")
-        unknown = f"this node has no [commands.{name}]"
-        missing = missing_by_driver.get(command_key(name), unknown)
-    else:
-        missing = missing_by_driver.get(driver, f"this node has no driver {driver!r}")
-    if not missing and uses_kv_store(spec.engine):
-        client = missing_by_driver.get(store_client_key(driver), "")
-        missing = missing_by_driver.get(STORE_KEY, "") or client
-    if missing:
-        return f"cannot run {spec.replica_id}: {missing}"
+    if problem := lacking.problem(spec.engine):
+        return f"cannot run {spec.replica_id}: {problem}"
     if spec.group is None:
         return ""
     if rank_ports is None:

@@ -22,7 +22,7 @@ from isochrone.wire.http.headers import (
     parse_peer_replicas,
 )
 from isochrone.wire.ids import ReplicaId
-from isochrone.wire.kv.kv_sharing import KV_HOLDERS, KV_STORE
+from isochrone.wire.kv.kv_sharing import KV_HOLDERS, KV_KEEPER
 
 MARGIN_MS: Final = 5.0
 """Time that a handoff must save: it costs a probe, a LAN round trip and one more relay."""
@@ -92,7 +92,7 @@ def named_replicas(sent: Mapping[str, str], own: ReplicaId) -> dict[str, str]:
 
     `sent` are those of the router. Each list begins with the replica that answers.
     """
-    named = {name: sent[name] for name in (PREFILL_REPLICAS, KV_HOLDERS, KV_STORE) if name in sent}
+    named = {name: sent[name] for name in (PREFILL_REPLICAS, KV_HOLDERS, KV_KEEPER) if name in sent}
     if not named or own == sent.get(REPLICA):
         return named
     peers = parse_peer_replicas(sent.get(PEER_REPLICAS, ""))

@@ -167,12 +167,6 @@ class EngineCore:
             self.scheduler.remove(generation.sequence)
             self._forget_forks(generation.sequence)
 
-    def export_blocks(self, digests: list[bytes]) -> Tensor | None:
-        """Return the KV blocks of `digests` from any tier; None if one of them is missing."""
-        if self.block_mover is None:
-            return None
-        return self.block_mover.export_blocks(self.scheduler.pool.cached_blocks(), digests)
-
     def import_blocks(self, digests: list[bytes], contents: Tensor) -> None:
         """Store KV blocks that another engine with the same model computed."""
         if self.block_mover is not None:

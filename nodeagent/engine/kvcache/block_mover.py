@@ -158,27 +158,6 @@ class BlockMover:
         if self.files is not None:
             self._queue_writes(digests, contents)
 
-    def export_blocks(
-        self, cached: Sequence[CachedBlock], digests: Sequence[bytes]
-    ) -> Tensor | None:
-        """Return the blocks of `digests` [blocks, ...]; `cached` are the blocks on the device.
-
-        None if any of them is in no tier. Runs on the step thread.
-        """
-        blocks = {digest: block for block, digest in cached}
-        rows: list[Tensor] = []
-        for digest in digests:
-            if digest in blocks:
-                rows.append(self._device.read_blocks([blocks[digest]])[0])
-            elif digest in self.host:
-                rows.append(self.host.get([digest])[0])
-            else:
-                content = self.files.read(digest) if self.files is not None else None
-                if content is None:
-                    return None
-                rows.append(self.host.as_block(content))
-        return torch.stack(rows) if rows else None
-
     def save_all(self, cached: Sequence[CachedBlock], until_s: float) -> None:
         """Write the blocks cached on the device to files, most recently used first.
 

@@ -26,7 +26,7 @@ from isochrone.service.failure_log import error_text
 from isochrone.service.network.connection_errors import describe_connection_error
 from isochrone.service.trust.identity import SCHEDULER_NAME
 from isochrone.wire.peers.adapter import CLUSTER_SCHEME
-from isochrone.wire.peers.batches import ADAPTER_FILE_PATH, RELAY_TOKEN
+from isochrone.wire.peers.relay import ADAPTER_FILE_PATH, RELAY_TOKEN
 from nodeagent.decide.bandwidth import MinimumRate
 from nodeagent.host.artifacts.download import (
     ArtifactError,

@@ -1,1 +1,1 @@
-"""OpenAI's files and batches: relayed to the scheduler, which stores them."""
+"""Batches: their items are answered here, and runs of Workers AI are queued as batches."""

@@ -8,13 +8,13 @@ from msgspec import Meta
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http import headers
-from router.apis.batches.relay import CHUNK_BYTES, in_a_task
 from router.apis.openai.decode import decode
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.query_flags import flag
-from router.apis.workers_ai.adapter import REJECT_IF_BUSY, model_of
-from router.batch_client import BatchClient
+from router.apis.relay import CHUNK_BYTES, in_a_task
+from router.apis.workers_ai.surface import REJECT_IF_BUSY, model_of
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
+from router.scheduler_client import SchedulerClient
 
 QUEUE_REQUEST: Final = "queueRequest"
 REQUESTS_MAX: Final = 10_000
@@ -48,7 +48,7 @@ def is_queued_run(request: HttpRequest, path: str) -> bool:
 
 
 async def answer_queued_run(
-    client: BatchClient,
+    client: SchedulerClient,
     openai: OpenAiSurface,
     request: HttpRequest,
     path: str,
@@ -70,7 +70,7 @@ async def answer_queued_run(
 
 
 async def _answer(
-    client: BatchClient,
+    client: SchedulerClient,
     request: HttpRequest,
     queued: QueuedRequests,
     model: str,

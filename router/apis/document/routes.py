@@ -22,8 +22,8 @@ from router.apis.media import schema as media
 from router.apis.messages import schema as messages
 from router.apis.openai import schema as openai
 from router.apis.openai.moderations import MODERATIONS_PATH, ClassifyAnswer, ModerationRequest
-from router.apis.responses.adapter import PATH as RESPONSES_PATH
 from router.apis.responses.counting import INPUT_TOKENS_PATH, InputTokensRequest
+from router.apis.responses.surface import RESPONSES_PATH
 from router.apis.responses.translate import InputItem, ResponsesRequest
 from router.apis.workers_ai.catalog import ModelQuery, PageQuery, SchemaQuery
 

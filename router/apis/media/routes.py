@@ -11,9 +11,9 @@ from typing import Final
 from isochrone.fair_shares import FairShares
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import TenantId
-from router.apis.batches.relay import in_a_task
 from router.apis.media.surface import read_media_request
 from router.apis.openai.surface import OpenAiSurface
+from router.apis.relay import in_a_task
 from router.dataplane.http_messages import HttpRequest, ResponseWriter
 from router.dataplane.upload_spool import SpooledBody
 from router.pipeline import RequestPipeline

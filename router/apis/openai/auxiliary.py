@@ -22,9 +22,9 @@ from router.apis.auxiliary_server import BYTES_MAX
 from router.apis.document.openapi import document
 from router.apis.document.route_paths import intended_path
 from router.apis.media.surface import MEDIA_ROUTES
-from router.apis.messages.adapter import REQUEST_ID as MESSAGES_REQUEST_ID
 from router.apis.messages.errors import error_body
 from router.apis.messages.models import model_info, models_page
+from router.apis.messages.surface import MESSAGES_REQUEST_ID
 from router.apis.openai.moderations import MODERATIONS_PATH
 from router.apis.openai.surface import DECODERS, OpenAiSurface
 from router.apis.request_ids import RequestIds

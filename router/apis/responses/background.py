@@ -8,7 +8,7 @@ import msgspec
 from isochrone.wire.client_keys.key_table import KeyTable
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers.responses import FinishResponse, LeasedResponse
-from router.apis.batches.answer import (
+from router.apis.leased_work import (
     CollectingWriter,
     check_capacity,
     key_of_work,
@@ -18,6 +18,7 @@ from router.apis.batches.answer import (
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
 from router.apis.responses.stored import BackgroundRun, Serve, finish_message, read_background
+from router.apis.responses.surface import RESPONSES_PATH
 from router.dataplane.http_messages import HttpRequest
 
 RETRY_AFTER_MAX_S: Final = 600.0
@@ -79,7 +80,7 @@ class BackgroundAnswerer:
     def _request_of(self, leased: LeasedResponse) -> HttpRequest:
         run = _RUN.decode(leased.run)
         request = HttpRequest()
-        request.method, request.path, request.body = b"POST", "/v1/responses", run.body
+        request.method, request.path, request.body = b"POST", RESPONSES_PATH, run.body
         request.headers = {
             name.encode(): value.encode("latin-1") for name, value in run.headers.items() if value
         }

@@ -19,13 +19,13 @@ from isochrone.wire.http import headers
 from isochrone.wire.ids import KeyId, TenantId
 from isochrone.wire.peers import responses as wire
 from isochrone.wire.peers.routes import KeyEntry
-from router.apis.batches.relay import in_a_task
 from router.apis.openai.decode import decode
 from router.apis.openai.surface import OpenAiSurface
-from router.apis.responses.adapter import read_responses_request, responses_writer
+from router.apis.relay import in_a_task
 from router.apis.responses.events import ResponseEvents, new_response
 from router.apis.responses.finishing_writer import FinishingWriter
 from router.apis.responses.items import input_of, parse_items
+from router.apis.responses.surface import read_responses_request, responses_writer
 from router.apis.responses.translate import RESPONSES_REQUEST, ResponsesRequest, to_chat
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
 from router.inference_request import InferenceRequest

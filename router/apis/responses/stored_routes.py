@@ -10,10 +10,9 @@ import msgspec
 from isochrone.wire.digits import parse_digits
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http import headers
-from router.apis.batches.relay import in_a_task, relay_to_batch_service
 from router.apis.openai.decode import decode
 from router.apis.query_flags import flag
-from router.apis.responses.adapter import PATH
+from router.apis.relay import in_a_task, relay_to_scheduler
 from router.apis.responses.items import identified, parse_items
 from router.apis.responses.references import (
     may_have_references,
@@ -22,9 +21,10 @@ from router.apis.responses.references import (
 )
 from router.apis.responses.replay import FINAL, closing_events, opening_events
 from router.apis.responses.stored import StoredResponses
-from router.batch_client import BatchClient
+from router.apis.responses.surface import RESPONSES_PATH
 from router.dataplane.http_messages import HttpRequest, ResponseWriter
 from router.dataplane.inline_task import inline_sleep
+from router.scheduler_client import SchedulerClient
 
 FOLLOW_S: Final = 3600.0
 """How long a client may follow a background response; then it connects again."""
@@ -61,7 +61,7 @@ def is_stored_path(path: str) -> bool:
 class StoredRoutes:
     """Answers requests for what is stored."""
 
-    def __init__(self, client: BatchClient, stored: StoredResponses) -> None:
+    def __init__(self, client: SchedulerClient, stored: StoredResponses) -> None:
         self._client = client
         self._stored = stored
 
@@ -81,7 +81,7 @@ class StoredRoutes:
                 return
         followed = await self._stored.create(request, writer)
         if followed is not None:
-            request.path = f"{PATH}/{followed.response_id}"
+            request.path = f"{RESPONSES_PATH}/{followed.response_id}"
             await self._follow(request, -1, writer)
 
     async def answer(self, request: HttpRequest, writer: ResponseWriter) -> None:
@@ -98,7 +98,7 @@ class StoredRoutes:
             return
         if request.method == b"POST" and _WITH_ITEMS.fullmatch(request.path):
             request.body = _with_ids(request)
-        await relay_to_batch_service(self._client, request, writer)
+        await relay_to_scheduler(self._client, request, writer)
 
     async def _follow(
         self, request: HttpRequest, starting_after: int, writer: ResponseWriter
@@ -135,7 +135,7 @@ class StoredRoutes:
 
         async def read(response_id: str) -> None:
             try:
-                stored = await self._fetch(request, f"{PATH}/{response_id}")
+                stored = await self._fetch(request, f"{RESPONSES_PATH}/{response_id}")
             except ApiError as error:
                 if error.code is not ErrorCode.NOT_FOUND:
                     raise

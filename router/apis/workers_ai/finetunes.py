@@ -7,11 +7,11 @@ import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode, method_not_allowed
 from isochrone.wire.http import headers
-from router.apis.batches.relay import body_of, content_type_of, in_a_task, stored_bytes_of
 from router.apis.openai.decode import decode
 from router.apis.openai.surface import OpenAiSurface
-from router.batch_client import BatchClient
+from router.apis.relay import body_of, content_type_of, in_a_task, stored_bytes_of
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
+from router.scheduler_client import SchedulerClient
 
 _BELOW_ACCOUNT: Final = re.compile(
     r"^(?:/client/v4/accounts/[^/]{1,64})?"
@@ -36,7 +36,7 @@ def finetune_path(path: str) -> str:
 
 
 async def relay_finetunes(
-    client: BatchClient,
+    client: SchedulerClient,
     surface: OpenAiSurface,
     path: str,
     request: HttpRequest,
@@ -69,7 +69,7 @@ def _allowed(path: str) -> tuple[str, ...]:
 
 
 async def _relay(
-    client: BatchClient, path: str, request: HttpRequest, writer: ResponseWriter
+    client: SchedulerClient, path: str, request: HttpRequest, writer: ResponseWriter
 ) -> None:
     key = request.key
     assert key is not None

@@ -1,9 +1,10 @@
 """Authenticate API keys by the route table. An unknown key leaves no state behind."""
 
 from hashlib import blake2b
+from hmac import compare_digest
 from typing import Final
 
-from isochrone.wire.client_keys.keys import is_same_secret, parse_key
+from isochrone.wire.client_keys.keys import parse_key
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers.routes import DeploymentEntry, KeyEntry, KeyTable
 
@@ -21,8 +22,8 @@ def authenticate(keys: KeyTable, authorization: str | None, now_unix_s: float) -
         raise _incorrect_key("it is not of the form iso_..., copy it whole")
     key_id, secret_sha256 = parsed
     entry = keys.get(key_id)
-    # Compared even if there is no such key, so that timing does not tell whether there is one.
-    is_right = is_same_secret(entry.secret_sha256 if entry else _NO_SECRET_SHA256, secret_sha256)
+    # In constant time, and even if there is no such key: timing does not tell whether there is one.
+    is_right = compare_digest(entry.secret_sha256 if entry else _NO_SECRET_SHA256, secret_sha256)
     if entry is None or not is_right:
         raise _incorrect_key("it is unknown, revoked or expired")
     if entry.expires_at and entry.expires_at <= now_unix_s:

@@ -135,10 +135,6 @@ class DeploymentRouting:
         """Note that a replica's cache has nothing that was used last before this time."""
         self._prefixes.record_evicted(slot, used_before_s)
 
-    def learn_uncached_share(self, share: float) -> None:
-        """Learn from an answer which share of its prompt was not cached."""
-        self.replicas.learn_uncached_share(share)
-
     def learn_cached_share(self, sent: SentPrompt, share: float, now_s: float) -> None:
         """Learn from a whole answer which share of its prompt the replica had cached."""
         sent.use.ended_at_s = now_s

@@ -49,14 +49,14 @@ a conversation grows."""
 
 
 class SharedKvPeers(NamedTuple):
-    """The addressed replica and those that may have a prefix; `store` keeps a copy of it.
+    """The addressed replica and those that may have a prefix; `keeper` keeps a copy of it.
 
     `own_share` of the prompt is cached at the addressed replica, as far as is known, and
     `held_share` at another one, if that is more.
     """
 
     replicas: list[PeerReplica]
-    store: str
+    keeper: str
     own_share: float = 0.0
     held_share: float = 0.0
 
@@ -148,18 +148,18 @@ def shared_kv_peers(
             slots.append(slot)
     if not slots:
         return NO_SHARED_KV_PEERS
-    store = -1
+    keeper = -1
     subject = hash64(session) if session else _stable_key(keys)
     if subject:
-        store = rendezvous_winner(subject, slots, table.hashes, table.weights)
+        keeper = rendezvous_winner(subject, slots, table.hashes, table.weights)
     shares = [(matches.share_at(slot), slot) for slot in slots]
     holders = [
         (share, slot) for share, slot in shares if share >= own_share and share > matches.all_share
     ]
     holders.sort(reverse=True)
-    chosen = [slot for _, slot in holders[:HOLDERS_MAX] if slot != store]
-    if store >= 0:
-        chosen = [*chosen[: HOLDERS_MAX - 1], store]
+    chosen = [slot for _, slot in holders[:HOLDERS_MAX] if slot != keeper]
+    if keeper >= 0:
+        chosen = [*chosen[: HOLDERS_MAX - 1], keeper]
     if not chosen:
         return NO_SHARED_KV_PEERS
     peers = [peer_of_route(here, prompt_tokens, target.ms_per_token)]
@@ -167,7 +167,7 @@ def shared_kv_peers(
         route = table.routes[slot]
         assert route is not None
         peers.append(peer_of_route(route, prompt_tokens, table.estimates[slot].ms_per_token))
-    kept = table.routes[store] if store >= 0 else None
+    kept = table.routes[keeper] if keeper >= 0 else None
     held_share = holders[0][0] if holders else 0.0
     return SharedKvPeers(peers, kept.replica_id if kept is not None else "", own_share, held_share)
 

@@ -18,6 +18,7 @@ from aiohttp import web
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import KeyId, TenantId
 from isochrone.wire.peers import batches as wire
+from isochrone.wire.peers import relay
 from isochrone.wire.peers.batches import (
     ItemRef,
     ItemResults,
@@ -111,13 +112,13 @@ class BatchService:
         runs = QueuedRuns(self._pool, self._folder, self._limits, downloads)
 
         async def create_batch(request: web.Request, tenant_id: str) -> web.StreamResponse:
-            key_id = request.headers.get(wire.KEY, "")
+            key_id = request.headers.get(relay.KEY, "")
             created = await batches.create(request, tenant_id, key_id)
             self._nudge()
             return created
 
         async def queue_runs(request: web.Request, tenant_id: str) -> web.StreamResponse:
-            queued = await runs.create(request, tenant_id, request.headers.get(wire.KEY, ""))
+            queued = await runs.create(request, tenant_id, request.headers.get(relay.KEY, ""))
             self._nudge()
             return queued
 
@@ -137,7 +138,7 @@ class BatchService:
         )
         for method, path, handler in routes:
             app.router.add_route(
-                method, f"{wire.PUBLIC_PREFIX}{path}", public_route(self._tokens, handler)
+                method, f"{relay.PUBLIC_PREFIX}{path}", public_route(self._tokens, handler)
             )
         app.router.add_post(wire.LEASE_PATH, work_route(self._tokens, self._lease))
         app.router.add_post(wire.RESULTS_PATH, work_route(self._tokens, self._store_results))
@@ -171,7 +172,7 @@ class BatchService:
         waiting = await without_spent_quota(connection, waiting)
         valid = {batch.batch_id for batch in waiting if batch.is_key_valid}
         of_tenants = await leased_by_tenant(connection) if waiting else {}
-        bytes_left = wire.WORK_BYTES_MAX - wire.ITEM_BYTES_MAX
+        bytes_left = relay.WORK_BYTES_MAX - wire.ITEM_BYTES_MAX
         parts: list[LeasedPart] = []
         for batch_id, count in share_items(waiting, of_tenants, wanted).items():
             batch = await read_batch(connection, batch_id)

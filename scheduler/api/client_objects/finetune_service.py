@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 from aiohttp import web
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.peers import batches as wire
+from isochrone.wire.peers import relay as wire
 from scheduler.api.client_objects.adapter_intake import AdapterIntake
 from scheduler.api.client_objects.downloads import send_file
 from scheduler.api.client_objects.finetunes import FinetuneEndpoints

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from isochrone.service.network.http_server import read_body
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.peers import batches as wire
+from isochrone.wire.peers import relay as wire
 from scheduler.state.files.file_threads import FairTurns
 from scheduler.state.peers.relay_tokens import RelayTokens
 from scheduler.store.pool import BAD_DATA, UNAVAILABLE

@@ -2,7 +2,7 @@
 
 from aiohttp import web
 
-from isochrone.wire.peers import batches, responses
+from isochrone.wire.peers import relay, responses
 from scheduler.api.client_objects.conversations import ConversationEndpoints
 from scheduler.api.client_objects.relayed import (
     ClientTurns,
@@ -44,7 +44,7 @@ def add_response_routes(
         ("DELETE", item, conversations.delete_item),
     )
     for method, path, handler in routes:
-        relayed = f"{batches.PUBLIC_PREFIX}{path}"
+        relayed = f"{relay.PUBLIC_PREFIX}{path}"
         app.router.add_route(method, relayed, public_route(tokens, turns.limited(handler)))
     for path, handle in (
         (responses.BEGIN_PATH, work.begin),

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, BinaryIO, Final, TypeVar
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.peers.batches import store_timeout_s
+from isochrone.wire.peers.relay import store_timeout_s
 from scheduler.state.files.batch_folder import (
     CHUNK_BYTES,
     CLIENT_CALL_TIMEOUT_S,

@@ -74,7 +74,7 @@ class SharingNodes(NamedTuple):
         name: str,
         prompt: list[int],
         *others: PeerReplica,
-        store: str = "",
+        keeper: str = "",
         tenant: str = "t",
         peers: str = "",
         readers: Sequence[str] = (),
@@ -93,7 +93,7 @@ class SharingNodes(NamedTuple):
         if others:
             holders = [self.peer(name), *others]
             sent[kv_sharing.KV_HOLDERS] = headers.format_peer_replicas(holders)
-            sent[kv_sharing.KV_STORE] = store
+            sent[kv_sharing.KV_KEEPER] = keeper
         if peers:
             sent[headers.PEER_REPLICAS] = peers
         if readers:
@@ -207,7 +207,7 @@ async def check_handoff(pop: SharingNodes) -> None:
     queued = pop.nodes["a"].supervisor.replicas[ReplicaId("a")].admission.admit(10_000, 1, 10_000)
     assert queued is not None
     peers = headers.format_peer_replicas([pop.peer("a"), pop.peer("b")])
-    handed_off = await pop.ask("a", prompt, pop.peer("b"), store="b", peers=peers)
+    handed_off = await pop.ask("a", prompt, pop.peer("b"), keeper="b", peers=peers)
     queued.release()
     assert handed_off == SharedAnswer(first.text, FoundTokens(peer=tokens))
 
@@ -349,7 +349,7 @@ async def read_head(pop: SharingNodes) -> TransferHead:
 async def check_copy_outlives_its_source(pop: SharingNodes) -> None:
     prompt, tokens = a_prompt(), PROMPT_BLOCKS * 16
     kept = await pop.stat("c", "kv_kept_blocks_total")
-    first = await pop.ask("a", prompt, pop.peer("c"), store="c")
+    first = await pop.ask("a", prompt, pop.peer("c"), keeper="c")
 
     async def is_kept() -> bool:
         return await pop.stat("c", "kv_kept_blocks_total") == kept + PROMPT_BLOCKS
@@ -359,5 +359,5 @@ async def check_copy_outlives_its_source(pop: SharingNodes) -> None:
     replica = pop.nodes["a"].supervisor.replicas[ReplicaId("a")]
     assert replica.engine is not None
     os.kill(replica.engine.record.pid, signal.SIGKILL)
-    second = await pop.ask("b", prompt, holder, pop.peer("c"), store="c")
+    second = await pop.ask("b", prompt, holder, pop.peer("c"), keeper="c")
     assert second == SharedAnswer(first.text, FoundTokens(store=tokens))

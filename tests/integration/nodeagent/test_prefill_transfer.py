@@ -22,7 +22,7 @@ from isochrone.wire.kv import kv_transfer
 from nodeagent import metrics
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.decide.requests.prefill_leg import DecodeLoad, TransferRate
-from nodeagent.disaggregation.two_legs import LegRequest, PrefillLeg
+from nodeagent.disaggregation.transfer_leg import LegRequest, TransferLeg
 
 TRANSFER = "0" * 32
 BLOCKS = bytes(range(256)) * 4096
@@ -110,7 +110,7 @@ async def a_replica(name: str, fault: str, engine: EngineStandIn) -> AsyncIterat
         yield PeerReplica(ReplicaId(name), NodeId(address), address, 200, 20, 100)
 
 
-async def transferred(engine: EngineStandIn, faults: Sequence[str]) -> PrefillLeg:
+async def transferred(engine: EngineStandIn, faults: Sequence[str]) -> TransferLeg:
     """Run a leg with one prefill replica for each fault, in this order."""
     unused: Any = None
 
@@ -136,7 +136,7 @@ async def transferred(engine: EngineStandIn, faults: Sequence[str]) -> PrefillLe
             load=lambda: DecodeLoad(0, 0.0),
             announce=announce,
         )
-        leg = PrefillLeg(http, peers, TransferRate(), request, monotonic, unused)
+        leg = TransferLeg(http, peers, TransferRate(), request, monotonic, unused)
         async with asyncio.timeout(60):
             await asyncio.wait({leg._task})
         await leg.close()

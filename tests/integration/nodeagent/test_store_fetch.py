@@ -20,7 +20,7 @@ from nodeagent import metrics
 from nodeagent.decide.requests.kv_fetch import BACKOFF_S
 from nodeagent.decide.requests.kv_quota import NO_KV_LIMITS, KvQuota, KvRateLimits, KvUser
 from nodeagent.disaggregation.kv_fetch import FetchedPrefix, FetchRates, KvHolders, PrefixFetcher
-from nodeagent.disaggregation.store_copies import BLOCKS_MIN, ComputedPrompt, StoreCopies
+from nodeagent.disaggregation.prompt_copies import BLOCKS_MIN, PromptForStore, StoreCopies
 from nodeagent.disaggregation.store_fetch import StoreFetch
 from tests.system.harness import until
 
@@ -267,7 +267,7 @@ async def test_computed_prompts_are_stored_one_at_a_time_within_the_quota() -> N
     quota = KvQuota(KvRateLimits(deployment=moved))
     copies = StoreCopies(quota, clock)
     async with serving(engine) as http:
-        prompt = ComputedPrompt(http, USER, DIGESTS)
+        prompt = PromptForStore(http, USER, DIGESTS)
         copies.offer(prompt._replace(digests=DIGESTS[: BLOCKS_MIN - 1]))
         copies.offer(prompt)
         await until("it is stored", lambda: settled(engine.kept == [20]), 60.0)
@@ -285,7 +285,7 @@ async def test_nothing_is_stored_for_a_while_after_a_failure() -> None:
     engine = Engine(clock)
     copies = StoreCopies(KvQuota(NO_KV_LIMITS), clock)
     async with serving(engine) as http:
-        prompt = ComputedPrompt(http, USER, DIGESTS)
+        prompt = PromptForStore(http, USER, DIGESTS)
         failed = copies_made("failed")
         engine.fails = True
         copies.offer(prompt)

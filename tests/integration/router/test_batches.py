@@ -136,7 +136,7 @@ async def bench(admin: Admin, tmp_path: Path) -> AsyncIterator[BatchBench]:
 
         async def has_table() -> bool:
             is_known = app.fleet.directory.deployment("tiny") is not None
-            return is_known and bool(app.batch_client.access.token)
+            return is_known and bool(app.scheduler_client.access.token)
 
         await until("the router has a table", has_table, WAIT_S)
         url = f"http://127.0.0.1:{app.port}"

@@ -10,7 +10,7 @@ import pytest
 from cloudflare import APIStatusError, AsyncCloudflare
 
 from isochrone.service.trust.joining import join
-from isochrone.wire.peers import batches as wire
+from isochrone.wire.peers import relay as wire
 from isochrone.wire.peers.adapter import CONFIG_FILE, WEIGHTS_FILE
 from isochrone.wire.peers.control import PeerRole
 from router.app import RouterApp, open_router
@@ -89,7 +89,7 @@ async def bench(admin: Admin, tmp_path: Path) -> AsyncIterator[FinetuneBench]:
 
         async def follows() -> bool:
             table = app.fleet.directory.table
-            if table is None or not app.batch_client.access.token:
+            if table is None or not app.scheduler_client.access.token:
                 return False
             return len(table.keys) == 2 and len(table.deployments) == 2
 
@@ -137,7 +137,7 @@ async def test_an_adapter_is_uploaded_and_listed(bench: FinetuneBench) -> None:
     # Its files are for nodes: a router's token is of no use there.
     path = f"{wire.ADAPTER_FILE_PATH}/adapters/{made.id}/{WEIGHTS_FILE}"
     async with aiohttp.ClientSession() as http:
-        for token in ("", bench.app.batch_client.access.token):
+        for token in ("", bench.app.scheduler_client.access.token):
             sent = {wire.RELAY_TOKEN: token}
             async with http.get(f"{bench.admin.control_url}{path}", headers=sent) as response:
                 assert response.status == 503

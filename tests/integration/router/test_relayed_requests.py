@@ -14,11 +14,11 @@ from aiohttp import web
 from isochrone.service.network.http_server import HttpServerLimits, serve_http
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import TenantId
-from isochrone.wire.peers import batches as wire
+from isochrone.wire.peers import relay as wire
 from isochrone.wire.peers.batches import LeaseItems
 from router import scheduler_silence
 from router.app import RouterApp
-from router.batch_client import READ_TIMEOUT_S, RELAYED_MAX, BatchAccess, BatchClient
+from router.scheduler_client import READ_TIMEOUT_S, RELAYED_MAX, SchedulerAccess, SchedulerClient
 from tests.integration.router.fleet_of import a_key
 
 SLOW, OTHER = (msgspec.structs.replace(a_key(), tenant_id=TenantId(name)) for name in "ab")
@@ -27,10 +27,10 @@ SLOW, OTHER = (msgspec.structs.replace(a_key(), tenant_id=TenantId(name)) for na
 @asynccontextmanager
 async def client_of(
     port: int, read_timeout_s: float = READ_TIMEOUT_S
-) -> AsyncIterator[BatchClient]:
+) -> AsyncIterator[SchedulerClient]:
     """Return a client of the scheduler at a port of this machine."""
-    client = BatchClient(None, read_timeout_s)
-    client.access = BatchAccess(f"http://127.0.0.1:{port}", "token")
+    client = SchedulerClient(None, read_timeout_s)
+    client.access = SchedulerAccess(f"http://127.0.0.1:{port}", "token")
     try:
         yield client
     finally:
@@ -38,7 +38,7 @@ async def client_of(
 
 
 @asynccontextmanager
-async def a_client() -> AsyncIterator[BatchClient]:
+async def a_client() -> AsyncIterator[SchedulerClient]:
     """Return a client of a scheduler that sends the first byte of a file, and nothing more."""
 
     async def send_file(request: web.Request) -> web.StreamResponse:
@@ -83,7 +83,7 @@ async def test_slow_downloads_of_a_tenant_leave_others_their_share() -> None:
 @asynccontextmanager
 async def a_client_of(
     hangs: asyncio.Event, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[BatchClient]:
+) -> AsyncIterator[SchedulerClient]:
     """Return a client of a scheduler that takes long, and answers nothing once it `hangs`."""
     monkeypatch.setattr(scheduler_silence, "LOOK_INTERVAL_S", 0.05)
     monkeypatch.setattr(scheduler_silence, "PATIENCE_S", 0.1)
@@ -206,15 +206,15 @@ async def test_an_upload_may_take_longer_than_other_requests(is_read: bool) -> N
 
 async def test_the_access_ends_with_the_control_connection() -> None:
     """Else requests went to the address of a scheduler that was gone, until the next welcome."""
-    client, sent = BatchClient(None), list[BatchAccess]()
-    client.access = BatchAccess("http://127.0.0.1:1", "token")
+    client, sent = SchedulerClient(None), list[SchedulerAccess]()
+    client.access = SchedulerAccess("http://127.0.0.1:1", "token")
 
     async def send_table() -> int:
         return 0
 
     app: Any = SimpleNamespace(
         link=SimpleNamespace(connected=True),
-        batch_client=client,
+        scheduler_client=client,
         workers=SimpleNamespace(broadcast=sent.append, send_table=send_table),
     )
     for connected in (True, False):

@@ -19,7 +19,7 @@ import pytest
 from isochrone.wire.http import headers
 from isochrone.wire.ids import Generation, ModelId, TenantId
 from isochrone.wire.models.model import Artifact, ArtifactFile
-from isochrone.wire.peers import batches as wire
+from isochrone.wire.peers import relay as wire
 from isochrone.wire.peers.adapter import CONFIG_FILE, AdapterEntry
 from tests.integration.admin.conftest import Admin, admin
 from tests.integration.router.fleet_of import KEY, a_route, a_table

@@ -19,6 +19,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from isochrone.service.network.http_server import error_middleware, json_error
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers import batches as wire
+from isochrone.wire.peers import relay
 from isochrone.wire.peers.batches import ItemResult, LeasedItem, LeasedItems, LeaseItems
 from scheduler.api.client_objects import uploads
 from scheduler.api.client_objects.batch_service import BatchService, BatchStorage
@@ -374,7 +375,7 @@ async def test_only_items_that_fit_into_a_message_are_leased(turns: Turns) -> No
     """Those that did not fit were in memory together, and waited until their leases ran out."""
     await turns.begin("batch", lines=9)
     await turns.until_begun("batch")
-    size = wire.WORK_BYTES_MAX // 4
+    size = relay.WORK_BYTES_MAX // 4
     async with using(turns.pool) as connection:
         await connection.execute("UPDATE batch_item SET byte_length = $1", size)
     read = []
@@ -426,8 +427,8 @@ async def test_deletions_that_hang_leave_the_database_to_others(
 
     monkeypatch.setattr(Path, "unlink", hang)
     monkeypatch.setattr(file_threads, "TURN_TIMEOUT_S", 1.0)
-    headers = {wire.TENANT: "acme"}
-    prefix = wire.PUBLIC_PREFIX
+    headers = {relay.TENANT: "acme"}
+    prefix = relay.PUBLIC_PREFIX
     async with a_router(turns) as client:
 
         async def delete(name: str) -> int:

@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from isochrone.service.network.http_server import error_middleware, json_error
 from isochrone.wire.errors import ApiError
-from isochrone.wire.peers import batches as wire
+from isochrone.wire.peers import relay
 from isochrone.wire.peers.batches import ItemResult
 from scheduler.api.client_objects.batch_service import BatchService, BatchStorage
 from scheduler.api.client_objects.relayed import (
@@ -120,14 +120,14 @@ async def a_tenant(turns: Turns, limits: BatchLimits) -> AsyncIterator[Callable[
     tokens: Any = SimpleNamespace(peer_of=lambda _: "router")
     storage = BatchStorage(turns.folder, limits, lambda: None)
     BatchService(turns.pool, storage, tokens, ClientTurns()).add_routes(app)
-    of_key = {wire.TENANT: "acme", wire.KEY: KEY}
+    of_key = {relay.TENANT: "acme", relay.KEY: KEY}
     headers = {**of_key, "content-type": "multipart/form-data; boundary=b"}
     async with TestClient(TestServer(app)) as client:
 
         async def ask(method: str, path: str, body: Any = b"") -> tuple[int, Any]:
             data = io.BytesIO(body) if isinstance(body, bytes) else body
             async with client.request(
-                method, f"{wire.PUBLIC_PREFIX}{path}", headers=headers, data=data
+                method, f"{relay.PUBLIC_PREFIX}{path}", headers=headers, data=data
             ) as response:
                 return response.status, await response.json()
 

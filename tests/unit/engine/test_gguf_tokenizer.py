@@ -16,6 +16,7 @@ from nodeagent.engine.tokenizer.vocabulary import _BYTE_OF_LETTER, Vocabulary
 from nodeagent.engine.weights.gguf_header import PackedStrings
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_sentencepiece.json").read_text())
+"""Made by ops/golden/make_sentencepiece.py."""
 PATH = Path("m.gguf")
 
 

@@ -21,7 +21,7 @@ from isochrone.wire.models.model import EngineSettings
 from isochrone.wire.peers.assignment import Assignment
 from nodeagent.api.request.model_name import with_deployment_name, with_model_name
 from nodeagent.config import NodeConfig
-from nodeagent.decide.replicas.reconcile import command_key, reconcile
+from nodeagent.decide.replicas.reconcile import LackingParts, reconcile
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.drivers.driver import EngineLaunch, UnknownOption
@@ -74,14 +74,13 @@ def test_a_command_that_the_node_does_not_have_is_refused() -> None:
         epoch=Epoch(1),
         replicas=(spec,),
     )
-    for missing, reason in (
+    for by_command, reason in (
         ({}, "this node has no [commands.ear]"),
-        ({command_key("ear"): "there is no program 'serve'"}, "there is no program 'serve'"),
-        ({command_key("ear"): ""}, ""),
+        ({"ear": "there is no program 'serve'"}, "there is no program 'serve'"),
+        ({"ear": ""}, ""),
     ):
-        steps = reconcile(
-            assignment, {}, dict.fromkeys(spec.device_ids, 0), {"command": "", **missing}
-        )
+        lacking = LackingParts({"command": ""}, by_command)
+        steps = reconcile(assignment, {}, dict.fromkeys(spec.device_ids, 0), lacking)
         assert [reason in one.reason for one in steps.refusals] == ([True] if reason else [])
         assert len(steps.starts) == (not reason)
 

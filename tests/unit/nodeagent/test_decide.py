@@ -17,6 +17,7 @@ from nodeagent.decide.eviction import CachedArtifact, evict
 from nodeagent.decide.replicas import health
 from nodeagent.decide.replicas.backoff import DELAY_MAX_S, FAILURES_MAX, retry_delay_s
 from nodeagent.decide.replicas.reconcile import (
+    LackingParts,
     ReconcileSteps,
     assignment_problem,
     is_same_spec,
@@ -33,7 +34,7 @@ from tests.builders import a_spec
 
 S = ReplicaState
 CPU = {DeviceId("cpu"): 3 << 30}
-MISSING_BY_DRIVER = {"mock": "", "vllm": "vllm is not on the PATH of the agent"}
+LACKING = LackingParts({"mock": "", "vllm": "vllm is not on the PATH of the agent"})
 
 
 def an_assignment(
@@ -60,7 +61,7 @@ def an_assignment(
 def steps(assignment: Assignment, **states: ReplicaState) -> tuple[list[str], list[str]]:
     """Return the ids of the replicas that are (stopped, started)."""
     running = {ReplicaId(name): state for name, state in states.items()}
-    found = reconcile(assignment, running, CPU, MISSING_BY_DRIVER)
+    found = reconcile(assignment, running, CPU, LACKING)
     return (
         [tombstone.replica_id for tombstone in found.stops],
         [spec.replica_id for spec in found.starts],
@@ -84,7 +85,7 @@ def test_a_tombstone_stops_a_replica_once() -> None:
 
 
 def test_a_replica_that_cannot_run_here_is_refused_with_a_reason() -> None:
-    here = reconcile(an_assignment(("a",)), {}, {DeviceId("gpu0"): 0}, MISSING_BY_DRIVER)
+    here = reconcile(an_assignment(("a",)), {}, {DeviceId("gpu0"): 0}, LACKING)
     assert here.refusals[0].reason == "cannot run a: no healthy device cpu on this node"
     assert not here.starts
     for driver, words in (
@@ -93,7 +94,7 @@ def test_a_replica_that_cannot_run_here_is_refused_with_a_reason() -> None:
     ):
         spec = a_spec("a", engine=EngineSettings(driver=driver, kv_memory_bytes=1))
         assignment = msgspec.structs.replace(an_assignment(), replicas=(spec,))
-        there = reconcile(assignment, {}, CPU, MISSING_BY_DRIVER)
+        there = reconcile(assignment, {}, CPU, LACKING)
         assert [refusal.reason for refusal in there.refusals] == [words]
         assert not there.starts
 
@@ -104,7 +105,7 @@ def reasons(wanted: tuple[str, ...], ending: tuple[str, ...], *running: str) -> 
     assignment = msgspec.structs.replace(an_assignment((), ending), replicas=tuple(specs))
     states = {ReplicaId(name): S.WARM for name in running}
     taking = [a_spec(name, memory_bytes=1 << 30) for name in running]
-    found = reconcile(assignment, states, CPU, MISSING_BY_DRIVER, None, taking)
+    found = reconcile(assignment, states, CPU, LACKING, None, taking)
     assert len(found.starts) + len(found.refusals) == len({*wanted} - {*running})
     return [refusal.reason for refusal in found.refusals]
 
@@ -136,7 +137,7 @@ def test_a_part_of_a_replica_over_nodes_needs_a_rank_port(
         leader_id=ReplicaId("lead"), place=place, nodes=2, host="10.0.0.7", port=9400
     )
     assignment = msgspec.structs.replace(an_assignment(), replicas=(a_spec("a", group=group),))
-    found = reconcile(assignment, {}, CPU, MISSING_BY_DRIVER, ports)
+    found = reconcile(assignment, {}, CPU, LACKING, ports)
     assert [refusal.reason.partition(words)[1] for refusal in found.refusals] == [words] * bool(
         words
     )
@@ -175,12 +176,12 @@ def test_a_second_reconciliation_has_no_steps(
 ) -> None:
     assignment = an_assignment(tuple(sorted(wanted)), tuple(sorted(ending)))
     states = {ReplicaId(name): state for name, state in running.items()}
-    first = reconcile(assignment, states, CPU, MISSING_BY_DRIVER)
+    first = reconcile(assignment, states, CPU, LACKING)
     for tombstone in first.stops:
         states[tombstone.replica_id] = S.DRAINING
     for spec in first.starts:
         states[spec.replica_id] = S.WANTED
-    assert reconcile(assignment, states, CPU, MISSING_BY_DRIVER) == ReconcileSteps()
+    assert reconcile(assignment, states, CPU, LACKING) == ReconcileSteps()
     assert not {tombstone.replica_id for tombstone in first.stops} - ending
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
-from isochrone.wire.kv.kv_sharing import KV_HOLDERS, KV_STORE
+from isochrone.wire.kv.kv_sharing import KV_HOLDERS, KV_KEEPER
 from nodeagent.decide.requests.handoff import (
     MARGIN_MS,
     Handoff,
@@ -126,7 +126,7 @@ def test_after_a_handoff_other_replicas_are_named_for_its_target(
         headers.PEER_REPLICAS: headers.format_peer_replicas([A, B]),
         headers.PREFILL_REPLICAS: headers.format_peer_replicas([A, C]),
         KV_HOLDERS: headers.format_peer_replicas([A, B]),
-        KV_STORE: "b",
+        KV_KEEPER: "b",
     }
     named = named_replicas(sent, own.replica_id)
     assert headers.parse_peer_replicas(named.get(headers.PREFILL_REPLICAS, "")) == readers

@@ -17,8 +17,8 @@ from nodeagent.decide.requests.kv_quota import NO_KV_LIMITS, KvQuota, KvUser
 from nodeagent.decide.requests.prefill_leg import DecodeLoad, TransferRate
 from nodeagent.disaggregation.handshake_leg import HandshakeLeg
 from nodeagent.disaggregation.kv_fetch import FetchRates, KvHolders, PrefixFetcher
-from nodeagent.disaggregation.store_copies import ComputedPrompt, StoreCopies
-from nodeagent.disaggregation.two_legs import LegRequest, PrefillLeg
+from nodeagent.disaggregation.prompt_copies import PromptForStore, StoreCopies
+from nodeagent.disaggregation.transfer_leg import LegRequest, TransferLeg
 from nodeagent.drivers.handshake import MooncakeHandshake, NixlHandshake
 from nodeagent.host.engines.canary import has_list, tokens_read
 
@@ -148,7 +148,7 @@ async def test_a_holder_whose_answer_arrives_in_pieces_has_its_blocks() -> None:
 @malformed
 async def test_a_prompt_whose_engine_describes_it_in_no_json_begins(body: bytes) -> None:
     engine = MalformedServer(body)
-    leg = PrefillLeg(
+    leg = TransferLeg(
         cast(aiohttp.ClientSession, engine),
         cast(Any, engine),
         TransferRate(),
@@ -188,7 +188,7 @@ async def test_an_engine_that_answers_no_json_to_a_copy_gets_the_next_one(
     engine = MalformedServer(body)
     copies = StoreCopies(KvQuota(NO_KV_LIMITS), lambda: 0.0)
     for _ in range(2):
-        copies.offer(ComputedPrompt(cast(aiohttp.ClientSession, engine), USER, DIGESTS))
+        copies.offer(PromptForStore(cast(aiohttp.ClientSession, engine), USER, DIGESTS))
     async with asyncio.timeout(5.0):
         for _ in range(2):
             await engine.arrived.get()

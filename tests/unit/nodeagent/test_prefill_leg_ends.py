@@ -17,7 +17,7 @@ from isochrone.wire.kv import kv_transfer
 from nodeagent.decide.requests.prefill_leg import DecodeLoad, TransferRate
 from nodeagent.disaggregation.handshake_leg import HandshakeLeg
 from nodeagent.disaggregation.kv_fetch import PrefixFetcher
-from nodeagent.disaggregation.two_legs import LegRequest, PrefillLeg, PrefillPeers
+from nodeagent.disaggregation.transfer_leg import LegRequest, PrefillPeers, TransferLeg
 from nodeagent.drivers.handshake import NixlHandshake
 
 REPLICAS = [
@@ -68,7 +68,7 @@ class LateEngine:
         yield SimpleNamespace(status=204 if self.has_begun else 404)
 
 
-def a_leg(engine: object) -> PrefillLeg:
+def a_leg(engine: object) -> TransferLeg:
     async def announce(replica_id: ReplicaId) -> None:
         raise AssertionError("no replica may be tried")
 
@@ -76,7 +76,7 @@ def a_leg(engine: object) -> PrefillLeg:
         transfer="f" * 32, path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
         load=cast(Any, None), announce=announce,
     )  # fmt: skip
-    return PrefillLeg(
+    return TransferLeg(
         cast(aiohttp.ClientSession, engine),
         cast(PrefillPeers, None),
         TransferRate(),
@@ -88,7 +88,7 @@ def a_leg(engine: object) -> PrefillLeg:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nodeagent.disaggregation.two_legs.BEGIN_PAUSE_S", 0.0)
+    monkeypatch.setattr("nodeagent.disaggregation.transfer_leg.BEGIN_PAUSE_S", 0.0)
 
 
 async def test_a_leg_ends_without_an_error_once_its_engine_is_replaced() -> None:
@@ -192,7 +192,7 @@ async def test_a_leg_that_is_late_ends_before_its_deadline() -> None:
         transfer="f" * 32, path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
         load=lambda: DecodeLoad(0, 8), announce=announce, deadline_s=clock() + 0.4,
     )  # fmt: skip
-    leg = PrefillLeg(
+    leg = TransferLeg(
         cast(aiohttp.ClientSession, engine),
         cast(PrefillPeers, HungPeers()),
         TransferRate(),
@@ -226,7 +226,7 @@ async def test_a_leg_that_ran_out_of_time_counts_with_it() -> None:
         transfer="f" * 32, path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
         load=lambda: DecodeLoad(0, 8), announce=announce,
     )  # fmt: skip
-    leg = PrefillLeg(
+    leg = TransferLeg(
         cast(aiohttp.ClientSession, engine),
         cast(PrefillPeers, HungPeers()),
         rate,

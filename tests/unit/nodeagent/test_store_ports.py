@@ -11,7 +11,7 @@ from isochrone.wire.engines.engine import EngineConfig
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.models.model import EngineSettings
 from nodeagent.config import NodeConfig
-from nodeagent.decide.replicas.reconcile import STORE_KEY, reconcile, store_client_key
+from nodeagent.decide.replicas.reconcile import LackingParts, reconcile
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import EngineCommand, EngineLaunch, StorePorts, UnknownOption
 from nodeagent.drivers.vllm import EVENTS_SOCKET, STORE_CONFIG
@@ -22,6 +22,7 @@ from tests.unit.nodeagent.test_decide import an_assignment
 
 PORTS = StorePorts(master=9500, first=9501, last=9519)
 SHARED = EngineSettings(driver="vllm", kv_memory_bytes=GIB, share_kv=True)
+INSTALLED = {"vllm": "", "embedded": ""}
 EMBEDDED = EngineSettings(driver="embedded", share_kv=True, options={"kv_store_bytes": "1000000"})
 
 
@@ -141,22 +142,21 @@ def test_a_node_without_ports_for_a_store_starts_none() -> None:
 def test_a_node_that_lacks_the_store_refuses_what_needs_it(
     engine: EngineSettings, *, refused: bool
 ) -> None:
-    missing = {"vllm": "", "embedded": "", STORE_KEY: "no ports"}
-    assert reasons(engine, missing) == (["cannot run r1: no ports"] if refused else [])
+    lacking = LackingParts(INSTALLED, store="no ports")
+    assert reasons(engine, lacking) == (["cannot run r1: no ports"] if refused else [])
 
 
 def test_a_node_whose_engine_cannot_join_a_store_refuses_that_engine_alone() -> None:
-    key = store_client_key("embedded")
-    missing = {"vllm": "", "embedded": "", STORE_KEY: "", key: "no mooncake"}
-    assert reasons(EMBEDDED, missing) == ["cannot run r1: no mooncake"]
-    assert reasons(SHARED, missing) == []
+    lacking = LackingParts(INSTALLED, store_client={"embedded": "no mooncake"})
+    assert reasons(EMBEDDED, lacking) == ["cannot run r1: no mooncake"]
+    assert reasons(SHARED, lacking) == []
 
 
-def reasons(engine: EngineSettings, missing: dict[str, str]) -> list[str]:
+def reasons(engine: EngineSettings, lacking: LackingParts) -> list[str]:
     """Return why a node that lacks these refuses a replica."""
     spec = a_spec("r1", engine=engine, device_ids=(DeviceId("cpu"),))
     assignment = msgspec.structs.replace(an_assignment(), replicas=(spec,))
-    steps = reconcile(assignment, {}, {DeviceId("cpu"): 0}, missing)
+    steps = reconcile(assignment, {}, {DeviceId("cpu"): 0}, lacking)
     return [refusal.reason for refusal in steps.refusals]
 
 

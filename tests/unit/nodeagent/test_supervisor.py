@@ -54,7 +54,6 @@ class FakeArtifacts:
 class FakeEngine:
     """An engine that is ready at once. Tests replace its methods."""
 
-    log = Path("r1")
     exit_reason = "the engine exited"
     pid = 1
     is_adopted = False
@@ -63,7 +62,8 @@ class FakeEngine:
     lacks_descriptors = False
     record = EngineRecord(command=EngineCommand(arguments=(), base_url=""), spec=a_spec())
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "log"
         self.exited = asyncio.Event()
         self.may_stop = asyncio.Event()
         self.may_stop.set()
@@ -94,18 +94,19 @@ class FakeEngine:
 class FakeEngines:
     """Starts and adopts fake engines."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self.started: list[FakeEngine] = []
         self.error: Exception | None = None
 
     async def start(self, spec: object, path: Path) -> FakeEngine:
         if self.error is not None:
             raise self.error
-        self.started.append(FakeEngine())
+        self.started.append(FakeEngine(self._folder))
         return self.started[-1]
 
     def adopt(self, survivor: object) -> FakeEngine:
-        self.started.append(FakeEngine())
+        self.started.append(FakeEngine(self._folder))
         return self.started[-1]
 
 
@@ -114,7 +115,7 @@ class SupervisorFixture:
 
     def __init__(self, folder: Path) -> None:
         self.artifacts = FakeArtifacts()
-        self.engines = FakeEngines()
+        self.engines = FakeEngines(folder)
         self.changed = asyncio.Event()
         self.now_s = 0.0
         self.free_bytes = 8
@@ -729,5 +730,5 @@ async def test_the_log_of_a_busy_engine_is_trimmed(
     fixture.now_s += 11.0
     async with asyncio.timeout(30):
         await was_trimmed.wait()
-    assert set(trimmed) == {Path("r1")}
+    assert set(trimmed) == {fixture.engines.started[0].log}
     await fixture.supervisor.shut_down(keep_engines=False)

@@ -13,7 +13,6 @@ from router.apis.dispatch import ApiDispatcher
 from router.apis.media.routes import MediaRoutes
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.request_ids import RequestIds
-from router.batch_client import BatchClient
 from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.server import PublicServer
@@ -26,6 +25,7 @@ from router.poison_guard import PoisonGuard
 from router.recording.metrics import Metrics
 from router.recording.record import Recorder
 from router.recording.usage_journal import UsageJournal
+from router.scheduler_client import SchedulerClient
 from router.stored_answers import compose_stored_answers
 
 BUFFER_BYTES = 2_000
@@ -199,7 +199,7 @@ class RequestPath:
         surface = OpenAiSurface(config, self.fleet, clock)
         ids = RequestIds(BootId("0"))
         parts = (surface, self.pipeline, self.upstream, ids, metrics)
-        client = BatchClient(None)
+        client = SchedulerClient(None)
         stored = compose_stored_answers(
             *(config, client, surface, self.pipeline.serve, metrics),
             charge=lambda key, size_bytes: self.server.bodies.charge_stored(key, size_bytes),

@@ -20,14 +20,15 @@ from isochrone.wire.peers.responses import (
     ResponseRef,
 )
 from isochrone.wire.peers.routes import KeyEntry
-from router.apis.batches.answer import ItemAnswerer, later_attempt
+from router.apis.batches.answer import ItemAnswerer
+from router.apis.leased_work import later_attempt
 from router.apis.request_ids import RequestIds
 from router.apis.responses.background import BackgroundAnswerer
 from router.apis.responses.stored import BackgroundRun
-from router.batch_client import BatchAccess
 from router.decide.attempt import NoNodeReached
 from router.loops.answer_batches import HOLDS_MAX, AnswerBatches, DeploymentWork
 from router.loops.answer_responses import AnswerResponses
+from router.scheduler_client import SchedulerAccess
 
 
 def not_read(*given: Any) -> NoReturn:
@@ -133,7 +134,7 @@ class Renewals:
     """A client of a scheduler that notes what routers hold and want."""
 
     def __init__(self) -> None:
-        self.access = BatchAccess("http://scheduler", "token")
+        self.access = SchedulerAccess("http://scheduler", "token")
         self.is_connected = True
         self.messages: list[Any] = []
         self.leased: tuple[LeasedItem, ...] = ()

@@ -15,7 +15,7 @@ from router.dataplane.exchange import AttemptFailed, NodeRequest
 from router.decide.attempt import FailureCause
 from router.decide.liveness.probe_plan import PING_ALL_NODES_MAX
 from router.fleet_state import FleetState
-from router.loops.pop_loads import PopLoadPoller
+from router.loops.read_pop_loads import PopLoadPoller
 from router.recording.metrics import Metrics
 from tests.unit.router.test_follow_routes import a_table
 from tests.unit.router.test_probe_nodes import NextTurn

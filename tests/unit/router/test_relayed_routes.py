@@ -11,9 +11,10 @@ import pytest
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import KeyId, TenantId
 from isochrone.wire.peers.routes import KeyEntry
-from router.apis.batches import queued_runs, relay
-from router.apis.batches.relay import check_route
+from router.apis import relay
+from router.apis.batches import queued_runs
 from router.apis.document.routes import ROUTES
+from router.apis.relay import check_route
 from router.apis.responses.stored_routes import is_stored_path
 from router.apis.workers_ai import finetunes
 from router.config import RouterConfig

@@ -97,7 +97,7 @@ def test_the_holders_of_most_are_named_with_the_one_that_keeps_a_copy() -> None:
     found = choose(table, "a", held(table, a=0.1, b=0.5, c=0.9, z=1.0))
     names = [str(peer.replica_id) for peer in found.replicas]
     assert names[0] == "a"
-    assert found.store in names[1:]
+    assert found.keeper in names[1:]
     assert set(names[1:]) >= {"c"}
     assert "z" not in names
     assert len(names) <= 1 + HOLDERS_MAX
@@ -106,7 +106,7 @@ def test_the_holders_of_most_are_named_with_the_one_that_keeps_a_copy() -> None:
 def test_a_replica_that_has_as_much_as_the_addressed_one_is_named() -> None:
     """The addressed one had moved the prefix there and evicted it, and computed it again."""
     table = a_table("a", "b", "c", "d")
-    session = next(s for s in "stuvwxyz" if choose(table, "a", session=s).store == "d")
+    session = next(s for s in "stuvwxyz" if choose(table, "a", session=s).keeper == "d")
     found = choose(table, "a", held(table, a=0.5, b=0.5, c=0.4), session)
     assert [str(peer.replica_id) for peer in found.replicas] == ["a", "b", "d"]
     assert (found.own_share, found.held_share) == (0.5, 0.5)
@@ -120,13 +120,13 @@ def test_the_copy_is_found_again_after_the_holder_is_gone() -> None:
     names = ("a", "b", "c", "d")
     for number in range(50):
         session = f"s{number}"
-        store = choose(a_table(*names), "a", session=session).store
-        assert store not in ("", "a")
+        keeper = choose(a_table(*names), "a", session=session).keeper
+        assert keeper not in ("", "a")
         # The replica that answered is gone, and this router has just started.
         left = [name for name in names if name != "a"]
         for other in left:
             found = choose(a_table(*left), other, session=session)
-            assert other == store or found.store == store
+            assert other == keeper or found.keeper == keeper
 
 
 def test_short_prompts_and_lone_replicas_share_nothing() -> None:

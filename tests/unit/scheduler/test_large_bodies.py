@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from isochrone.wire.peers import batches as wire
+from isochrone.wire.peers import relay as wire
 from scheduler.api.client_objects import conversations
 from scheduler.api.client_objects.relayed import LARGE_AT_ONCE, LARGE_BYTES, ClientTurns
 from scheduler.api.client_objects.response_service import add_response_routes

@@ -4,7 +4,7 @@ from isochrone.service.loop import REST_MAX_S
 from isochrone.wire.ids import Epoch
 from scheduler.loops.learn_demand import LEARN_SHARE, DemandCounts, LearnDemand
 from scheduler.planner.demand_forecaster import LEARN_S
-from scheduler.planner.messages import LearnReply
+from scheduler.planner.messages import LearnedDemand
 from scheduler.state.lease_state import LeaseState
 from scheduler.store.lease import Lease
 
@@ -12,15 +12,15 @@ from scheduler.store.lease import Lease
 class BehindPlanner:
     """A planner that is behind until its last reply."""
 
-    def __init__(self, *replies: LearnReply) -> None:
+    def __init__(self, *replies: LearnedDemand) -> None:
         self.replies = list(replies)
 
-    async def learn(self, epoch: Epoch) -> LearnReply:
+    async def learn(self, epoch: Epoch) -> LearnedDemand:
         return self.replies.pop(0)
 
 
-def a_reply(*, is_new: bool = False, is_behind: bool = False) -> LearnReply:
-    return LearnReply(slots=2, series=7, saved=1, is_new=is_new, is_behind=is_behind)
+def a_reply(*, is_new: bool = False, is_behind: bool = False) -> LearnedDemand:
+    return LearnedDemand(slots=2, series=7, saved=1, is_new=is_new, is_behind=is_behind)
 
 
 async def test_a_planner_that_is_behind_does_a_part_in_each_turn() -> None:

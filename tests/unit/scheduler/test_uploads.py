@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
 from isochrone.service.network.http_server import error_middleware, json_error
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.peers.batches import store_timeout_s
+from isochrone.wire.peers.relay import store_timeout_s
 from scheduler.api.client_objects import uploads
 from scheduler.api.client_objects.downloads import send_file
 from scheduler.api.client_objects.uploads import write_upload

@@ -120,10 +120,6 @@ class LocalSearch:
         if new:
             fill(self._draft, only=new, start_discount=START)
 
-    def force_off(self) -> bool:
-        """Force replicas off their sites until that lowers the cost; return whether it did."""
-        return self._perturbation.force_off()
-
     def exchange(self) -> bool:
         """Try exchanges until one lowers the cost; return whether there was one."""
         return self._exchange.run()

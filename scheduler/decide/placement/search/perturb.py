@@ -66,10 +66,6 @@ class Perturbation:
             for state in self._draft.largest_first()
         )
 
-    def force_off(self) -> bool:
-        """Force replicas off their sites until that lowers the cost; return whether it did."""
-        return any(map(self._force_off_sites, self._draft.largest_first()))
-
     def _force_elsewhere(self, state: DeploymentState) -> bool:
         for replica in state.new_per_site():
             for site in np.flatnonzero(state.needs.site_capacity > 0):

@@ -1,4 +1,7 @@
-"""`/v1/files` and `/v1/batches`: relayed to the scheduler, on behalf of an authenticated key."""
+"""Relays requests for what the scheduler stores, on behalf of an authenticated key.
+
+That is files, batches, stored responses and conversations.
+"""
 
 import asyncio
 import re
@@ -8,10 +11,10 @@ from typing import Any, Final, TypeVar
 
 from isochrone.wire.errors import ApiError, ErrorCode, method_not_allowed
 from isochrone.wire.http import headers
-from router.batch_client import BatchClient
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
 from router.dataplane.inline_task import InlineEvent
 from router.dataplane.upload_spool import SpooledBody
+from router.scheduler_client import SchedulerClient
 
 _ID: Final = "[A-Za-z0-9_-]{1,64}"
 _PATH: Final = re.compile(rf"/v1/(?:files|batches)(?:/{_ID}){{0,2}}")
@@ -53,8 +56,8 @@ def is_batch_path(path: str) -> bool:
     return _PATH.fullmatch(path) is not None
 
 
-async def relay_to_batch_service(
-    client: BatchClient, request: HttpRequest, writer: ResponseWriter
+async def relay_to_scheduler(
+    client: SchedulerClient, request: HttpRequest, writer: ResponseWriter
 ) -> None:
     """Answer a request with the scheduler's answer. Raises ApiError. An inline task."""
     if request.header(headers.ANTHROPIC_VERSION.encode()):
@@ -100,7 +103,7 @@ def content_type_of(request: HttpRequest) -> dict[str, str]:
     return {} if given is None else {"content-type": given.decode("latin-1")}
 
 
-async def _relay(client: BatchClient, request: HttpRequest, writer: ResponseWriter) -> None:
+async def _relay(client: SchedulerClient, request: HttpRequest, writer: ResponseWriter) -> None:
     key = request.key
     assert key is not None
     check_route(request.method.decode(), request.path, request.named_path)

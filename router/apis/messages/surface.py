@@ -25,7 +25,7 @@ from router.dataplane.http_messages import HttpRequest, ResponseWriter
 from router.inference_request import InferenceRequest
 
 MESSAGES_PATHS: Final = frozenset({MESSAGES_PATH, COUNT_TOKENS_PATH})
-REQUEST_ID: Final = "request-id"
+MESSAGES_REQUEST_ID: Final = "request-id"
 """Anthropic's name of the header with the request's id, which its clients show in errors."""
 
 REFUSED_HEADERS: Final = {
@@ -117,4 +117,4 @@ def translate_count(body: bytes) -> bytes:
 
 
 def _request_id_line(request: HttpRequest) -> str:
-    return f"{REQUEST_ID}: {request.client_request_id}\r\n"
+    return f"{MESSAGES_REQUEST_ID}: {request.client_request_id}\r\n"

@@ -1,4 +1,9 @@
-"""The decode replica's side of a request with two legs: when to open one, and its effect."""
+"""The prefill leg of a request at its decode replica: when it is opened, and what it changes.
+
+A leg brings KV of the prompt to this replica's engine: a prefill replica reads the prompt, or the
+prefix comes from another replica or the PoP's store. Once the request is answered, a copy of the
+prompt's KV is made for others.
+"""
 
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -18,7 +23,6 @@ from isochrone.wire.kv import kv_sharing, kv_transfer
 from isochrone.wire.kv.kv_store import uses_kv_store
 from nodeagent import metrics
 from nodeagent.api.inference_paths import GENERATION_PATHS
-from nodeagent.api.kv_sharing import PrefixCopy
 from nodeagent.api.request.answer_relay import EVENT_STREAM
 from nodeagent.api.request.handoff_notice import announce_prefill
 from nodeagent.api.request.request_estimates import prefill_estimate
@@ -40,14 +44,20 @@ from nodeagent.disaggregation.kv_fetch import (
     parse_holders,
 )
 from nodeagent.disaggregation.kv_windows import WindowLeases
-from nodeagent.disaggregation.store_copies import ComputedPrompt
+from nodeagent.disaggregation.prompt_copies import (
+    KeeperCopies,
+    PromptForKeeper,
+    PromptForStore,
+    StoreCopies,
+)
 from nodeagent.disaggregation.store_fetch import StoreFetch
-from nodeagent.disaggregation.two_legs import LegRequest, PrefillLeg, PrefillPeers
+from nodeagent.disaggregation.transfer_leg import LegRequest, PrefillPeers, TransferLeg
 from nodeagent.disaggregation.usage_rewriter import UsageRewriter, rewrite_json
 from nodeagent.host.engines.engine_process import EngineProcess
 from nodeagent.managed_replica import ManagedReplica
 
-DecodeLeg = PrefillLeg | HandshakeLeg
+PrefillLeg = TransferLeg | HandshakeLeg
+"""One for engines that take blocks from this agent, one for those that move KV by themselves."""
 
 ONE_ENGINE_ONLY: Final = (headers.GENERATED_TOKENS, headers.SUSPECT)
 """Headers of requests without a prefill leg: the rest of an answer, whose prompt is mostly cached,
@@ -64,7 +74,7 @@ class NamedPeers(NamedTuple):
     holders: KvHolders | None
 
 
-class DecodeLegs:
+class PrefillLegs:
     """Opens the prefill legs of the requests at this node's decode replicas."""
 
     def __init__(self, peers: PrefillPeers, quota: KvQuota, windows: WindowLeases) -> None:
@@ -72,6 +82,8 @@ class DecodeLegs:
         self._windows = windows
         self._peers = peers
         self._quota = quota
+        self._store_copies = StoreCopies(quota, monotonic)
+        self._keeper_copies = KeeperCopies(peers, monotonic)
         self._fetch_rates = FetchRates()
         self._rates: dict[ReplicaId, TransferRate] = {}
         self._decoding: dict[ReplicaId, ExpectedDecoding] = {}
@@ -84,7 +96,7 @@ class DecodeLegs:
         body: bytes,
         reservation: TokenReservation,
         sent_on: Sequence[str],
-    ) -> DecodeLeg | None:
+    ) -> PrefillLeg | None:
         """Open a leg if the router names prefill replicas, or others that may have the prefix.
 
         Return None if the prompt is read here. `sent_on` are the request's headers that go to a
@@ -126,20 +138,32 @@ class DecodeLegs:
         if engine.handshake is not None:
             return HandshakeLeg(engine.handshake, self._peers, rate, leg_request, monotonic)
         fetcher = self._fetcher(request, replica, engine)
-        return PrefillLeg(engine.http, self._peers, rate, leg_request, monotonic, fetcher)
+        return TransferLeg(engine.http, self._peers, rate, leg_request, monotonic, fetcher)
 
-    def computed_prompt(
+    def offer_copy(
         self,
         request: web.Request,
         replica: ManagedReplica,
         engine: EngineProcess,
-        leg: DecodeLeg | None,
-    ) -> ComputedPrompt | None:
-        """Return an answered prompt that the PoP's store should keep, if any."""
-        expected = leg.expected if leg is not None else None
-        if expected is None or not uses_kv_store(replica.spec.engine):
-            return None
-        return ComputedPrompt(engine.http, _kv_user(request, replica), expected.digests)
+        leg: PrefillLeg | None,
+    ) -> None:
+        """Have a copy made of a prompt that was answered, if the PoP keeps copies of it."""
+        if leg is None or leg.expected is None:
+            return
+        digests, holders = leg.expected.digests, leg.holders
+        if uses_kv_store(replica.spec.engine):
+            stored = PromptForStore(engine.http, _kv_user(request, replica), digests)
+            self._store_copies.offer(stored)
+            return
+        for peer in holders.others if holders is not None else ():
+            if holders is not None and peer.replica_id == holders.keeper:
+                self._keeper_copies.offer(PromptForKeeper(holders.here, peer, digests))
+                return
+
+    async def close(self) -> None:
+        """Make no more copies."""
+        await self._store_copies.close()
+        await self._keeper_copies.close()
 
     def _fetcher(
         self, request: web.Request, replica: ManagedReplica, engine: EngineProcess
@@ -180,8 +204,8 @@ def _named_peers(
     named = named_replicas(request.headers, own)
     holders = None
     if handshake is None:
-        sent, store = named.get(kv_sharing.KV_HOLDERS, ""), named.get(kv_sharing.KV_STORE, "")
-        holders = parse_holders(sent, store)
+        sent, keeper = named.get(kv_sharing.KV_HOLDERS, ""), named.get(kv_sharing.KV_KEEPER, "")
+        holders = parse_holders(sent, keeper)
         if holders is None and uses_kv_store(replica.spec.engine):
             holders = _only_store(request, own)
     readers = headers.parse_peer_replicas(named.get(headers.PREFILL_REPLICAS, ""))
@@ -206,7 +230,7 @@ def _only_store(request: web.Request, own: ReplicaId) -> KvHolders | None:
 
 
 def answer_context(
-    leg: DecodeLeg | None,
+    leg: PrefillLeg | None,
     post: Callable[[bytes, Mapping[str, str]], AnswerContext],
     body: bytes,
     sent: Mapping[str, str],
@@ -222,7 +246,7 @@ def answer_context(
     return post(body, sent)
 
 
-def report_found(leg: DecodeLeg | None, response: web.StreamResponse) -> None:
+def report_found(leg: PrefillLeg | None, response: web.StreamResponse) -> None:
     """Say in the answer's head where the prompt was read and its cached tokens were found; count
     those."""
     found = kv_sharing.parse_found(response.headers.pop(kv_sharing.KV_FOUND, ""))
@@ -253,19 +277,8 @@ def _deadline_s(request: web.Request, admitted_s: float) -> float:
     return inf if deadline_ms is None else admitted_s + deadline_ms / 1000
 
 
-def prefix_copy(leg: DecodeLeg | None) -> PrefixCopy | None:
-    """Return the copy that another replica should keep of an answered prompt, if any."""
-    holders = leg.holders if leg is not None else None
-    if leg is None or leg.expected is None or holders is None:
-        return None
-    for peer in holders.others:
-        if peer.replica_id == holders.store:
-            return PrefixCopy(holders.here, peer, leg.expected.digests)
-    return None
-
-
 def apply_leg(
-    leg: DecodeLeg | None, response: web.StreamResponse, chunks: AsyncIterator[bytes]
+    leg: PrefillLeg | None, response: web.StreamResponse, chunks: AsyncIterator[bytes]
 ) -> AsyncIterator[bytes]:
     """Return the answer's body with the usage of its prefill leg, if there was one."""
     if leg is None or leg.received is None:

@@ -1,4 +1,4 @@
-"""Runs the prefill leg of a request beside its decode leg, on the decode replica's node.
+"""Runs the prefill leg of a request whose engine takes blocks of KV from this agent.
 
 Before that, or without it, the prefix that other replicas of the PoP have is fetched (kv_fetch).
 
@@ -14,7 +14,7 @@ Rule 4: a leg that is late leaves the time to compute the prompt here before its
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from math import inf
 from typing import Final, Protocol
 
@@ -22,7 +22,7 @@ import aiohttp
 import msgspec
 
 from isochrone.service.tracing import names
-from isochrone.service.tracing.recorder import child_span, current_span
+from isochrone.service.tracing.recorder import AnySpan, child_span, current_span
 from isochrone.service.tracing.spans import SpanKind
 from isochrone.wire import codec
 from isochrone.wire.http import headers
@@ -44,6 +44,7 @@ from nodeagent.disaggregation.kv_fetch import (
     KvHolders,
     LeaseWindow,
     PrefixFetcher,
+    RelayToPeer,
 )
 from nodeagent.disaggregation.kv_windows import WindowLease
 from nodeagent.host.engines.open_session import open_session, read_answer
@@ -70,7 +71,7 @@ class LegRefused(Exception):
     """A prefill replica or the decode engine did not complete the transfer."""
 
 
-class PrefillPeers(Protocol):
+class PrefillPeers(RelayToPeer, Protocol):
     """Connections to the nodes of prefill replicas."""
 
     async def queued_tokens(
@@ -78,10 +79,13 @@ class PrefillPeers(Protocol):
     ) -> dict[ReplicaId, int]:
         """Return the pending prefill tokens of each replica whose node answers in time."""
 
-    def relay(
-        self, peer: PeerReplica, path: str, body: bytes, sent: Mapping[str, str]
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """Send a request and yield its answer. Raises PeerReplicaLost if there is none."""
+
+def prefill_span(candidate: PeerReplica) -> AnySpan:
+    """Return the step in which a replica reads the prompt; use it in a `with`."""
+    span = child_span("prefill", SpanKind.CLIENT)
+    span.set(names.NODE, candidate.node_id)
+    span.set(names.REPLICA, candidate.replica_id)
+    return span
 
 
 class LegRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +112,7 @@ class LegRequest(msgspec.Struct, frozen=True, kw_only=True):
     announce: Callable[[ReplicaId], Awaitable[None]]
 
 
-class PrefillLeg:
+class TransferLeg:
     """The prefill leg of one request; `close` it in every case."""
 
     def __init__(
@@ -207,9 +211,7 @@ class PrefillLeg:
             await request.announce(candidate.replica_id)
             began_s = self._clock()
             try:
-                with child_span("prefill", SpanKind.CLIENT) as span:
-                    span.set(names.NODE, candidate.node_id)
-                    span.set(names.REPLICA, candidate.replica_id)
+                with prefill_span(candidate) as span:
                     left_s = request.deadline_s - began_s
                     async with asyncio.timeout(plan.timeout_before_s(left_s)):
                         received = await self._transfer(candidate, expected)

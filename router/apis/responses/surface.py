@@ -11,7 +11,7 @@ from router.apis.translating_writer import TranslatingWriter
 from router.dataplane.http_messages import HttpRequest, ResponseWriter
 from router.inference_request import InferenceRequest
 
-PATH: Final = "/v1/responses"
+RESPONSES_PATH: Final = "/v1/responses"
 
 
 def refuse_stored(request: ResponsesRequest) -> None:

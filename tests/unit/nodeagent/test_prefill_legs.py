@@ -13,10 +13,10 @@ from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.kv.kv_transfer import ReceivedBlocks
 from nodeagent import metrics
-from nodeagent.api.request.decode_leg import DecodeLegs, apply_leg
+from nodeagent.api.request.prefill_legs import PrefillLegs, apply_leg
 from nodeagent.decide.requests.admission import ReplicaAdmission
 from nodeagent.decide.requests.kv_quota import NO_KV_LIMITS, KvQuota
-from nodeagent.disaggregation.two_legs import LegRequest
+from nodeagent.disaggregation.transfer_leg import LegRequest
 from tests.builders import a_spec
 
 
@@ -49,7 +49,7 @@ async def test_the_deadline_counts_from_the_admission(monkeypatch: pytest.Monkey
     seat before it."""
     opened: list[LegRequest] = []
     monkeypatch.setattr(
-        "nodeagent.api.request.decode_leg.PrefillLeg",
+        "nodeagent.api.request.prefill_legs.TransferLeg",
         lambda http, peers, rate, leg_request, *others: opened.append(leg_request),
     )
     nothing: Any = None
@@ -70,6 +70,6 @@ async def test_the_deadline_counts_from_the_admission(monkeypatch: pytest.Monkey
     admitted_s = monotonic() - 8.0
     reservation = admission.admit(100, 8, now_s=admitted_s)
     assert reservation is not None
-    legs = DecodeLegs(nothing, KvQuota(NO_KV_LIMITS), nothing)
+    legs = PrefillLegs(nothing, KvQuota(NO_KV_LIMITS), nothing)
     legs.open(request, replica, engine, b"{}", reservation, ())
     assert [leg.deadline_s for leg in opened] == [admitted_s + 9.0]

@@ -1,6 +1,7 @@
-"""The router's client for objects that schedulers store: HTTP beside the control connection.
+"""The router's HTTP client of the acting scheduler, beside the control connection.
 
-The objects are files, batches, stored responses and conversations.
+It relays clients' requests for what schedulers store (files, batches, stored responses,
+conversations, adapters), and sends messages of the router's own work.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -16,7 +17,7 @@ from isochrone.fair_shares import FairShares
 from isochrone.service.trust import identity as identities
 from isochrone.wire.digits import parse_digits
 from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.peers import batches as wire
+from isochrone.wire.peers import relay as wire
 from isochrone.wire.peers.routes import KeyEntry
 from router.scheduler_silence import SilenceWatch
 
@@ -41,7 +42,7 @@ ASKING_CONNECTIONS_MAX: Final = 4
 """Connections for asking schedulers whether they run, one at a time each."""
 
 
-class BatchAccess(msgspec.Struct, frozen=True, tag="batch_access"):
+class SchedulerAccess(msgspec.Struct, frozen=True, tag="scheduler_access"):
     """The acting scheduler's address, and the token for it.
 
     With an empty token the scheduler stores nothing; without `has_batches` no files and batches.
@@ -52,13 +53,13 @@ class BatchAccess(msgspec.Struct, frozen=True, tag="batch_access"):
     has_batches: bool = True
 
 
-class BatchClient:
+class SchedulerClient:
     """Sends requests to the acting scheduler. Each process of a router has one."""
 
     def __init__(self, ssl: SSLContext | None, read_timeout_s: float = READ_TIMEOUT_S) -> None:
         """Use the TLS context `ssl` for an https URL."""
         self._read_timeout_s = read_timeout_s
-        self.access = BatchAccess()
+        self.access = SchedulerAccess()
         self._ssl = ssl
         self._sessions: dict[int, aiohttp.ClientSession] = {}
         """By the most connections that each may have."""

@@ -13,7 +13,7 @@ from router.apis.openai.moderations import classes_of
 from router.apis.openai.schema import CLASSIFY_PATH, EMBEDDINGS_PATH
 from router.apis.openai.surface import OpenAiSurface
 from router.apis.query_flags import flag
-from router.apis.responses.adapter import read_responses_request
+from router.apis.responses.surface import read_responses_request
 from router.apis.translating_writer import TranslatingWriter
 from router.apis.workers_ai.translate import (
     encode_error_event,
