@@ -5,6 +5,7 @@ the one that is cut off by the last route table, the other one by what the sched
 both are one fleet again, with no engine, request or row of usage too many.
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 
@@ -131,7 +132,8 @@ async def is_refused(fleet: Fleet, key: str) -> bool:
 
 async def check_nothing_is_doubled(fleet: Fleet, sent: dict[str, int]) -> None:
     """Check that the far node was lost once, and each request counts once as demand of its city."""
-    kinds = Counter(row["kind"] for row in (await fleet.ask("GET", "/v1/events"))["data"])
+    events = await asyncio.to_thread(fleet.api().list, "/v1/events")
+    kinds = Counter(row["kind"] for row in events)
     ended = (kinds["node.lost"], kinds["node.back"], kinds["replica.ended"])
     assert ended == (1, 1, 1), kinds
     counted: dict[str, int] = {}
