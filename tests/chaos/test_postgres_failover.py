@@ -164,7 +164,11 @@ async def test_a_database_without_free_connections_is_unavailable_and_recovers(
 
 @pytest.mark.parametrize(
     ("table", "logged"),
-    [("placement", "turn failed"), ("usage", "batch not written"), ("lease", "stepping down")],
+    [
+        ("placement", '"job":"place_replicas"'),
+        ("usage", "batch not written"),
+        ("lease", '"job":"renew_lease"'),
+    ],
 )
 async def test_a_table_that_a_stranger_has_locked_delays_only_what_needs_it(
     fleet: Fleet, table: str, logged: str
