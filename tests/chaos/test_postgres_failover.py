@@ -1,6 +1,6 @@
-"""Postgres under load: a standby is promoted, and strangers take every connection.
+"""Postgres under load: a standby is promoted, and strangers take every connection or lock tables.
 
-One fleet suffers both. No request needs the database, no scheduler is started anew, and whatever
+One fleet suffers it all. No request needs the database, no scheduler is started anew, and whatever
 was acknowledged is there afterwards.
 """
 
@@ -158,5 +158,37 @@ async def test_a_database_without_free_connections_is_unavailable_and_recovers(
                 await fleet.ask("POST", "/v1/keys", {"tenant_id": "refused"})
             await wait_ended(load, 20)
         await until("the scheduler acts again", fleet.acts)
+        await wait_ended(load, 8)
+    await hold_invariants(fleet, load, engines)
+
+
+@pytest.mark.parametrize(
+    ("table", "logged"),
+    [
+        ("placement", '"job":"place_replicas"'),
+        ("usage", "batch not written"),
+        ("lease", '"job":"renew_lease"'),
+    ],
+)
+async def test_a_table_that_a_stranger_has_locked_delays_only_what_needs_it(
+    fleet: Fleet, table: str, logged: str
+) -> None:
+    """As a change of the schema by hand does, or a backup that waits for one (P7)."""
+    engines, log = fleet.engine_pids(), fleet.folder / "logs" / "scheduler-a.log"
+    before = log.read_text().count(logged)
+
+    async def is_noticed() -> bool:
+        return log.read_text().count(logged) > before
+
+    async with under_load(fleet, [*CITIES], streams=4) as load:
+        await wait_ended(load, 4)
+        stranger = await asyncpg.connect(fleet.dsn())
+        async with stranger.transaction():
+            await stranger.execute(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
+            await until("a statement has waited too long", is_noticed)
+            await wait_ended(load, 8)
+        await stranger.close()
+        await until("the scheduler acts", fleet.acts)
+        await fleet.routers_know()
         await wait_ended(load, 8)
     await hold_invariants(fleet, load, engines)

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from tests.chaos.invariants import invariants
 from tests.system.harness import CITIES, Fleet, a_fleet, until
-from tests.system.load import one_stream, under_load, wait_ended
+from tests.system.load import Load, one_stream, under_load, wait_ended
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -68,19 +68,24 @@ async def test_an_engine_without_progress_is_killed(fleet: Fleet) -> None:
 
         await until("the agents kill both and start others", both_were_replaced, 25.0)
         await until("both warm", lambda: fleet.is_warm(2))
-        assert (await one_stream(fleet, http, "ams", 5)).how == "complete"
+        load = Load([await one_stream(fleet, http, "ams", 5)])
+    assert not load.failures(), load.failures()
+    await invariants(fleet, load)
 
 
 async def test_a_stopped_engine_is_killed_and_the_other_serves(fleet: Fleet) -> None:
-    """SIGSTOP: the process exists and answers nothing (K7)."""
+    """SIGSTOP in the middle of its streams: the process exists and answers nothing (K7)."""
     before = fleet.engine_pids()
-    os.kill(before["node-ams"], signal.SIGSTOP)
-    await until("replaced", replaced(fleet, before, "node-ams"), 25.0)
-    await until("both warm", lambda: fleet.is_warm(2))
+    async with under_load(fleet, ["ams", "sin"], streams=6) as load:
+        await wait_ended(load, 6)
+        os.kill(before["node-ams"], signal.SIGSTOP)
+        await wait_ended(load, 12)
+        await until("replaced", replaced(fleet, before, "node-ams"), 25.0)
+        await until("both warm", lambda: fleet.is_warm(2))
+        await wait_ended(load, 12)
+    assert not load.failures(), load.failures()
     assert fleet.engine_processes() == 2
-    async with aiohttp.ClientSession() as http:
-        for pop in ("ams", "sin"):
-            assert (await one_stream(fleet, http, pop, 5)).how == "complete"
+    await invariants(fleet, load)
 
 
 async def test_a_stopped_agent_delays_its_requests_by_seconds_only(fleet: Fleet) -> None:
@@ -96,11 +101,12 @@ async def test_a_stopped_agent_delays_its_requests_by_seconds_only(fleet: Fleet)
 
             # A ping is given two seconds, twice; a first byte would have been given sixty.
             await until("all are answered", have_ended, 12.0)
-            ended = [stream.result() for stream in streams]
-        assert {one.how for one in ended} == {"complete"}, ended
+            load = Load([stream.result() for stream in streams])
     finally:
         os.kill(agent, signal.SIGCONT)
     await until("both warm", lambda: fleet.is_warm(2))
+    assert not load.failures(), load.failures()
+    await invariants(fleet, load)
 
 
 async def test_an_engine_that_cannot_load_is_reported_and_harms_no_other(fleet: Fleet) -> None:

@@ -241,7 +241,8 @@ class Fleet:
         state = self.folder / name
         token_file = self.folder / f"{name}.token"
         if not (state / "identity.json").exists():
-            made = await self.tell("POST", "/v1/join-tokens", {"pop": pop, "role": "agent"})
+            body = {"pop": pop, "role": "agent", "name": f"{pop}-{number}"}
+            made = await self.tell("POST", "/v1/join-tokens", body)
             write_atomic(token_file, made["token"].encode())
         text = (
             f'name = "{pop}-{number}"\nschedulers = {self.schedulers()}\nstate = "{state}"\n'
@@ -264,7 +265,8 @@ class Fleet:
         state = self.folder / name
         env = self.env(name)
         if not (state / "identity.json").exists():
-            made = await self.tell("POST", "/v1/join-tokens", {"pop": pop, "role": "router"})
+            body = {"pop": pop, "role": "router", "name": name}
+            made = await self.tell("POST", "/v1/join-tokens", body)
             write_atomic(self.folder / f"{name}.token", made["token"].encode())
         text = (
             f'name = "{name}"\nschedulers = {self.schedulers()}\nstate_folder = "{state}"\n'

@@ -127,3 +127,18 @@ async def test_only_as_many_requests_as_the_retry_budget_allows_leave_a_lost_nod
         cable.let_go()
         ended = Counter(status for status, _, _ in await asyncio.gather(*waiting))
         assert ended == {200: 40}
+
+
+async def test_if_only_pings_fail_at_every_node_all_nodes_are_used(tmp_path: Path) -> None:
+    """A fault of the probes, not of the nodes, must leave nobody without replicas (N7)."""
+    nodes = FakeNode("one"), FakeNode("other")
+    async with cabled(tmp_path, *nodes) as (bench, _, _):
+        for node in nodes:
+            node.ping_s = FOREVER_S
+        await bench.app.loops["probe"].wait_turns(3)
+        assert bench.app.loops["probe"].last_result == (0, 2)
+        statuses = [(await answer(bench))[0] for _ in range(5)]
+        nodes[0].refuse = "busy"
+        statuses += [(await answer(bench, stream=True))[0] for _ in range(5)]
+        assert statuses == [200] * 10
+        assert (nodes[0].running, nodes[1].requests) == (0, 5)
