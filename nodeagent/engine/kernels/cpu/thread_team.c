@@ -7,7 +7,8 @@
  * A thread that waits for the next part of a step would fall asleep before the part comes, and
  * waking it takes longer than the part itself. The threads of a team therefore spin during a step.
  * Each free thread takes the next portion, so that a thread that the system has suspended delays
- * only the portion it had started.
+ * only the portion it had started. For the same reason a call waits for no thread of a pool that
+ * has not begun: on a machine with other work, waking it may take as long as a hundred such calls.
  */
 
 #include "kernels.h"
@@ -22,7 +23,10 @@
 #define SPINS_BEFORE_YIELD 2048
 #define SPINS_BEFORE_SLEEP 20000 /* of a thread of a pool: about half a millisecond */
 
-/* Run by a pool: each of its threads calls it once, with its own index. */
+#define CLOSED (INT64_MIN / 2)
+
+/* Run by a pool: its caller calls it with index 0, each thread that is awake in time with its own.
+ * A thread may call it again: it must find no work then. */
 typedef void job(void *argument, int64_t index);
 
 struct pool {
@@ -31,10 +35,10 @@ struct pool {
     pthread_t *threads;
     pthread_mutex_t lock;
     pthread_cond_t wake;
-    /* The number of the job. It changes under the lock, after all threads have finished the last
-     * one. */
-    _Atomic uint64_t number;
-    _Atomic int64_t unfinished;
+    _Atomic uint64_t number; /* of the job; it changes under the lock */
+    /* How many threads run the job; CLOSED is added once no other may begin. The job changes only
+     * while this is CLOSED. */
+    _Atomic int64_t running;
     job *job;
     void *argument;
     int64_t wanted; /* threads that run this job, the caller among them */
@@ -99,6 +103,16 @@ static uint64_t await_job(struct pool *pool, uint64_t seen) {
     return number;
 }
 
+/* Begin to run the job, whichever it is now; return 0 if it is closed. */
+static int begin_job(struct pool *pool) {
+    int64_t running = atomic_load_explicit(&pool->running, memory_order_relaxed);
+    while (running >= 0)
+        if (atomic_compare_exchange_weak_explicit(&pool->running, &running, running + 1,
+                                                  memory_order_acquire, memory_order_relaxed))
+            return 1;
+    return 0;
+}
+
 static void *pool_thread(void *argument) {
     struct member member = *(struct member *)argument;
     struct pool *pool = member.pool;
@@ -106,8 +120,9 @@ static void *pool_thread(void *argument) {
     for (uint64_t seen = member.seen;;) {
         seen = await_job(pool, seen);
         if (pool->stopping) return NULL;
+        if (!begin_job(pool)) continue;
         if (member.index < pool->wanted) pool->job(pool->argument, member.index);
-        atomic_fetch_sub_explicit(&pool->unfinished, 1, memory_order_release);
+        atomic_fetch_sub_explicit(&pool->running, 1, memory_order_release);
     }
 }
 
@@ -161,6 +176,7 @@ static struct pool *pool_of(int64_t threads) {
         pool = calloc(1, sizeof *pool);
         if (pool == NULL) return NULL;
         pool->process = getpid();
+        atomic_store(&pool->running, CLOSED);
         pthread_mutex_init(&pool->lock, NULL);
         pthread_cond_init(&pool->wake, NULL);
         pthread_setspecific(pool_key, pool);
@@ -170,8 +186,8 @@ static struct pool *pool_of(int64_t threads) {
     return pool;
 }
 
-/* Call `run` on `threads` threads at once, this one with index 0; return when all have returned.
- * There may be fewer threads if the system allows no more: a job must not rely on their number. */
+/* Call `run` on `threads` threads at once, this one with index 0; return when all that have begun
+ * have returned. There may be fewer, so a job must not rely on their number. */
 static void on_threads(int64_t threads, job *run, void *argument) {
     struct pool *pool = pool_of(threads);
     if (pool == NULL || pool->size == 0) {
@@ -181,11 +197,13 @@ static void on_threads(int64_t threads, job *run, void *argument) {
     pool->job = run;
     pool->argument = argument;
     pool->wanted = threads;
-    atomic_store_explicit(&pool->unfinished, pool->size, memory_order_relaxed);
+    /* Before its number is there: a thread that finds the job closed waits for the next one. */
+    atomic_store_explicit(&pool->running, 0, memory_order_release);
     publish_job(pool);
     run(argument, 0);
+    atomic_fetch_add_explicit(&pool->running, CLOSED, memory_order_acq_rel);
     int64_t spins = 0;
-    while (atomic_load_explicit(&pool->unfinished, memory_order_acquire) > 0) spin(&spins);
+    while (atomic_load_explicit(&pool->running, memory_order_acquire) != CLOSED) spin(&spins);
 }
 
 struct loop {
