@@ -306,6 +306,20 @@ def test_where_the_system_compiler_fails_the_packaged_one_builds(
     assert kernels_library() == path
 
 
+def test_a_compiler_that_does_not_end_is_named_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    endless = tmp_path / "cc"
+    endless.write_text("#!/bin/sh\nexec tail -f /dev/null\n")
+    endless.chmod(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(building, "_NEEDED", ())
+    monkeypatch.setattr(building, "_COMPILE_S", 0.01)
+    monkeypatch.setattr(building, "compilers", lambda: [(str(endless),)])
+    with pytest.raises(KernelsUnavailable, match=r"with \S+/cc: not done after 0.01 s; when"):
+        kernels_library()
+
+
 def test_a_prebuilt_library_is_used_on_processors_that_have_its_features(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -65,7 +65,9 @@ PREBUILT_FOLDER: Final = _FOLDER / "prebuilt"
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _PACKAGED: Final = "ziglang"
 """A Python package with a C compiler; `ops/setup.sh` installs it where the system has none."""
-_COMPILE_S: Final = 120.0
+_COMPILE_S: Final = 600.0
+"""Of ten seconds of work. An engine has a tenth of other processes' weight: on a busy machine this
+took more than 120 s. Without kernels the engine is several times slower until its next start."""
 
 
 class KernelsUnavailable(RuntimeError):
@@ -139,7 +141,12 @@ def _build(compiler: tuple[str, ...], path: Path) -> None:
             raise KernelsUnavailable(
                 f"cannot build kernels with {compiler[0]}: {lines[0] if lines else 'it failed'}"
             ) from error
-        except (OSError, subprocess.TimeoutExpired) as error:
+        except subprocess.TimeoutExpired as error:
+            raise KernelsUnavailable(
+                f"cannot build kernels with {compiler[0]}: not done after {_COMPILE_S:g} s; when"
+                " the machine is less busy, start the engine again"
+            ) from error
+        except OSError as error:
             raise KernelsUnavailable(f"cannot build kernels: {error}") from error
         sync(new)
         new.replace(path)
