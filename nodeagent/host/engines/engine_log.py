@@ -19,8 +19,11 @@ ERROR_LEVEL: Final = re.compile(rb"\bERROR\b")
 """A line that its engine calls an error, though it names none."""
 NO_ERROR: Final = re.compile(rb"\b(?:DEBUG|INFO|WARNING)\b")
 """Lines that their engine does not call an error, such as vLLM's warning of a low `ulimit`."""
-NO_PROBLEM: Final = re.compile(rb'^\{"at":"[^"]*","level":"(?:debug|info)"')
-"""A line of the embedded engine that reports no problem."""
+NO_PROBLEM: Final = re.compile(
+    rb'^\{"at":"[^"]*","level":"(?:debug|info)"| - "[A-Z]+ \S+ HTTP/1\.[01]" [1-4]\d\d\b'
+)
+"""A line that reports no problem: of the embedded engine, or of a vendor's access log, which is the
+last one of a healthy engine that is killed."""
 UNFINISHED: Final = re.compile(rb":$|\bvalidation errors? for \w+$")
 """An error whose reason is on the lines that follow."""
 LINES_MAX: Final = 4

@@ -19,6 +19,8 @@ HUB: Final = "  Value error, Invalid repository ID or local directory specified:
 TOKENIZER: Final = "ValueError: Couldn't instantiate the backend tokenizer from one of:"
 INFO: Final = "(APIServer pid=2) INFO:     Application shutdown complete."
 
+ACCESS: Final = 'INFO:     127.0.0.1:42288 - "GET /metrics HTTP/1.1" 200 OK'
+FAILED: Final = ACCESS.replace("200 OK", "500 Internal Server Error")
 READY: Final = '{"at":"2026-11-28T08:49:55+0000","level":"info","message":"ready","load_s":7.3}'
 FAULT: Final = '{"at":"2026-11-28T08:50:01+0000","level":"error","message":"error: bad"}'
 
@@ -39,9 +41,13 @@ FAULT: Final = '{"at":"2026-11-28T08:50:01+0000","level":"error","message":"erro
         ([READY, "killed"], "killed"),
         ([READY, FAULT, READY], FAULT),
         ([FAULT.replace("error: bad", "bad")], FAULT.replace("error: bad", "bad")),
+        ([INFO, ACCESS], ""),
+        ([WEIGHTS, ACCESS], WEIGHTS),
+        ([ACCESS, FAILED], FAILED),
     ],
     ids=["killed", "first hand", "second hand", "silent", "pydantic", "colon", "colours", "none",
-         "own line", "after it", "own error", "own warning"],
+         "own line", "after it", "own error", "own warning",
+         "served", "served after it", "failed request"],
 )  # fmt: skip
 def test_the_line_that_says_why_is_found(tmp_path: Path, lines: list[str], reason: str) -> None:
     log = tmp_path / "engine.log"
