@@ -81,7 +81,8 @@ async def warm_up(engine: EngineProcess) -> str:
     """Request one token before the engine gets traffic, because its first takes longest.
 
     Then measures how long its steps may take. Returns why the engine cannot be used, or "". An
-    error that it answers is left to the watch, which sends canaries of its own and judges them.
+    error that it answers, unless it is one of its own (500), is left to the watch, which sends
+    canaries of its own and judges them.
     """
     stats = await engine.stats()
     # The statistics may be slow on a busy machine. Then the request is one for a chat model, unless

@@ -8,6 +8,9 @@ import msgspec
 OK: Final = 200
 BAD_REQUEST: Final = 400
 TOO_MANY_REQUESTS: Final = 429
+NO_TOKEN: Final = (0, OK, 500)
+"""The statuses of a wrong answer that only an engine gives which cannot be used: 0 is none at all,
+and 500 its own failure, as with weights that are no numbers."""
 QUOTED_BYTES_MAX: Final = 120
 
 

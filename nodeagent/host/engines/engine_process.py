@@ -43,7 +43,7 @@ from nodeagent.drivers.driver import (
 from nodeagent.drivers.handshake import Handshake
 from nodeagent.host.confinement import EngineConfinement
 from nodeagent.host.devices import CPU
-from nodeagent.host.engines.canary import BAD_REQUEST, CANARIES, OK, PROMPT_CANARY, Canary
+from nodeagent.host.engines.canary import BAD_REQUEST, CANARIES, NO_TOKEN, OK, PROMPT_CANARY, Canary
 from nodeagent.host.engines.engine_folder import (
     new_folders,
     remove_folders,
@@ -221,15 +221,14 @@ class EngineProcess:
 
         `kind` is what the engine reports, which counts if the assignment does not name it. The
         request waits in the engine's queue like any other. `canary_problem` then says what is wrong
-        with the answer. `problem` says the same if there was no answer, or one of status 200 that
-        is not valid.
+        with the answer. `problem` says the same if its status is one of `NO_TOKEN`.
         """
         canary = CANARIES.get(self.record.spec.kind or kind, CANARIES["chat"])
         status, self.canary_problem = await self._send_canary(canary)
         if status == BAD_REQUEST and canary is CANARIES["chat"]:
             _, problem = await self._send_canary(PROMPT_CANARY)
             self.canary_problem = problem and self.canary_problem
-        self.problem = self.canary_problem if status in (0, OK) else ""
+        self.problem = self.canary_problem if status in NO_TOKEN else ""
         return not self.canary_problem
 
     async def _send_canary(self, canary: Canary) -> tuple[int, str]:

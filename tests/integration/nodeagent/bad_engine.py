@@ -44,6 +44,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.fault == "garbage" or (self.fault == "later-garbage" and Handler.answers):
             self.reply(200, b"\x00 no answer")
             return
+        if self.fault == "broken-weights":
+            self.reply(500, b'{"error": "the model gave no finite logits"}')
+            return
         if self.fault == "errors" and Handler.answers:
             self.reply(500, b'{"error": "EngineDeadError"}')
             return

@@ -66,6 +66,7 @@ class Node:
 
     def __init__(self, folder: Path, stall_s: float = 2.0) -> None:
         self.reasons: dict[str, set[str]] = defaultdict(set)
+        self.states: dict[str, set[ReplicaState]] = defaultdict(set)
         devices = DeviceReader(0, open_nvml=lambda: None)
         config = NodeConfig(
             name="n1",
@@ -93,6 +94,7 @@ class Node:
     def note_reasons(self) -> None:
         for replica_id, replica in self.supervisor.replicas.items():
             self.reasons[replica_id].add(replica.report().reason)
+            self.states[replica_id].add(replica.state)
 
     def start(self, name: str) -> None:
         engine = EngineSettings(driver="vllm", kv_memory_bytes=MIB, tokens_in_flight_max=32_768)
@@ -269,6 +271,17 @@ async def test_an_engine_that_hangs_and_loses_its_requests_is_killed(
     finally:
         await node.supervisor.shut_down(keep_engines=False)
     assert not processes_of_engines()
+
+
+async def test_an_engine_that_fails_at_its_first_token_is_never_warm(node: Node) -> None:
+    """As with weights that are no numbers. It was published, served errors, and started again."""
+    node.start("broken-weights")
+    pattern = r"status 500: .*no finite logits"
+    await node.until(
+        "it is explained",
+        lambda: any(re.search(pattern, reason) for reason in node.reasons["broken-weights"]),
+    )
+    assert ReplicaState.WARM not in node.states["broken-weights"]
 
 
 async def test_the_log_of_a_noisy_engine_stays_short(node: Node) -> None:
