@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 from isochrone.wire.http.headers import ReportedLoad
 from isochrone.wire.ids import ReplicaId
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
+from nodeagent.engine.scheduler.sequence_blocks import NEXT_PROMPTS_MAX
 from ops.bench.disaggregation import TRACE
 from ops.bench.pop_kv_causes import (
     CAUSES,
@@ -189,9 +190,14 @@ class ModelReplica:
     def _start(self, request: ModelRequest) -> None:
         cached = self.pool.match_prefix(request.chain)
         tokens = request.sent.tokens + request.output_tokens
-        blocks = self.pool.allocate(cached, -(-tokens // BLOCK_TOKENS) - len(cached))
-        if blocks is None:
+        fresh = -(-tokens // BLOCK_TOKENS) - len(cached)
+        if not self.pool.fits(cached, fresh):
             return
+        # As the engine does (`SequenceBlocks.admit`).
+        for waiting in reversed(self.queue[:NEXT_PROMPTS_MAX]):
+            self.pool.touch(waiting.chain)
+        blocks = self.pool.allocate(cached, fresh)
+        assert blocks is not None
         self.queue.remove(request)
         request.blocks, request.cached_tokens = blocks, BLOCK_TOKENS * len(cached)
         uncached = request.sent.tokens - request.cached_tokens

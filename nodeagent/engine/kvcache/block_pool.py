@@ -3,8 +3,8 @@
 Rule 1: a block is either free or used; used means that at least one sequence references it.
 Rule 2: a free block stays in the prefix cache until it is allocated again. The least recently used
 block is allocated first, and blocks that are not in the cache before all others. The prefix of a
-prompt also counts as used when the prompt begins to wait: prompts before it would evict it
-otherwise.
+prompt also counts as used when the prompt begins to wait, and again before prompts ahead of it are
+admitted (`SequenceBlocks.admit`): those would evict it otherwise.
 Rule 3: a cached block is never written, so that sharing it needs no copy: it is full, and a
 sequence writes only after it.
 Rule 4: a block of which another replica has a newer copy is demoted: it is allocated before the
@@ -112,10 +112,14 @@ class BlockPool:
             self._references[block] += 1
         return list(blocks)
 
+    def fits(self, cached: Sequence[int], fresh: int) -> bool:
+        """Return whether the `cached` blocks and `fresh` free ones can be allocated."""
+        revived = sum(1 for block in cached if self._references[block] == 0)
+        return fresh + revived <= self.free_blocks
+
     def allocate(self, cached: Sequence[int], fresh: int) -> list[int] | None:
         """Reference the `cached` blocks and `fresh` free ones; None, and no change, if too few."""
-        revived = sum(1 for block in cached if self._references[block] == 0)
-        if fresh + revived > self.free_blocks:
+        if not self.fits(cached, fresh):
             return None
         for block in cached:
             self._cached.pop(block, None)

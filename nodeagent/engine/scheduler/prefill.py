@@ -152,7 +152,7 @@ def _may_end(prefills: list[BatchChunk], decodes: int, budget: PrefillBudget) ->
 def _admit(queues: RunQueues, sequence: Sequence, prefill_token_s: float) -> bool:
     if queues.free_sequence_slots < sequence_count([sequence]):
         return False
-    if not queues.blocks.admit(sequence, prefill_token_s):
+    if not queues.blocks.admit(sequence, prefill_token_s, queues.waiting):
         return False
     queues.start(sequence)
     return True

@@ -5,16 +5,23 @@ one block at a time.
 Rule 2: cached blocks of the prompt are reused. Blocks in the tiers below the device are restored if
 that is faster than computing them (`SwapOrRecompute`).
 Rule 3: a sequence that writes to a block with other references gets a copy of its own first.
+Rule 4: the blocks of a new prompt evict what the next prompts in the queue have cached only where
+nothing else is free.
 """
 
 from collections.abc import Container
+from collections.abc import Sequence as Ordered
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool, CachedBlock
 from nodeagent.engine.kvcache.swap_or_recompute import SwapOrRecompute
 from nodeagent.engine.scheduler.batch import BlockCopy
 from nodeagent.engine.scheduler.sequence import Sequence
+
+NEXT_PROMPTS_MAX: Final = 8
+"""How many waiting prompts keep what they have cached when a prompt is admitted: more would take
+longer to look up, and their turn comes later."""
 
 
 class BlockMoves(NamedTuple):
@@ -46,19 +53,27 @@ class SequenceBlocks:
         self._copy_sources: dict[int, int] = {}
         """The source block of each copy, by destination."""
 
-    def admit(self, sequence: Sequence, prefill_token_s: float) -> bool:
+    def admit(
+        self, sequence: Sequence, prefill_token_s: float, waiting: Ordered[Sequence] = ()
+    ) -> bool:
         """Allocate blocks for all known tokens; return False, and change nothing, if too few.
 
         `prefill_token_s` is the cost of computing a token, which restoring is compared with.
+        `waiting` is the queue, the next one first.
         """
         digests = _reusable_digests(sequence)
         cached = self.pool.match_prefix(digests)
         below = list(takewhile(self.lower_tiers.__contains__, digests[len(cached) :]))
         if below and not self.swap_or_recompute.should_swap_in(prefill_token_s):
             below = []
-        blocks = self.pool.allocate(cached, sequence.blocks_needed() - len(cached))
-        if blocks is None:
+        fresh = sequence.blocks_needed() - len(cached)
+        if not self.pool.fits(cached, fresh):
             return False
+        if fresh > self.pool.empty_blocks:
+            for other in reversed(waiting[:NEXT_PROMPTS_MAX]):
+                self.touch_prefix(other)
+        blocks = self.pool.allocate(cached, fresh)
+        assert blocks is not None
         sequence.blocks = blocks
         self._restores |= zip(blocks[len(cached) :], below, strict=False)
         sequence.computed_tokens = (len(cached) + len(below)) * BLOCK_TOKENS

@@ -242,6 +242,18 @@ def test_what_a_waiting_prompt_has_cached_outlives_what_was_used_later() -> None
     assert waiting.cached_tokens == 48
 
 
+def test_what_a_waiting_prompt_has_cached_outlives_prompts_that_end_while_it_waits() -> None:
+    scheduler = make(blocks=9, budget=128, sequences=1)
+    scheduler.submit(sequence(1, 64, 1, b"a"))
+    play(scheduler, scheduler.next_batch())
+    waiting = sequence(4, 64, 1, b"a")
+    for submitted in (sequence(2, 60, 1, b"b"), sequence(3, 60, 1, b"c"), waiting):
+        scheduler.submit(submitted)
+    while scheduler.has_work:
+        play(scheduler, scheduler.next_batch())
+    assert waiting.cached_tokens == 48
+
+
 def test_the_last_sequence_is_preempted_and_resumes() -> None:
     scheduler = make(blocks=4, budget=64)
     old, young = sequence(1, 30, 20), sequence(2, 30, 20, start=100)
