@@ -104,6 +104,12 @@ class AttackedNode:
         for engine in self.engines:
             engine.kills = 0
 
+    @property
+    def agent_pid(self) -> int:
+        """The process of the agent."""
+        assert self._process is not None
+        return self._process.pid
+
     def kill_agent(self) -> None:
         """Kill the agent."""
         assert self._process is not None
@@ -177,13 +183,13 @@ class Pair:
 
     def may_read(self, readers: Sequence[str]) -> dict[str, str]:
         """Return the header that names the replicas that may read a prompt, in this order."""
-        return {headers.PREFILL_REPLICAS: self._peers(readers)}
+        return {headers.PREFILL_REPLICAS: self.peers(readers)}
 
     def may_have(self, holders: Sequence[str]) -> dict[str, str]:
         """Return the header that names the replicas that may have the KV of a prompt."""
-        return {KV_HOLDERS: self._peers(holders)}
+        return {KV_HOLDERS: self.peers(holders)}
 
-    def _peers(self, others: Sequence[str]) -> str:
+    def peers(self, others: Sequence[str]) -> str:
         """Name the decode replica, slow at reading, and the others."""
         return headers.format_peer_replicas(
             [
@@ -279,9 +285,13 @@ class Pair:
 
 @asynccontextmanager
 async def a_pair(
-    folder: Path, *, on_one_node: bool = False, share_kv: bool = False
+    folder: Path,
+    *,
+    on_one_node: bool = False,
+    share_kv: bool = False,
+    readers: Sequence[str] = READERS,
 ) -> AsyncIterator[Pair]:
-    """Run the three replicas with a tiny model, on a node each or `on_one_node`."""
+    """Run the replicas with a tiny model, on a node each or `on_one_node`."""
     model = folder / "model"
     model.mkdir()
     with patch.dict(tiny.CONFIGS["qwen3"], head_dim=HEAD_DIM):
@@ -289,10 +299,10 @@ async def a_pair(
     tiny.write_tokenizer(model)
     async with AsyncExitStack() as stack:
         nodes = []
-        for name in (DECODE,) if on_one_node else (DECODE, *READERS):
+        for name in (DECODE,) if on_one_node else (DECODE, *readers):
             setup = NodeSetup(
                 name=name,
-                others=READERS if on_one_node else (),
+                others=tuple(readers) if on_one_node else (),
                 model=str(model),
                 folder=str(folder / name),
                 kv_memory_bytes=KV_MEMORY_BYTES,
