@@ -17,7 +17,6 @@ from isochrone.service.network.http_server import (
     error_middleware,
     json_error,
     json_response,
-    read_body,
 )
 from isochrone.service.tracing import names
 from isochrone.service.tracing.recorder import child_span, current_span
@@ -77,6 +76,7 @@ from nodeagent.api.request.request_estimates import (
     queue_tokens_max,
 )
 from nodeagent.api.request.request_spans import handoff_span, traced_answer
+from nodeagent.api.request.unfinished_bodies import UnfinishedBodies
 from nodeagent.api.request.window_relay import relayed_answer, window_headers
 from nodeagent.decide.requests.admission import TokenReservation
 from nodeagent.decide.requests.handoff import (
@@ -144,8 +144,9 @@ class DataPlaneServer:
         quota = KvQuota(kv_limits)
         self._windows = WindowLeases(supervisor.replicas.get, monotonic, supervisor.state_folder)
         self._decode_legs = DecodeLegs(peer_replicas, quota, self._windows)
+        self._bodies = UnfinishedBodies()
         self._kv_sharing = KvSharingRoutes(
-            supervisor.replicas, peer_replicas, quota, self._windows, monotonic
+            supervisor.replicas, peer_replicas, quota, self._windows, monotonic, self._bodies
         )
         self.is_draining = False
 
@@ -173,7 +174,7 @@ class DataPlaneServer:
         try:
             replica = self._find_replica(request)
             bytes_max = body_bytes_max(request.path)
-            body = await read_body(request, bytes_max=bytes_max, timeout_s=BODY_TIMEOUT_S)
+            body = await self._bodies.read(request, bytes_max=bytes_max, timeout_s=BODY_TIMEOUT_S)
             answer = await self._try_handoff(request, replica, body)
             if answer is not None:
                 return answer

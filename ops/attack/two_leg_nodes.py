@@ -24,7 +24,7 @@ from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.kv.kv_sharing import KV_FOUND, KV_HOLDERS, parse_found
 from ops.attack.kills import AttackFailed
-from ops.bench.engine_node import NodeSetup
+from ops.bench.engine_node import WARM_S, NodeSetup
 from ops.golden import tiny
 
 DECODE, READERS = "d", ("p1", "p2")
@@ -81,7 +81,7 @@ class AttackedNode:
             stdout=asyncio.subprocess.PIPE,
         )
         assert self._process.stdout is not None
-        async with asyncio.timeout(BACK_S):
+        async with asyncio.timeout(WARM_S):
             self.address = (await self._process.stdout.readline()).decode().strip()
         if not self.address:
             raise AttackFailed(f"node {self.setup.name} did not become warm")
