@@ -27,6 +27,7 @@ import msgspec
 import psutil
 
 from isochrone.wire.http import headers
+from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.kv import kv_sharing
 from ops.attack.hostile_node import (
     HostileNode,
@@ -37,6 +38,7 @@ from ops.attack.hostile_node import (
 from ops.attack.two_leg_nodes import (
     DECODE,
     AttackedEngine,
+    AttackedNode,
     NumberedRequest,
     Pair,
     a_pair,
@@ -51,19 +53,29 @@ ROUNDS: Final = 1
 GIVEN_UP_S: Final = 40.0
 """The time after which the router gives a request up."""
 
+TOKEN_US: Final = 15_000
+"""The honest node believes that a prompt takes three seconds: long enough for other nodes to answer
+its questions on a busy machine, which may take a tenth of that."""
+
+NAMED: Final = {
+    "fetch": kv_sharing.KV_HOLDERS,
+    "leg": headers.PREFILL_REPLICAS,
+    "handoff": headers.PEER_REPLICAS,
+}
+"""The header that names the hostile node."""
+
+PROBE_TIMEOUT_S: Final = 2.0
 PAUSE_S: Final = 0.05
 SHORT: Final = 16
 """Tokens of the answers."""
 
-Attack = Callable[[str], Awaitable[None]]
 
-
-class Hostile:
-    """A stand-in for the AttackedNode of the hostile node's replica."""
+class HostileReplicaNode(AttackedNode):
+    """The node of the hostile node's replica, which has no agent and no engine."""
 
     def __init__(self, node: HostileNode, real: NodeSetup) -> None:
+        super().__init__(real)
         self.address = node.address
-        self.setup = real
 
 
 class Watch:
@@ -160,11 +172,7 @@ class Attacks:
         request = msgspec.structs.replace(a_request(self._chance), output_tokens=SHORT)
         tenant = f"t{self._chance.randrange(3)}"
         expected = await self._pair.ask(request, tenant, replica=READER)
-        named = {
-            "fetch": self._pair.may_have([HOSTILE]),
-            "leg": self._pair.may_read([HOSTILE]),
-            "handoff": {headers.PEER_REPLICAS: self._pair.peers([HOSTILE])},
-        }[kind]
+        named = {NAMED[kind]: self._pair.peers([HOSTILE], TOKEN_US)}
         began_s = time.perf_counter()
         text = ""
         with suppress(TimeoutError):
@@ -257,7 +265,7 @@ def request_attacks() -> dict[str, Callable[[str], Awaitable[None]]]:
 
 def keep_query(source: str) -> bytes:
     """Return a query to keep blocks that a source has."""
-    peer = headers.PeerReplica(headers.ReplicaId(DECODE), headers.NodeId("x"), source, 1, 1, 1)
+    peer = headers.PeerReplica(ReplicaId(DECODE), NodeId("x"), source, 1, 1, 1)
     query = kv_sharing.KeepQuery(source=peer, digests=tuple(bytes([n] * 32) for n in range(64)))
     return msgspec.msgpack.encode(query)
 
@@ -269,11 +277,11 @@ async def run(only: str, seconds: float) -> None:
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hostile-"))
         pair = await stack.enter_async_context(
-            a_pair(Path(folder), readers=(READER,), share_kv=True)
+            a_pair(Path(folder), readers=(READER,), share_kv=True, probe_timeout_s=PROBE_TIMEOUT_S)
         )
         real = pair.engines[READER].node
         hostile = await stack.enter_async_context(HostileNode(real.address).listening())
-        pair.engines[HOSTILE] = AttackedEngine(Hostile(hostile, real.setup), HOSTILE)
+        pair.engines[HOSTILE] = AttackedEngine(HostileReplicaNode(hostile, real.setup), HOSTILE)
         honest = pair.engines[DECODE]
         watch = Watch(pair, psutil.Process(honest.node.agent_pid), psutil.Process(honest.pid()))
         watching = asyncio.create_task(watch.run())

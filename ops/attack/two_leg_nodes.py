@@ -176,7 +176,7 @@ class AttackedEngine:
 class Pair:
     """The engines of the attack."""
 
-    def __init__(self, engines: Mapping[str, AttackedEngine]) -> None:
+    def __init__(self, engines: dict[str, AttackedEngine]) -> None:
         self.engines = engines
         self.last_left = ""
         """The request state that was left at the last check."""
@@ -189,8 +189,8 @@ class Pair:
         """Return the header that names the replicas that may have the KV of a prompt."""
         return {KV_HOLDERS: self.peers(holders)}
 
-    def peers(self, others: Sequence[str]) -> str:
-        """Name the decode replica, slow at reading, and the others."""
+    def peers(self, others: Sequence[str], token_us: int = 4000) -> str:
+        """Name the decode replica, which takes so long to read a token, and the others."""
         return headers.format_peer_replicas(
             [
                 PeerReplica(
@@ -198,7 +198,7 @@ class Pair:
                     NodeId(self.engines[name].node.address),
                     self.engines[name].node.address,
                     PROMPT_TOKENS,
-                    4000 if name == DECODE else 20,
+                    token_us if name == DECODE else 20,
                     20_000 if name == DECODE else 100,
                 )
                 for name in (DECODE, *others)
@@ -290,6 +290,7 @@ async def a_pair(
     on_one_node: bool = False,
     share_kv: bool = False,
     readers: Sequence[str] = READERS,
+    probe_timeout_s: float | None = None,
 ) -> AsyncIterator[Pair]:
     """Run the replicas with a tiny model, on a node each or `on_one_node`."""
     model = folder / "model"
@@ -309,6 +310,7 @@ async def a_pair(
                 context_tokens=512,
                 share_kv=share_kv,
                 pause_s=PAUSE_S,
+                probe_timeout_s=probe_timeout_s,
                 options={"batch_tokens_max": "32"},
             )
             nodes.append(AttackedNode(setup))

@@ -60,6 +60,8 @@ class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
     pause_s: float | None = None
     """How long a node or a window is not used after a failure, and how long a slow transfer keeps
     others from being tried; None for the product's times."""
+    probe_timeout_s: float | None = None
+    """How long another node may take to say how busy it is; None for the product's time."""
     options: dict[str, str] = {}
 
 
@@ -163,6 +165,8 @@ async def serve(setup: NodeSetup) -> None:
     """Run the node until the input of this process ends."""
     if setup.pause_s is not None:
         shorten_pauses(setup.pause_s)
+    if setup.probe_timeout_s is not None:
+        setattr(peer_replicas, "PROBE_TIMEOUT_S", setup.probe_timeout_s)  # noqa: B010
     folder = Path(setup.folder)
     engines = EngineProcesses(folder / "engines", 1)
     supervisor = Supervisor(
