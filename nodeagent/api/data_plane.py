@@ -13,11 +13,7 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from isochrone.service.network.http_server import (
-    error_middleware,
-    json_error,
-    json_response,
-)
+from isochrone.service.network.http_server import error_middleware, json_error, json_response
 from isochrone.service.tracing import names
 from isochrone.service.tracing.recorder import child_span, current_span
 from isochrone.wire.errors import ApiError, ErrorCode

@@ -78,7 +78,7 @@ class HostileReplicaNode(AttackedNode):
         self.address = node.address
 
 
-class Watch:
+class NeighbourWatch:
     """What the honest node's neighbours notice."""
 
     def __init__(self, pair: Pair, agent: psutil.Process, engine: psutil.Process) -> None:
@@ -94,7 +94,7 @@ class Watch:
         self.failed = self.answered = 0
 
     async def run(self) -> None:
-        """Watch until cancelled."""
+        """NeighbourWatch until cancelled."""
         await asyncio.gather(self._ask(), self._ping(), self._weigh())
 
     async def _weigh(self) -> None:
@@ -141,7 +141,9 @@ class Watch:
 class Attacks:
     """The attacks, one after the other, on one pair."""
 
-    def __init__(self, pair: Pair, hostile: HostileNode, watch: Watch, seconds: float) -> None:
+    def __init__(
+        self, pair: Pair, hostile: HostileNode, watch: NeighbourWatch, seconds: float
+    ) -> None:
         self._pair = pair
         self._hostile = hostile
         self._watch = watch
@@ -283,7 +285,9 @@ async def run(only: str, seconds: float) -> None:
         hostile = await stack.enter_async_context(HostileNode(real.address).listening())
         pair.engines[HOSTILE] = AttackedEngine(HostileReplicaNode(hostile, real.setup), HOSTILE)
         honest = pair.engines[DECODE]
-        watch = Watch(pair, psutil.Process(honest.node.agent_pid), psutil.Process(honest.pid()))
+        watch = NeighbourWatch(
+            pair, psutil.Process(honest.node.agent_pid), psutil.Process(honest.pid())
+        )
         watching = asyncio.create_task(watch.run())
         attacks = Attacks(pair, hostile, watch, seconds)
         try:
