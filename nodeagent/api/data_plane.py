@@ -13,12 +13,7 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from isochrone.service.network.http_server import (
-    error_middleware,
-    json_error,
-    json_response,
-    read_body,
-)
+from isochrone.service.network.http_server import error_middleware, json_error, json_response
 from isochrone.service.tracing import names
 from isochrone.service.tracing.recorder import child_span, current_span
 from isochrone.wire.errors import ApiError, ErrorCode
@@ -76,6 +71,7 @@ from nodeagent.api.request.request_estimates import (
     queue_tokens_max,
 )
 from nodeagent.api.request.request_spans import handoff_span, traced_answer
+from nodeagent.api.request.unfinished_bodies import UnfinishedBodies
 from nodeagent.api.request.window_relay import relayed_answer, window_headers
 from nodeagent.decide.requests.admission import TokenReservation
 from nodeagent.decide.requests.handoff import (
@@ -143,8 +139,9 @@ class DataPlaneServer:
         quota = KvQuota(kv_limits)
         self._windows = WindowLeases(supervisor.replicas.get, monotonic, supervisor.state_folder)
         self._prefill_legs = PrefillLegs(peer_replicas, quota, self._windows)
+        self._bodies = UnfinishedBodies()
         self._kv_sharing = KvSharingRoutes(
-            supervisor.replicas, peer_replicas, quota, self._windows, monotonic
+            supervisor.replicas, peer_replicas, quota, self._windows, monotonic, self._bodies
         )
         self.is_draining = False
 
@@ -172,7 +169,7 @@ class DataPlaneServer:
         try:
             replica = self._find_replica(request)
             bytes_max = body_bytes_max(request.path)
-            body = await read_body(request, bytes_max=bytes_max, timeout_s=BODY_TIMEOUT_S)
+            body = await self._bodies.read(request, bytes_max=bytes_max, timeout_s=BODY_TIMEOUT_S)
             answer = await self._try_handoff(request, replica, body)
             if answer is not None:
                 return answer

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from isochrone.service.network.http_server import json_response, read_body
+from isochrone.service.network.http_server import json_response
 from isochrone.wire import codec
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http import headers
@@ -20,6 +20,7 @@ from isochrone.wire.ids import DeploymentId, ReplicaId
 from isochrone.wire.kv import kv_sharing, kv_transfer
 from isochrone.wire.peers.report import ReplicaState
 from nodeagent import metrics
+from nodeagent.api.request.unfinished_bodies import UnfinishedBodies
 from nodeagent.api.request.window_relay import relayed_answer, window_headers
 from nodeagent.decide.requests.handoff import PeerReplicaLost
 from nodeagent.decide.requests.kv_quota import KvQuota, KvUser
@@ -54,8 +55,10 @@ class KvSharingRoutes:
         quota: KvQuota,
         windows: WindowLeases,
         clock: Callable[[], float],
+        bodies: UnfinishedBodies,
     ) -> None:
         """`replicas` are those of this node. `clock` returns monotonic seconds."""
+        self._bodies = bodies
         self._replicas = replicas
         self._peers = peers
         self._quota = quota
@@ -83,10 +86,15 @@ class KvSharingRoutes:
             raise ApiError(ErrorCode.NOT_FOUND, f"cannot share KV: replica {name[:80]!r} has none")
         return SharingReplica(engine, replica.spec.deployment_id, name)
 
+    async def _read_query(self, request: web.Request) -> bytes:
+        return await self._bodies.read(
+            request, bytes_max=kv_sharing.QUERY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S
+        )
+
     async def _locate(self, request: web.Request) -> web.Response:
         """Relay a query to the engine."""
         engine = self._find_replica(request).engine
-        body = await _read_query(request)
+        body = await self._read_query(request)
         try:
             async with engine.http.post(kv_sharing.LOCATE_PATH, data=body) as answer:
                 return web.Response(
@@ -101,7 +109,7 @@ class KvSharingRoutes:
         """Relay an engine's blocks to the node that fetches them."""
         engine, deployment_id, replica_id = self._find_replica(request)
         user = KvUser(deployment_id)
-        body = await _read_query(request)
+        body = await self._read_query(request)
         self._check_quota(user)
         first = request.headers.get(kv_transfer.FIRST_BLOCK, "0")
         sent = {kv_transfer.FIRST_BLOCK: first}
@@ -134,7 +142,7 @@ class KvSharingRoutes:
         engine, deployment_id, _ = self._find_replica(request)
         user = KvUser(deployment_id)
         try:
-            query = codec.decode(await _read_query(request), _KEEP)
+            query = codec.decode(await self._read_query(request), _KEEP)
         except codec.MalformedFrame as error:
             raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot keep KV: {error}") from error
         self._check_quota(user)
@@ -229,7 +237,3 @@ def _engine_failed(error: Exception) -> ApiError:
     return ApiError(
         ErrorCode.UPSTREAM, f"cannot share KV: the engine failed ({type(error).__name__})"
     )
-
-
-async def _read_query(request: web.Request) -> bytes:
-    return await read_body(request, bytes_max=kv_sharing.QUERY_BYTES_MAX, timeout_s=BODY_TIMEOUT_S)

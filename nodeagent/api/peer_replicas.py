@@ -39,6 +39,8 @@ PING_TIMEOUT_S: Final = 2.0
 MISSED_PINGS_MAX: Final = 2
 NODES_MAX: Final = 256
 CONNECTIONS_MAX: Final = 1024
+CONNECTIONS_PER_NODE_MAX: Final = 512
+"""A node that answers nothing leaves connections to the others."""
 
 
 class PeerReplicaClient:
@@ -58,7 +60,10 @@ class PeerReplicaClient:
         self._http = aiohttp.ClientSession(
             connector=with_few_interim_answers(
                 aiohttp.TCPConnector(
-                    limit=CONNECTIONS_MAX, resolver=CachedResolver(self._names), use_dns_cache=False
+                    limit=CONNECTIONS_MAX,
+                    limit_per_host=CONNECTIONS_PER_NODE_MAX,
+                    resolver=CachedResolver(self._names),
+                    use_dns_cache=False,
                 )
             ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=PROBE_TIMEOUT_S),
@@ -84,16 +89,21 @@ class PeerReplicaClient:
         timeout_s = max(timeout_s, PROBE_TIMEOUT_S)
         by_node = {peer.node_id: peer for peer in replicas if self._may_probe(peer.node_id)}
         async with asyncio.TaskGroup() as tasks:
-            probes = [
-                tasks.create_task(self._node_loads(peer, timeout_s)) for peer in by_node.values()
-            ]
-        by_id = {peer.replica_id: peer for peer in replicas}
+            probes = {
+                node_id: tasks.create_task(self._node_loads(peer, timeout_s))
+                for node_id, peer in by_node.items()
+            }
+        loads = {
+            # A node says nothing about the replicas of others.
+            peer: probes[peer.node_id].result().get(peer.replica_id)
+            for peer in replicas
+            if peer.node_id in probes
+        }
         return {
-            name: _queued_before(by_id[name], load)
-            for probe in probes
-            for name, load in probe.result().items()
+            peer.replica_id: _queued_before(peer, load)
+            for peer, load in loads.items()
             # A node of an older release reports -1 and gets no handoffs.
-            if name in by_id and load.others_pending_prefill_tokens >= 0
+            if load is not None and load.others_pending_prefill_tokens >= 0
         }
 
     @asynccontextmanager

@@ -185,9 +185,9 @@ class HandshakeLeg:
                     raise failed.error from None
                 except _FAILURES as error:
                     answer = None
-                    if isinstance(error, TimeoutError):
-                        # The next prompts would wait as long for nothing.
-                        self.record_wait(self._clock() - began_s)
+                    took_s = self._clock() - began_s
+                    if isinstance(error, TimeoutError) or plan.counts_as_late(took_s):
+                        self.record_wait(took_s)
                 if answer is not None:
                     stack.push_async_exit(attempt.pop_all())
                     return answer

@@ -218,9 +218,8 @@ class TransferLeg:
                     span.set(names.CACHED_TOKENS, received.cached_tokens)
             except (LegRefused, PeerReplicaLost, aiohttp.ClientError, OSError) as error:
                 metrics.PREFILL_ATTEMPTS_FAILED.inc()
-                if isinstance(error, TimeoutError):
-                    # The next prompts would wait as long for nothing.
-                    now_s = self._clock()
+                now_s = self._clock()
+                if isinstance(error, TimeoutError) or plan.counts_as_late(now_s - began_s):
                     self._rate.record(size.uncached_tokens, now_s - began_s, now_s)
                 if await self._describe() is None:
                     # The answer has begun: another prefill replica would read the prompt in vain.

@@ -24,7 +24,7 @@ from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.kv.kv_sharing import KV_FOUND, KV_HOLDERS, parse_found
 from ops.attack.kills import AttackFailed
-from ops.bench.engine_node import NodeSetup
+from ops.bench.engine_node import WARM_S, NodeSetup
 from ops.golden import tiny
 
 DECODE, READERS = "d", ("p1", "p2")
@@ -81,7 +81,7 @@ class AttackedNode:
             stdout=asyncio.subprocess.PIPE,
         )
         assert self._process.stdout is not None
-        async with asyncio.timeout(BACK_S):
+        async with asyncio.timeout(WARM_S):
             self.address = (await self._process.stdout.readline()).decode().strip()
         if not self.address:
             raise AttackFailed(f"node {self.setup.name} did not become warm")
@@ -103,6 +103,12 @@ class AttackedNode:
             raise AttackFailed(f"the agent of {self.setup.name} did not adopt its engines")
         for engine in self.engines:
             engine.kills = 0
+
+    @property
+    def agent_pid(self) -> int:
+        """The process of the agent."""
+        assert self._process is not None
+        return self._process.pid
 
     def kill_agent(self) -> None:
         """Kill the agent."""
@@ -170,21 +176,21 @@ class AttackedEngine:
 class Pair:
     """The engines of the attack."""
 
-    def __init__(self, engines: Mapping[str, AttackedEngine]) -> None:
+    def __init__(self, engines: dict[str, AttackedEngine]) -> None:
         self.engines = engines
         self.last_left = ""
         """The request state that was left at the last check."""
 
     def may_read(self, readers: Sequence[str]) -> dict[str, str]:
         """Return the header that names the replicas that may read a prompt, in this order."""
-        return {headers.PREFILL_REPLICAS: self._peers(readers)}
+        return {headers.PREFILL_REPLICAS: self.peers(readers)}
 
     def may_have(self, holders: Sequence[str]) -> dict[str, str]:
         """Return the header that names the replicas that may have the KV of a prompt."""
-        return {KV_HOLDERS: self._peers(holders)}
+        return {KV_HOLDERS: self.peers(holders)}
 
-    def _peers(self, others: Sequence[str]) -> str:
-        """Name the decode replica, slow at reading, and the others."""
+    def peers(self, others: Sequence[str], token_us: int = 4000) -> str:
+        """Name the decode replica, which takes so long to read a token, and the others."""
         return headers.format_peer_replicas(
             [
                 PeerReplica(
@@ -192,7 +198,7 @@ class Pair:
                     NodeId(self.engines[name].node.address),
                     self.engines[name].node.address,
                     PROMPT_TOKENS,
-                    4000 if name == DECODE else 20,
+                    token_us if name == DECODE else 20,
                     20_000 if name == DECODE else 100,
                 )
                 for name in (DECODE, *others)
@@ -279,9 +285,14 @@ class Pair:
 
 @asynccontextmanager
 async def a_pair(
-    folder: Path, *, on_one_node: bool = False, share_kv: bool = False
+    folder: Path,
+    *,
+    on_one_node: bool = False,
+    share_kv: bool = False,
+    readers: Sequence[str] = READERS,
+    probe_timeout_s: float | None = None,
 ) -> AsyncIterator[Pair]:
-    """Run the three replicas with a tiny model, on a node each or `on_one_node`."""
+    """Run the replicas with a tiny model, on a node each or `on_one_node`."""
     model = folder / "model"
     model.mkdir()
     with patch.dict(tiny.CONFIGS["qwen3"], head_dim=HEAD_DIM):
@@ -289,16 +300,17 @@ async def a_pair(
     tiny.write_tokenizer(model)
     async with AsyncExitStack() as stack:
         nodes = []
-        for name in (DECODE,) if on_one_node else (DECODE, *READERS):
+        for name in (DECODE,) if on_one_node else (DECODE, *readers):
             setup = NodeSetup(
                 name=name,
-                others=READERS if on_one_node else (),
+                others=tuple(readers) if on_one_node else (),
                 model=str(model),
                 folder=str(folder / name),
                 kv_memory_bytes=KV_MEMORY_BYTES,
                 context_tokens=512,
                 share_kv=share_kv,
                 pause_s=PAUSE_S,
+                probe_timeout_s=probe_timeout_s,
                 options={"batch_tokens_max": "32"},
             )
             nodes.append(AttackedNode(setup))

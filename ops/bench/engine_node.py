@@ -32,7 +32,7 @@ from nodeagent.api import peer_replicas
 from nodeagent.api.data_plane import DataPlaneServer
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.config import NodeConfig
-from nodeagent.decide.requests import kv_fetch
+from nodeagent.decide.requests import kv_fetch, prefill_leg
 from nodeagent.disaggregation import kv_windows
 from nodeagent.host.artifacts.artifact_store import ArtifactStore
 from nodeagent.host.artifacts.link import TransferLink
@@ -58,7 +58,10 @@ class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
     others: tuple[str, ...] = ()
     """Further replicas of the same deployment on this node."""
     pause_s: float | None = None
-    """How long a node or a window is not used after a failure; None for the product's times."""
+    """How long a node or a window is not used after a failure, and how long a slow transfer keeps
+    others from being tried; None for the product's times."""
+    probe_timeout_s: float | None = None
+    """How long another node may take to say how busy it is; None for the product's time."""
     options: dict[str, str] = {}
 
 
@@ -146,10 +149,12 @@ def _artifact_file(path: Path) -> ArtifactFile:
 
 
 def shorten_pauses(pause_s: float) -> None:
-    """Have this process use nodes and windows again so long after a failure."""
+    """Have this process use nodes and windows again so long after a failure, or a slow transfer."""
     for module, constant in (
         (kv_fetch, "BACKOFF_S"),
         (kv_fetch, "BACKOFF_MAX_S"),
+        (kv_fetch, "AGING_S"),
+        (prefill_leg, "AGING_S"),
         (kv_windows, "PAUSE_S"),
         (peer_replicas, "BACKOFF_S"),
     ):
@@ -160,6 +165,8 @@ async def serve(setup: NodeSetup) -> None:
     """Run the node until the input of this process ends."""
     if setup.pause_s is not None:
         shorten_pauses(setup.pause_s)
+    if setup.probe_timeout_s is not None:
+        setattr(peer_replicas, "PROBE_TIMEOUT_S", setup.probe_timeout_s)  # noqa: B010
     folder = Path(setup.folder)
     engines = EngineProcesses(folder / "engines", 1)
     supervisor = Supervisor(

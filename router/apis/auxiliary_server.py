@@ -23,6 +23,9 @@ from router.dataplane.upstream import Upstream
 AUXILIARY: Final = NodeId("_auxiliary")
 TIMEOUT_S: Final = 60.0
 BYTES_MAX: Final = 64 * 1024 * 1024
+FIELD_BYTES_MAX: Final = 8000
+"""The longest target or header that is forwarded. aiohttp refuses longer ones with a traceback in
+the log, which every stranger could fill."""
 
 _FORWARDED: Final = frozenset(
     {
@@ -73,6 +76,11 @@ async def forward_to_auxiliary(
     # A HEAD is forwarded as a GET: `reply` leaves the body out.
     method = "GET" if request.method == b"HEAD" else request.method.decode()
     forwarded = {name: value for name, value in request.headers.items() if name in _FORWARDED}
+    if max(len(target), *map(len, forwarded.values()), 0) > FIELD_BYTES_MAX:
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot read the request: its URL or a header has more than {FIELD_BYTES_MAX} bytes",
+        )
     node_request = NodeRequest(method, target, _format(forwarded), request.body)
     try:
         exchange = await upstream.fetch(AUXILIARY, AUXILIARY, node_request, TIMEOUT_S, BYTES_MAX)

@@ -46,11 +46,15 @@ def request_data(body: bytes) -> bytes | BytesIO:
 
 
 def response_head(answer: aiohttp.ClientResponse, names: Sequence[str]) -> web.StreamResponse:
-    """Return a response with the status, length and named headers of `answer`."""
+    """Return a response with the status, length and named headers of `answer`.
+
+    Headers with other characters than ASCII's are left out: they could not be sent.
+    """
     response = web.StreamResponse(status=answer.status)
     for name in names:
-        if name in answer.headers:
-            response.headers[name] = answer.headers[name]
+        value = answer.headers.get(name)
+        if value is not None and value.isascii() and value.isprintable():
+            response.headers[name] = value
     if answer.content_length is not None:
         response.content_length = answer.content_length
     return response

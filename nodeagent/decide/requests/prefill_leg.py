@@ -122,6 +122,11 @@ class PrefillPlan(NamedTuple):
             return self.timeout_s
         return min(self.timeout_s, max(self.expected_s, left_s - self.here_s))
 
+    def counts_as_late(self, took_s: float) -> bool:
+        """Return whether a leg that failed counts with its time: the next prompts would wait as
+        long for nothing. A node that ends its leg just before its time is up gains nothing."""
+        return took_s > self.expected_s
+
 
 class MeasuredTransfers(NamedTuple):
     """Recent transfers of about one length: how much longer than their prompts they took."""

@@ -7,7 +7,8 @@ as one JSON value, so that a client cannot end a rule and write its own.
 """
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Final
 
@@ -17,9 +18,15 @@ SCHEMA_BYTES_MAX: Final = 64 * 1024
 DEPTH_MAX: Final = 64
 """Levels of nesting in a JSON schema."""
 PROPERTIES_MAX: Final = 1000
+PATTERN_PROPERTIES_MAX: Final = 100
+"""The compiler checks that no two of them match the same name: a hundred take half a second."""
 MULTIPLES_MAX: Final = 20_000
 """The sum of all `multipleOf` values of a schema, each as an integer without trailing zeros. Each
-becomes an automaton with that many states."""
+becomes an automaton with that many states. Values that one number must satisfy become one automaton
+with as many states as their least common multiple."""
+JOINED_PATTERNS_MAX: Final = 10
+"""How many different patterns one string may have to match. The compiler's time and memory double
+with each of them, which none of its own limits stops: 18 take 2 s and 55 MB, 22 take a minute."""
 REGEX_CHARS_MAX: Final = 4096
 CHOICES_MAX: Final = 1024
 CHOICES_BYTES_MAX: Final = 64 * 1024
@@ -104,6 +111,12 @@ def schema_rule(schema: Any, param: str, *, lenient: bool) -> str:
             f"cannot use field '{param}': the schema has {size.properties} properties, the limit is"
             f" {PROPERTIES_MAX}"
         )
+    if size.pattern_properties > PATTERN_PROPERTIES_MAX:
+        raise GrammarError(
+            f"cannot use field '{param}': the schema has {size.pattern_properties} entries in"
+            f" 'patternProperties', the limit is {PATTERN_PROPERTIES_MAX}"
+        )
+    _check_joins(size, param)
     if size.multiples > MULTIPLES_MAX:
         raise GrammarError(
             f"cannot use field '{param}': the multipleOf values without their zeros add up to"
@@ -159,7 +172,15 @@ class _SchemaSize:
     """The parts of a schema that cost memory when it is compiled."""
 
     properties: int = 0
+    pattern_properties: int = 0
     multiples: float = 0.0
+    different_multiples: set[int] = field(default_factory=set)
+    joins: int = 0
+    """How often a value must satisfy one more schema than one. Schemas that are referred to count
+    once: a reference adds no pattern that is not there. So no value must satisfy more than
+    `joins` + 1 of the schema's patterns."""
+    patterns: set[str] = field(default_factory=set)
+    """Those of `pattern` and `format`."""
 
 
 def _measure(schema: dict[str, Any], param: str) -> _SchemaSize:
@@ -177,9 +198,16 @@ def _measure(schema: dict[str, Any], param: str) -> _SchemaSize:
         below: list[Any] = []
         for value in level:
             if isinstance(value, dict):
-                properties = value.get("properties")
-                size.properties += len(properties) if isinstance(properties, dict) else 0
-                size.multiples += _without_zeros(value.get("multipleOf"))
+                size.properties += _entries(value.get("properties"))
+                size.pattern_properties += _entries(value.get("patternProperties"))
+                multiple = _without_zeros(value.get("multipleOf"))
+                size.multiples += multiple
+                if 0 < multiple <= MULTIPLES_MAX:
+                    size.different_multiples.add(int(multiple))
+                size.joins += _joins(value)
+                for key in ("pattern", "format"):
+                    if isinstance(value.get(key), str):
+                        size.patterns.add(value[key])
                 below.extend(value.values())
             elif isinstance(value, list):
                 below.extend(value)
@@ -189,6 +217,35 @@ def _measure(schema: dict[str, Any], param: str) -> _SchemaSize:
             f"cannot use field '{param}': the schema has a number below {NUMBER_MIN}"
         )
     return size
+
+
+def _entries(value: Any) -> int:
+    return len(value) if isinstance(value, dict) else 0
+
+
+def _check_joins(size: _SchemaSize, param: str) -> None:
+    """Raise GrammarError if one value may have to satisfy too much at once."""
+    if size.joins and math.lcm(*size.different_multiples) > MULTIPLES_MAX:
+        raise GrammarError(
+            f"cannot use field '{param}': the least common multiple of the multipleOf values"
+            f" without their zeros is over {MULTIPLES_MAX}, the limit of a schema with 'allOf' or"
+            " with keywords beside '$ref'"
+        )
+    joined = min(size.joins + 1, len(size.patterns))
+    if joined > JOINED_PATTERNS_MAX:
+        raise GrammarError(
+            f"cannot use field '{param}': a string may have to match {joined} different patterns"
+            f" and formats ('allOf', or keywords beside '$ref'), the limit is {JOINED_PATTERNS_MAX}"
+        )
+
+
+def _joins(schema: dict[str, Any]) -> int:
+    """Return how many more schemas than one a value of `schema` must satisfy by itself."""
+    all_of = schema.get("allOf")
+    parts = len(all_of) if isinstance(all_of, list) else 0
+    parts += sum(key in schema for key in ("$ref", "$dynamicRef", "anyOf", "oneOf"))
+    parts += any(key in schema for key in ("pattern", "format", "multipleOf"))
+    return max(0, parts - 1)
 
 
 def _without_zeros(number: Any) -> float:

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from isochrone.wire.models.model import EngineSettings
+from nodeagent.api.request.answer_relay import response_head
 from nodeagent.drivers.driver import EngineCommand
 from nodeagent.host.engines.engine_process import EngineProcesses
 from nodeagent.host.engines.engine_record import EngineRecord
@@ -76,6 +77,16 @@ async def engine_that_sends(pieces: Sequence[bytes]) -> AsyncIterator[aiohttp.Cl
 
 OK_HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+async def test_headers_that_cannot_be_sent_on_are_left_out() -> None:
+    """The router got a 500, and the log a traceback, by what an engine or another node sent."""
+    fields = b"retry-after: \xff\xfe\r\nx-isochrone-load: p=\xc3\xa9\r\ncache-control: no-store\r\n"
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n" + fields + b"\r\nok"
+    async with engine_that_sends([head]) as http, http.get("/") as answer:
+        response = response_head(answer, ("retry-after", "x-isochrone-load", "cache-control"))
+    assert response.headers["cache-control"] == "no-store"
+    assert not {"retry-after", "x-isochrone-load"} & {*response.headers}
 
 
 async def test_interim_answers_without_end_are_an_engines_failure() -> None:

@@ -251,3 +251,15 @@ async def test_logs_contain_no_prompt_and_no_key(
             assert response.status == 400
     for marker in ("my-marker", "x-marker", KEY[17:50]):
         assert marker not in caplog.text
+
+
+async def test_a_long_url_or_header_writes_nothing_to_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each was a traceback, which strangers could send without end."""
+    async with a_bench(tmp_path, 1) as bench:
+        for path, sent in (("/v1/" + "a" * 20_000, {}), ("/v1/models", {"accept": "a" * 20_000})):
+            async with bench.http.get(bench.url + path, headers=sent) as answer:
+                assert answer.status == 400
+                assert "more than 8000 bytes" in (await answer.json())["error"]["message"]
+    assert "Traceback" not in caplog.text

@@ -153,6 +153,14 @@ HOSTILE: list[tuple[Any, str]] = [
      "too large"),
     ({"items": [{"multipleOf": 999999937}]}, "without their zeros add up to 999999937"),
     ({"items": [{"multipleOf": -0.99991}, {"multipleOf": 10**5000}]}, "add up to 99992"),
+    # Compiling these takes a time and memory that no limit of the compiler stops: with 22 patterns
+    # a minute, with 40 all memory.
+    ({"allOf": [{"pattern": f"(a|b){{{n},{n + 40}}}"} for n in range(16)]}, "match 16 different"),
+    ({"$ref": "#/$defs/15", "$defs": {
+        f"{n}": {"pattern": f"(a|b){{{n},{n + 40}}}", **({"$ref": f"#/$defs/{n - 1}"} if n else {})}
+        for n in range(16)}}, "match 16 different"),
+    ({"allOf": [{"multipleOf": 149}, {"multipleOf": 1.51}]}, "common multiple"),
+    ({"patternProperties": {f"^{n}$": {} for n in range(101)}}, "101 entries in"),
     # These ended the process, with each request that came with one of them.
     ({"const": -(2**63)}, "a number below"),
     ({"properties": {"a": {"enum": [1, {"b": 512 - 2**63}]}}}, "a number below"),
@@ -169,6 +177,14 @@ def test_an_unusable_schema_is_refused_with_a_message(schema: Any, message: str)
         COMPILER.compile_now(grammar.json_schema_grammar(schema, "response_format"))
     assert str(caught.value).startswith("cannot use field 'response_format': ")
     assert "\n" not in str(caught.value)
+
+
+def test_patterns_of_different_values_are_not_joined() -> None:
+    kinds = {f"k{n}": {"type": "string", "pattern": f"^{n}[ab]{{1,4}}$"} for n in range(20)}
+    fields = {name: {"allOf": [{"$ref": f"#/$defs/{name}"}], "title": name} for name in kinds}
+    schema = {"type": "object", "properties": fields, "required": ["k7"], "$defs": kinds}
+    text = write(grammar.json_schema_grammar(schema, "x"), tokens_max=1000)
+    assert text is None or re.fullmatch("7[ab]{1,4}", json.loads(text)["k7"])
 
 
 def test_random_schemas_and_patterns_compile_or_are_refused() -> None:

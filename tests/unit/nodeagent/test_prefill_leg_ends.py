@@ -14,6 +14,7 @@ import pytest
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.kv import kv_transfer
+from nodeagent.decide.requests.handoff import PeerReplicaLost
 from nodeagent.decide.requests.prefill_leg import DecodeLoad, TransferRate
 from nodeagent.disaggregation.handshake_leg import HandshakeLeg
 from nodeagent.disaggregation.kv_fetch import PrefixFetcher
@@ -213,9 +214,19 @@ def short_legs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nodeagent.decide.requests.prefill_leg.TIMEOUT_FACTOR", 0.01)
 
 
+class RefusingPeers(HungPeers):
+    """A prefill replica whose node refuses."""
+
+    @asynccontextmanager
+    async def relay(self, *request: object) -> AsyncIterator[Any]:
+        raise PeerReplicaLost("refused")
+        yield None
+
+
 @pytest.mark.usefixtures("short_legs")
-async def test_a_leg_that_ran_out_of_time_counts_with_it() -> None:
-    """Each next prompt waited as long for nothing."""
+@pytest.mark.parametrize("peers", [HungPeers(), RefusingPeers()], ids=["timeout", "late refusal"])
+async def test_a_leg_that_took_too_long_counts_with_its_time(peers: HungPeers) -> None:
+    """Each next prompt waited as long for nothing, behind a node that refuses just in time, too."""
     announced: list[ReplicaId] = []
 
     async def announce(replica_id: ReplicaId) -> None:
@@ -228,7 +239,7 @@ async def test_a_leg_that_ran_out_of_time_counts_with_it() -> None:
     )  # fmt: skip
     leg = TransferLeg(
         cast(aiohttp.ClientSession, engine),
-        cast(PrefillPeers, HungPeers()),
+        cast(PrefillPeers, peers),
         rate,
         request,
         lambda: next(seconds),
