@@ -132,8 +132,15 @@ async def is_refused(fleet: Fleet, key: str) -> bool:
 
 async def check_nothing_is_doubled(fleet: Fleet, sent: dict[str, int]) -> None:
     """Check that the far node was lost once, and each request counts once as demand of its city."""
-    events = await asyncio.to_thread(fleet.api().list, "/v1/events")
-    kinds = Counter(row["kind"] for row in events)
+    kinds = Counter[str]()
+
+    async def is_back() -> bool:
+        nonlocal kinds
+        events = await asyncio.to_thread(fleet.api().list, "/v1/events")
+        kinds = Counter(row["kind"] for row in events)
+        return kinds["node.back"] > 0
+
+    await until("the node's return is an event", is_back)
     ended = (kinds["node.lost"], kinds["node.back"], kinds["replica.ended"])
     assert ended == (1, 1, 1), kinds
     counted: dict[str, int] = {}
