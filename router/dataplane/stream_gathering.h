@@ -6,7 +6,7 @@
  */
 #include <stdint.h>
 
-enum { TOKENS_PER_WAKE = 16 };
+enum { TOKENS_PER_WAKE = 16, TOKENS_PER_PAUSE_MIN = 2 };
 static const int64_t WINDOW_NS = 100000000; /* the rate of tokens is counted over this time */
 
 struct gathering {
@@ -21,8 +21,9 @@ static void count_reads(struct gathering *gathering, int64_t reads, int64_t now_
     gathering->window_reads += reads;
     if (elapsed_ns < WINDOW_NS) return;
     int64_t tokens = gathering->window_reads, most_ns = gathering->most_ns;
-    /* Fewer than one token in the longest pause would not gather. */
-    int is_gathering = tokens && tokens * most_ns >= elapsed_ns;
+    /* The timer that ends a pause costs more than a token that wakes the thread: of fewer tokens in
+     * the longest pause nothing is saved. */
+    int is_gathering = tokens * most_ns >= TOKENS_PER_PAUSE_MIN * elapsed_ns;
     int64_t enough_ns = is_gathering ? TOKENS_PER_WAKE * elapsed_ns / tokens : 0;
     gathering->pause_ns = enough_ns < most_ns ? enough_ns : most_ns;
     gathering->window_began_ns = now_ns;

@@ -47,8 +47,8 @@ def in_c(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     ("tokens_per_s", "most_ns", "pause_ns"),
     [
         (0, MOST_NS, 0),
-        (660, MOST_NS, 0),
-        (670, MOST_NS, MOST_NS),
+        (1_280, MOST_NS, 0),
+        (1_340, MOST_NS, MOST_NS),
         (10_000, MOST_NS, MOST_NS),
         (12_800, MOST_NS, 1_250_000),
         (25_600, MOST_NS, 625_000),
