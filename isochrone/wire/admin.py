@@ -78,7 +78,10 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterView(msgspec.Struct, frozen=True, kw_only=True):
-    """The current state of a router. `generation` is that of its route table."""
+    """The current state of a router.
+
+    `generation` is that of its route table; `silent_s` and `release` are as in NodeView.
+    """
 
     router_id: str
     pop: PopId
