@@ -133,9 +133,11 @@ class GenerationThread(StepThread):
 
     def counts(self) -> Mapping[str, float]:
         """Return the counts after the last step; rates are 0 once they are too old."""
-        if self._rates.are_known(time.monotonic()):
-            return self._counts
-        return {**self._counts, "prefill_tokens_per_s": 0.0, "decode_tokens_per_s": 0.0}
+        now_s = time.monotonic()
+        counts = {**self._counts, "prefix_evicted_age_s": self._evicted_age_s(now_s)}
+        if not self._rates.are_known(now_s):
+            counts |= {"prefill_tokens_per_s": 0.0, "decode_tokens_per_s": 0.0}
+        return counts
 
     def has_work(self) -> bool:
         """Return whether a step is due or in progress."""
@@ -289,11 +291,11 @@ class GenerationThread(StepThread):
         else:
             self._engine.cancel(message)
 
-    def _evicted_age_s(self) -> float:
+    def _evicted_age_s(self, now_s: float) -> float:
         """Return how far back the prefix cache reaches; -1 with tiers that keep what it evicts."""
         if self._engine.block_mover is not None:
             return -1.0
-        return time.monotonic() - self._engine.scheduler.pool.evicted_used_at_s
+        return now_s - self._engine.scheduler.pool.evicted_used_at_s
 
     def _count(self) -> dict[str, float]:
         engine, rates = self._engine, self._rates
@@ -311,7 +313,6 @@ class GenerationThread(StepThread):
             ),
             "kv_blocks_used": scheduler.pool.used_blocks,
             "kv_blocks_total": scheduler.pool.total,
-            "prefix_evicted_age_s": self._evicted_age_s(),
             "preemptions_total": scheduler.queues.preemptions,
             "preempted_kept_tokens_total": scheduler.blocks.reused_tokens,
             "preempted_lost_tokens_total": scheduler.blocks.recomputed_tokens,

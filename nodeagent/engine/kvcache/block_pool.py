@@ -42,8 +42,10 @@ class BlockPool:
         self._freed_at_s = [0.0] * total
         """For each block, the time at which the last sequence released it."""
         self.evicted_used_at_s = clock()
-        """Blocks last used before this time are not in the cache: it is the last use of the block
-        that was evicted last, or the beginning of the cache."""
+        """The last time of use of which no block is in the cache any more, nor of any before it;
+        at first the beginning of the cache."""
+        self._evicting_s = self.evicted_used_at_s
+        """The time of use of the block that was evicted last; others of it may still be cached."""
         self._references = [0] * total
         self._was_found = [False] * total
         """For each block, whether a prompt has found it in the cache."""
@@ -179,7 +181,7 @@ class BlockPool:
         self._empty.extend(self._cached)
         self._cached.clear()
         self._evicted.clear()
-        self.evicted_used_at_s = self._clock()
+        self.evicted_used_at_s = self._evicting_s = self._clock()
 
     def found_blocks(self, blocks_max: int) -> list[CachedBlock]:
         """Return the free blocks that several prompts have used, the most recently used first."""
@@ -248,7 +250,9 @@ class BlockPool:
             del self._by_digest[digest]
             self._digest[block] = None
             self._evicted.append(CachedBlock(block, digest))
-            self.evicted_used_at_s = max(self.evicted_used_at_s, self._freed_at_s[block])
+            if self._freed_at_s[block] > self._evicting_s:
+                self.evicted_used_at_s = self._evicting_s
+                self._evicting_s = self._freed_at_s[block]
         self._references[block] = 1
         self._was_found[block] = False
         return block

@@ -161,7 +161,7 @@ def test_uncached_blocks_are_not_matched_unless_they_are_shared() -> None:
     assert blocks.used_blocks == 0
 
 
-def test_the_cache_reaches_back_to_the_last_use_of_what_was_evicted() -> None:
+def test_the_cache_reaches_back_to_the_last_use_of_which_nothing_is_left() -> None:
     now_s = 100.0
     pool = BlockPool(2, lambda: now_s)
     # An empty cache has nothing from before its beginning.
@@ -178,9 +178,28 @@ def test_the_cache_reaches_back_to_the_last_use_of_what_was_evicted() -> None:
     pool.release(reused)
     assert pool.allocate((), 1) is not None
     assert not pool.has_digest(b"b")
-    assert pool.evicted_used_at_s == 120.0
+    # Only when the next use's blocks are evicted, none of this one can be left.
+    assert pool.evicted_used_at_s == 100.0
     assert pool.allocate((), 1) is not None
-    assert pool.evicted_used_at_s == 130.0
+    assert pool.evicted_used_at_s == 120.0
+
+
+def test_a_prompt_whose_end_was_evicted_counts_as_cached() -> None:
+    now_s = 100.0
+    pool = BlockPool(4, lambda: now_s)
+    cached_at = {110.0: [b"a", b"b", b"c"], 120.0: [b"d"]}
+    for at_s, digests in cached_at.items():
+        blocks = pool.allocate((), len(digests)) or []
+        for block, digest in zip(blocks, digests, strict=True):
+            pool.cache(block, digest)
+        now_s = at_s
+        pool.release(blocks)
+    for _ in range(3):
+        assert pool.evicted_used_at_s < 110.0
+        pool.allocate((), 1)
+    assert pool.match_prefix([b"a"]) == []
+    pool.allocate((), 1)
+    assert pool.evicted_used_at_s == 110.0
 
 
 def test_a_forgotten_cache_reaches_back_to_now() -> None:
@@ -211,7 +230,7 @@ def test_a_prefix_that_was_touched_is_evicted_after_what_was_used_before_that() 
         pool.allocate((), 1)
         evicted += [digest for _, digest in pool.take_evicted()]
     assert evicted == [b"c", b"d", b"b", b"a"]
-    assert pool.evicted_used_at_s == 20.0
+    assert pool.evicted_used_at_s == 10.0
 
 
 def test_a_touched_prefix_that_is_in_use_stays_used() -> None:

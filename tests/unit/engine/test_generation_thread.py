@@ -185,6 +185,18 @@ async def test_an_idle_engine_is_not_stalled_once_a_prompt_is_read_from_files(
     assert (worker.has_work(), worker.idle_s()) == (True, 10.0), "read, but not begun"
 
 
+def test_the_age_of_what_an_idle_engine_evicted_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now_s[0])
+    monkeypatch.setattr("nodeagent.engine.core.generation_thread.time", clock)
+    pool = BlockPool(4, clock.monotonic)
+    engine = EngineCore(object(), BatchScheduler(StepLimits(8, 2), pool))  # type: ignore[arg-type]
+    worker = GenerationThread(engine, lambda deltas: None, lambda: None)
+    now_s[0] = 160.0
+    # What the age counts back to stays the same, or routers would forget what is cached.
+    assert worker.counts()["prefix_evicted_age_s"] == 60.0
+
+
 async def test_a_generation_cancelled_while_its_blocks_are_read_does_not_begin() -> None:
     mover, runner = Files(), object()
     engine = EngineCore(runner, BatchScheduler(StepLimits(8, 2), BlockPool(4)), mover)  # type: ignore[arg-type]
