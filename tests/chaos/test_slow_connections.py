@@ -9,7 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 import psutil
@@ -23,8 +23,11 @@ LIMIT_S: Final = 2.0
 """After which the router cuts each of them off: 10, 30 and 20 s by default."""
 
 RECEIVE_BYTES: Final = 4096
-TOKEN_BYTES: Final = 60_000
-"""A reader is slow only once the kernel's buffers are full: some megabytes."""
+PADDING_BYTES: Final = 60_000
+"""Of a frame. A reader is slow only once the kernel's buffers are full: some megabytes, so that few
+of the clients are readers."""
+
+READERS_SHARE: Final = 40
 
 GROWTH_MAX_BYTES: Final = 64 << 20
 OTHERS_MIN: Final = 50
@@ -36,6 +39,13 @@ HEAD: Final = (
     f"authorization: Bearer {KEY}\r\n"
 )
 STREAM: Final = json.dumps({**BODY, "stream": True, "max_tokens": 4000})
+
+
+class PaddingNode(FakeNode):
+    """Sends large frames with short tokens: a router keeps the text of a stream."""
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {**super()._head(kind), "padding": PADDING_BYTES * "x"}
 
 
 class SlowClient:
@@ -74,12 +84,14 @@ class SlowClient:
 
 
 def slow_clients() -> Sequence[SlowClient]:
-    """Return the slow clients, one in ten of which reads nothing."""
+    """Return the slow clients, one in READERS_SHARE of which reads nothing."""
     body = f"{HEAD}content-length: 4000\r\n\r\n{{"
     reads_nothing = f"{HEAD}content-length: {len(STREAM)}\r\n\r\n{STREAM}"
     heads_and_bodies = ((HEAD, b"x"), (body, b" "))
     return [
-        SlowClient(*heads_and_bodies[number % 2]) if number % 10 else SlowClient(reads_nothing, b"")
+        SlowClient(*heads_and_bodies[number % 2])
+        if number % READERS_SHARE
+        else SlowClient(reads_nothing, b"")
         for number in range(CONNECTIONS)
     ]
 
@@ -99,8 +111,7 @@ async def connected(clients: Sequence[SlowClient], port: int) -> AsyncIterator[N
 async def test_a_thousand_slow_connections_are_cut_off_while_others_are_served(
     tmp_path: Path,
 ) -> None:
-    node = FakeNode()
-    node.filler = "x" * TOKEN_BYTES
+    node = PaddingNode()
     async with open_node(node):
         config, port = prepare(tmp_path, node, tokens_in_flight_max=10**9)
         limits = ("head_timeout_s", "body_timeout_s", "write_timeout_s")
