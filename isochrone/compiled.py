@@ -37,6 +37,7 @@ HOT: Final = (
     "router/dataplane/body_inflater.py",
     "router/dataplane/deadlines.py",
     "router/dataplane/exchange.py",
+    "router/dataplane/generated_text.py",
     "router/dataplane/http1.py",
     "router/dataplane/http_messages.py",
     "router/dataplane/inline_task.py",

@@ -4,6 +4,7 @@ The pipeline decides when to attempt and what follows. A failed step raises Atte
 """
 
 from collections.abc import Callable, Set
+from functools import partial
 from typing import Final
 
 from isochrone.wire.http import headers
@@ -155,7 +156,8 @@ class AttemptRunner:
         # A suspect must lose one engine at most, so it is not handed off. A request with an adapter
         # stays where that is loaded.
         stays = is_resumption or context.is_suspect or request.adapter is not None
-        peers = [] if stays else handoff_peers(routes, target)
+        failing = self._fleet.handoff_health.ejected_until_s(now_s)
+        peers = [] if stays else handoff_peers(routes, target, failing)
         readers = [] if stays else self._prefill_peers(context, target)
         has_holders = not is_resumption and request.adapter is None
         holders = self._holders(context, target) if has_holders else NO_SHARED_KV_PEERS
@@ -182,17 +184,10 @@ class AttemptRunner:
             is_resumption=is_resumption,
         )
         if peers:
-
-            def on_handoff(replica_id: ReplicaId) -> None:
-                self._move_to(context, attempt, routes, replica_id)
-
-            exchange.on_handoff = on_handoff
+            attempt.handoff_ids = frozenset([peer.replica_id for peer in peers[1:]])
+            exchange.on_handoff = partial(self._move_to, context, attempt, routes)
         if readers:
-
-            def on_prefill(replica_id: ReplicaId) -> None:
-                self._record_prefill(context, attempt, replica_id)
-
-            exchange.on_prefill = on_prefill
+            exchange.on_prefill = partial(self._record_prefill, context, attempt)
         attempt.take(SENT)
         return attempt, exchange
 
@@ -307,7 +302,9 @@ class AttemptRunner:
         ranked, reservation, adapter = attempt.ranked, attempt.reservation, context.request.adapter
         assert reservation is not None
         route, group = ranked.route, context.request_group
-        self._feedback.record_answer_head(route, head.load, head.refusal, reservation, group)
+        # What a node says about the load of another node's replica does not count.
+        load = None if attempt.is_handed_off else head.load
+        self._feedback.record_answer_head(route, load, head.refusal, reservation, group)
         has_waited = adapter is not None and self._learn_adapter(context, route, adapter, head)
         check_status(route.node_id, head)
         if head.status == 200 and not exchange.is_stream:
@@ -316,7 +313,8 @@ class AttemptRunner:
                 exchange.usage = media_usage(exchange.body, head.content_type, estimate)
             else:
                 exchange.usage, exchange.body = read_usage(route.node_id, exchange.body)
-        self._feedback.record_success(route)
+        if not attempt.is_handed_off:
+            self._feedback.record_success(route)
         attempt.take(ANSWERED)
         if exchange.is_stream:
             context.take_prompt_tokens(head)
@@ -326,8 +324,11 @@ class AttemptRunner:
             times.attempt_ttft_ms = 1000 * (now_s - attempt.sent_at_s)
             times.tokens_before = context.stream.generated.tokens
             # The time to load an adapter says nothing about the replica's speed.
-            if attempt.prefill_id is None and not has_waited:
-                self._feedback.record_first_token(ranked, times.attempt_ttft_ms, reservation)
+            # What a node hands off would take it longer still.
+            took_ms, target = times.attempt_ttft_ms, attempt.target
+            is_its_time = not attempt.is_handed_off or took_ms > target.ttft_ms
+            if attempt.prefill_id is None and is_its_time and not has_waited:
+                self._feedback.record_first_token(target, took_ms, reservation)
             if times.first_token_at_s is None:
                 times.first_token_at_s = now_s
 
@@ -346,12 +347,13 @@ class AttemptRunner:
             return
         target = attempt.target
         is_back = replica_id == target.route.replica_id
+        is_named = is_back or replica_id in attempt.handoff_ids
         ranked = target if is_back else routes.route_to(replica_id)
-        if ranked is None:
-            raise AttemptFailed(
-                FailureCause.BROKEN,
-                f"{target.route.node_id} handed the request to an unknown replica",
-            )
+        if ranked is None or not is_named:
+            node_id = target.route.node_id
+            raise AttemptFailed(FailureCause.BROKEN, f"{node_id} handed off to no peer of it")
+        if not is_back:
+            self._feedback.record_handed_off(target.route, ranked.route)
         attempt.take(AttemptEvent.HANDED_OFF)
         self._metrics.handoffs.labels("taken_back" if is_back else "handed_off").inc()
         attempt.release_tokens()
@@ -394,16 +396,15 @@ class AttemptRunner:
     ) -> None:
         """Count a broken attempt and keep the next ones away from its replica.
 
-        If it was handed off, it is not known which replica broke: neither is marked unhealthy.
+        If it was handed off, it is not known which replica broke: the handoffs of both are counted.
         """
         attempt.take(AttemptEvent.FAILED)
-        self._recorder.attempt_failed(context.request.deployment, attempt.ranked.route)
-        route, excluded = attempt.target.route, context.excluded
+        route, peer, excluded = attempt.target.route, attempt.ranked.route, context.excluded
+        self._recorder.attempt_failed(context.request.deployment, peer)
         excluded.failed |= {route.replica_id}
-        head = attempt.exchange.head if attempt.exchange is not None else None
-        replica_id = (head.handed_off_to if head else "") or attempt.ranked.route.replica_id
-        if replica_id != route.replica_id:
-            excluded.failed |= {ReplicaId(replica_id)}
+        if attempt.is_handed_off:
+            excluded.handed_off |= {peer.replica_id}
+            self._feedback.record_handoff_end(route, peer, cause)
         elif ejection := self._feedback.record_failure(route, cause):
             self._metrics.ejections.labels(ejection).inc()
 
@@ -431,6 +432,8 @@ class AttemptRunner:
     def learn(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
         """Learn from an answer: bytes per token, the cached share, and where the session ran."""
         request, route, usage = context.request, attempt.ranked.route, context.usage()
+        if attempt.is_handed_off and context.outcome is OUTCOME_COMPLETE:
+            self._feedback.record_handoff_end(attempt.target.route, route)
         if context.engine_usage is not None:
             tokens, cached, keys = usage.prompt_tokens, usage.cached_tokens, request.prefix_keys
             routing = self._fleet.routing(request.deployment_id)

@@ -185,6 +185,29 @@ class AttemptFeedback:
         peers = list(fleet.routing(route.deployment_id).replicas.slots)
         return fleet.health.record_failure(route.replica_id, fleet.clock(), peers)
 
+    def record_handed_off(self, target: Route, peer: Route) -> None:
+        """Note that a node handed a request off."""
+        health, now_s = self._fleet.handoff_health, self._fleet.clock()
+        for route in (target, peer):
+            health.record_sent(route.replica_id, now_s)
+
+    def record_handoff_end(
+        self, target: Route, peer: Route, cause: FailureCause | None = None
+    ) -> None:
+        """Note the end of a request that was handed off, and why it failed, if it did.
+
+        Either replica may be at fault. Nothing else is learned about the peer, because another node
+        would say it.
+        """
+        if cause is FailureCause.SLOW_CLIENT:
+            return
+        fleet = self._fleet
+        for route in (target, peer):
+            if cause is None:
+                fleet.handoff_health.record_success(route.replica_id)
+            elif fleet.directory.route(route.replica_id) is not None:
+                fleet.handoff_health.record_failure(route.replica_id, fleet.clock())
+
     def learn_cached_tokens(
         self,
         route: Route,

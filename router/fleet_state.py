@@ -48,6 +48,9 @@ class FleetState:
         self.directory = RouteDirectory()
         self.nodes = NodeReachability(pop)
         self.health = ReplicaHealth()
+        self.handoff_health = ReplicaHealth()
+        """Of replicas that hand requests off, or take them over: which of the two failed is not
+        known. An ejected one does neither."""
         self.sessions = SessionTable()
         self.slow_start = SlowStart()
         self.prompt_outbox = PromptOutbox()
@@ -111,6 +114,7 @@ class FleetState:
         # Some may have come back meanwhile.
         gone = {replica_id for replica_id in some if self.directory.route(replica_id) is None}
         self.health.remove_replicas(gone)
+        self.handoff_health.remove_replicas(gone)
         self.in_flight.remove_replicas(gone)
         self.slow_start.remove_replicas(gone)
         more = self.nodes.keep_nodes(self.directory.nodes, REPLICAS_FORGOTTEN_AT_ONCE)

@@ -192,9 +192,13 @@ class RequestPipeline:
                         ErrorCode.UPSTREAM,
                         f"{CANNOT_CONTINUE}: no other replica can resume it",
                     )
+                if excluded.handed_off:
+                    # Their nodes have not failed: only the word of another has it so.
+                    excluded.handed_off = NO_REPLICAS
+                    continue
                 if excluded.failed:
                     # Every replica has failed once; it may have been momentary.
-                    excluded.failed = NO_REPLICAS
+                    excluded.forget_failures()
                     await inline_sleep(RETRY_PAUSE_S)
                     continue
             must_wait = self.queue.must_wait(entry) or len(excluded.refused) >= REFUSALS_MAX
@@ -203,7 +207,7 @@ class RequestPipeline:
                 excluded.refused = NO_REPLICAS
                 if self._clock() - failed.last_at_s > LOOK_AGAIN_S:
                     # The head of the queue must not block others because of its own failures.
-                    excluded.failed = NO_REPLICAS
+                    excluded.forget_failures()
                 continue
             waited_s = self.queue.admit(entry)
             if waited_s is not None:

@@ -71,18 +71,19 @@ class ReplicaAttempt:
     the peer replica that the target handed the request to. `sent_prompt` is what the prefix index
     expects that replica to have cached. `prefill_id` is the replica that reads the prompt for it,
     if another one does, and `prefill` what is counted there. `kv_peers` are the replicas that may
-    have its prefix.
+    have its prefix, and `handoff_ids` those to which the target may hand the request off.
     """
 
     __slots__ = (
-        "exchange", "kv_peers", "prefill", "prefill_id", "ranked", "reservation", "sent_at_s",
-        "sent_prompt", "state", "target",
+        "exchange", "handoff_ids", "kv_peers", "prefill", "prefill_id", "ranked", "reservation",
+        "sent_at_s", "sent_prompt", "state", "target",
     )  # fmt: skip
 
     def __init__(self, target: RankedRoute) -> None:
         self.state = RANKED
         self.target = target
         self.ranked = target
+        self.handoff_ids: Set[ReplicaId] = NO_REPLICAS
         self.sent_prompt: SentPrompt | None = None
         self.kv_peers = NO_SHARED_KV_PEERS
         self.reservation: Reservation | None = None
@@ -90,6 +91,11 @@ class ReplicaAttempt:
         self.prefill: PrefillReading | None = None
         self.exchange: NodeExchange | None = None
         self.sent_at_s = 0.0
+
+    @property
+    def is_handed_off(self) -> bool:
+        """Whether a peer replica has the request, as the target's node says."""
+        return self.ranked is not self.target
 
     def take(self, event: AttemptEvent) -> None:
         """Move to the state after `event`."""
@@ -118,20 +124,27 @@ class ReplicaAttempt:
 
 @mypyc_attr(acyclic=True, free_list_len=1)
 class ExcludedReplicas:
-    """The replicas that the next attempt must not use, and why."""
+    """The replicas that the next attempt must not use, and why.
 
-    __slots__ = ("cannot_resume", "failed", "queue_refusals", "refused")
+    `handed_off` are peer replicas to which a request was handed off that failed then.
+    """
+
+    __slots__ = ("cannot_resume", "failed", "handed_off", "queue_refusals", "refused")
 
     def __init__(self) -> None:
         # Replaced, never changed: most requests exclude nothing.
-        self.failed = self.refused = self.cannot_resume = NO_REPLICAS
+        self.failed = self.handed_off = self.refused = self.cannot_resume = NO_REPLICAS
         self.queue_refusals = 0
 
     def all(self) -> Set[ReplicaId]:
         """Return all excluded replicas."""
         if self.failed or self.refused or self.cannot_resume:
-            return self.failed | self.refused | self.cannot_resume
+            return self.failed | self.handed_off | self.refused | self.cannot_resume
         return NO_REPLICAS
+
+    def forget_failures(self) -> None:
+        """Let the next attempts use the replicas again that have failed."""
+        self.failed = self.handed_off = NO_REPLICAS
 
     @property
     def may_refuse_for_queue(self) -> bool:

@@ -29,6 +29,9 @@ from isochrone.wire.kv.transfer_frames import (
 HANG: Final = b""
 """In the pieces of an attack: send nothing more, and keep the connection."""
 
+HANDED_BACK: Final = "handed off: handed back in a loop"
+"""The request goes back to the node that handed it off, which may hand it off again, and so on."""
+
 LARGE: Final = 64 * 1024
 KV_HEAD: Final = f"HTTP/1.1 200 OK\r\ncontent-type: {kv_transfer.CONTENT_TYPE}\r\n".encode()
 JSON_HEAD: Final = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
@@ -176,6 +179,7 @@ def handoff_attacks() -> dict[str, Pieces]:
         "handed off: replica's name of bytes above 127": iter(
             [STREAM_HEAD + headers.READ_AT.encode() + b": \xff\xfe\r\n" + CLOSED, wrong]
         ),
+        HANDED_BACK: iter([HANG]),
         "handed off: fields without end": iter([STREAM_HEAD, *repeat(field, 20_000)]),
         "handed off: interim answers without end": repeat(b"HTTP/1.1 103 E\r\n\r\n" * 1000),
         "handed off: a redirect to itself": iter(
@@ -193,7 +197,8 @@ class HostileNode:
         self._last: list[bytes] = []
         self.attack = "none"
         self.loads = "h p=0;d=0;r=0;w=0;u=0;o=0;e=0"
-        self.address = ""
+        self.address = self.honest = self.peers = ""
+        """`honest` is the node that it attacks, `peers` how it names itself to that node."""
         self.begun = 0
         """How many times the attack was carried out."""
 
@@ -250,7 +255,19 @@ class HostileNode:
             make = block_attacks().get(self.attack, block_attacks()["none"])
             return make(stream)
         self.begun += 1
+        if self.attack == HANDED_BACK:
+            return iter([STREAM_HEAD + CLOSED, await self._handed_back(path, sent, body)])
         return handoff_attacks().get(self.attack, iter([HANG]))
+
+    async def _handed_back(self, path: str, sent: Mapping[str, str], body: bytes) -> bytes:
+        """Send a request to the node that it comes from; return what that answers."""
+        kept = {name: text for name, text in sent.items() if name.startswith("x-isochrone-")}
+        named = {headers.PEER_REPLICAS: self.peers, "content-type": "application/json"}
+        async with (
+            aiohttp.ClientSession(f"http://{self.honest}") as http,
+            http.post(path, data=body, headers=kept | named | {headers.REPLICA: "d"}) as answer,
+        ):
+            return await answer.read()
 
     async def _real_answer(self, path: str, sent: Mapping[str, str], body: bytes) -> bytes:
         """Return what the real node answers; b"" if it refuses."""

@@ -285,6 +285,7 @@ async def run(only: str, seconds: float) -> None:
         hostile = await stack.enter_async_context(HostileNode(real.address).listening())
         pair.engines[HOSTILE] = AttackedEngine(HostileReplicaNode(hostile, real.setup), HOSTILE)
         honest = pair.engines[DECODE]
+        hostile.honest, hostile.peers = honest.node.address, pair.peers([HOSTILE], TOKEN_US)
         watch = NeighbourWatch(
             pair, psutil.Process(honest.node.agent_pid), psutil.Process(honest.pid())
         )

@@ -18,6 +18,7 @@ import msgspec
 from isochrone.wire.errors import ErrorCode
 from isochrone.wire.http import headers
 from router.dataplane.chunk import ChunkChoice, ChunkDelta, decode_chunk
+from router.dataplane.generated_text import GeneratedText
 from router.dataplane.partial_frame import PartialFrame, frames_end
 from router.dataplane.stream_head import StreamHead
 from router.dataplane.token_pump import PumpedFrame, pumped_frame
@@ -112,7 +113,7 @@ class StreamRelay:
         self._partial = PartialFrame()
         self._unread: deque[bytes] = deque()
         self._unread_bytes = 0
-        self._text: list[str] = []
+        self._text = GeneratedText()
         self._tokens = 0
         self._tokens_before = 0
         self._is_plain = True
@@ -129,7 +130,7 @@ class StreamRelay:
     @property
     def is_plain(self) -> bool:
         """Whether the text so far is the whole output."""
-        return self._is_plain
+        return self._is_plain and self._text.is_kept
 
     def pumped_frame(self, frame: bytes) -> PumpedFrame | None:
         """Return the shape of the next tokens, if only their text differs from the last `frame`.
@@ -212,8 +213,8 @@ class StreamRelay:
             self._tokens = max(self._tokens, self.usage.output_tokens)
         return GeneratedOutput(
             self._tokens,
-            "".join(self._text),
-            self._is_plain,
+            self._text.joined(),
+            self.is_plain,
             self._finish_reason,
             self._has_reasoning,
         )

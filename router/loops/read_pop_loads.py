@@ -162,15 +162,14 @@ class PopLoadPoller:
 
     def _record(self, loads: PopLoads, members: Set[NodeId]) -> dict[NodeId, float]:
         """Note the loads of the members that are recent; return the age of each in ms."""
-        ages_ms = {node.node_id: node.age_ms for node in loads.nodes if node.node_id in members}
-        too_old = unanswered(ages_ms, ages_ms)
+        # The last entry of a node that is named twice, so that the age checked is the one used.
+        by_id = {node.node_id: node for node in loads.nodes if node.node_id in members}
+        ages_ms = {node_id: node.age_ms for node_id, node in by_id.items()}
         deployment_ids: set[DeploymentId] = set()
-        for node in loads.nodes:
-            if node.node_id in ages_ms and node.node_id not in too_old:
-                reported = headers.parse_loads(node.loads)
-                deployment_ids |= self._probes.record_relayed(
-                    node.node_id, node.age_ms / 1000, reported
-                )
-                self._metrics.pop_loads.inc()
+        for node_id in by_id.keys() - unanswered(ages_ms, ages_ms):
+            reported = headers.parse_loads(by_id[node_id].loads)
+            age_s = ages_ms[node_id] / 1000
+            deployment_ids |= self._probes.record_relayed(node_id, age_s, reported)
+            self._metrics.pop_loads.inc()
         self._fleet.refresh_changed(deployment_ids)
         return ages_ms

@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import migrations
-from scheduler.store.pool import Pool, transaction
+from scheduler.store.pool import Connection, Pool, transaction
 
 FOLDER: Final = Path(migrations.__file__).parent
 MIGRATE_LOCK: Final = 0x150C_0001
 MIGRATE_TIMEOUT_S: Final = 300.0
+CLIENT_CHECK_S: Final = 1
+"""Postgres ends the migration of a runner that was killed after this time. Otherwise it would go on
+with its statement, and hold the lock."""
 
 _TABLE = """
 CREATE TABLE IF NOT EXISTS migration (
@@ -57,8 +60,9 @@ async def migrate(pool: Pool, migrations: tuple[Migration, ...] | None = None) -
         # One transaction each. A second runner waits for the lock and then finds the work done.
         async with transaction(pool) as connection:
             await connection.execute(
-                "SELECT pg_advisory_xact_lock($1)", MIGRATE_LOCK, timeout=MIGRATE_TIMEOUT_S
+                f"SET LOCAL client_connection_check_interval = '{CLIENT_CHECK_S}s'"
             )
+            await _lock(connection)
             await connection.execute(_TABLE)
             known = await connection.fetchrow(
                 "SELECT name, sha256 FROM migration WHERE number = $1", migration.number
@@ -70,7 +74,13 @@ async def migrate(pool: Pool, migrations: tuple[Migration, ...] | None = None) -
                         "applied migration is never edited, add a new one"
                     )
                 continue
-            await connection.execute(migration.sql, timeout=MIGRATE_TIMEOUT_S)
+            try:
+                await connection.execute(migration.sql, timeout=MIGRATE_TIMEOUT_S)
+            except TimeoutError as error:
+                raise MigrationError(
+                    f"cannot migrate: {migration.name} did not end within {MIGRATE_TIMEOUT_S:g} s; "
+                    "end the sessions that use its tables (pg_stat_activity) and start again"
+                ) from error
             await connection.execute(
                 "INSERT INTO migration (number, name, sha256) VALUES ($1, $2, $3)",
                 migration.number,
@@ -80,6 +90,19 @@ async def migrate(pool: Pool, migrations: tuple[Migration, ...] | None = None) -
             applied.append(migration.name)
     await _refuse_newer(pool, wanted)
     return applied
+
+
+async def _lock(connection: Connection) -> None:
+    """Wait until no other runner migrates."""
+    try:
+        await connection.execute(
+            "SELECT pg_advisory_xact_lock($1)", MIGRATE_LOCK, timeout=MIGRATE_TIMEOUT_S
+        )
+    except TimeoutError as error:
+        raise MigrationError(
+            f"cannot migrate: another scheduler has been migrating for {MIGRATE_TIMEOUT_S:g} s; "
+            "wait until it serves, or end its session (pg_stat_activity), and start again"
+        ) from error
 
 
 async def _refuse_newer(pool: Pool, wanted: tuple[Migration, ...]) -> None:

@@ -1,8 +1,10 @@
 """Lists the peer replicas to which a node may hand a request off, for the header to that node."""
 
+from collections.abc import Container
 from typing import Final
 
 from isochrone.wire.http.headers import PEER_REPLICAS_MAX, PeerReplica
+from isochrone.wire.ids import ReplicaId
 from router.decide.choice.peer_replicas import peer_of_ranked
 from router.decide.choice.ranking import RankedRoutes
 from router.decide.replicas.ranked_route import RankedRoute
@@ -11,8 +13,19 @@ HANDOFF_MS_MIN: Final = 5.0
 """A request with less predicted queueing and prefill than this is not worth handing off."""
 
 
-def handoff_peers(routes: RankedRoutes, first: RankedRoute) -> list[PeerReplica]:
-    """Return the first route's replica and the peers of its PoP with capacity; [] if none."""
-    if first.queue_ms + first.prefill_ms < HANDOFF_MS_MIN:
+def handoff_peers(
+    routes: RankedRoutes, first: RankedRoute, failing: Container[ReplicaId] = ()
+) -> list[PeerReplica]:
+    """Return the first route's replica and the peers of its PoP with capacity; [] if none.
+
+    `failing` are the replicas whose handoffs fail: none is named, and none hands a request off.
+    """
+    first_id = first.route.replica_id
+    if first.queue_ms + first.prefill_ms < HANDOFF_MS_MIN or first_id in failing:
         return []
-    return [peer_of_ranked(ranked) for ranked in routes.peers_of_first(PEER_REPLICAS_MAX)]
+    peers = [
+        peer_of_ranked(ranked)
+        for ranked in routes.peers_of_first(PEER_REPLICAS_MAX)
+        if ranked.route.replica_id not in failing
+    ]
+    return peers if len(peers) > 1 else []

@@ -1,4 +1,5 @@
-"""A node that lies about what a request used harms neither the key's quotas nor other requests."""
+"""A node that lies harms neither a key's quotas nor other requests: about what a request used, who
+has it, or how long another node takes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,12 +9,15 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from isochrone.wire.ids import DeploymentId, NodeId
+from isochrone.wire.http import headers
+from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
 from isochrone.wire.peers.routes import KeyLimits
 from router.dataplane.exchange import AttemptFailed, NodeRequest
 from router.decide.choice.deployment_routing import BYTES_PER_TOKEN_MAX
+from router.decide.liveness.outlier_ejection import FAILURES_MAX
 from tests.integration.router.fake_node import FakeNode
-from tests.integration.router.fleet_of import Bench, a_bench
+from tests.integration.router.fleet_of import Bench, a_bench, a_route, a_table
+from tests.integration.router.test_serving import the_stream, until_idle, words
 from tests.system.harness import until
 
 CONTEXT_TOKENS = 4096
@@ -93,3 +97,72 @@ async def test_the_answers_of_one_node_take_half_of_the_memory_for_answers(tmp_p
         for one in exchanges:
             one.abandon()
         assert upstream.answers.total == 0
+
+
+LONG = "word " * 200
+"""Long enough that the router names peer replicas."""
+
+
+def prefer(bench: Bench, tokens_per_s: float) -> None:
+    """Let the first node be the fastest by far, and the others have this rate."""
+    first, *rest = bench.nodes
+    slow = [a_route(node, prefill_tokens_per_s=tokens_per_s) for node in rest]
+    fast = a_route(first, prefill_tokens_per_s=10_000.0)
+    bench.app.fleet.adopt(a_table([fast, *slow], generation=2))
+
+
+@pytest.mark.parametrize("cut_at", [0, 3])
+async def test_a_node_whose_handoffs_fail_may_hand_off_no_more_and_then_fails_alone(
+    tmp_path: Path, cut_at: int
+) -> None:
+    """Which of the two nodes failed is not known, so the peer is never ejected for it."""
+    async with a_bench(tmp_path, 3) as bench:
+        lying, _, third = bench.nodes
+        fleet = bench.app.fleet
+        prefer(bench, 10.0)
+        lying.handed_off_to, lying.cut_at, third.resumes = "r-n2", cut_at, "greedy"
+        for n in range(30):
+            fields = {"temperature": 0, "max_tokens": 8}
+            _, events = await the_stream(bench, content=f"{n} {LONG}", **fields)
+            assert words(events).split() == [f"t{n}" for n in range(8)]
+            if unhealthy := fleet.health.unhealthy():
+                break
+        assert unhealthy == {"r-n1"}
+        assert fleet.handoff_health.unhealthy() == {"r-n1", "r-n2"}
+        names = [{name.lower() for name in sent} for sent in lying.request_headers]
+        named = [headers.PEER_REPLICAS in one for one in names]
+        assert named[: FAILURES_MAX + 1] == [True] * FAILURES_MAX + [False]
+        await until_idle(bench)
+
+
+async def test_a_peer_that_a_lie_names_answers_when_no_other_replica_is_left(
+    tmp_path: Path,
+) -> None:
+    async with a_bench(tmp_path, 2) as bench:
+        lying, honest = bench.nodes
+        prefer(bench, 1000.0)
+        lying.handed_off_to, lying.cut_at = "r-n2", 0
+        async with bench.chat(LONG, stream=True) as answer:
+            assert (answer.status, answer.headers["x-isochrone-node"]) == (200, honest.name)
+        assert (lying.requests, honest.requests) == (1, 1)
+
+
+async def test_a_node_says_nothing_about_the_speed_and_the_load_of_another(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, 2) as bench:
+        lying, _ = bench.nodes
+        fleet = bench.app.fleet
+        prefer(bench, 1000.0)
+        lying.handed_off_to, lying.ttft_s, lying.load = (
+            "r-n2",
+            0.3,
+            "p=0;d=9;r=9;w=9;u=900;o=900;e=9",
+        )
+        _, events = await the_stream(bench, content=LONG)
+        assert words(events).split() == [f"t{n}" for n in range(8)]
+        replicas = fleet.routing(DeploymentId("d-1")).replicas
+        own, others = (
+            replicas.corrections[replicas.slots[ReplicaId(name)]] for name in ("r-n1", "r-n2")
+        )
+        assert (own.answers, others.answers) == (1, 0)
+        assert own.overhead_ms > 0
+        assert fleet.in_flight.tokens_at(ReplicaId("r-n2"), fleet.clock()).tokens == 0

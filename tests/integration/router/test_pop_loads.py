@@ -1,13 +1,17 @@
 """In a large fleet one node of a PoP answers for the others."""
 
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
+from isochrone.wire import codec
 from isochrone.wire.ids import NodeId, ReplicaId
+from isochrone.wire.peers.pop_loads import LoadsQuery, NodeLoads, PopLoads
 from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.api.pop_loads import PopLoadReader
 from router import build
@@ -29,9 +33,9 @@ def is_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def a_pop(folder: Path, count: int = 4) -> AsyncIterator[Bench]:
+async def a_pop(folder: Path, given: Sequence[FakeNode] = ()) -> AsyncIterator[Bench]:
     """A router and nodes that all can answer for their PoP."""
-    nodes = [FakeNode(f"n{number}") for number in range(count)]
+    nodes = given or [FakeNode(f"n{number}") for number in range(4)]
     async with AsyncExitStack() as stack:
         for node in nodes:
             client = PeerReplicaClient(None, time.monotonic)
@@ -81,6 +85,40 @@ async def test_another_node_answers_if_the_first_does_not(tmp_path: Path) -> Non
         await until(bench, lambda: known_loads(bench) == [60] * 4)
         assert len(asked(bench.nodes)) >= 2
         assert bench.app.metrics.pop_loads_failures._value.get() >= 1
+
+
+class TwiceNaming(FakeNode):
+    """Names each node of its PoP twice: first with a time of the lie's, then with a real one."""
+
+    age_ms = 0.0
+    lies = 0
+
+    async def pop_loads(self, request: web.Request) -> web.Response:
+        """Answer with the lie for as long as `loads_reader` is not used."""
+        if not self.age_ms:
+            return await super().pop_loads(request)
+        query = codec.decode(await request.read(), codec.decoder(LoadsQuery))
+        nodes = [
+            NodeLoads(node.node_id, age_ms, 1.0, f"r-{node.node_id} {LOAD.replace('e=40', 'e=9')}")
+            for node in query.nodes
+            for age_ms in (self.age_ms, 1.0)
+        ]
+        self.lies += 1
+        return web.Response(body=codec.encode(PopLoads(tuple(nodes))))
+
+
+@pytest.mark.parametrize("age_ms", [math.nan, math.inf, -1e12])
+async def test_no_lie_about_other_nodes_outlasts_the_next_honest_answer(
+    tmp_path: Path, age_ms: float
+) -> None:
+    nodes = [TwiceNaming(f"n{number}") for number in range(4)]
+    for node in nodes:
+        node.age_ms = age_ms
+    async with a_pop(tmp_path, nodes) as bench:
+        await until(bench, lambda: any(node.lies > 2 for node in nodes))
+        for node in nodes:
+            node.age_ms = 0.0
+        await until(bench, lambda: known_loads(bench) == [40] * 4)
 
 
 async def test_nodes_are_pinged_where_none_can_answer(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ from isochrone.service.clock import utc_now
 from isochrone.wire.ids import KeyId
 from isochrone.wire.peers.rollout import RolloutState
 from scheduler.decide.membership import NodeContact
+from scheduler.store import migrate as migrations
 from scheduler.store.accounts import keys
 from scheduler.store.accounts.quotas import sum_quota_usage
 from scheduler.store.accounts.usage import rotate_demand_partitions
 from scheduler.store.cluster import read_cluster
 from scheduler.store.fleet.identities import list_join_tokens, list_revocations
-from scheduler.store.migrate import migrate, read_migrations
+from scheduler.store.migrate import MIGRATE_LOCK, MigrationError, migrate, read_migrations
 from scheduler.store.pool import Pool, open_pool, transaction
 from scheduler.store.rollouts import list_rollouts
 from tests.builders import a_model, a_spec
@@ -114,3 +115,24 @@ async def test_rows_of_earlier_releases_survive_each_migration(empty: Pool) -> N
         assert (await sum_quota_usage(connection)).rows == 1
         assert await rotate_demand_partitions(connection, utc_now()) > 0
         await connection.execute("UPDATE rollout SET state = 'aborted'")
+
+
+@pytest.mark.parametrize(
+    ("lock", "reason"),
+    [
+        (f"SELECT pg_advisory_xact_lock({MIGRATE_LOCK})", "another scheduler has been migrating"),
+        ("LOCK TABLE lease IN ACCESS SHARE MODE", "0009_lease_epoch_key did not end within"),
+    ],
+)
+async def test_a_migration_that_waits_too_long_says_for_what(
+    empty: Pool, monkeypatch: pytest.MonkeyPatch, lock: str, reason: str
+) -> None:
+    known = read_migrations()
+    await migrate(empty, known[:8])
+    monkeypatch.setattr(migrations, "MIGRATE_TIMEOUT_S", 0.3)
+    async with transaction(empty) as holder:
+        await holder.execute(lock)
+        with pytest.raises(MigrationError, match=f"cannot migrate: {reason}"):
+            await migrate(empty, known)
+    monkeypatch.undo()
+    assert len(await migrate(empty, known)) == len(known) - 8

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.dataplane.exchange import AttemptFailed
+from router.dataplane.generated_text import TEXT_CHARS_MAX
 from router.dataplane.response_checks import read_usage
 from router.dataplane.sse import (
     DONE_FRAME,
@@ -147,6 +148,18 @@ def test_of_a_long_stream_only_the_text_is_kept() -> None:
     generated = relay.generated()
     assert generated.tokens == 5000
     assert generated.text == "".join(f"t{n} " for n in range(5000))
+
+
+def test_a_stream_without_end_keeps_no_text_and_cannot_be_continued() -> None:
+    relay = StreamRelay(wants_usage=False)
+    long = "x" * 65_536
+    relay.feed(token(long))
+    assert relay.is_plain and relay.generated().text == long
+    for _ in range(2 * TEXT_CHARS_MAX // len(long)):
+        relay.feed(token(long))
+    generated = relay.generated()
+    assert (generated.is_plain, generated.text) == (False, "")
+    assert generated.tokens == 1 + 2 * TEXT_CHARS_MAX // len(long)
 
 
 def test_a_long_stream_is_decoded_a_token_at_a_time() -> None:
