@@ -128,7 +128,7 @@ class ManagedReplica:
         )
 
     def _condition(self) -> str:
-        """Return what operators see of a replica without a problem that changed its state, or ""."""
+        """Return what operators see of a replica whose state has no reason of its own, or ""."""
         is_closed = self.is_serving and self.admission.is_closed
         conditions = (
             CLOSED if is_closed else "",

@@ -6,6 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 LOG: Final = "engine.log"
 LOG_BYTES_MAX: Final = 16 * 1024 * 1024
 LOG_TAIL_BYTES: Final = 64 * 1024
@@ -15,7 +17,7 @@ TRIM_INTERVAL_S: Final = 10.0
 ERROR_LINE: Final = re.compile(rb"\b[A-Za-z_.]*(?:Error|Exception): \S|\b(?:FATAL|fatal|error): \S")
 SECOND_HAND: Final = re.compile(rb"root cause|Engine core initialization failed")
 """Lines with an error that refer to an earlier one."""
-ERROR_LEVEL: Final = re.compile(rb"\bERROR\b")
+ERROR_LEVEL: Final = re.compile(rb'\bERROR\b|^\{"at":"[^"]*","level":"(?:error|critical)"')
 """A line that its engine calls an error, though it names none."""
 NO_ERROR: Final = re.compile(rb"\b(?:DEBUG|INFO|WARNING)\b")
 """Lines that their engine does not call an error, such as vLLM's warning of a low `ulimit`."""
@@ -31,6 +33,14 @@ LINES_MAX: Final = 4
 CHARS_MAX: Final = 300
 CONTROL: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Colours and other control characters, which would reach an operator's terminal."""
+
+
+class _OwnLine(msgspec.Struct):
+    """A line of the embedded engine's log."""
+
+    at: str
+    message: str
+    exception: str = ""
 
 
 def last_error(log: Path) -> str:
@@ -59,8 +69,20 @@ def _is_error(line: bytes) -> bool:
 def _quote(lines: list[bytes]) -> str:
     """Return the first line as text, with those that follow it if it does not say the reason."""
     count = LINES_MAX if UNFINISHED.search(lines[0]) else 1
-    texts = [CONTROL.sub("", line.decode(errors="replace")).strip() for line in lines[:count]]
-    return " ".join(texts)[:CHARS_MAX]
+    texts = [_own_words(line) or line.decode(errors="replace") for line in lines[:count]]
+    # A tab would break the line of a table.
+    shown = (CONTROL.sub("", text).replace("\t", " ").strip() for text in texts)
+    return " ".join(shown)[:CHARS_MAX]
+
+
+def _own_words(line: bytes) -> str:
+    """Return what a line of the embedded engine's log says, without its traceback, "" of others."""
+    try:
+        found = msgspec.json.decode(line, type=_OwnLine)
+    except (ValueError, RecursionError):
+        return ""
+    raised = found.exception.strip().splitlines()[-1:]
+    return ": ".join((found.message, *raised))
 
 
 def trim_log(path: Path) -> None:

@@ -1,10 +1,12 @@
 """Which line of an engine's log an operator sees as the reason of its end."""
 
+import logging
 from pathlib import Path
 from typing import Final
 
 import pytest
 
+from isochrone.service.logs import JsonLineFormatter
 from nodeagent.host.engines.engine_log import last_error
 
 ULIMIT: Final = (
@@ -39,20 +41,43 @@ FAULT: Final = '{"at":"2026-11-28T08:50:01+0000","level":"error","message":"erro
         (["", "  "], ""),
         ([READY], ""),
         ([READY, "killed"], "killed"),
-        ([READY, FAULT, READY], FAULT),
-        ([FAULT.replace("error: bad", "bad")], FAULT.replace("error: bad", "bad")),
+        ([READY, FAULT, READY], "error: bad"),
+        ([FAULT.replace("error: bad", "bad"), READY], "bad"),
+        (["\tslow\tstart"], "slow start"),
         ([INFO, ACCESS], ""),
         ([WEIGHTS, ACCESS], WEIGHTS),
         ([ACCESS, FAILED], FAILED),
     ],
     ids=["killed", "first hand", "second hand", "silent", "pydantic", "colon", "colours", "none",
-         "own line", "after it", "own error", "own warning",
+         "own line", "after it", "own error", "own words", "tabs",
          "served", "served after it", "failed request"],
 )  # fmt: skip
 def test_the_line_that_says_why_is_found(tmp_path: Path, lines: list[str], reason: str) -> None:
     log = tmp_path / "engine.log"
     log.write_text("".join(f"{line}\n" for line in lines))
     assert last_error(log) == reason
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't allocate memory"), MemoryError()])
+def test_the_error_of_the_embedded_engine_is_quoted_not_the_start_of_its_traceback(
+    tmp_path: Path, error: Exception
+) -> None:
+    """A line of JSON with a traceback was cut long before its error, so nothing said why."""
+
+    def fail(depth: int) -> None:
+        if not depth:
+            raise error
+        fail(depth - 1)
+
+    try:
+        fail(5)
+    except (RuntimeError, MemoryError) as raised:
+        caught = (type(raised), raised, raised.__traceback__)
+    record = logging.LogRecord("step", logging.ERROR, "", 1, "the step thread died", (), caught)
+    log = tmp_path / "engine.log"
+    log.write_text(f"{READY}\n{JsonLineFormatter('engine').format(record)}\n{READY}\n")
+    said = f"{type(error).__name__}: {error}".removesuffix(": ")
+    assert last_error(log) == f"the step thread died: {said}"
 
 
 def test_an_engine_without_a_log_has_no_reason(tmp_path: Path) -> None:
