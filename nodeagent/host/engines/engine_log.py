@@ -15,8 +15,11 @@ TRIM_INTERVAL_S: Final = 10.0
 """Between two trims of the log of an engine that loads."""
 
 ERROR_LINE: Final = re.compile(rb"\b[A-Za-z_.]*(?:Error|Exception): \S|\b(?:FATAL|fatal|error): \S")
-SECOND_HAND: Final = re.compile(rb"root cause|Engine core initialization failed")
+SECOND_HAND: Final = re.compile(rb"root cause|Engine core initialization failed|Executor failed")
 """Lines with an error that refer to an earlier one."""
+DIED: Final = re.compile(rb"\bdied unexpectedly\b")
+"""vLLM's line about a process of the engine that was killed, before the errors that follow from it.
+One that ended by an error of its own has logged that before."""
 ERROR_LEVEL: Final = re.compile(rb'\bERROR\b|^\{"at":"[^"]*","level":"(?:error|critical)"')
 """A line that its engine calls an error, though it names none."""
 NO_ERROR: Final = re.compile(rb"\b(?:DEBUG|INFO|WARNING)\b")
@@ -54,8 +57,9 @@ def last_error(log: Path) -> str:
         errors = [n for n, line in enumerate(lines) if _is_error(line)]
         first_hand = [n for n in errors if not SECOND_HAND.search(lines[n])]
         reported = [n for n, line in enumerate(lines) if ERROR_LEVEL.search(line)]
+        died = [n for n, line in enumerate(lines) if DIED.search(line)]
         last = [] if not lines or NO_PROBLEM.search(lines[-1]) else [len(lines) - 1]
-        for found in (first_hand, errors, reported, last):
+        for found in (first_hand, died, errors, reported, last):
             if found:
                 return _quote(lines[found[-1] :])
     return ""

@@ -15,6 +15,11 @@ ULIMIT: Final = (
 )
 DIED: Final = "(APIServer pid=2) ERROR 11-23 [core_client.py:1] Engine core died unexpectedly."
 WEIGHTS: Final = "(Worker pid=3) ERROR 11-23 [executor.py:953] ValueError: no weights for layer 30"
+WORKER: Final = (
+    "(EngineCore pid=6) ERROR 11-30 15:04:19 [multiproc_executor.py:315] Worker proc VllmWorker-0"
+    " died unexpectedly (exit code: None), shutting down executor."
+)
+EXECUTOR: Final = "RuntimeError: Executor failed."
 CORE: Final = "RuntimeError: Engine core initialization failed. See root cause above."
 PYDANTIC: Final = "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig"
 HUB: Final = "  Value error, Invalid repository ID or local directory specified: '/m'"
@@ -33,6 +38,8 @@ FAULT: Final = '{"at":"2026-11-28T08:50:01+0000","level":"error","message":"erro
         ([ULIMIT, "loading", DIED, INFO], DIED),
         ([ULIMIT, WEIGHTS, CORE, INFO], WEIGHTS),
         ([ULIMIT, CORE, INFO], CORE),
+        ([ULIMIT, WORKER, EXECUTOR, DIED.replace("died", "failed"), INFO], WORKER),
+        ([WEIGHTS, WORKER, EXECUTOR, INFO], WEIGHTS),
         ([ULIMIT, INFO], INFO),
         ([ULIMIT, PYDANTIC, HUB], f"{PYDANTIC} {HUB.strip()}"),
         ([TOKENIZER, "(1) a library,", "(2) a slow one", INFO, "x", "y"],
@@ -48,7 +55,8 @@ FAULT: Final = '{"at":"2026-11-28T08:50:01+0000","level":"error","message":"erro
         ([WEIGHTS, ACCESS], WEIGHTS),
         ([ACCESS, FAILED], FAILED),
     ],
-    ids=["killed", "first hand", "second hand", "silent", "pydantic", "colon", "colours", "none",
+    ids=["killed", "first hand", "second hand", "worker killed",
+         "worker failed", "silent", "pydantic", "colon", "colours", "none",
          "own line", "after it", "own error", "own words", "tabs",
          "served", "served after it", "failed request"],
 )  # fmt: skip
