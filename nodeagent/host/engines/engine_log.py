@@ -29,6 +29,11 @@ NO_PROBLEM: Final = re.compile(
 )
 """A line that reports no problem: of the embedded engine, or of a vendor's access log, which is the
 last one of a healthy engine that is killed."""
+NO_CAUSE: Final = (
+    "; before it the log has no error: perhaps a process of the engine was killed, as the kernel"
+    " does when memory is short (see dmesg)"
+)
+"""Added to a line that refers to an earlier error if there is none."""
 UNFINISHED: Final = re.compile(rb":$|\bvalidation errors? for \w+$")
 """An error whose reason is on the lines that follow."""
 LINES_MAX: Final = 4
@@ -56,12 +61,13 @@ def last_error(log: Path) -> str:
         lines = [line.rstrip() for line in file.read(LOG_TAIL_BYTES).splitlines() if line.strip()]
         errors = [n for n, line in enumerate(lines) if _is_error(line)]
         first_hand = [n for n in errors if not SECOND_HAND.search(lines[n])]
-        reported = [n for n, line in enumerate(lines) if ERROR_LEVEL.search(line)]
         died = [n for n, line in enumerate(lines) if DIED.search(line)]
+        reported = [n for n, line in enumerate(lines) if ERROR_LEVEL.search(line)]
         last = [] if not lines or NO_PROBLEM.search(lines[-1]) else [len(lines) - 1]
         for found in (first_hand, died, errors, reported, last):
             if found:
-                return _quote(lines[found[-1] :])
+                follows = not first_hand and (died or errors)
+                return _quote(lines[found[-1] :]) + (NO_CAUSE if follows else "")
     return ""
 
 

@@ -7,7 +7,7 @@ from typing import Final
 import pytest
 
 from isochrone.service.logs import JsonLineFormatter
-from nodeagent.host.engines.engine_log import last_error
+from nodeagent.host.engines.engine_log import NO_CAUSE, last_error
 
 ULIMIT: Final = (
     "(APIServer pid=2) WARNING 11-23 16:54:03 [system_utils.py:255] Found ulimit of 20000 and"
@@ -35,10 +35,10 @@ FAULT: Final = '{"at":"2026-11-28T08:50:01+0000","level":"error","message":"erro
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        ([ULIMIT, "loading", DIED, INFO], DIED),
+        ([ULIMIT, "loading", DIED, INFO], DIED + NO_CAUSE),
         ([ULIMIT, WEIGHTS, CORE, INFO], WEIGHTS),
-        ([ULIMIT, CORE, INFO], CORE),
-        ([ULIMIT, WORKER, EXECUTOR, DIED.replace("died", "failed"), INFO], WORKER),
+        ([ULIMIT, CORE, INFO], CORE + NO_CAUSE),
+        ([ULIMIT, WORKER, EXECUTOR, DIED.replace("died", "failed"), INFO], WORKER + NO_CAUSE),
         ([WEIGHTS, WORKER, EXECUTOR, INFO], WEIGHTS),
         ([ULIMIT, INFO], INFO),
         ([ULIMIT, PYDANTIC, HUB], f"{PYDANTIC} {HUB.strip()}"),
