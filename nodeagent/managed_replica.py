@@ -25,6 +25,11 @@ log = logging.getLogger(__name__)
 TOKENS_IN_FLIGHT_UNPLANNED: Final = 32_768
 """The limit of a replica that was placed without a planned one."""
 
+CLOSED: Final = (
+    "takes no new requests: its engine is close to its memory limit; raise memory_max_bytes or the"
+    " limit of its cgroup, or lower --kv-bytes"
+)
+
 RATE_MAX: Final = 1e12
 BYTES_MAX: Final = 1 << 53
 """The most that a report may say of a rate and of bytes (`Amount` and `NonNegative`). With more in
@@ -115,12 +120,22 @@ class ManagedReplica:
         return ReplicaReport(
             spec=self.spec,
             state=self.state,
-            reason=(self.reason or self._restart_reason() or self.admission.sleep_reason())[:500],
+            reason=(self.reason or self._condition())[:500],
             since_s=self._clock() - self.state_since_s,
             restarts=len(self.failure_times),
             fetched_bytes=self.fetched_bytes,
             profile=self.profile,
         )
+
+    def _condition(self) -> str:
+        """Return what operators see of a replica whose state has no reason of its own, or ""."""
+        is_closed = self.is_serving and self.admission.is_closed
+        conditions = (
+            CLOSED if is_closed else "",
+            self.admission.sleep_reason(),
+            self._restart_reason(),
+        )
+        return "; ".join(filter(None, conditions))
 
     def _restart_reason(self) -> str:
         """Return why the engine was started again, as long as that failure counts, or ""."""

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final, TypeVar
 
 import click
@@ -277,8 +276,19 @@ def chat(
     messages = [{"role": "user", "content": prompt}]
     body = {"model": model, "messages": messages, "max_tokens": max_tokens}
     is_json = obj.output == "json"
-    write = (lambda _: None) if is_json else partial(click.echo, nl=False)
-    result = asyncio.run(chat_client.chat(endpoint=endpoint, key=key, body=body, on_text=write))
+    texts: list[str] = []
+
+    def write(text: str) -> None:
+        texts.append(text)
+        if not is_json:
+            click.echo(text, nl=False)
+
+    try:
+        result = asyncio.run(chat_client.chat(endpoint=endpoint, key=key, body=body, on_text=write))
+    except chat_client.ChatFailed:
+        if texts and not is_json:
+            click.echo()  # the error begins a line
+        raise
     if is_json:
         show_one(result._asdict(), obj.output)
         return

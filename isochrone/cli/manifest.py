@@ -62,7 +62,8 @@ def artifact_of(folder: Path, source: str, only: tuple[str, ...] = ()) -> Artifa
     paths = [folder / name for name in only] or [
         path
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        # A link whose target is missing is named below, not left out.
+        if (path.is_file() or not path.exists())
         and not is_hidden(path.relative_to(folder))
         and path != folder / SIGNATURE_FILE
     ]

@@ -209,11 +209,14 @@ class AwakeMemory:
             return ""
         if resident.is_switching:
             return SWITCHING
+        starting = (r.spec for r in self._residents.values() if r.is_awake and r.engine is None)
+        devices = resident.spec.device_ids
         return waiting_reason(
-            resident.spec.device_ids,
+            devices,
             is_short=resident.short_since_s is not None,
             awaits=("wake" if resident.engine else "start") if resident in self._queue else "",
             fits=resident.fits,
+            one_starts=any(not set(devices).isdisjoint(spec.device_ids) for spec in starting),
         )
 
     def asleep_count(self) -> int:

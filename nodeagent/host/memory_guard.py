@@ -45,7 +45,7 @@ class MemoryGuard:
         return (
             f"the node has {memory.free_bytes // MIB} MiB of memory left, and this engine takes"
             f" {found.used_bytes // MIB} MiB of {found.planned_bytes // MIB} planned: raise the"
-            " memory_bytes of its deployment, or lower its --kv-bytes"
+            " extra_bytes of its model, or lower the --kv-bytes of its deployment"
         )
 
     def _to_end(self, running: Collection[RunningReplica]) -> ReplicaMemory | None:

@@ -235,12 +235,13 @@ def _to_yield(
 
 
 def waiting_reason(
-    device_ids: Sequence[DeviceId], *, is_short: bool, awaits: str, fits: bool
+    device_ids: Sequence[DeviceId], *, is_short: bool, awaits: str, fits: bool, one_starts: bool
 ) -> str:
     """Return what operators see of a replica without memory.
 
     With `is_short` a wake found too little. It `awaits` its "wake" or its "start", or "" for none,
-    and `fits` if that could be done once all others slept that may.
+    and `fits` if that could be done once all others slept that may. If `one_starts` on its devices,
+    which has memory and cannot sleep before it is warm, this is what it waits for.
     """
     devices = ", ".join(device_ids)
     if is_short:
@@ -250,5 +251,6 @@ def waiting_reason(
         )
     if not awaits:
         return "asleep: the next request wakes it"
-    others = "that are busy" if fits else "that cannot sleep"
+    fixed = "that are starting" if one_starts else "that cannot sleep"
+    others = "that are busy" if fits else fixed
     return f"waits to {awaits}: replicas {others} have the memory of {devices}"

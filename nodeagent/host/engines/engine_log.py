@@ -6,6 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 LOG: Final = "engine.log"
 LOG_BYTES_MAX: Final = 16 * 1024 * 1024
 LOG_TAIL_BYTES: Final = 64 * 1024
@@ -13,9 +15,12 @@ TRIM_INTERVAL_S: Final = 10.0
 """Between two trims of the log of an engine that loads."""
 
 ERROR_LINE: Final = re.compile(rb"\b[A-Za-z_.]*(?:Error|Exception): \S|\b(?:FATAL|fatal|error): \S")
-SECOND_HAND: Final = re.compile(rb"root cause|Engine core initialization failed")
+SECOND_HAND: Final = re.compile(rb"root cause|Engine core initialization failed|Executor failed")
 """Lines with an error that refer to an earlier one."""
-ERROR_LEVEL: Final = re.compile(rb"\bERROR\b")
+DIED: Final = re.compile(rb"\bdied unexpectedly\b")
+"""vLLM's line about a process of the engine that was killed, before the errors that follow from it.
+One that ended by an error of its own has logged that before."""
+ERROR_LEVEL: Final = re.compile(rb'\bERROR\b|^\{"at":"[^"]*","level":"(?:error|critical)"')
 """A line that its engine calls an error, though it names none."""
 NO_ERROR: Final = re.compile(rb"\b(?:DEBUG|INFO|WARNING)\b")
 """Lines that their engine does not call an error, such as vLLM's warning of a low `ulimit`."""
@@ -24,6 +29,11 @@ NO_PROBLEM: Final = re.compile(
 )
 """A line that reports no problem: of the embedded engine, or of a vendor's access log, which is the
 last one of a healthy engine that is killed."""
+NO_CAUSE: Final = (
+    "; before it the log has no error: perhaps a process of the engine was killed, as the kernel"
+    " does when memory is short (see dmesg)"
+)
+"""Added to a line that refers to an earlier error if there is none."""
 UNFINISHED: Final = re.compile(rb":$|\bvalidation errors? for \w+$")
 """An error whose reason is on the lines that follow."""
 LINES_MAX: Final = 4
@@ -31,6 +41,14 @@ LINES_MAX: Final = 4
 CHARS_MAX: Final = 300
 CONTROL: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Colours and other control characters, which would reach an operator's terminal."""
+
+
+class _OwnLine(msgspec.Struct):
+    """A line of the embedded engine's log."""
+
+    at: str
+    message: str
+    exception: str = ""
 
 
 def last_error(log: Path) -> str:
@@ -43,11 +61,13 @@ def last_error(log: Path) -> str:
         lines = [line.rstrip() for line in file.read(LOG_TAIL_BYTES).splitlines() if line.strip()]
         errors = [n for n, line in enumerate(lines) if _is_error(line)]
         first_hand = [n for n in errors if not SECOND_HAND.search(lines[n])]
+        died = [n for n, line in enumerate(lines) if DIED.search(line)]
         reported = [n for n, line in enumerate(lines) if ERROR_LEVEL.search(line)]
         last = [] if not lines or NO_PROBLEM.search(lines[-1]) else [len(lines) - 1]
-        for found in (first_hand, errors, reported, last):
+        for found in (first_hand, died, errors, reported, last):
             if found:
-                return _quote(lines[found[-1] :])
+                follows = not first_hand and (died or errors)
+                return _quote(lines[found[-1] :]) + (NO_CAUSE if follows else "")
     return ""
 
 
@@ -59,8 +79,20 @@ def _is_error(line: bytes) -> bool:
 def _quote(lines: list[bytes]) -> str:
     """Return the first line as text, with those that follow it if it does not say the reason."""
     count = LINES_MAX if UNFINISHED.search(lines[0]) else 1
-    texts = [CONTROL.sub("", line.decode(errors="replace")).strip() for line in lines[:count]]
-    return " ".join(texts)[:CHARS_MAX]
+    texts = [_own_words(line) or line.decode(errors="replace") for line in lines[:count]]
+    # A tab would break the line of a table.
+    shown = (CONTROL.sub("", text).replace("\t", " ").strip() for text in texts)
+    return " ".join(shown)[:CHARS_MAX]
+
+
+def _own_words(line: bytes) -> str:
+    """Return what a line of the embedded engine's log says, without its traceback, "" of others."""
+    try:
+        found = msgspec.json.decode(line, type=_OwnLine)
+    except (ValueError, RecursionError):
+        return ""
+    raised = found.exception.strip().splitlines()[-1:]
+    return ": ".join((found.message, *raised))
 
 
 def trim_log(path: Path) -> None:

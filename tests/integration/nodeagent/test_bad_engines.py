@@ -48,7 +48,7 @@ REASONS: Final = {
     "never-ready": r"the engine was not ready after 6 s; .* raise load_timeout_s",
     "garbage": r"ready and gives no answer: status 200 without 'choices': '\\x00 no answer'",
     "hang": r"1 requests in flight and no token for \d+ s",
-    "grow": r"takes \d+ MiB of 64 planned: raise the memory_bytes of its deployment",
+    "grow": r"takes \d+ MiB of 64 planned: raise the extra_bytes of its model",
     "no-memory": r"exited while loading: torch.OutOfMemoryError: CUDA out of memory",
     "unloadable": r"exited while loading: safetensors_rust.SafetensorError: Error while",
     "unknown-option": r"exited while loading: vllm serve: error: unrecognized .*--new-option",

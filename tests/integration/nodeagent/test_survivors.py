@@ -272,7 +272,7 @@ def test_an_error_in_the_log_comes_before_later_lines(folder: Path) -> None:
     log_path.write_text("\n".join(lines))
     assert last_error(log_path) == lines[0]
     log_path.write_text("\n".join(lines[1:]))
-    assert last_error(log_path) == lines[1]
+    assert last_error(log_path).startswith(lines[1])
     log_path.write_text("\x1b[1;31mValueError:\x1b[0m no \x9b2Jsuch\x07 model\n")
     assert last_error(log_path) == "ValueError: no 2Jsuch model"
 

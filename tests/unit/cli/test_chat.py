@@ -39,6 +39,19 @@ def test_the_answer_is_on_standard_output() -> None:
     assert (result.exit_code, result.stdout) == (0, "Hello there\n")
 
 
+def test_the_error_of_an_answer_that_broke_off_begins_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def breaks_off(*, on_text: Any, **_: Any) -> chat_client.ChatResult:
+        on_text("Hel")
+        raise chat_client.ChatFailed("cannot answer, try again: no event came")
+
+    monkeypatch.setattr(chat_client, "chat", breaks_off)
+    result = CliRunner().invoke(main, COMMAND)
+    assert result.exit_code == 1
+    assert result.output == "Hel\nError: cannot answer, try again: no event came\n"
+
+
 def test_json_has_the_answer_and_where_it_came_from() -> None:
     result = CliRunner().invoke(main, [*COMMAND, "-o", "json"])
     assert json.loads(result.stdout) == ANSWER._asdict()

@@ -109,3 +109,12 @@ def test_a_link_in_a_folder_that_nodes_copy_is_refused(tmp_path: Path) -> None:
         artifact_of(tmp_path, f"file:{tmp_path}")
     # Of a hub's cache only the digests are read, and its files are links.
     assert len(artifact_of(tmp_path, "hf:owner/name@rev").files) == 2
+
+
+def test_a_link_without_its_file_is_not_left_out(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").symlink_to(tmp_path / "missing.json")
+    with pytest.raises(ManifestError, match=r"tokenizer\.json: it is a symbolic link"):
+        artifact_of(tmp_path, f"file:{tmp_path}")
+    with pytest.raises(ManifestError, match=r"cannot read .*tokenizer\.json: No such file"):
+        artifact_of(tmp_path, "hf:owner/name@rev")

@@ -1,11 +1,13 @@
 """Which line of an engine's log an operator sees as the reason of its end."""
 
+import logging
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from nodeagent.host.engines.engine_log import last_error
+from isochrone.service.logs import JsonLineFormatter
+from nodeagent.host.engines.engine_log import NO_CAUSE, last_error
 
 ULIMIT: Final = (
     "(APIServer pid=2) WARNING 11-23 16:54:03 [system_utils.py:255] Found ulimit of 20000 and"
@@ -13,6 +15,11 @@ ULIMIT: Final = (
 )
 DIED: Final = "(APIServer pid=2) ERROR 11-23 [core_client.py:1] Engine core died unexpectedly."
 WEIGHTS: Final = "(Worker pid=3) ERROR 11-23 [executor.py:953] ValueError: no weights for layer 30"
+WORKER: Final = (
+    "(EngineCore pid=6) ERROR 11-30 15:04:19 [multiproc_executor.py:315] Worker proc VllmWorker-0"
+    " died unexpectedly (exit code: None), shutting down executor."
+)
+EXECUTOR: Final = "RuntimeError: Executor failed."
 CORE: Final = "RuntimeError: Engine core initialization failed. See root cause above."
 PYDANTIC: Final = "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig"
 HUB: Final = "  Value error, Invalid repository ID or local directory specified: '/m'"
@@ -28,9 +35,11 @@ FAULT: Final = '{"at":"2026-11-28T08:50:01+0000","level":"error","message":"erro
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        ([ULIMIT, "loading", DIED, INFO], DIED),
+        ([ULIMIT, "loading", DIED, INFO], DIED + NO_CAUSE),
         ([ULIMIT, WEIGHTS, CORE, INFO], WEIGHTS),
-        ([ULIMIT, CORE, INFO], CORE),
+        ([ULIMIT, CORE, INFO], CORE + NO_CAUSE),
+        ([ULIMIT, WORKER, EXECUTOR, DIED.replace("died", "failed"), INFO], WORKER + NO_CAUSE),
+        ([WEIGHTS, WORKER, EXECUTOR, INFO], WEIGHTS),
         ([ULIMIT, INFO], INFO),
         ([ULIMIT, PYDANTIC, HUB], f"{PYDANTIC} {HUB.strip()}"),
         ([TOKENIZER, "(1) a library,", "(2) a slow one", INFO, "x", "y"],
@@ -39,20 +48,44 @@ FAULT: Final = '{"at":"2026-11-28T08:50:01+0000","level":"error","message":"erro
         (["", "  "], ""),
         ([READY], ""),
         ([READY, "killed"], "killed"),
-        ([READY, FAULT, READY], FAULT),
-        ([FAULT.replace("error: bad", "bad")], FAULT.replace("error: bad", "bad")),
+        ([READY, FAULT, READY], "error: bad"),
+        ([FAULT.replace("error: bad", "bad"), READY], "bad"),
+        (["\tslow\tstart"], "slow start"),
         ([INFO, ACCESS], ""),
         ([WEIGHTS, ACCESS], WEIGHTS),
         ([ACCESS, FAILED], FAILED),
     ],
-    ids=["killed", "first hand", "second hand", "silent", "pydantic", "colon", "colours", "none",
-         "own line", "after it", "own error", "own warning",
+    ids=["killed", "first hand", "second hand", "worker killed",
+         "worker failed", "silent", "pydantic", "colon", "colours", "none",
+         "own line", "after it", "own error", "own words", "tabs",
          "served", "served after it", "failed request"],
 )  # fmt: skip
 def test_the_line_that_says_why_is_found(tmp_path: Path, lines: list[str], reason: str) -> None:
     log = tmp_path / "engine.log"
     log.write_text("".join(f"{line}\n" for line in lines))
     assert last_error(log) == reason
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't allocate memory"), MemoryError()])
+def test_the_error_of_the_embedded_engine_is_quoted_not_the_start_of_its_traceback(
+    tmp_path: Path, error: Exception
+) -> None:
+    """A line of JSON with a traceback was cut long before its error, so nothing said why."""
+
+    def fail(depth: int) -> None:
+        if not depth:
+            raise error
+        fail(depth - 1)
+
+    try:
+        fail(5)
+    except (RuntimeError, MemoryError) as raised:
+        caught = (type(raised), raised, raised.__traceback__)
+    record = logging.LogRecord("step", logging.ERROR, "", 1, "the step thread died", (), caught)
+    log = tmp_path / "engine.log"
+    log.write_text(f"{READY}\n{JsonLineFormatter('engine').format(record)}\n{READY}\n")
+    said = f"{type(error).__name__}: {error}".removesuffix(": ")
+    assert last_error(log) == f"the step thread died: {said}"
 
 
 def test_an_engine_without_a_log_has_no_reason(tmp_path: Path) -> None:

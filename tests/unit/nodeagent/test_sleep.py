@@ -617,6 +617,21 @@ async def test_a_start_that_cannot_fit_holds_up_no_wake_of_its_device() -> None:
     assert node.is_awake("large")
 
 
+async def test_a_start_that_waits_for_another_start_says_so() -> None:
+    """With "cannot sleep" operators looked for a deployment without over-commitment."""
+    node = Node()
+    first, second = [
+        a_spec(name, memory_bytes=8, overcommit=4.0, device_ids=(CPU,)) for name in ("x", "y")
+    ]
+    await node.memory.admit(first)
+    starting = asyncio.create_task(node.memory.admit(second))
+    await reached(lambda: node.memory._queue and _looked_again(node))
+    expected = "waits to start: replicas that are starting have the memory of cpu"
+    assert node.memory.reason(second.replica_id) == expected
+    node.memory.forget(first.replica_id)
+    await reached(lambda: _looked_again(node) and starting.done())
+
+
 async def test_a_prefill_leg_does_not_wait_for_the_replica_that_waits_for_it() -> None:
     """Both legs' replicas share a device that holds one of them."""
     node = Node()

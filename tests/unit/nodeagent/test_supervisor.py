@@ -364,7 +364,23 @@ async def test_a_restarted_replica_reports_why_as_long_as_that_counts(
     assert reasons == [(ReplicaState.LOADING, restarted)]
     fixture.now_s += backoff.WINDOW_S - 1.0
     assert fixture.replica.report().reason == restarted
+    fixture.replica.admission.sleep_reason = lambda: "asleep"
+    assert fixture.replica.report().reason == f"asleep; {restarted}"
     fixture.now_s += 1.0
+    assert fixture.replica.report().reason == "asleep"
+    fixture.replica.admission.sleep_reason = lambda: ""
+    assert fixture.replica.report().reason == ""
+
+
+async def test_a_replica_that_refuses_requests_for_lack_of_memory_says_so(
+    fixture: SupervisorFixture,
+) -> None:
+    """It stays warm, and reported nothing: its clients were refused without a reason to be seen."""
+    fixture.supervisor.start(SPEC)
+    await fixture.warm()
+    fixture.replica.take_stats(EngineStats(memory_full=True))
+    assert fixture.replica.report().reason.startswith("takes no new requests: its engine is close")
+    fixture.replica.take_stats(EngineStats())
     assert fixture.replica.report().reason == ""
 
 
