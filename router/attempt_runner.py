@@ -156,7 +156,8 @@ class AttemptRunner:
         # stays where that is loaded.
         stays = is_resumption or context.is_suspect or request.adapter is not None
         peers = [] if stays else handoff_peers(routes, target)
-        readers = [] if stays else self._prefill_peers(context, target)
+        reads_alone = stays and not request.deployment.needs_prefill
+        readers = [] if reads_alone else self._prefill_peers(context, target)
         has_holders = not is_resumption and request.adapter is None
         holders = self._holders(context, target) if has_holders else NO_SHARED_KV_PEERS
         if request.adapter is not None:
