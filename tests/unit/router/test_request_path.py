@@ -1,9 +1,9 @@
 """In any order of events every request ends, and everything it held is released.
 
 Clients send, read, stall and disconnect; nodes answer, refuse, stall, break and close, and say
-which prefill replica reads a prompt; dials succeed late, fail or are cancelled; time passes. At the end either every client and node continues,
-and every answer must arrive before any deadline; or none of them does anything more, and the
-deadlines alone must end everything.
+which prefill replica reads a prompt; dials succeed late, fail or are cancelled; time passes. At the
+end either every client and node continues, and every answer must arrive before any deadline; or
+none of them does anything more, and the deadlines alone must end everything.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
-from isochrone.wire.ids import NodeId, ReplicaId
+from isochrone.wire.ids import NodeId
 from isochrone.wire.peers.assignment import Role
 from ops.bench.bench_router import KEY, route_table
 from tests.unit.router.in_memory import FakeTransport, ManualLoop, RequestPath
