@@ -158,7 +158,8 @@ class AttemptRunner:
         stays = is_resumption or context.is_suspect or request.adapter is not None
         failing = self._fleet.handoff_health.ejected_until_s(now_s)
         peers = [] if stays else handoff_peers(routes, target, failing)
-        readers = [] if stays else self._prefill_peers(context, target)
+        reads_alone = stays and not request.deployment.needs_prefill
+        readers = [] if reads_alone else self._prefill_peers(context, target)
         has_holders = not is_resumption and request.adapter is None
         holders = self._holders(context, target) if has_holders else NO_SHARED_KV_PEERS
         if request.adapter is not None:

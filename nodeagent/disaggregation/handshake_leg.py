@@ -91,6 +91,7 @@ class HandshakeLeg:
 
     fetched = None
     holders = None
+    held_tokens = None
 
     def __init__(
         self,

@@ -136,6 +136,9 @@ class TransferLeg:
         self.received: kv_transfer.ReceivedBlocks | None = None
         """The blocks that arrived; None until the transfer is complete."""
         self.received_s = 0.0
+        self.held_tokens: int | None = None
+        """What the engine had of the prompt before prefill replicas were tried; None if none was.
+        Blocks that a broken transfer has brought were computed for this request."""
         self.read_at = ReplicaId("")
         """The prefill replica that read the prompt."""
         self.fetched: FetchedPrefix | None = None
@@ -207,6 +210,8 @@ class TransferLeg:
         plan = plan_prefill(
             request.replicas, queues, size, request.load(), self._rate, self._clock()
         )
+        if plan.candidates:
+            self.held_tokens = size.cached_tokens
         for candidate in plan.candidates:
             await request.announce(candidate.replica_id)
             began_s = self._clock()

@@ -112,6 +112,11 @@ class FoundTokens(msgspec.Struct, frozen=True, kw_only=True):
         counts[place] += from_host + from_device
         return FoundTokens(**counts)
 
+    def limited(self, tokens: int) -> "FoundTokens":
+        """Return at most `tokens`, without the last ones that the device has."""
+        beyond = max(0, self.device + self.host + self.file + self.peer + self.store - tokens)
+        return msgspec.structs.replace(self, device=max(0, self.device - beyond))
+
 
 def format_found(found: FoundTokens) -> str:
     """Format as a header value: `device=160;peer=320`; empty if nothing was cached."""

@@ -252,6 +252,8 @@ def report_found(leg: PrefillLeg | None, response: web.StreamResponse) -> None:
     found = kv_sharing.parse_found(response.headers.pop(kv_sharing.KV_FOUND, ""))
     if leg is not None and leg.fetched is not None:
         response.headers[kv_sharing.FETCH_MS] = str(round(1000 * leg.fetched.waited_s))
+    if leg is not None and leg.held_tokens is not None:
+        found = found.limited(leg.held_tokens)
     if leg is not None and leg.expected is not None:
         if leg.received is not None:
             response.headers[headers.READ_AT] = leg.read_at
@@ -281,28 +283,37 @@ def apply_leg(
     leg: PrefillLeg | None, response: web.StreamResponse, chunks: AsyncIterator[bytes]
 ) -> AsyncIterator[bytes]:
     """Return the answer's body with the usage of its prefill leg, if there was one."""
-    if leg is None or leg.received is None:
+    if leg is None:
         return chunks
-    cached_tokens = leg.received.cached_tokens
+    received = leg.received
+    cached_tokens = leg.held_tokens if received is None else received.cached_tokens
+    if cached_tokens is None:
+        return chunks
     # Its length changes with the number.
     response.headers.pop("content-length", None)
-    if response.headers.get("content-type", "").startswith(EVENT_STREAM):
+    is_stream = response.headers.get("content-type", "").startswith(EVENT_STREAM)
+    if received is not None and is_stream:
         # The head of another answer comes after its last token.
         wait_s = monotonic() - leg.received_s
         metrics.DECODE_WAIT_SECONDS.observe(wait_s)
         current_span().set(names.DECODE_WAIT_S, wait_s)
         if isinstance(leg, HandshakeLeg):
             leg.record_wait(wait_s)
-        return _rewrite_stream(chunks, cached_tokens)
-    return _rewrite_whole(chunks, cached_tokens)
+    rewrite = _rewrite_stream if is_stream else _rewrite_whole
+    return rewrite(chunks, cached_tokens, received is None)
 
 
-async def _rewrite_stream(chunks: AsyncIterator[bytes], cached_tokens: int) -> AsyncIterator[bytes]:
-    rewriter = UsageRewriter(cached_tokens)
+async def _rewrite_stream(
+    chunks: AsyncIterator[bytes], cached_tokens: int, is_most: bool
+) -> AsyncIterator[bytes]:
+    rewriter = UsageRewriter(cached_tokens, is_most=is_most)
     async for chunk in chunks:
         yield rewriter.feed(chunk)
     yield rewriter.flush()
 
 
-async def _rewrite_whole(chunks: AsyncIterator[bytes], cached_tokens: int) -> AsyncIterator[bytes]:
-    yield rewrite_json(b"".join([chunk async for chunk in chunks]), cached_tokens)
+async def _rewrite_whole(
+    chunks: AsyncIterator[bytes], cached_tokens: int, is_most: bool
+) -> AsyncIterator[bytes]:
+    body = b"".join([chunk async for chunk in chunks])
+    yield rewrite_json(body, cached_tokens, is_most=is_most)

@@ -115,7 +115,8 @@ def replica_sizes(
         context_tokens=SHORT_CONTEXT_TOKENS,
         kv_tokens=kv_tokens or float("inf"),
     )
-    if not capabilities_of(engine.driver).sequences_share_kv and kv_tokens:
+    names = capabilities_of(engine.driver)
+    if not names.sequences_share_kv and kv_tokens:
         sequences = max(1, min(sequences, SLOTS_MAX, kv_tokens // context))
     in_flight = min(kv_tokens, sequences * context) if kv_tokens else TOKENS_IN_FLIGHT_UNKNOWN
     rates = capacity if isinstance(capacity, ReplicaCapacity) else None
@@ -125,8 +126,8 @@ def replica_sizes(
         kv_bytes=kv_bytes,
         kv_tokens=kv_tokens,
         tokens_in_flight=engine.tokens_in_flight_max or max(1, in_flight),
-        sequences=ceil(sequences / copies),
-        step_tokens=_step_tokens(rates, copies),
+        sequences=_given(engine, names.sequences_option) or ceil(sequences / copies),
+        step_tokens=_given(engine, names.step_tokens_option) or _step_tokens(rates, copies),
         context_tokens=context,
         model_context_tokens=model.context_tokens,
         prefill_tokens_per_s=rates.prefill_tokens_per_s if rates else 0.0,
@@ -140,7 +141,7 @@ def with_sizes(engine: EngineSettings, sizes: ReplicaSizes) -> EngineSettings:
     derived = {
         names.sequences_option: str(sizes.sequences),
         names.step_tokens_option: str(sizes.step_tokens),
-        names.waiting_option: str(WAITING_PER_SEQUENCE * _given_sequences(engine, sizes)),
+        names.waiting_option: str(WAITING_PER_SEQUENCE * sizes.sequences),
     }
     derived.pop("", None)
     return msgspec.structs.replace(
@@ -230,7 +231,6 @@ def _step_tokens(rates: ReplicaCapacity | None, copies: int) -> int:
     return min(STEP_TOKENS_MAX, 1 << (tokens.bit_length() - 1))
 
 
-def _given_sequences(engine: EngineSettings, sizes: ReplicaSizes) -> int:
-    option = engine.options.get(capabilities_of(engine.driver).sequences_option, "")
-    given = parse_digits(option)
-    return sizes.sequences if given is None else given
+def _given(engine: EngineSettings, option: str) -> int:
+    """Return what a deployment's own option says; 0 if it has no such option."""
+    return parse_digits(engine.options.get(option, "")) or 0

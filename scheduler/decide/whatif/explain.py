@@ -10,7 +10,7 @@ from isochrone.wire.ids import DeploymentId, NodeId, PopId, ReplicaId
 from isochrone.wire.peers.assignment import Role
 from scheduler.decide.capacity.default_sizes import ReplicaSizes, in_words, replica_sizes
 from scheduler.decide.capacity.start_times import MB
-from scheduler.decide.cluster import ClusterState, FleetNode, PlacementPlan
+from scheduler.decide.cluster import ClusterState, FleetNode, Liveness, Placement, PlacementPlan
 from scheduler.decide.membership.liveness import LivenessLimits, judge_liveness
 from scheduler.decide.placement.fleet.fleet_capacity import FleetCapacity
 from scheduler.decide.placement.fleet.slots import awake_memory_bytes
@@ -105,7 +105,7 @@ def explain_placement(
             node_id=part.node_id,
             pop=nodes[part.node_id].pop,
             state="draining" if part.is_ending else part.state.value,
-            state_reason=part.state_reason,
+            state_reason=_state_reason(part, nodes[part.node_id], view.by_node[part.node_id]),
             reason=part.reason,
             role=placement.role,
             memory_bytes=placement.memory_bytes,
@@ -129,6 +129,16 @@ def explain_placement(
         sizes_in_words=tuple(in_words(of_class, overcommit) for of_class in sizes),
         roles=tuple(roles.words() for roles in roles_by_pop(state)) if state else (),
     )
+
+
+def _state_reason(part: Placement, node: FleetNode, liveness: Liveness) -> str:
+    """Return what keeps a replica from its work, or will end it; "" if nothing is known to."""
+    if node.has_connected and liveness is not Liveness.READY:
+        lost = ", which counts as lost" if liveness is Liveness.LOST else ""
+        return f"nothing was heard from {node.node_id} for {node.silent_s:.0f} s{lost}"
+    if node.draining and not part.state_reason:
+        return f"{node.node_id} is draining: the replica ends once others are warm"
+    return part.state_reason
 
 
 def _sizes(fleet: FleetCapacity, state: DeploymentState) -> tuple[ReplicaSizes, ...]:

@@ -440,6 +440,8 @@ async def check_slow_link(fleet: TwoLegs) -> None:
                 patch.setattr("nodeagent.decide.requests.prefill_leg.TIMEOUT_MIN_S", limit_s)
                 answer = await fleet.ask(prompt, bad=slow)
             assert (answer.heads[-1], answer.text) == ("200", alone.text)
+            # Also if some blocks came before the time was up.
+            assert (answer.cached_tokens, "device=" in answer.body) == (0, False)
             assert outcomes() == {**before, outcome: before.get(outcome, 0) + 1}
         late = await fleet.ask(a_prompt(), bad=slow, deadline_ms=100)
         assert late.heads[-1] == "429", late

@@ -677,6 +677,14 @@ async def test_a_prompt_counts_where_it_is_read(tmp_path: Path) -> None:
         assert named[1].prefill_ms < 0.75 * named[2].prefill_ms
         await until_idle(bench)
         assert prefill_tokens() == [0, 0, 0]
+        # From the first token on the prompt counts nowhere as one to be read.
+        target.hang_at = 1
+        target.may_answer.set()
+        async with bench.chat("of r-n3 " * 300, stream=True, max_tokens=8) as response:
+            assert b"role" in await response.content.readline()
+            assert fleet.in_flight.load_of(ReplicaId("r-n1")).requests == 1
+            assert prefill_tokens() == [0, 0, 0]
+        await until_idle(bench)
         assert (first.requests, second.requests) == (0, 0)
 
 

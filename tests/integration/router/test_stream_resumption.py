@@ -11,6 +11,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from isochrone.wire.http import headers
+from isochrone.wire.peers.assignment import Role
 from isochrone.wire.peers.routes import RolloutEntry
 from isochrone.wire.peers.usage import RequestOutcome
 from tests.integration.router.fake_node import FakeNode
@@ -103,6 +104,28 @@ async def test_a_stream_continues_when_its_node_falls_silent(tmp_path: Path) -> 
             f"t{n} " for n in range(TOKENS)
         )
         assert bench.nodes[1].request_headers[-1][headers.GENERATED_TOKENS] == "5"
+
+
+@pytest.mark.parametrize("needs_prefill", [False, True])
+async def test_a_continuation_names_prefill_replicas_only_to_engines_that_cannot_read(
+    tmp_path: Path, needs_prefill: bool
+) -> None:
+    nodes = [*two_nodes("cut", 5), FakeNode("reader")]
+    async with a_bench(tmp_path, nodes) as bench:
+        slow: dict[str, Any] = {"role": Role.DECODE, "prefill_tokens_per_s": 1.0}
+        routes = [
+            a_route(nodes[0], role=Role.DECODE),
+            a_route(nodes[1], **slow),
+            a_route(nodes[2], role=Role.PREFILL),
+        ]
+        table = a_table(routes, generation=2)
+        entry = replace(table.deployments[0], needs_prefill=needs_prefill)
+        bench.app.fleet.adopt(replace(table, deployments=(entry,)))
+        events = frames(await read_stream(bench, seed=7))
+        assert words(events) == "".join(f"t{n} " for n in range(TOKENS))
+        sent = nodes[1].request_headers[-1]
+        assert sent[headers.GENERATED_TOKENS] == "5"
+        assert (headers.PREFILL_REPLICAS in sent) == needs_prefill
 
 
 async def test_a_sampled_text_is_marked_as_continued(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from aiohttp import web
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
+from isochrone.wire.kv.kv_sharing import KV_FOUND
 from isochrone.wire.kv.kv_transfer import ReceivedBlocks
 from nodeagent import metrics
-from nodeagent.api.request.prefill_legs import PrefillLegs, apply_leg
+from nodeagent.api.request.prefill_legs import PrefillLegs, apply_leg, report_found
 from nodeagent.decide.requests.admission import ReplicaAdmission
 from nodeagent.decide.requests.kv_quota import NO_KV_LIMITS, KvQuota
 from nodeagent.disaggregation.transfer_leg import LegRequest
@@ -42,6 +43,13 @@ async def test_the_wait_for_the_first_token_is_known_of_streams_only(
     body = apply_leg(leg, response, chunks())
     assert waits_counted() - before == counted
     assert b"".join([chunk async for chunk in body])
+
+
+def test_blocks_of_a_broken_transfer_are_not_found_in_a_cache() -> None:
+    leg: Any = SimpleNamespace(received=None, held_tokens=48, expected=None, fetched=None)
+    response = web.StreamResponse(headers={KV_FOUND: "device=384;host=16"})
+    report_found(leg, response)
+    assert response.headers[KV_FOUND] == "device=32;host=16"
 
 
 async def test_the_deadline_counts_from_the_admission(monkeypatch: pytest.MonkeyPatch) -> None:

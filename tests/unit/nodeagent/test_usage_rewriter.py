@@ -69,3 +69,19 @@ def test_a_whole_answer_is_rewritten(usage: object, cached: int) -> None:
 )
 def test_an_answer_without_a_usage_stays_as_it_is(body: bytes) -> None:
     assert rewrite_json(body, 7) == body
+
+
+@pytest.mark.parametrize(
+    ("details", "expected"),
+    [({"cached_tokens": 384}, 32), ({"cached_tokens": 16}, 16), ({}, None), (None, None)],
+)
+def test_what_a_broken_transfer_brought_is_not_cached(
+    details: dict[str, int] | None, expected: int | None
+) -> None:
+    usage = {"prompt_tokens": 400, "prompt_tokens_details": details}
+    body = json.dumps({"usage": usage}).encode()
+    whole = json.loads(rewrite_json(body, 32, is_most=True))["usage"]["prompt_tokens_details"]
+    rewriter = UsageRewriter(32, is_most=True)
+    line = rewriter.feed(b"data: " + body + b"\n\n") + rewriter.flush()
+    of_stream = json.loads(line.removeprefix(b"data: "))["usage"]["prompt_tokens_details"]
+    assert whole == of_stream == (details if expected is None else {"cached_tokens": expected})

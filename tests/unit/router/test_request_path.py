@@ -1,9 +1,9 @@
 """In any order of events every request ends, and everything it held is released.
 
-Clients send, read, stall and disconnect; nodes answer, refuse, stall, break and close; dials
-succeed late, fail or are cancelled; time passes. At the end either every client and node continues,
-and every answer must arrive before any deadline; or none of them does anything more, and the
-deadlines alone must end everything.
+Clients send, read, stall and disconnect; nodes answer, refuse, stall, break and close, and say
+which prefill replica reads a prompt; dials succeed late, fail or are cancelled; time passes. At the
+end either every client and node continues, and every answer must arrive before any deadline; or
+none of them does anything more, and the deadlines alone must end everything.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec.structs import replace
 
 from isochrone.wire.ids import NodeId
+from isochrone.wire.peers.assignment import Role
 from ops.bench.bench_router import KEY, route_table
 from tests.unit.router.in_memory import FakeTransport, ManualLoop, RequestPath
 
@@ -31,6 +32,11 @@ WHOLE = b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":4}}'
 BUSY = b"HTTP/1.1 429 Too Many Requests\r\nx-isochrone-refused: busy\r\ncontent-length: 0\r\n\r\n"
 BROKEN = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n"
 SILENCE_STEPS = 80
+READERS = ("r-002", "r-003")
+"""The prefill replicas, if replicas have roles."""
+
+ANY_READER = (*READERS, "r-000", "r-001", "unknown")
+READ_BY = b"HTTP/1.1 103 Early Hints\r\nx-isochrone-prefill-replica: %s\r\n\r\n"
 PICK = st.integers(0, 1_000)
 
 
@@ -62,11 +68,21 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         self.folder = TemporaryDirectory()
         self.clients: list[FakeTransport] = []
 
-    @initialize(capacity=st.sampled_from([30, 10_000]), all_continue=st.booleans())
-    def open_router(self, capacity: int, all_continue: bool) -> None:
+    @initialize(
+        capacity=st.sampled_from([30, 10_000]), all_continue=st.booleans(), has_roles=st.booleans()
+    )
+    def open_router(self, capacity: int, all_continue: bool, has_roles: bool) -> None:
         self.all_continue = all_continue
-        default = route_table(1, 2)
-        routes = tuple(replace(route, tokens_in_flight_max=capacity) for route in default.routes)
+        self.has_roles = has_roles
+        default = route_table(1, 4 if has_roles else 2, 10.0 if has_roles else 1e6)
+        routes = tuple(
+            replace(
+                route,
+                tokens_in_flight_max=capacity,
+                role=Role.PREFILL if route.replica_id in READERS else Role.UNIFIED,
+            )
+            for route in default.routes
+        )
         self.router = RequestPath(
             self.loop, replace(default, routes=routes), Path(self.folder.name)
         )
@@ -95,6 +111,15 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         client = self.open_clients[which % len(self.open_clients)]
         client.inbox += a_request(stream, close_after)
         self.deliver_to(client, size)
+
+    @rule(stream=st.booleans(), close_after=st.booleans())
+    @precondition(lambda self: len(self.open_clients) < 4)
+    def request_reaches_node(self, stream: bool, close_after: bool) -> None:
+        """Without this rule few of the drawn histories have a request that a node could answer."""
+        self.client_connects()
+        self.client_sends_request(len(self.open_clients) - 1, stream, close_after, 9999)
+        while self.open_dials:
+            self.dial_completes(is_good=True, iterations=8)
 
     @rule(which=PICK, size=st.sampled_from([1, 100, 9999]))
     @precondition(lambda self: self.clients)
@@ -148,6 +173,14 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             node.inbox += {"busy": BUSY, "broken": BROKEN}.get(how) or an_answer(stream, cut)
             self.loop.settle(node.read)
 
+    @rule(which=PICK, reader=st.sampled_from(ANY_READER), size=st.sampled_from([9, 9999]))
+    @precondition(lambda self: self.has_roles and self.open_nodes)
+    def node_says_where_a_prompt_is_read(self, which: int, reader: str, size: int) -> None:
+        node = self.open_nodes[which % len(self.open_nodes)]
+        if node.outbox.endswith(b"}"):
+            node.inbox += READ_BY % reader.encode()
+            self.deliver_to(node, size)
+
     @rule(which=PICK, half_closes=st.booleans())
     @precondition(lambda self: self.open_nodes)
     def node_breaks(self, which: int, half_closes: bool) -> None:
@@ -161,6 +194,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         self.loop.settle()
 
     @rule()
+    @precondition(lambda self: self.open_nodes)
     def node_is_lost(self) -> None:
         node_id = next(iter(self.router.fleet.directory.node_addresses()), NodeId(""))
         self.loop.settle(
@@ -173,6 +207,12 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         idle = self.router.upstream._idle.values()
         kept = {connection._transport for connections in idle for connection in connections}
         assert all(node.reads for node in self.open_nodes if node in kept)
+
+    @invariant()
+    def a_request_counts_where_it_is_read_and_where_it_is_answered(self) -> None:
+        """Or nowhere, while it waits for its next attempt."""
+        in_progress = sum(bool(connection._task) for connection in self.router.server.connections)
+        assert self.router.fleet.in_flight.requests <= 2 * in_progress
 
     def teardown(self) -> None:
         if self.all_continue:

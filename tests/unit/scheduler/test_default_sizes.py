@@ -58,6 +58,7 @@ def test_what_a_deployment_sets_is_kept() -> None:
     assert start.spec.engine.kv_memory_bytes == GIB
     assert start.spec.engine.tokens_in_flight_max == 5
     assert start.spec.engine.options["max_num_seqs"] == "7"
+    assert " 7 sequences," in in_words(replica_sizes(LLAMA, engine, "h100-80g", H100))
     assert start.spec.memory_bytes < 18 * GIB
 
 

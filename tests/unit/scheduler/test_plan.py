@@ -747,6 +747,25 @@ def test_explain_says_why_here_and_why_not_there() -> None:
     assert explain_placement(cluster, DeploymentId("nobody")) is None
 
 
+@pytest.mark.parametrize(
+    ("node", "reason"),
+    [
+        ({"silent_s": 12.0}, "nothing was heard from ams-1 for 12 s"),
+        ({"silent_s": 48.0}, "nothing was heard from ams-1 for 48 s, which counts as lost"),
+        ({"draining": True}, "ams-1 is draining: the replica ends once others are warm"),
+        ({}, ""),
+    ],
+)
+def test_explain_says_what_the_node_of_a_replica_does(node: dict[str, Any], reason: str) -> None:
+    others = [a_node(name, name[:3]) for name in ("iad-1", "sin-1")]
+    cluster = a_cluster(
+        nodes=(a_node("ams-1", "ams", **node), *others), placements=(a_placement("r1", "ams-1"),)
+    )
+    explained = explain_placement(cluster, DeploymentId("d"))
+    assert explained is not None
+    assert explained.here[0].state_reason == reason
+
+
 @pytest.mark.parametrize("replicas_min", [0, 1])
 def test_the_only_warm_replica_is_preempted_once_another_is_warm(replicas_min: int) -> None:
     nodes = (
