@@ -18,7 +18,7 @@ SUITES := chaos-tests service-tests engine-tests static-checks control-tests sys
 	test-engines test-vllm request-path test-node test-agents test-coding-agents sim simulate soak
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 setup: request-path ## Create .venv, install the pinned dependencies, compile the router's request path
 

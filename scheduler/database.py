@@ -69,5 +69,6 @@ def _database_errors_as_config_errors() -> Iterator[None]:
         raise ConfigError(str(error)) from error
     except CONNECT_ERRORS as error:
         raise ConfigError(
-            f"cannot use the database: {error_text(error)}; check database_url"
+            f"cannot use the database: {getattr(error, 'strerror', None) or error_text(error)};"
+            " check database_url"
         ) from error

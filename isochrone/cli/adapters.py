@@ -109,7 +109,7 @@ def _set_public(obj: CliContext, adapter: str, *, public: bool) -> None:
 
 add_command(
     adapters, "show", "GET", "/v1/adapters/{adapter}",
-    "Show an adapter, given by its id, and the nodes that have its files.",
+    "Show an adapter and the nodes that have its files. ADAPTER is its id.",
 )  # fmt: skip
 add_command(
     adapters, "delete", "DELETE", "/v1/adapters/{adapter}",
@@ -120,6 +120,7 @@ adapters.add_command(
         "limits",
         "/v1/adapter-tenants",
         LIMIT_COLUMNS,
-        "List the tenants that have adapters, with their limits ([adapters] of the schedulers).",
+        "List the tenants that have adapters, with their limits. These are `[adapters]` of the"
+        " schedulers' settings.",
     )
 )

@@ -65,7 +65,11 @@ def nodes_list(obj: CliContext) -> None:
 @nodes.command("join-token")
 @click.argument("pop")
 @click.option(
-    "--role", type=click.Choice(["agent", "router"]), default="agent", help="What may join."
+    "--role",
+    type=click.Choice(["agent", "router"]),
+    default="agent",
+    show_default=True,
+    help="What may join: the agent of a node, or a router.",
 )
 @click.option(
     "--ttl",
@@ -84,6 +88,7 @@ def nodes_list(obj: CliContext) -> None:
     "uses_max",
     type=click.IntRange(1, 10_000),
     default=1,
+    show_default=True,
     help="How many may join with it.",
 )
 @click.pass_obj
@@ -115,7 +120,12 @@ add_command(
 
 @click.command()
 @click.argument("name")
-@click.option("--role", type=click.Choice(["agent", "router"]), required=True, help="Kind of peer.")
+@click.option(
+    "--role",
+    type=click.Choice(["agent", "router"]),
+    required=True,
+    help="What has this name: the agent of a node, or a router.",
+)
 @click.option(
     "--serial", default="", help="Serial of one certificate, in hex (default: all of this name)."
 )

@@ -45,7 +45,14 @@ def _from_config_file(name: str) -> str:
     help="Admin API URLs, such as https://host:7000, separated by commas.",
 )
 @click.option("--token", envvar="ISOCHRONE_ADMIN_TOKEN", help="Admin API token.")
-@click.option("-o", "--output", type=OUTPUT_FORMAT, default="table", help="Output format.")
+@click.option(
+    "-o",
+    "--output",
+    type=OUTPUT_FORMAT,
+    default="table",
+    show_default=True,
+    help="Output format.",
+)
 @click.version_option(__version__)
 @click.pass_context
 def main(ctx: click.Context, url: str | None, token: str | None, output: str) -> None:

@@ -96,10 +96,10 @@ def models_add(
     licence: str | None,
     price: str | None,
 ) -> None:
-    """Add a model to the catalogue, with a manifest of its files, or read its files again.
+    """Add a model to the catalogue, or read its files again.
 
-    New files under the name of a served model replace the old ones replica by replica. Licence and
-    price stay as they are unless they are given.
+    The entry has a manifest of the files. New files under the name of a served model replace the
+    old ones replica by replica. Licence and price stay as they are unless they are given.
     """
     changed: dict[str, Any] = {} if licence is None else {"licence": licence}
     if price is not None:

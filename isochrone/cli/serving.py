@@ -287,7 +287,7 @@ def placements(obj: CliContext, deployment: str | None) -> None:
 @click.argument("words", nargs=-1, required=True, metavar="[deployment] DEPLOYMENT")
 @click.pass_obj
 def explain(obj: CliContext, words: tuple[str, ...]) -> None:
-    """Explain why a deployment is placed where it is, and not elsewhere."""
+    """Explain why replicas are where they are, and not elsewhere."""
     *kind, deployment = words
     if kind not in ([], ["deployment"]):
         raise click.UsageError(f"cannot explain {' '.join(words)!r}: name one deployment")

@@ -11,7 +11,10 @@ from isochrone.cli.simple_commands import add_command
 
 @click.group()
 def tenants() -> None:
-    """Manage the budgets of tenants above the limits of their keys, and delete tenants."""
+    """Manage the budgets of tenants, and delete tenants.
+
+    A budget holds for all keys of a tenant together, above the limits of each.
+    """
 
 
 @tenants.command("limit")
@@ -54,6 +57,6 @@ add_command(
 )  # fmt: skip
 add_command(
     tenants, "delete", "DELETE", "/v1/tenants/{tenant}/data",
-    "Revoke all keys of a tenant, and delete its budget, files, batches, responses, conversations"
-    " and adapters. Usage is kept.",
+    "Revoke all keys of a tenant, and delete its data. That is its budget, files, batches,"
+    " responses, conversations and adapters. Usage is kept.",
 )  # fmt: skip

@@ -42,7 +42,9 @@ def load_config(
             values = tomllib.loads(path.read_text())
         except OSError as error:
             raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"cannot read config {path}: it is not UTF-8 text") from error
+        except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"cannot read config {path}: {error}") from error
     types = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
     types |= {old: types[new] for old, new in old_names.items()}

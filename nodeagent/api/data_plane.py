@@ -3,7 +3,6 @@
 Bytes are not changed, except where an engine needs it. Every answer carries the replica's load.
 """
 
-import logging
 from collections.abc import Mapping
 from functools import partial
 from time import monotonic
@@ -91,8 +90,6 @@ from nodeagent.host.cache_salts import CacheSalts
 from nodeagent.host.engines.engine_adapters import AdapterUnavailable, FetchedAdapter
 from nodeagent.managed_replica import ManagedReplica
 from nodeagent.supervisor import Supervisor
-
-log = logging.getLogger(__name__)
 
 BODY_TIMEOUT_S: Final = 30.0
 TO_ENGINE: Final = (

@@ -147,6 +147,8 @@ def main() -> None:
         if arguments.required:
             raise SystemExit(f"cannot compile the request path: {error}") from None
         sys.stderr.write(f"{error}: {SLOWER}\n")
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted: the router's request path is not compiled") from None
 
 
 if __name__ == "__main__":

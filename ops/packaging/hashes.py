@@ -141,7 +141,7 @@ def check(paths: Sequence[str]) -> None:
             " `python3 ops/packaging/hashes.py lock INDEX` and review the difference."
         )
     count = sum(len(report["install"]) for report in reports)
-    sys.stdout.write(f"the files of {count} packages have the hashes that are pinned\n")
+    sys.stdout.write(f"packages installed with the pinned hashes: {count}\n")
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -94,7 +94,10 @@ SELECT deployment_id FROM deployment WHERE model_id = $1 ORDER BY deployment_id 
 """
 
 _STILL_USED_HINTS: Final = {
-    "node": "; drain it and wait until its replicas have ended, or revoke it if it will not be back"
+    "node": (
+        "; drain it and wait until its replicas have ended, or revoke it if it will not be back"
+    ),
+    "pop": "; `isochrone nodes list` and `isochrone routers list` show those of this PoP",
 }
 """Advice on how to remove dependent rows, where it is not obvious."""
 

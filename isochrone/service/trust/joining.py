@@ -110,7 +110,8 @@ async def _request_certificate(
                     body = await read_response(response, RESPONSE_BYTES_MAX)
                     if response.status == 200:
                         return msgspec.json.decode(body, type=JoinReply)
-                    problems.append(f"{url}: {parse_error_body(body, response.status).message}")
+                    refusal = parse_error_body(body, response.status).message
+                    problems.append(f"{url}: {refusal.removeprefix('cannot join: ')}")
             except aiohttp.ClientConnectorCertificateError as error:
                 # Only the cluster's authority counts: no other can be set.
                 problems.append(f"{url}: {error}")

@@ -1,6 +1,5 @@
 """Answers one item of a batch through the pipeline, like a request of its key's client."""
 
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -24,8 +23,6 @@ from router.dataplane.http_messages import (
 )
 from router.decide.admission.batch_capacity import PreemptedItem
 from router.inference_request import InferenceRequest
-
-log = logging.getLogger(__name__)
 
 RETRY_AFTER_MAX_S: Final = 60.0
 """An operator may raise a limit or a quota earlier than the error says. Until then the scheduler

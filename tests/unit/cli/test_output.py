@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from isochrone.cli import main as cli
-from isochrone.cli.output import cell, show_one, show_rows
+from isochrone.cli.output import cell, heading, show_one, show_rows
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,42 @@ def test_output_to_a_pipe_is_not_folded(capsys: pytest.CaptureFixture[str]) -> N
     assert [line.split() for line in lines] == [
         ["REPLICA", "ID", "REASON"],
         ["r" * 60] + 40 * ["why"],
+    ]
+
+
+def test_numbers_are_aligned_at_the_right_and_units_are_in_the_heading(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [
+        {"node_id": "a-1", "silent_s": 1.5, "replicas": 3, "at": 1, "note": None},
+        {"node_id": "a-2", "silent_s": None, "replicas": 12, "at": 0, "note": None},
+    ]
+    show_rows(rows, ["node_id", "silent_s", "replicas", "at", "note"], "table")
+    assert capsys.readouterr().out.splitlines() == [
+        "NODE ID  SILENT (s)  REPLICAS  AT                    NOTE",
+        "a-1             1.5         3  1970-01-01 00:00:01Z  -",
+        "a-2               -        12  -                     -",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("column", "shown"),
+    [("rtt_ms", "RTT (ms)"), ("requests_per_s", "REQUESTS/s"), ("size_mib", "SIZE (MiB)")],
+)
+def test_a_heading_has_the_unit(column: str, shown: str) -> None:
+    assert heading(column) == shown
+
+
+def test_a_long_object_has_a_line_for_each_field(capsys: pytest.CaptureFixture[str]) -> None:
+    files = [{"path": "a.gguf", "size_bytes": 5}, {"path": "b.gguf", "size_bytes": 6}]
+    row = {"model": {"name": "m" * 80, "files": files}, "replicas": {"warm": 1, "loading": 2}}
+    show_one(row, "table")
+    assert capsys.readouterr().out.splitlines() == [
+        "model",
+        f"  name    {'m' * 80}",
+        "  files   path=a.gguf, size_bytes=5",
+        "          path=b.gguf, size_bytes=6",
+        "replicas  warm=1, loading=2",
     ]
 
 
@@ -83,6 +119,18 @@ def test_a_disk_that_is_full_is_said_and_a_closed_pipe_is_left_to_click(
     number = errno.EPIPE
     with pytest.raises(BrokenPipeError):
         show_one({"at": 0}, "table")
+
+
+def test_the_list_of_commands_has_whole_sentences() -> None:
+    def check(group: click.Group) -> None:
+        width = 80 - 2 - 6 - max(map(len, group.commands))  # as click writes it
+        for name, command in group.commands.items():
+            assert not command.get_short_help_str(width).endswith("..."), name
+            if isinstance(command, click.Group):
+                check(command)
+
+    assert isinstance(cli.main, click.Group)
+    check(cli.main)
 
 
 def test_a_group_that_is_a_command_itself_takes_the_output_option() -> None:

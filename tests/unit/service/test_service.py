@@ -54,12 +54,13 @@ def test_the_environment_overrides_the_file(tmp_path: Path) -> None:
         ("port = 'x'\nstate='/a'", "port"),
         ("stat = '/a'", "stat"),
         ("port = ", "cannot read config"),
+        ("state = '/\xe9'", "it is not UTF-8 text"),
         ("port = 3", "state"),
     ],
 )
 def test_a_wrong_config_is_refused_with_the_reason(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "c.toml"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=words):
         load_config(Config, path, {}, "X_")
 

@@ -8,13 +8,11 @@
  * and all sums of a group are exact: a row's result does not depend on the rows beside it.
  */
 
-#include "kernels.h"
+#include "strips.h"
 
 #include <stdlib.h>
 
 #define WORDS (GROUP / 4)
-#define STRIP 8             /* rows of x at a time: their sums and answers stay in registers */
-#define AHEAD 2560          /* bytes between the weights in use and those that are prefetched */
 #define BYTE_MAX 127        /* the largest number of a group of one byte */
 #define TWO_BYTES_MAX 32639 /* of two: each part of it fits into a signed byte */
 /* A group gets two bytes if its largest number is above this many times the row's root mean
@@ -33,10 +31,6 @@ struct product {
     uint8_t *low; /* by strip, by group: whether a row has lower bytes */
     int64_t bits, rows, groups, count;
 };
-
-INLINED int64_t strip_of(int64_t first, int64_t count) {
-    return count - first < STRIP ? count - first : STRIP;
-}
 
 /* A group of x as bytes: its numbers are (upper * 256 + lower) * scale. */
 struct bytes {
@@ -121,14 +115,7 @@ static void round_strips(const void *arguments, int64_t strip, int64_t end) {
         const int64_t first = strip * STRIP, several = strip_of(first, by->count);
 #define STRIP_OF(number)                                                                           \
     if (several == number) round_strip(number, by, first);
-        STRIP_OF(8)
-        STRIP_OF(7)
-        STRIP_OF(6)
-        STRIP_OF(5)
-        STRIP_OF(4)
-        STRIP_OF(3)
-        STRIP_OF(2)
-        STRIP_OF(1)
+        EACH_STRIP(STRIP_OF)
 #undef STRIP_OF
     }
 }
@@ -206,14 +193,7 @@ INLINED void multiply_panel(const int bits, const struct product *by, int64_t pa
         several = strip_of(row, by->count);
 #define STRIP_OF(number)                                                                           \
     if (several == number) multiply_strip(number, bits, by, from, row, out);
-        STRIP_OF(8)
-        STRIP_OF(7)
-        STRIP_OF(6)
-        STRIP_OF(5)
-        STRIP_OF(4)
-        STRIP_OF(3)
-        STRIP_OF(2)
-        STRIP_OF(1)
+        EACH_STRIP(STRIP_OF)
 #undef STRIP_OF
     }
 }

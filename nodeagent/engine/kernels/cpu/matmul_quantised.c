@@ -8,12 +8,11 @@
  */
 
 #include "amx.h"
+#include "strips.h"
 
 #include <stdlib.h>
 
 #define PAIRS (GROUP / 2)
-#define STRIP 8    /* rows of x at a time: their sums and answers stay in registers */
-#define AHEAD 2560 /* bytes between the weights in use and those that are prefetched */
 
 struct product {
     const uint8_t *packed;
@@ -25,11 +24,6 @@ struct product {
     float *scales, *sums;
     int64_t bits, rows, groups, count;
 };
-
-/* The number of rows of the strip that begins with row `first`. */
-INLINED int64_t strip_of(int64_t first, int64_t count) {
-    return count - first < STRIP ? count - first : STRIP;
-}
 
 /* Round the group at `x`, store its pairs `several` apart, and return the scale. */
 static float round_group(const float *x, int64_t bits, int64_t several, int32_t *pairs,
@@ -141,14 +135,7 @@ INLINED void multiply_panel(const int bits, const struct product *by, int64_t pa
     if (several == number)                                                                         \
         multiply_strip(number, bits, from, by->groups, by->pairs + at * PAIRS, by->scales + at,    \
                        by->sums + at, out, by->rows);
-        STRIP_OF(8)
-        STRIP_OF(7)
-        STRIP_OF(6)
-        STRIP_OF(5)
-        STRIP_OF(4)
-        STRIP_OF(3)
-        STRIP_OF(2)
-        STRIP_OF(1)
+        EACH_STRIP(STRIP_OF)
 #undef STRIP_OF
     }
 }
