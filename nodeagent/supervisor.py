@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 
 from isochrone.service.failure_log import error_text
+from isochrone.service.network.shortage import lacks_descriptors
 from isochrone.wire.ids import DeviceId, ReplicaId
 from isochrone.wire.peers.assignment import ReplicaSpec, Tombstone
 from isochrone.wire.peers.report import ReplicaState
@@ -42,7 +43,6 @@ from nodeagent.host.engines.engine_log import last_error, trim_log
 from nodeagent.host.engines.engine_process import EngineProcess, EngineProcesses
 from nodeagent.host.engines.engine_record import EngineRecord
 from nodeagent.host.engines.leader_watch import LeaderWatch
-from nodeagent.host.engines.open_session import lacks_descriptors
 from nodeagent.host.memory_guard import MemoryGuard, RunningReplica
 from nodeagent.host.memory_peaks import MemoryPeaks
 from nodeagent.managed_replica import ManagedReplica

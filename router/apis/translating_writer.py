@@ -1,15 +1,20 @@
 """Writes the pipeline's OpenAI responses to a client in the format of another API surface."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.dataplane import sse
+from router.dataplane.exchange import AttemptFailed
+from router.dataplane.generated_text import TEXT_CHARS_MAX
 from router.dataplane.http_messages import HttpResponse, ResponseWriter
+from router.decide.attempt import FailureCause
 
 Translate = Callable[[bytes], bytes]
+ITEM_CHARS: Final = 1024
+"""What an item or block of an answer counts for, besides its text."""
 
 
 def read_token_count(body: bytes) -> int:
@@ -19,6 +24,23 @@ def read_token_count(body: bytes) -> int:
     if not isinstance(count, int):
         raise ApiError(ErrorCode.UPSTREAM, "cannot answer: the replica did not count the tokens")
     return count
+
+
+class KeptOutput:
+    """Limits what a surface keeps of a stream for its last event: a node's stream may not end."""
+
+    def __init__(self) -> None:
+        self.is_limited = True
+        """False for a complete answer, which has a limit of its own."""
+        self._chars = 0
+
+    def add(self, chars: int) -> None:
+        """Count characters. Raises AttemptFailed beyond TEXT_CHARS_MAX."""
+        self._chars += chars
+        if self.is_limited and self._chars > TEXT_CHARS_MAX:
+            raise AttemptFailed(
+                FailureCause.BROKEN, f"an answer has more than {TEXT_CHARS_MAX} characters"
+            )
 
 
 class TranslatingWriter:

@@ -5,6 +5,7 @@ kept by node, and never used for another node at the same address.
 """
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +14,9 @@ from ssl import SSLContext
 from typing import Final, cast
 
 from isochrone.fair_shares import FairShares
+from isochrone.service.failure_log import RepeatedWarning
 from isochrone.service.network.name_cache import NameCache
+from isochrone.service.network.shortage import shortage
 from isochrone.wire.ids import NodeId
 from router.config import RouterConfig
 from router.dataplane import http1, sse
@@ -23,6 +26,8 @@ from router.dataplane.node_connection import NodeConnection
 from router.dataplane.token_gatherer import TokenGatherer
 from router.dataplane.token_pump import TokenPump
 from router.decide.attempt import FailureCause
+
+log = logging.getLogger(__name__)
 
 KEEPALIVE_S: Final = 20.0
 """Shorter than the 75 s of a node, so that no connection is reused just as the node closes it."""
@@ -52,6 +57,7 @@ class Upstream:
         self.answers = FairShares(config.answers_held_bytes_max)
         """The bytes of complete answers that each node has sent so far."""
         self._config = config
+        self._shortage = RepeatedWarning(log, "cannot connect to nodes, requests wait")
         self._names = NameCache(clock=clock)
         self._ssl = ssl_context
         self._idle: dict[NodeId, list[NodeConnection]] = {}
@@ -114,7 +120,11 @@ class Upstream:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 await self._dial(connection, node_id, address)
         except (OSError, ValueError) as error:
-            raise AttemptFailed(FailureCause.UNREACHABLE, f"cannot reach {node_id}") from error
+            what = f"cannot reach {node_id}"
+            if lack := shortage(error, is_bound=bool(self._config.source_address)):
+                self._shortage.record(lack, self.clock())
+                raise AttemptFailed(FailureCause.EXHAUSTED, f"{what}: {lack}") from error
+            raise AttemptFailed(FailureCause.UNREACHABLE, what) from error
         if not connection.is_open:
             raise AttemptFailed(FailureCause.BROKEN, f"{node_id} closed the new connection")
         # Not earlier: uvloop does not report a cancelled dial as a lost connection.

@@ -55,6 +55,8 @@ class FailureCause(StrEnum):
     REFUSED = "refused"
     CANNOT_RESUME = "cannot_resume"
     """The replica cannot continue a text that another one began."""
+    EXHAUSTED = "exhausted"
+    """This router, or its machine, has no descriptor or port left for a connection."""
     BROKEN = "broken"
     SILENT = "silent"
     GONE = "gone"
@@ -65,6 +67,11 @@ class FailureCause(StrEnum):
     SLOW_CLIENT = "slow_client"
     """The node broke off a stream that the client had not read for a while: engines do that."""
 
+
+REFUSALS: Final = frozenset(
+    {FailureCause.REFUSED, FailureCause.CANNOT_RESUME, FailureCause.EXHAUSTED}
+)
+"""Causes that are no fault of the replica, and cost no retry."""
 
 OF_THE_NODE: Final = frozenset({FailureCause.UNREACHABLE, FailureCause.GONE})
 """Failures of a node that no request causes."""
@@ -128,5 +135,4 @@ def after(state: AttemptState, event: AttemptEvent) -> AttemptState:
 
 def event_of(cause: FailureCause) -> AttemptEvent:
     """Return whether a failure is a refusal, which costs no retry, or a fault of the attempt."""
-    is_refusal = cause in (FailureCause.REFUSED, FailureCause.CANNOT_RESUME)
-    return AttemptEvent.REFUSED if is_refusal else AttemptEvent.FAILED
+    return AttemptEvent.REFUSED if cause in REFUSALS else AttemptEvent.FAILED

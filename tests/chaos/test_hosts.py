@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import psutil
 import pytest
 import pytest_asyncio
@@ -22,6 +21,7 @@ from isochrone.cli.client import AdminError
 from router.recording.usage_journal import REST_S
 from tests.chaos import fake_nvml
 from tests.chaos.invariants import invariants
+from tests.chaos.metric_values import metric
 from tests.chaos.slow_disk import SlowDisks
 from tests.chaos.starvation import (
     a_memory_group,
@@ -97,17 +97,6 @@ async def prefer(load: Load, node: str, timeout_s: float = RECOVERED_S) -> None:
         return len(last) == RECENT and last.count(node) >= SHARE_MIN * RECENT
 
     await until(f"requests go to {node}", do_prefer, timeout_s)
-
-
-async def metric(fleet: Fleet, part: str, name: str, without: str = "{}") -> float:
-    """Return the sum of a metric over its labels, except those of rows that contain `without`."""
-    async with (
-        aiohttp.ClientSession() as http,
-        http.get(f"{fleet.url(part)}/metrics") as response,
-    ):
-        lines = (await response.text()).splitlines()
-    found = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
-    return sum(float(line.rpartition(" ")[2]) for line in found if without not in line)
 
 
 async def retries_and_requests(fleet: Fleet, pop: str) -> tuple[float, float]:

@@ -15,10 +15,15 @@ import pytest
 import pytest_asyncio
 
 from tests.chaos.invariants import invariants, nothing_in_flight
+from tests.chaos.metric_values import metric
 from tests.system.harness import LEASE_S, Fleet, a_fleet, until
 from tests.system.load import Load, one_stream, under_load, wait_ended
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+AGE_LATE_S = 5.0
+TABLE_WRITTEN_S = 600.0
+"""A table that does not change is not written again: the tests before this one take some time."""
 
 TAKEN_OVER_S = LEASE_S + 3.0
 """The standby checks twice a second whether the lease has expired."""
@@ -190,9 +195,11 @@ async def test_a_suspended_scheduler_is_fenced_after_a_takeover(fleet: Fleet) ->
 async def test_without_schedulers_a_restarted_router_and_agent_serve_from_disk(
     fleet: Fleet,
 ) -> None:
+    """They say how old their state is (K6)."""
     for name in ("scheduler-a", "scheduler-b", "postgres"):
         if name in fleet.processes.names():
             await fleet.kill(name)
+    killed_s = asyncio.get_running_loop().time()
     async with under_load(fleet, ["ams", "sin"]) as load:
         await wait_ended(load, 30)
     assert not load.failures(), load.failures()
@@ -210,6 +217,21 @@ async def test_without_schedulers_a_restarted_router_and_agent_serve_from_disk(
 
     await until("the cold agent has its replica warm again", cold_node_serves, 15.0)
     async with aiohttp.ClientSession() as http:
-        for _ in range(5):
+
+        async def cold_ones_answer() -> bool:
             ended = await one_stream(fleet, http, "sin", 5)
             assert ended.how == "complete", ended
+            return ended.node == "sin-1"
+
+        for _ in range(5):
+            await until("the cold router uses the cold node", cold_ones_answer)
+
+    async def says_its_age() -> bool:
+        passed_s = asyncio.get_running_loop().time() - killed_s
+        age_s = await metric(fleet, "router-sin", "isochrone_router_table_age_seconds")
+        # The gauge is set every few seconds; the table was confirmed just before the kill.
+        return passed_s - AGE_LATE_S <= age_s <= passed_s + TABLE_WRITTEN_S
+
+    await until("the cold router says how old its table is", says_its_age)
+    assert await metric(fleet, "router-sin", "isochrone_router_connected") == 0
+    assert await metric(fleet, "node-sin", "isochrone_node_connected") == 0

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from isochrone.cli.client import AdminError
 from tests.chaos.invariants import invariants
-from tests.chaos.wide_area import WideArea, a_wide_area
+from tests.chaos.wide_area import USUAL_PORTS, WideArea, a_wide_area
 from tests.system.harness import CITIES, Fleet, a_fleet, until
 from tests.system.load import Load, under_load, wait_ended
 
@@ -31,6 +31,9 @@ half of it in 45 s. So 20 s at most here; with a difference of 40 ms it took 90.
 
 WAIT_S = 300.0
 """For any change: a busy machine needs minutes for what takes seconds."""
+
+PORTS_LEFT = 3
+"""To each node, for each router: a quarter of what the requests need."""
 
 RECENT = 20
 """How many answers show which node the routers prefer."""
@@ -160,6 +163,31 @@ async def test_names_that_are_not_resolved_cost_no_request(wide: WideFleet) -> N
         assert not any("getaddrinfo" in path.read_text() for path in logs)
     load.ended += crowd.ended
     await wide.hold_invariants(load)
+
+
+async def test_a_router_and_an_agent_without_ports_say_so_and_recover(wide: WideFleet) -> None:
+    """Neither a replica nor a request pays for it: requests wait for a connection (R4)."""
+    fleet, area = wide.fleet, wide.area
+    logs = {part: fleet.folder / "logs" / f"{part}.log" for part in ("router-ams", "node-ams")}
+    before = {part: len(path.read_text()) for part, path in logs.items()}
+
+    async def say_so() -> bool:
+        said = {part: path.read_text()[before[part] :] for part, path in logs.items()}
+        return all("annot assign requested address" in text for text in said.values())
+
+    area.set_ports(HUB, PORTS_LEFT)
+    async with under_load(fleet, [*CITIES], streams=8 * PORTS_LEFT, creates_keys=False) as crowd:
+        await wait_ended(crowd, 24 * PORTS_LEFT, WAIT_S)
+        # Without a connection to the scheduler, and without a port for another one.
+        area.set_ports("ams", 0)
+        await fleet.processes.stop("scheduler-a")
+        await fleet.start_scheduler("a")
+        await until("they say what they lack", say_so, WAIT_S)
+        await wait_ended(crowd, PORTS_LEFT, WAIT_S)
+        for city in (HUB, "ams"):
+            area.set_ports(city, USUAL_PORTS)
+    assert not crowd.failures(), crowd.failures()
+    await wide.hold_invariants(crowd)
 
 
 async def test_requests_leave_a_city_that_becomes_far_and_return(wide: WideFleet) -> None:

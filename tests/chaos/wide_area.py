@@ -29,6 +29,8 @@ BLOCKS: Final = 250
 CONFIGURATION: Final = Path("/etc/netns")
 """Files in it replace those of /etc for the processes of a namespace."""
 
+FIRST_PORT: Final = 50_000
+USUAL_PORTS: Final = 10_000
 DNS_PORT: Final = 53
 DNS_HEADER: Final = struct.Struct("!6H")
 A_RECORD: Final = struct.Struct("!3HIH4s")
@@ -165,6 +167,17 @@ class WideArea:
             pytest.skip("needs TUN devices: see the error above")
         link = self.links[second] = Link(process, addresses)
         return link
+
+    def set_ports(self, city: str, count: int) -> None:
+        """Leave a city's connections this many local ports to each address."""
+        last = FIRST_PORT + max(0, count - 1)
+        reserved = str(FIRST_PORT) if count == 0 else ""
+        for name, text in (
+            ("ip_local_port_range", f"{FIRST_PORT} {last}"),
+            ("ip_local_reserved_ports", reserved),
+        ):
+            write = f"echo '{text}' > /proc/sys/net/ipv4/{name}"
+            subprocess.run([*self.prefix(city), "sh", "-c", write], check=True)
 
     async def close(self) -> None:
         """Remove links and namespaces."""

@@ -26,6 +26,14 @@ def test_every_service_has_a_unit() -> None:
     ]
 
 
+def test_memory_is_limited_where_strangers_connect() -> None:
+    """An agent's unit has no limit: a model's weights may fill the memory."""
+    limited = [
+        unit.stem for unit in UNITS if re.search(r"^MemoryMax=\d+G$", unit.read_text(), re.M)
+    ]
+    assert limited == ["isochrone-router", "isochrone-scheduler"]
+
+
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 def test_systemd_accepts_the_unit(unit: Path, tmp_path: Path) -> None:
     # Verified with a program that exists on this machine.

@@ -21,6 +21,7 @@ import aiohttp
 import msgspec
 
 from isochrone.service.files import write_atomic
+from isochrone.service.network.shortage import lacks_descriptors
 from isochrone.service.threads import wait_to_completion
 from isochrone.wire.digits import parse_digits
 from isochrone.wire.engines.engine import EngineStats
@@ -53,7 +54,6 @@ from nodeagent.host.engines.engine_log import LOG
 from nodeagent.host.engines.engine_ports import free_port, other_listener
 from nodeagent.host.engines.engine_record import EngineRecord, surviving_engines, write_record
 from nodeagent.host.engines.open_session import (
-    lacks_descriptors,
     new_session,
     open_session,
     parsed,

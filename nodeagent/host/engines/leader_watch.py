@@ -13,9 +13,9 @@ import asyncio
 from contextlib import suppress
 from typing import Final
 
+from isochrone.service.network.shortage import lacks_descriptors
 from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.host.engines.engine_ports import is_connected_to
-from nodeagent.host.engines.open_session import lacks_descriptors
 
 STORE_DRIVERS: Final = frozenset({"vllm", "sglang"})
 """The engines whose leader has torch's store at the group's port."""

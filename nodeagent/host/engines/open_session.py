@@ -1,7 +1,6 @@
 """The HTTP session of an engine, and what its errors mean."""
 
 import asyncio
-import errno
 from collections.abc import Callable
 from typing import Final, TypeVar
 
@@ -69,13 +68,3 @@ async def parsed(body: bytes, parse: Callable[[bytes], Parsed]) -> Parsed:
     """Parse an engine's answer; a large one in a thread, so that it holds up no other work."""
     is_large = len(body) > PARSED_AT_ONCE_BYTES_MAX
     return await asyncio.to_thread(parse, body) if is_large else parse(body)
-
-
-def lacks_descriptors(error: BaseException) -> bool:
-    """Return whether an error has its cause in a lack of free descriptors, here or machine-wide."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
-            return True
-        cause = cause.__cause__
-    return False

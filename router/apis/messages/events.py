@@ -11,6 +11,7 @@ import msgspec
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from router.apis.messages.errors import error_body
+from router.apis.translating_writer import ITEM_CHARS, KeptOutput
 from router.dataplane import sse
 from router.dataplane.chunk import ToolCallDelta, read_output
 from router.dataplane.usage import reasoning_tokens_of
@@ -67,6 +68,7 @@ class MessageEvents:
         self._fills_context = fills_context
         self._content: list[dict[str, Any]] = []
         self._block: OpenBlock | None = None
+        self._kept = KeptOutput()
         self._has_started = False
         self._finish_reason: str | None = None
         self._stop_sequence: str | None = None
@@ -86,6 +88,7 @@ class MessageEvents:
 
     def translate_body(self, body: bytes) -> bytes:
         """Return the message for a complete chat completion. Raises ApiError if it is none."""
+        self._kept.is_limited = False
         # Read the body as one frame, and drop the events.
         if self._read_chunk(body) is None:
             raise ApiError(
@@ -131,6 +134,7 @@ class MessageEvents:
         assert block is not None
         if kind == "thinking" and self._omits_thinking:
             return events
+        self._kept.add(len(text))
         block.text += text
         return events + self._delta({"type": f"{kind}_delta", kind: text})
 
@@ -146,6 +150,7 @@ class MessageEvents:
             events = self._open_block(block)
         if not call.function.arguments:
             return events
+        self._kept.add(len(call.function.arguments))
         block.text += call.function.arguments
         return events + self._delta(
             {"type": "input_json_delta", "partial_json": call.function.arguments}
@@ -153,6 +158,7 @@ class MessageEvents:
 
     def _open_block(self, block: OpenBlock) -> bytes:
         """Close the current block and begin `block`; return the events."""
+        self._kept.add(ITEM_CHARS)
         events = self._close_block()
         self._block = block
         empty = {**block.fields, "signature": ""} if block.kind == "thinking" else block.fields

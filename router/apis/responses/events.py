@@ -25,6 +25,7 @@ from router.apis.responses.translate import (
     TextFormat,
     is_summarised,
 )
+from router.apis.translating_writer import ITEM_CHARS, KeptOutput
 from router.dataplane import sse
 from router.dataplane.chunk import ToolCallDelta, read_output
 from router.dataplane.usage import reasoning_tokens_of
@@ -151,6 +152,7 @@ class ResponseEvents:
         self._next_number = 0
         self._output: list[dict[str, Any]] = []
         self._item: TextItem | FunctionCallItem | None = None
+        self._kept = KeptOutput()
         self._finish_reason: str | None = None
         self._usage: Any = None
         self.final: dict[str, Any] | None = None
@@ -170,6 +172,7 @@ class ResponseEvents:
 
     def translate_body(self, body: bytes) -> bytes:
         """Return the response for a complete chat completion. Raises ApiError if it is none."""
+        self._kept.is_limited = False
         # Read the body as one frame, and drop the events.
         if self._read_chunk(body) is None:
             raise ApiError(
@@ -225,6 +228,7 @@ class ResponseEvents:
 
     def _open_item(self, item: TextItem | FunctionCallItem) -> bytes:
         """Close the current item and begin `item`; return the events."""
+        self._kept.add(ITEM_CHARS)
         events = self._close_item(COMPLETED)
         self._item = item
         events += self._output_event("output_item.added", {"item": item.body(IN_PROGRESS)})
@@ -232,6 +236,7 @@ class ResponseEvents:
 
     def _append(self, text: str) -> bytes:
         assert self._item is not None
+        self._kept.add(len(text))
         return self._item_event(*self._item.append(text))
 
     def _close_item(self, status: str) -> bytes:

@@ -45,7 +45,9 @@ class Router:
 
 
 @asynccontextmanager
-async def dialling(admin: Admin, folder: Path) -> AsyncIterator[Router]:
+async def dialling(
+    admin: Admin, folder: Path, capabilities: tuple[str, ...] = ()
+) -> AsyncIterator[Router]:
     await admin.pop()
     body = {"pop": "ams", "role": "router"}
     token = (await admin.ask("POST", "/v1/join-tokens", body)).body["token"]
@@ -62,6 +64,7 @@ async def dialling(admin: Admin, folder: Path) -> AsyncIterator[Router]:
         on_welcome=router.welcomed,
         on_message=router.told,
         rng=random.Random(1),
+        capabilities=capabilities,
     )
     task = asyncio.create_task(router.link.run())
     try:

@@ -12,6 +12,8 @@ from aiohttp import web
 from isochrone.wire.http import headers
 from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
 from isochrone.wire.peers.routes import KeyLimits
+from router.apis import translating_writer
+from router.dataplane import generated_text
 from router.dataplane.exchange import AttemptFailed, NodeRequest
 from router.decide.choice.deployment_routing import BYTES_PER_TOKEN_MAX
 from router.decide.liveness.outlier_ejection import FAILURES_MAX
@@ -97,6 +99,34 @@ async def test_the_answers_of_one_node_take_half_of_the_memory_for_answers(tmp_p
         for one in exchanges:
             one.abandon()
         assert upstream.answers.total == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "error"),
+    [
+        ("responses", {"input": "x", "store": False}, "event: response.failed"),
+        ("messages", {"messages": [{"role": "user", "content": "x"}]}, "event: error"),
+    ],
+)
+async def test_no_stream_without_end_is_kept_for_its_last_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any], error: str
+) -> None:
+    limit = 10_000
+    for module in (translating_writer, generated_text):
+        monkeypatch.setattr(module, "TEXT_CHARS_MAX", limit)
+    node = FakeNode()
+    node.filler, node.tokens = "x" * 999, 1000
+    key = "max_output_tokens" if path == "responses" else "max_tokens"
+    async with a_bench(tmp_path, [node], attempts_max=1) as bench:
+        body = {"model": "tiny", key: node.tokens, "stream": True, **asked}
+        async with bench.http.post(f"{bench.url}/v1/{path}", json=body) as answer:
+            text = await answer.text()
+        assert error in text and limit // 2 <= text.count("x" * 999) * 1000 < 3 * limit
+        assert node.cancelled == 1 or node.sent < node.tokens
+        # A complete answer has a limit of its own.
+        whole = {**body, "stream": False, key: 20}
+        async with bench.http.post(f"{bench.url}/v1/{path}", json=whole) as answer:
+            assert answer.status == 200, await answer.text()
 
 
 LONG = "word " * 200

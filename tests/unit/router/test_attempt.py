@@ -72,7 +72,8 @@ def test_every_state_can_be_reached_and_only_the_last_ones_take_no_event() -> No
 
 def test_only_refusals_cost_no_retry() -> None:
     refusals = {cause for cause in FailureCause if event_of(cause) is E.REFUSED}
-    assert refusals == {FailureCause.REFUSED, FailureCause.CANNOT_RESUME}
+    ours = FailureCause.EXHAUSTED
+    assert refusals == {FailureCause.REFUSED, FailureCause.CANNOT_RESUME, ours}
 
 
 @pytest.mark.parametrize(
