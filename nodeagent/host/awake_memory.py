@@ -209,14 +209,12 @@ class AwakeMemory:
             return ""
         if resident.is_switching:
             return SWITCHING
-        starting = (r.spec for r in self._residents.values() if r.is_awake and r.engine is None)
-        devices = resident.spec.device_ids
         return waiting_reason(
-            devices,
+            resident.spec.device_ids,
             is_short=resident.short_since_s is not None,
             awaits=("wake" if resident.engine else "start") if resident in self._queue else "",
             fits=resident.fits,
-            one_starts=any(not set(devices).isdisjoint(spec.device_ids) for spec in starting),
+            one_starts=resident.awaits_start,
         )
 
     def asleep_count(self) -> int:
@@ -322,6 +320,10 @@ class AwakeMemory:
             if plan.yielding is not None:
                 self._residents[plan.yielding].is_yielding = True
             resident.fits = plan.can_fit
+            resident.awaits_start = any(
+                other.is_starting and not set(devices).isdisjoint(other.spec.device_ids)
+                for other in self._residents.values()
+            )
             if plan.can_fit:
                 awaited.update(devices)
             retry_s = min(retry_s, plan.retry_s)

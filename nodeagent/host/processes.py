@@ -135,10 +135,13 @@ def _inherited_ruleset(rules: Sequence[FileRule]) -> Iterator[tuple[int, ...]]:
 
 
 def ended_by(child: Child | None) -> str:
-    """Return how a process ended: "exited", or the signal that killed it, where that is known."""
+    """Return how a process ended: with its status or the signal that killed it, where known.
+
+    That is all there is to see of a program that ends without a word.
+    """
     code = child.poll() if child is not None else None
     if code is None or code >= 0:
-        return "exited"
+        return "exited" if code is None else f"exited with status {code}"
     with suppress(ValueError):
         return f"was killed by {signal.Signals(-code).name}"
     return f"was killed by signal {-code}"

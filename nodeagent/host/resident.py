@@ -51,6 +51,8 @@ class Resident:
         self.asked_s = 0.0
         self.fits = True
         """Whether it could wake if all others slept that may."""
+        self.awaits_start = False
+        """Whether another replica of its devices was starting when it last could not wake."""
         self.short_since_s: float | None = None
         """Since when its wakes are refused for lack of memory; None if the last one was not."""
         self.retry_at_s = 0.0
@@ -62,6 +64,11 @@ class Resident:
         if self.engine is None or self.problem or self.is_switching:
             return False
         return self.spec.overcommit > 1
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether its engine has its memory and is not warm: it cannot sleep yet."""
+        return self.is_awake and self.engine is None
 
     @property
     def is_switching(self) -> bool:

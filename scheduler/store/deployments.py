@@ -23,6 +23,14 @@ SELECT deployment_id, name, model_id, version, engine, policy, deprecation, etag
 FROM deployment d WHERE deleted_at IS NULL
 """
 
+SAME_VERSION: Final = """(
+    d.model_id = $2 AND d.engine = $3::jsonb
+    AND coalesce(d.policy->'overcommit', '1') = $4::jsonb->'overcommit'
+    AND coalesce(d.policy->'awake_min', '0') = $4::jsonb->'awake_min'
+)"""
+"""Whether a deployment with this model, engine and policy keeps its version, and so its replicas.
+They are placed either to sleep or to stay awake."""
+
 
 async def list_deployments(connection: Connection, after: str, limit: int) -> list[DeploymentView]:
     """Return deployments in the order of their ids."""
@@ -119,26 +127,26 @@ async def add_deployment(connection: Connection, deployment: Deployment) -> bool
 async def change_deployment(
     connection: Connection, deployment: Deployment, etag: int | None
 ) -> bool:
-    """Change a locked deployment; another model or engine makes a new version. Raises EtagMoved.
+    """Change a locked deployment. Raises EtagMoved.
 
-    Return False if the name belongs to another deployment.
+    What SAME_VERSION does not allow makes a new version. Return False if the name belongs to
+    another deployment.
     """
     try:
         async with connection.transaction():
             done = await connection.execute(
-                """
-                UPDATE deployment SET name = $2, model_id = $3, engine = $4, policy = $5,
-                    version = CASE WHEN model_id = $3 AND engine = $4::jsonb THEN version
-                                   ELSE $7 END,
+                f"""
+                UPDATE deployment d SET name = $5, model_id = $2, engine = $3, policy = $4,
+                    version = CASE WHEN {SAME_VERSION} THEN version ELSE $7 END,
                     deprecation = $8, etag = etag + 1
                 WHERE deployment_id = $1 AND deleted_at IS NULL
                   AND ($6::bigint IS NULL OR etag = $6)
-                """,
+                """,  # noqa: S608 - constants only
                 deployment.deployment_id,
-                deployment.name,
                 deployment.model_id,
                 as_json(deployment.engine),
                 as_json(deployment.policy),
+                deployment.name,
                 etag,
                 await next_version(connection, deployment.deployment_id),
                 as_json(deployment.deprecation) if deployment.deprecation else None,

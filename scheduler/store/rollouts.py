@@ -12,7 +12,7 @@ from isochrone.wire.peers.rollout import RolloutSpec, RolloutState
 from isochrone.wire.peers.usage import Moments, TrialRow
 from scheduler.decide.rollout import Arm, Rollout, StartCounts, Stratum
 from scheduler.store.catalogue import bump_generation
-from scheduler.store.deployments import lock_deployment
+from scheduler.store.deployments import SAME_VERSION, lock_deployment
 from scheduler.store.pool import Connection, affected_rows, as_json, as_struct, fetch_one
 from scheduler.store.readable_rows import RowReader
 
@@ -58,18 +58,18 @@ async def list_rollouts(
 
 
 async def conflicts_with_rollout(connection: Connection, deployment: Deployment) -> bool:
-    """Return whether this changes a deployment's model or engine during an active rollout."""
+    """Return whether this would make a new version of a deployment during an active rollout."""
     return bool(
         await connection.fetchval(
-            """
+            f"""
             SELECT EXISTS (
                 SELECT FROM rollout JOIN deployment d USING (deployment_id)
-                WHERE deployment_id = $1 AND state IN ('running', 'paused')
-                  AND NOT (d.model_id = $2 AND d.engine = $3::jsonb))
-            """,
+                WHERE deployment_id = $1 AND state IN ('running', 'paused') AND NOT {SAME_VERSION})
+            """,  # noqa: S608 - constants only
             deployment.deployment_id,
             deployment.model_id,
             as_json(deployment.engine),
+            as_json(deployment.policy),
         )
     )
 

@@ -7,7 +7,7 @@ listed. Options that would let a deployment run code of its own on a node are le
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Final
+from typing import Final, Literal, get_args, get_origin
 
 import msgspec
 
@@ -85,7 +85,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
                 try:
                     msgspec.convert(value, field.type, strict=False)
                 except msgspec.ValidationError as error:
-                    return f"cannot use {value!r} for option {field.name!r}: {error}"
+                    is_choice = get_origin(field.type) is Literal
+                    choices = ", ".join(filter(None, get_args(field.type))) if is_choice else ""
+                    expected = f"use one of {choices}" if choices else str(error)
+                    return f"cannot use {value!r} for option {field.name!r}: {expected}"
         return ""
 
 

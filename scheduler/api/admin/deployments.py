@@ -126,7 +126,10 @@ async def create_deployment(request: AdminRequest) -> DeploymentView:
 
 
 async def put_deployment(request: AdminRequest) -> DeploymentView:
-    """Change a deployment; another model or engine makes a new version, which replaces the old."""
+    """Change a deployment.
+
+    Another model, engine, overcommit or awake_min makes a new version, which replaces the old.
+    """
     name = request.name
     await deployments.lock_deployment(request.connection, name)
     before = await require_deployment(request)

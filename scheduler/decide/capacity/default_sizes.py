@@ -179,6 +179,9 @@ def in_words(sizes: ReplicaSizes, overcommit: float = 1.0) -> str:
     )
     if sizes.context_tokens < sizes.model_context_tokens:
         line += f" (the model has {sizes.model_context_tokens:,}: --context-tokens)"
+    if 0 < sizes.kv_tokens < sizes.context_tokens:
+        line += "; the KV cache is too small for one such context: raise --kv-bytes or lower"
+        line += " --context-tokens"
     if overcommit > 1:
         planned = sizes.memory_bytes / overcommit
         line += f"; idle replicas sleep: {planned / GIB:.1f} GiB are planned (--overcommit"

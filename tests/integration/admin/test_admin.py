@@ -145,6 +145,19 @@ async def test_a_deployment_is_created_changed_and_deleted(admin: Admin) -> None
     assert put["after"]["version"] == 2
 
 
+async def test_replicas_are_replaced_when_more_or_fewer_of_them_may_sleep(admin: Admin) -> None:
+    """They were placed to sleep or to stay awake: without a new version none would change."""
+    await catalogued(admin)
+    body = a_deployment_body(replicas_min=1)
+    assert (await admin.ask("POST", "/v1/deployments", body)).status == 201
+    del body["deployment_id"]
+    for version, sleep in enumerate(({}, {"overcommit": 4}, {"overcommit": 4, "awake_min": 1}), 1):
+        for replicas_max in (5, 6):
+            policy = {"replicas_max": replicas_max, **sleep}
+            changed = await admin.ask("PUT", "/v1/deployments/d", {**body, "policy": policy})
+            assert (changed.status, changed.body["version"]) == (200, version)
+
+
 WRONG_DEPLOYMENTS: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"driver": "magic"}}, "there is no driver 'magic'"),
     ({"policy": {"replicas_min": 5, "replicas_max": 2}}, "replicas_min 5 is over"),

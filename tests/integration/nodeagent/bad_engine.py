@@ -105,6 +105,8 @@ def main() -> None:
     if fault in LAST_WORDS:
         print(LAST_WORDS[fault], "\nThe engine core did not start.\nINFO shutting down")
         sys.exit(1)
+    if fault == "silent":
+        sys.exit(3)
     if fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "stubborn":

@@ -120,6 +120,16 @@ def test_a_cpu_without_rates_gets_sixteen_sequences() -> None:
     assert "rates are measured" in in_words(sizes)
 
 
+@pytest.mark.parametrize(("tokens", "is_told"), [(4095, True), (4096, False)])
+def test_a_kv_cache_smaller_than_a_context_is_told(tokens: int, is_told: bool) -> None:
+    """Engines refuse to start with it, or requests longer than it: `deploy` named the context."""
+    engine = msgspec.structs.replace(VLLM, kv_memory_bytes=tokens * 32 * 2 * 8 * 128 * 2)
+    sizes = replica_sizes(LLAMA, engine, "h100-80g", H100)
+    assert sizes.kv_tokens == tokens
+    told = "too small for one such context: raise --kv-bytes or lower --context-tokens"
+    assert (told in in_words(sizes)) == is_told
+
+
 def test_an_engine_without_kv_gets_none() -> None:
     sizes = replica_sizes(LLAMA, EngineSettings(driver="mock"), "cpu", 64 * GIB)
     assert sizes.kv_bytes == 0
