@@ -26,7 +26,11 @@ def rollouts() -> None:
     multiple=True,
     help="Percent of requests, or PERCENT@POP,POP; repeatable (default: 1, 5, 25, 100).",
 )
-@click.option("--attempts", type=int, help="Minimum attempts of the new version per step.")
+@click.option(
+    "--attempts",
+    type=click.IntRange(min=20),
+    help="Minimum attempts of the new version per step.",
+)
 @click.option("--step-seconds", type=float, help="Minimum duration of a step.")
 @click.pass_obj
 def rollouts_start(obj: CliContext, /, deployment: str, **given: Any) -> None:

@@ -43,7 +43,7 @@ PROMPT: Final = list(range(16 * BLOCKS + 1))
 PAUSE_S_MAX: Final = 0.005
 """Connections are closed at most so long after a stage was reached."""
 
-TENANTS: Final = 50
+TENANTS: Final = 100
 """More than fit into the memory for KV, so that some prompts are cached and others computed."""
 
 KV_MEMORY_BYTES: Final = 1024**2
@@ -54,6 +54,9 @@ FREE_S: Final = 60.0
 SHARE_MAX: Final = 1.3
 """A part of the streams, drawn up to this one, is passed on. So some transfers are whole, and their
 requests are abandoned while they are answered."""
+
+STORED_SHARE: Final = 0.7
+"""Of so many of the whole transfers the receiver has stored all blocks when they are abandoned."""
 
 
 class Stage(StrEnum):
@@ -197,11 +200,14 @@ async def abandon(
             await reader.readexactly(left)
             return
         path = kv_transfer.TRANSFERS_PATH + transfer
-        _, taking = await stack.enter_async_context(receiver.asked(path, tenant, None))
+        taken, taking = await stack.enter_async_context(receiver.asked(path, tenant, None))
         while left > 0 and (piece := await reader.read(left)):
             taking.write(b"%x\r\n%b\r\n" % (len(piece), piece))
             await taking.drain()
             left -= len(piece)
+        if share == 1.0 and chance.random() < STORED_SHARE:
+            taking.write(b"0\r\n\r\n")
+            await taken.readuntil(b"\r\n\r\n")
         await asyncio.sleep(pause_s)
 
 

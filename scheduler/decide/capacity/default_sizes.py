@@ -120,14 +120,22 @@ def replica_sizes(
         sequences = max(1, min(sequences, SLOTS_MAX, kv_tokens // context))
     in_flight = min(kv_tokens, sequences * context) if kv_tokens else TOKENS_IN_FLIGHT_UNKNOWN
     rates = capacity if isinstance(capacity, ReplicaCapacity) else None
+    given_sequences = parse_digits(engine.options.get(names.sequences_option, "")) or 0
+    given_tokens = parse_digits(engine.options.get(names.step_tokens_option, "")) or 0
+    sequences, step_tokens = ceil(sequences / copies), _step_tokens(rates, copies)
+    # Engines do not start with fewer tokens a step than sequences: what is open follows the other.
+    if given_tokens:
+        sequences = min(sequences, max(1, given_tokens - 1))
+    if given_sequences:
+        step_tokens = max(step_tokens, 1 << given_sequences.bit_length())
     return ReplicaSizes(
         device_class=device_class,
         memory_bytes=engine.memory_bytes or fixed_bytes + kv_bytes,
         kv_bytes=kv_bytes,
         kv_tokens=kv_tokens,
         tokens_in_flight=engine.tokens_in_flight_max or max(1, in_flight),
-        sequences=_given(engine, names.sequences_option) or ceil(sequences / copies),
-        step_tokens=_given(engine, names.step_tokens_option) or _step_tokens(rates, copies),
+        sequences=given_sequences or sequences,
+        step_tokens=given_tokens or step_tokens,
         context_tokens=context,
         model_context_tokens=model.context_tokens,
         prefill_tokens_per_s=rates.prefill_tokens_per_s if rates else 0.0,
@@ -232,8 +240,3 @@ def _step_tokens(rates: ReplicaCapacity | None, copies: int) -> int:
     if tokens < STEP_TOKENS_MIN:
         return STEP_TOKENS_MIN
     return min(STEP_TOKENS_MAX, 1 << (tokens.bit_length() - 1))
-
-
-def _given(engine: EngineSettings, option: str) -> int:
-    """Return what a deployment's own option says; 0 if it has no such option."""
-    return parse_digits(engine.options.get(option, "")) or 0

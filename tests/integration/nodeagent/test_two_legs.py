@@ -37,6 +37,7 @@ from isochrone.wire.peers.report import ReplicaState
 from nodeagent import metrics
 from nodeagent.api.peer_replicas import LOAD_MAX_AGE_S
 from nodeagent.api.request.request_spans import trace_requests
+from nodeagent.managed_replica import ManagedReplica
 from ops.golden import tiny
 from tests.builders import a_spec
 from tests.chaos.cable import a_cable
@@ -394,11 +395,10 @@ async def check_losses(fleet: TwoLegs) -> None:
             await until("restarted", partial(is_restarted, fleet.nodes[1], pid), 120.0)
     # Without any prefill replica the decode replica answers alone.
     prompt = a_prompt()
+    alone = await fleet.ask(prompt, tenant="alone")
     gone = PeerReplica(ReplicaId("p9"), NodeId("x"), "127.0.0.1:9", 200, 20, 100)
-    peers = [*fleet.peers("d"), gone]
-    sent = {headers.PREFILL_REPLICAS: headers.format_peer_replicas(peers)}
-    async with fleet.nodes[0].ask("d", sent=sent) as response:
-        assert response.status in (200, 400)
+    answer = await fleet.ask(prompt, bad=gone)
+    assert (answer.heads, answer.text) == (["200"], alone.text)
     await until("tokens are released", fleet.is_idle, 10.0)
 
 
@@ -510,23 +510,28 @@ async def check_loss_of_the_decode_engine(fleet: TwoLegs) -> None:
 
 
 async def check_drain(fleet: TwoLegs) -> None:
-    """A prefill replica that is to end finishes what it reads, and takes nothing more."""
-    prompt = a_prompt()
-    alone = await fleet.ask(prompt, tenant="alone")
-    tombstone = Tombstone(replica_id=ReplicaId("p2"), generation=Generation(9), reason="test")
-    supervisor = fleet.nodes[2].supervisor
-    asking = asyncio.create_task(fleet.ask(prompt, "p2"))
-    await asyncio.sleep(0.01)
-    supervisor.end(tombstone)
-    answer = await asking
-    assert (answer.heads[-1], answer.text) == ("200", alone.text)
-
-    async def is_stopped() -> bool:
-        return supervisor.replicas[ReplicaId("p2")].state is ReplicaState.STOPPED
-
-    await until("stopped", is_stopped, 60.0)
-    assert (await fleet.ask(a_prompt(), "p2")).heads[-1] == "200"
+    """A replica of either role that is to end finishes its leg, and takes nothing more."""
+    await until("p1 is warm", partial(is_warm, fleet.nodes[1]), 120.0)
+    for victim, reader in (("p2", "p2"), ("d", "p1")):
+        prompt = a_prompt()
+        alone = await fleet.ask(prompt, tenant="alone")
+        supervisor = fleet.nodes[NAMES.index(victim)].supervisor
+        replica = supervisor.replicas[ReplicaId(victim)]
+        asking = asyncio.create_task(fleet.ask(prompt, reader))
+        while not (replica.admission.running or asking.done()):
+            await asyncio.sleep(0)
+        tombstone = Tombstone(replica_id=ReplicaId(victim), generation=Generation(9), reason="test")
+        supervisor.end(tombstone)
+        answer = await asking
+        assert (answer.heads[-1], answer.text) == ("200", alone.text), victim
+        await until("stopped", partial(is_stopped, replica), 60.0)
+        late = await fleet.ask(a_prompt(), reader)
+        assert late.heads[-1] == ("503" if victim == "d" else "200"), late
     await until("tokens are released", fleet.is_idle, 10.0)
+
+
+async def is_stopped(replica: ManagedReplica) -> bool:
+    return replica.state is ReplicaState.STOPPED
 
 
 async def is_restarted(node: Node, pid: int) -> bool:

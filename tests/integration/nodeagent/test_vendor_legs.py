@@ -4,6 +4,7 @@ Each engine is a stand-in (vendor_engine.py) that takes the real command line an
 its vendor. One suite holds all of them.
 """
 
+import asyncio
 import json
 import re
 import secrets
@@ -77,12 +78,20 @@ class Vendor(NamedTuple):
 
     async def external_tokens(self) -> int:
         """Return how many prompt tokens the decode engine got from others."""
-        (replica,) = self.legs.nodes[0].supervisor.replicas.values()
+        return await self.counted(0, r'"external_kv_transfer"\} (\d+)')
+
+    async def counted(self, node: int, pattern: str) -> int:
+        """Return a number on the page of metrics of a node's engine."""
+        (replica,) = self.legs.nodes[node].supervisor.replicas.values()
         assert replica.engine is not None
         async with replica.engine.http.get("/metrics") as page:
-            found = re.search(r'"external_kv_transfer"\} (\d+)', await page.text())
+            found = re.search(pattern, await page.text())
         assert found is not None
         return int(found[1])
+
+    async def running(self) -> list[int]:
+        """Return how many requests each engine runs."""
+        return [await self.counted(node, r"running (\d+)") for node in range(len(NAMES))]
 
 
 @pytest.fixture(params=VENDORS, ids=["-".join(vendor) for vendor in VENDORS])
@@ -129,6 +138,7 @@ def text_of(prompt_text: str) -> list[str]:
 async def test_two_legs_of_a_vendor_answer_as_one_engine_whatever_fails(vendor: Vendor) -> None:
     """One test, because starting nodes takes most of its time."""
     await check_answers(vendor)
+    await check_cancel(vendor)
     await check_failures(vendor)
     if not capabilities_of(vendor.driver).needs_prefill:
         await check_several_sequences(vendor)
@@ -181,6 +191,27 @@ async def check_failures(vendor: Vendor) -> None:
     assert (answer.heads[-1], text_of(answer.text)) == ("200", whole)
     vendor.break_replicas()
     await until("tokens are released", vendor.legs.is_idle, 30.0)
+
+
+async def check_cancel(vendor: Vendor) -> None:
+    """A request whose router disconnects ends at both engines, whichever of them it waits for."""
+    for slow in ("p1", "d"):
+        vendor.break_replicas(**{slow: "prefill_hang"})
+        asking = asyncio.create_task(vendor.legs.ask(a_prompt(), "p1", stream=True))
+
+        async def is_begun(node: int = NAMES.index(slow)) -> bool:
+            return (await vendor.running())[node] == 1
+
+        await until(f"{slow} has its leg", is_begun, 30.0)
+        asking.cancel()
+        await asyncio.wait({asking})
+
+        async def is_ended() -> bool:
+            return await vendor.running() == [0, 0, 0]
+
+        await until("both legs have ended", is_ended, 10.0)
+    vendor.break_replicas()
+    await until("tokens are released", vendor.legs.is_idle, 10.0)
 
 
 async def check_several_sequences(vendor: Vendor) -> None:

@@ -37,6 +37,7 @@ kv: dict[str, str] = {}
 fetched: dict[str, asyncio.Event] = {}
 seen: set[str] = set()
 tokens = {"local_compute": 0, "external_kv_transfer": 0}
+running = 0
 
 
 class Wrong(Exception):
@@ -161,6 +162,15 @@ def prompt_of(body: dict[str, Any]) -> list[int]:
     return [len(word) for message in body["messages"] for word in message["content"].split()]
 
 
+async def counted_answer(request: web.Request) -> web.StreamResponse:
+    global running
+    running += 1
+    try:
+        return await answer(request)
+    finally:
+        running -= 1
+
+
 async def answer(request: web.Request) -> web.StreamResponse:
     if KEY and request.headers.get("authorization") != f"Bearer {KEY}":
         return web.Response(status=401)
@@ -218,7 +228,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
 
 async def page(request: web.Request) -> web.Response:
     lines = [f'prompt_tokens_by_source{{source="{name}"}} {n}' for name, n in tokens.items()]
-    return web.Response(text="\n".join(lines))
+    return web.Response(text="\n".join([*lines, f"running {running}"]))
 
 
 async def query(request: web.Request) -> web.Response:
@@ -238,14 +248,15 @@ async def main() -> None:
     app.router.add_get("/health", page)
     app.router.add_get("/metrics", page)
     app.router.add_get("/prometheus/metrics", page)
-    app.router.add_post("/v1/completions", answer)
-    app.router.add_post("/v1/chat/completions", answer)
+    app.router.add_post("/v1/completions", counted_answer)
+    app.router.add_post("/v1/chat/completions", counted_answer)
     own = app if int(flag("--port")) == PORT else transfers
     own.router.add_get("/kv/{name}", serve_kv)
     own.router.add_get("/query", query)
     for served, port in ((app, int(flag("--port"))), (transfers, PORT)):
         if served is app or own is transfers:
-            runner = web.AppRunner(served)
+            # As vLLM does, it ends a request whose client has left.
+            runner = web.AppRunner(served, handler_cancellation=True)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", port).start()
     await asyncio.Event().wait()

@@ -52,6 +52,17 @@ def test_blocks_of_a_broken_transfer_are_not_found_in_a_cache() -> None:
     assert response.headers[KV_FOUND] == "device=32;host=16"
 
 
+async def test_blocks_of_a_broken_transfer_are_not_in_the_usage() -> None:
+    async def answer() -> AsyncIterator[bytes]:
+        yield b'{"usage":{"prompt_tokens":400,"prompt_tokens_details":{"cached_tokens":384}}}'
+
+    leg: Any = SimpleNamespace(received=None, held_tokens=48)
+    response = web.StreamResponse(headers={"content-length": "76"})
+    body = b"".join([chunk async for chunk in apply_leg(leg, response, answer())])
+    assert b'"cached_tokens":48}' in body
+    assert "content-length" not in response.headers
+
+
 async def test_the_deadline_counts_from_the_admission(monkeypatch: pytest.MonkeyPatch) -> None:
     """A leg that was late left no time to read the prompt here if the request had waited for a
     seat before it."""

@@ -62,6 +62,24 @@ def test_what_a_deployment_sets_is_kept() -> None:
     assert start.spec.memory_bytes < 18 * GIB
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"batch_tokens_max": "16"}, (15, 16)),
+        ({"batch_tokens_max": "1"}, (1, 1)),
+        ({"sequences_max": "300"}, (300, 512)),
+        ({"sequences_max": "4"}, (4, 256)),
+        ({"sequences_max": "8", "batch_tokens_max": "16"}, (8, 16)),
+    ],
+)
+def test_a_size_that_is_left_open_fits_the_one_that_is_given(
+    given: dict[str, str], expected: tuple[int, int]
+) -> None:
+    engine = EngineSettings(driver="embedded", kv_memory_bytes=GIB, options=given)
+    sizes = replica_sizes(SMALL_GGUF, engine, "cpu", 4 * GIB)
+    assert (sizes.sequences, sizes.step_tokens) == expected
+
+
 def test_each_copy_of_data_parallelism_gets_the_sizes_of_a_replica_of_its_own() -> None:
     options = {"data_parallel_size": "2"}
     two = msgspec.structs.replace(VLLM, devices=2, options=options)
