@@ -19,6 +19,10 @@ from router.apis.openai.schema import ChatRequest, MediaReference, MessagePart, 
 IMAGES_MAX: Final = 64
 """The images of one request."""
 
+SIDES_RATIO_MAX: Final = 200
+"""How many times as long as the other one side may be. Image processors that scale the shorter side
+to a fixed length (CLIP's, of LLaVA) make 10 GB of an image of 1 x 10,000. Qwen's have this limit."""
+
 FIRST_CHARS: Final = 1024
 HEAD_CHARS: Final = 64 * 1024
 """The base64 characters of an image that are decoded first, and if its size is not in them:
@@ -153,6 +157,9 @@ def _check_image(image: str | memoryview, field: str, pixels_max: int, blocks: B
             f"the image has {size.width} x {size.height} = {pixels} pixels, the limit is"
             f" {pixels_max}: send a smaller one",
         )
+    if max(size) > SIDES_RATIO_MAX * min(size):
+        reason = f"one side may be at most {SIDES_RATIO_MAX} times as long as the other"
+        raise _invalid(field, f"the image has {size.width} x {size.height} pixels: {reason}")
 
 
 def _size_of(url: str, begin: int, blocks: BlockCount) -> ImageSize | None:

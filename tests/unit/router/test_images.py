@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -153,6 +154,14 @@ def test_an_image_that_cannot_be_used_is_refused_by_name(url: str, match: str) -
     with pytest.raises(ApiError, match=match) as refused:
         check_images(chat(a_url(a_png(2, 2)), url), PIXELS_MAX)
     assert refused.value.param == "messages[1].content[1].image_url"
+
+
+@pytest.mark.parametrize("is_tall", [True, False])
+def test_a_thin_image_that_engines_would_enlarge_is_refused(is_tall: bool) -> None:
+    for long, is_refused in ((400, False), (401, True)):
+        size = (2, long) if is_tall else (long, 2)
+        with pytest.raises(ApiError, match="200 times") if is_refused else nullcontext():
+            check_images(chat(a_url(a_png(*size))), PIXELS_MAX)
 
 
 def test_the_number_of_images_is_limited() -> None:
