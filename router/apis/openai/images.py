@@ -21,7 +21,8 @@ IMAGES_MAX: Final = 64
 
 SIDES_RATIO_MAX: Final = 200
 """How many times as long as the other one side may be. Image processors that scale the shorter side
-to a fixed length (CLIP's, of LLaVA) make 10 GB of an image of 1 x 10,000. Qwen's have this limit."""
+to a fixed length (CLIP's, of LLaVA) make 10 GB of an image of 1 x 10,000. Qwen's have this limit.
+"""
 
 FIRST_CHARS: Final = 1024
 HEAD_CHARS: Final = 64 * 1024
