@@ -309,7 +309,7 @@ async def test_workers_ai_queues_runs(bench: BatchBench) -> None:
     assert (await ask({"requests": [{"external_reference": 3}]}, 400))[0]["code"] == 5006
     (misplaced,) = await ask({"prompt": "one"}, 400)
     assert misplaced["code"] == 5006
-    assert "'prompt' of a queued request: put each run into the list 'requests'" in misplaced["message"]
+    assert "a queued request: put each run into the list 'requests'" in misplaced["message"]
     # Once the model is retired none are queued, and earlier ones are still returned.
     entry = msgspec.structs.replace(
         table.deployments[0], deprecation=Deprecation(announced_at=1, sunset_at=86_400)
