@@ -28,6 +28,7 @@ from router.apis.openai.images import (
     BLOCKS_MAX,
     HEAD_CHARS,
     IMAGES_MAX,
+    LARGEST_MAX,
     BlockCount,
     ImageSize,
     check_images,
@@ -170,6 +171,13 @@ def test_the_number_of_images_is_limited() -> None:
     urls[0] = "data:none is looked at"
     with pytest.raises(ApiError, match="they have 65 images, the limit is 64"):
         check_images(chat(*urls), PIXELS_MAX)
+
+
+def test_the_pixels_of_all_images_are_limited() -> None:
+    urls = [a_url(a_png(1000, 1000))] * LARGEST_MAX
+    check_images(chat(*urls), PIXELS_MAX)
+    with pytest.raises(ApiError, match="their images have 4000004 pixels, the limit is 4000000"):
+        check_images(chat(*urls, a_url(a_png(2, 2))), PIXELS_MAX)
 
 
 @given(st.sampled_from(IMAGES), st.integers(0, 40), st.binary(max_size=40))
