@@ -89,7 +89,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     retry_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2
     # A request with which two engines failed is refused for this long, unless it is changed.
     suspect_refusal_s: Seconds = 600.0
-    # The largest image of a chat, by its header: 64 megapixels decode to 192 MB in an engine.
+    # The largest image of a chat, by its header: 64 megapixels decode to 192 MB in an engine. All
+    # images of a request may have four times as many.
     image_pixels_max: Count = 64_000_000
     output_tokens_assumed: Count = 256  # for a request without max_tokens
 

@@ -31,6 +31,12 @@ LABELS_DEFAULT: Final = 2
 """Labels of a config that names none."""
 
 
+class _TextFields(msgspec.Struct):
+    """The field of the language model in a model for text and images."""
+
+    max_position_embeddings: int | None = None
+
+
 class _ConfigFields(msgspec.Struct):
     """The fields of config.json that are read directly."""
 
@@ -40,6 +46,7 @@ class _ConfigFields(msgspec.Struct):
     """The context of a decoder that reads audio."""
     num_labels: int | None = None
     id2label: dict[str, str] | None = None
+    text_config: _TextFields | None = None
 
 
 class _SentenceFields(msgspec.Struct):
@@ -125,8 +132,9 @@ def config_values(folder: Path, files: Sequence[str] = (), kind: str = "") -> di
     values: dict[str, Any] = {"kind": KINDS.get(architecture, "chat")}
     if architecture:
         values["architecture"] = architecture
-    if fields.max_position_embeddings is not None:
-        values["context_tokens"] = fields.max_position_embeddings
+    for stated in (fields, fields.text_config):
+        if stated is not None and stated.max_position_embeddings is not None:
+            values["context_tokens"] = stated.max_position_embeddings
     if architecture.endswith(CLASSIFIER):
         labels = _labels(fields)
         values["kind"] = "rerank" if len(labels) == 1 else "classify"
@@ -137,8 +145,8 @@ def config_values(folder: Path, files: Sequence[str] = (), kind: str = "") -> di
             fields.max_target_positions or fields.max_position_embeddings,
             sentence.max_seq_length,
         )
-        if stated := [limit for limit in limits if limit is not None]:
-            values["context_tokens"] = min(stated)
+        if found := [limit for limit in limits if limit is not None]:
+            values["context_tokens"] = min(found)
         return values
     try:
         shape = shape_of(config)

@@ -136,6 +136,8 @@ class ApiDispatcher:
         # A request that was refused while it was read has no id yet.
         request_id = request.client_request_id or self._request_ids.next("")[1]
         header_lines += f"{headers.REQUEST_ID}: {request_id}\r\n"
+        if request.key is not None and request.key.regions and _is_inference(request.path):
+            header_lines += f"{headers.REGIONS}: {', '.join(request.key.regions)}\r\n"
         status, path = error.meaning.status, _openai_path(request.path)
         if is_workers_ai(path):
             body = encode_error_envelope(error.message, error.meaning.number)

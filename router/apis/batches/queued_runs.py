@@ -13,6 +13,7 @@ from router.apis.openai.surface import OpenAiSurface
 from router.apis.query_flags import flag
 from router.apis.relay import CHUNK_BYTES, in_a_task
 from router.apis.workers_ai.surface import REJECT_IF_BUSY, model_of
+from router.apis.workers_ai.translate import FIELDS_OF_QUEUE
 from router.dataplane.http_messages import HttpRequest, HttpResponse, ResponseWriter
 from router.scheduler_client import SchedulerClient
 
@@ -59,7 +60,7 @@ async def answer_queued_run(
     model = model_of(path) or ""
     deployment = openai.base_deployment(model, request.key)
     client.require_batches()
-    queued = decode(request.body, _QUEUED)
+    queued = _decode(request.body)
     if (queued.requests is None) == (queued.request_id is None):
         reason = "it needs either 'requests' to queue, or the 'request_id' of queued ones"
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use the request body: {reason}")
@@ -67,6 +68,18 @@ async def answer_queued_run(
         # Results of earlier runs can be read after that day, too.
         openai.refuse_retired(deployment)
     await in_a_task(_answer(client, request, queued, model, writer))
+
+
+def _decode(body: bytes) -> QueuedRequests:
+    """Decode a body. Raises ApiError 400, which for a single run's field says where it belongs."""
+    try:
+        return decode(body, _QUEUED)
+    except ApiError as error:
+        if error.param is None or error.param.partition("[")[0] in FIELDS_OF_QUEUE:
+            raise
+        where = 'put each run into the list \'requests\': {"requests": [{"prompt": "..."}]}'
+        message = f"cannot use field '{error.param}' of a queued request: {where}"
+        raise ApiError(ErrorCode.INVALID_REQUEST, message, param=error.param) from None
 
 
 async def _answer(

@@ -19,6 +19,15 @@ from router.apis.openai.schema import ChatRequest, MediaReference, MessagePart, 
 IMAGES_MAX: Final = 64
 """The images of one request."""
 
+SIDES_RATIO_MAX: Final = 200
+"""How many times as long as the other one side may be. Image processors that scale the shorter side
+to a fixed length (CLIP's, of LLaVA) make 10 GB of an image of 1 x 10,000. Qwen's have this limit.
+"""
+
+LARGEST_MAX: Final = 4
+"""How many images of the largest size one request may have, by their pixels: 256 megapixels are
+768 MB in an engine, and several seconds of a processor. Each of 64 images may be a small file."""
+
 FIRST_CHARS: Final = 1024
 HEAD_CHARS: Final = 64 * 1024
 """The base64 characters of an image that are decoded first, and if its size is not in them:
@@ -103,10 +112,13 @@ def check_images(request: ChatRequest, pixels_max: int, taken: Sequence[memoryvi
     ]
     if len(images) > IMAGES_MAX:
         raise _invalid("messages", f"they have {len(images)} images, the limit is {IMAGES_MAX}")
-    blocks = BlockCount()
+    blocks, pixels, limit = BlockCount(), 0, LARGEST_MAX * pixels_max
     for number, place, url in images:
         field = f"messages[{number}].content[{place}].image_url"
-        _check_image(taken[url] if isinstance(url, int) else url, field, pixels_max, blocks)
+        image = taken[url] if isinstance(url, int) else url
+        pixels += _checked_pixels(image, field, pixels_max, blocks)
+    if pixels > limit:
+        raise _invalid("messages", f"their images have {pixels} pixels, the limit is {limit}")
 
 
 def image_size(data: bytes, blocks: BlockCount) -> ImageSize | None:
@@ -128,8 +140,10 @@ def _image_url(part: MessagePart | TextlessPart) -> str | int | None:
     return image_url.url if isinstance(image_url, MediaReference) else image_url
 
 
-def _check_image(image: str | memoryview, field: str, pixels_max: int, blocks: BlockCount) -> None:
-    """Check an image: its URL, or the base64 of one, which is valid."""
+def _checked_pixels(
+    image: str | memoryview, field: str, pixels_max: int, blocks: BlockCount
+) -> int:
+    """Check an image: its URL, or the base64 of one, which is valid. Return its pixels."""
     try:
         if isinstance(image, memoryview):
             size = _size_of_valid(image, 0, blocks)
@@ -153,6 +167,10 @@ def _check_image(image: str | memoryview, field: str, pixels_max: int, blocks: B
             f"the image has {size.width} x {size.height} = {pixels} pixels, the limit is"
             f" {pixels_max}: send a smaller one",
         )
+    if max(size) > SIDES_RATIO_MAX * min(size):
+        reason = f"one side may be at most {SIDES_RATIO_MAX} times as long as the other"
+        raise _invalid(field, f"the image has {size.width} x {size.height} pixels: {reason}")
+    return pixels
 
 
 def _size_of(url: str, begin: int, blocks: BlockCount) -> ImageSize | None:

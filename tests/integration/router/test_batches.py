@@ -307,6 +307,9 @@ async def test_workers_ai_queues_runs(bench: BatchBench) -> None:
     assert (await ask({"request_id": "batch_none"}, 404))[0]["code"] == 7003
     assert (await ask({}, 400))[0]["code"] == 5006
     assert (await ask({"requests": [{"external_reference": 3}]}, 400))[0]["code"] == 5006
+    (misplaced,) = await ask({"prompt": "one"}, 400)
+    assert misplaced["code"] == 5006
+    assert "a queued request: put each run into the list 'requests'" in misplaced["message"]
     # Once the model is retired none are queued, and earlier ones are still returned.
     entry = msgspec.structs.replace(
         table.deployments[0], deprecation=Deprecation(announced_at=1, sunset_at=86_400)

@@ -65,6 +65,7 @@ async def test_a_full_region_does_not_spill(tmp_path: Path) -> None:
         bench.nodes[1].refuse = "busy"
         async with bench.chat() as response:
             assert response.status == 429
+            assert response.headers["x-isochrone-regions"] == "sin"
         assert not bench.nodes[0].bodies
 
 
@@ -80,6 +81,7 @@ async def test_a_broken_stream_is_not_continued_outside(tmp_path: Path) -> None:
 async def test_a_region_without_replicas_is_named(tmp_path: Path) -> None:
     async with a_bench_in_two_cities(tmp_path, ("iad",), {}) as bench, bench.chat() as response:
         assert response.status == 503
+        assert response.headers["x-isochrone-regions"] == "iad"
         message = (await response.json())["error"]["message"]
         assert "no replica is ready yet in the regions of this key (iad); others are" in message
         assert "ask the operator to keep one there (`keep_warm`)" in message

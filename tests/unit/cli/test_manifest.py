@@ -94,6 +94,16 @@ def test_the_context_of_a_model_that_reads_sounds_is_its_decoders(tmp_path: Path
     assert (values["kind"], values["context_tokens"]) == ("transcription", 448)
 
 
+def test_the_context_of_a_model_that_reads_images_is_its_language_models(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 131_072, **sizes}
+    config = {"architectures": ["LlavaForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    values = config_values(tmp_path)
+    assert values["architecture"] == "LlavaForConditionalGeneration"
+    assert values["context_tokens"] == 131_072
+
+
 def test_only_a_chat_model_needs_the_sizes_of_a_kv_cache(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(msgspec.json.encode({"model_type": "kokoro"}))
     with pytest.raises(ManifestError, match="num_hidden_layers"):

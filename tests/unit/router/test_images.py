@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from router.apis.openai.images import (
     BLOCKS_MAX,
     HEAD_CHARS,
     IMAGES_MAX,
+    LARGEST_MAX,
     BlockCount,
     ImageSize,
     check_images,
@@ -155,12 +157,27 @@ def test_an_image_that_cannot_be_used_is_refused_by_name(url: str, match: str) -
     assert refused.value.param == "messages[1].content[1].image_url"
 
 
+@pytest.mark.parametrize("is_tall", [True, False])
+def test_a_thin_image_that_engines_would_enlarge_is_refused(is_tall: bool) -> None:
+    for long, is_refused in ((400, False), (401, True)):
+        size = (2, long) if is_tall else (long, 2)
+        with pytest.raises(ApiError, match="200 times") if is_refused else nullcontext():
+            check_images(chat(a_url(a_png(*size))), PIXELS_MAX)
+
+
 def test_the_number_of_images_is_limited() -> None:
     urls = [a_url(a_png(2, 2))] * (IMAGES_MAX + 1)
     check_images(chat(*urls[1:]), PIXELS_MAX)
     urls[0] = "data:none is looked at"
     with pytest.raises(ApiError, match="they have 65 images, the limit is 64"):
         check_images(chat(*urls), PIXELS_MAX)
+
+
+def test_the_pixels_of_all_images_are_limited() -> None:
+    urls = [a_url(a_png(1000, 1000))] * LARGEST_MAX
+    check_images(chat(*urls), PIXELS_MAX)
+    with pytest.raises(ApiError, match="their images have 4000004 pixels, the limit is 4000000"):
+        check_images(chat(*urls, a_url(a_png(2, 2))), PIXELS_MAX)
 
 
 @given(st.sampled_from(IMAGES), st.integers(0, 40), st.binary(max_size=40))
