@@ -277,7 +277,7 @@ class KvReceiver:
         transfer: str,
         waiting: WaitingPrompt,
         blocks: Sequence[ReceivedBlock],
-        reserved: ReservedBlocks | None,
+        reserved: ReservedBlocks | None = None,
         *,
         is_shared: bool = False,
     ) -> None:
