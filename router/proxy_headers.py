@@ -9,7 +9,7 @@ from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.kv.kv_sharing import KV_FOUND, KV_HOLDERS, KV_KEEPER, found_places, parse_found
 from isochrone.wire.models.model import Deprecation
 from isochrone.wire.peers.adapter import RequestAdapter, format_request_adapter
-from router.decide.choice.shared_kv import NO_SHARED_KV_PEERS, SharedKvPeers
+from router.decide.choice.shared_kv import SharedKvPeers
 from router.decide.replicas.ranked_route import RankedRoute
 from router.request_context import RequestContext
 
@@ -37,7 +37,7 @@ def node_headers(
     target: RankedRoute,
     peers: Sequence[PeerReplica],
     readers: Sequence[PeerReplica],
-    holders: SharedKvPeers = NO_SHARED_KV_PEERS,
+    holders: SharedKvPeers,
     *,
     router: str,
     timeout_s: float,

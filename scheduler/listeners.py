@@ -51,7 +51,7 @@ def admin_app(
     token_sha256: str,
     loops: tuple[Loop, ...],
     hosts: HostAllowList,
-    spans: Sequence[Middleware] = (),
+    spans: Sequence[Middleware],
 ) -> web.Application:
     """Return the application of the admin listener, which is reached by the names in `hosts`.
 
@@ -109,7 +109,7 @@ async def serve_control(
     state: SchedulerState,
     authority: Authority,
     nudge_place: Callable[[], None],
-    batches: BatchStorage | None = None,
+    batches: BatchStorage | None,
 ) -> AsyncIterator[int]:
     """Serve agents and routers; yield the bound port."""
     issuer = CertificateIssuer(authority, lifetime_s=config.certificate_lifetime_s)

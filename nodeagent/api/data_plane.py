@@ -92,7 +92,7 @@ from nodeagent.managed_replica import ManagedReplica
 from nodeagent.supervisor import Supervisor
 
 BODY_TIMEOUT_S: Final = 30.0
-TO_ENGINE: Final = (
+TO_ENGINE_OR_PEER: Final = (
     "content-type",
     headers.TRACEPARENT,
     headers.REQUEST_ID,
@@ -103,6 +103,9 @@ TO_ENGINE: Final = (
     headers.TTFT_MS,
     headers.PREFILL_MS,
     headers.GENERATED_TOKENS,
+)
+TO_ENGINE: Final = (
+    *TO_ENGINE_OR_PEER,
     kv_transfer.LEG,
     kv_transfer.TRANSFER,
     kv_transfer.FIRST_BLOCK,
@@ -110,7 +113,7 @@ TO_ENGINE: Final = (
 )
 """Request headers that are relayed to the engine."""
 
-TO_PEER: Final = (*TO_ENGINE[:-4], headers.TOKENS, headers.ROUTER, headers.PREEMPTIONS)
+TO_PEER: Final = (*TO_ENGINE_OR_PEER, headers.TOKENS, headers.ROUTER, headers.PREEMPTIONS)
 """Request headers that are relayed to a peer replica's node. The list of peer replicas is not
 among them, so a request is handed off at most once."""
 

@@ -1,1 +1,1 @@
-"""The agent's periodic jobs: converge, prefetch, report."""
+"""The agent's periodic jobs, one a file: converge, report, fetch in advance, tidy up."""

@@ -46,17 +46,17 @@ class ConvergeJob:
         node: NodeState,
         supervisor: Supervisor,
         clock: Callable[[], float],
-        rank_ports: tuple[int, int] | None = None,
-        commands: Mapping[str, ConfiguredCommand] | None = None,
+        rank_ports: tuple[int, int] | None,
+        commands: Mapping[str, ConfiguredCommand],
         *,
-        has_store_ports: bool = False,
+        has_store_ports: bool,
     ) -> None:
         """`commands` are the operator's own servers, by name.
 
         `has_store_ports` says whether this node may take part in a store of KV.
         """
         self._has_store_ports = has_store_ports
-        self._commands = commands or {}
+        self._commands = commands
         self._node = node
         self._supervisor = supervisor
         self._clock = clock

@@ -93,17 +93,14 @@ def text_pieces(text: str) -> list[MockPiece]:
 def _script(text: str, names: Collection[str]) -> list[tuple[int, str, str]]:
     """Return step, name and arguments of each call that a message asks for."""
     lines = text.splitlines()
-    steps = (list(group) for is_end, group in groupby(lines, _ends_step) if not is_end)
+    parts = groupby(lines, lambda line: line.strip() == "then")
+    steps = (list(group) for is_end, group in parts if not is_end)
     return [
         (step, name, arguments)
         for step, group in enumerate(steps)
         for name, arguments in map(_call_of, group)
         if name in names
     ]
-
-
-def _ends_step(line: str) -> bool:
-    return line.strip() == "then"
 
 
 def _call_of(line: str) -> tuple[str, str]:

@@ -1,1 +1,1 @@
-"""Periodic jobs: follow routes, probe nodes, ship reports, share prompts, set gauges."""
+"""Periodic jobs, one a file: of routes, probes, reports, batches, responses and gauges."""

@@ -58,8 +58,6 @@ class HttpServerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     head_timeout_s: float = 10.0
     keepalive_s: float = 75.0
-    body_timeout_s: float = 30.0
-    body_bytes_max: int = 8 * 1024 * 1024
     connections_max: int = 20_000
     connections_per_address_max: int = 5_000
     shutdown_timeout_s: float = 5.0

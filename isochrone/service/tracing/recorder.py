@@ -159,9 +159,6 @@ class NoSpan:
     def set_elapsed(self, name: str) -> None:
         """Do nothing."""
 
-    def fail(self, error: str) -> None:
-        """Do nothing."""
-
     def add_to(self, sent: MutableMapping[str, str]) -> None:
         """Do nothing: a `traceparent` is passed on as it came."""
 

@@ -79,7 +79,7 @@ class ReceivedWindow:
 async def take_window(
     path: str,
     lease: str,
-    mapped: MappedWindows | None = None,
+    mapped: MappedWindows | None,
     *,
     on_loop: bool = False,
 ) -> ReceivedWindow:

@@ -14,7 +14,7 @@ starts in a row, however long each takes: one that never becomes ready takes `lo
 
 
 def retry_delay_s(
-    failure_times: Sequence[float], now: float, jitter: float, failed_starts: int = 0
+    failure_times: Sequence[float], now: float, jitter: float, failed_starts: int
 ) -> float | None:
     """Return the delay before the next restart, or None if the replica is given up.
 

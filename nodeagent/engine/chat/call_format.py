@@ -143,7 +143,7 @@ def tool_call_grammar(
     calls_max: int,
     special_ids: dict[str, int],
     *,
-    text_allowed: bool = False,
+    text_allowed: bool,
 ) -> Grammar:
     """Return the grammar of 1 to `calls_max` calls of `tools`, and nothing else.
 

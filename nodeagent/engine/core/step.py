@@ -187,7 +187,7 @@ class EngineCore:
         kept = pool.found_blocks(kept_max)
         pool.forget_cached()
         executor = self._executor
-        self.wake_up(SleepingExecutor())
+        self._use_executor(SleepingExecutor())
         if self.kv_transfers is not None:
             self.kv_transfers.fall_asleep()
         return DroppedModel(executor, kept)
@@ -197,11 +197,14 @@ class EngineCore:
 
         The model has the contents of the blocks `kept`.
         """
+        self._use_executor(executor)
+        self.scheduler.pool.restore(kept)
+
+    def _use_executor(self, executor: "WakenedExecutor") -> None:
         self._executor = executor
         for moving in (self.block_mover, self.kv_transfers):
             if moving is not None:
                 moving.use_device(executor)
-        self.scheduler.pool.restore(kept)
 
     def close(self) -> None:
         """Save the prefix cache of the device for the next process. Call after the last step."""

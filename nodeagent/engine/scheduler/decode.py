@@ -35,7 +35,7 @@ def schedule_decodes(queues: RunQueues, sequences_max: int, *, may_draft: bool) 
         chunk = BatchChunk(sequence, sequence.computed_tokens, 1 + len(drafts), drafts)
         (with_drafts if drafts else plain).append(chunk)
     # Neighbours of similar context length share one attention call.
-    return Decodes(sorted(plain, key=_context_tokens), with_drafts)
+    return Decodes(sorted(plain, key=lambda chunk: chunk.start), with_drafts)
 
 
 def without_yielding(decodes: list[BatchChunk]) -> list[BatchChunk]:
@@ -56,7 +56,3 @@ def _take_drafts(queues: RunQueues, sequence: Sequence) -> tuple[int, ...]:
     drafts, sequence.drafts = sequence.drafts, ()
     slots = queues.blocks.reserve_drafts(sequence, len(drafts), len(queues.running))
     return drafts[:slots]
-
-
-def _context_tokens(chunk: BatchChunk) -> int:
-    return chunk.start

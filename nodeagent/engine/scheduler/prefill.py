@@ -19,9 +19,9 @@ from nodeagent.engine.scheduler.sequence import Sequence, queue_order, sequence_
 def continue_prefills(
     queues: RunQueues,
     tokens_max: int,
-    admitted: Container[Sequence] = (),
+    admitted: Container[Sequence],
     *,
-    skip_yielding: bool = False,
+    skip_yielding: bool,
 ) -> list[BatchChunk]:
     """Return the next chunks of the running prompts, `tokens_max` tokens in all at most.
 
@@ -113,7 +113,7 @@ def admit_waiting(
     tokens_max: int,
     budget: PrefillBudget,
     *,
-    skip_yielding: bool = False,
+    skip_yielding: bool,
 ) -> None:
     """Admit waiting sequences in queue order, and append their first chunks to `prefills`.
 

@@ -38,8 +38,8 @@ class SequenceBlocks:
     def __init__(
         self,
         pool: BlockPool,
-        lower_tiers: Container[bytes] = frozenset(),
-        swap_or_recompute: SwapOrRecompute | None = None,
+        lower_tiers: Container[bytes],
+        swap_or_recompute: SwapOrRecompute | None,
     ) -> None:
         self.pool = pool
         self.lower_tiers = lower_tiers

@@ -57,9 +57,7 @@ def rendezvous_file(config: EngineConfig) -> Path:
     return Path(f"{config.socket}.ranks")
 
 
-def connect_ranks(
-    config: EngineConfig, communicator: Communicator, store: Store | None = None
-) -> None:
+def connect_ranks(config: EngineConfig, communicator: Communicator, store: Store | None) -> None:
     """Connect this rank to the others, through `store` if some are on other nodes.
 
     Every wait for another rank is limited to `stall_s`.

@@ -46,7 +46,7 @@ ItemEvent = tuple[str, dict[str, Any]]
 class TextItem:
     """An output item of generated text: a message, or reasoning."""
 
-    def __init__(self, kind: str, id_suffix: str, *, is_encoded: bool = False) -> None:
+    def __init__(self, kind: str, id_suffix: str, *, is_encoded: bool) -> None:
         """`kind` is the type of its part. With `is_encoded` it has an `encrypted_content`, too."""
         self.kind = kind
         self.text = ""

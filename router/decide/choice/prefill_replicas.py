@@ -22,7 +22,7 @@ from router.decide.choice.handoff import HANDOFF_MS_MIN
 from router.decide.choice.peer_replicas import peer_of_ranked, peer_of_route
 from router.decide.choice.ranking import RankedRoutes
 from router.decide.choice.route_query import RouteQuery
-from router.decide.replicas.latency import prefill_ms
+from router.decide.replicas.latency import prompt_token_ms
 from router.decide.replicas.ranked_route import RankedRoute
 from router.decide.replicas.replica_table import ReplicaTable, RoutingSnapshot
 from router.decide.replicas.tokens_in_flight import InFlightLedger, Reservation
@@ -82,7 +82,7 @@ class PrefillReplicas:
         for peer in self._by_pop.get(route.pop, ()):
             if peer.version != route.version:
                 continue
-            wait = _queued_tokens(ledger, peer, now_s) * prefill_ms(1, peer.prefill_tokens_per_s)
+            wait = _queued_tokens(ledger, peer, now_s) * prompt_token_ms(peer.prefill_tokens_per_s)
             if is_first or wait < shortest:
                 shortest, is_first = wait, False
         return shortest
@@ -139,7 +139,7 @@ class PrefillReplicas:
         for route in self._by_pop.get(here.pop, ()):
             if route.version != here.version or route.replica_id in excluded:
                 continue
-            token_ms = prefill_ms(1, route.prefill_tokens_per_s)
+            token_ms = prompt_token_ms(route.prefill_tokens_per_s)
             queued = _queued_tokens(ledger, route, now_s)
             cached = matches.share_at(self.table.slots[route.replica_id])
             uncached = max(1, round(prompt_tokens * (1 - cached)))

@@ -88,10 +88,9 @@ def expected_rtt_ms(here: Pop | None, there: Pop | None) -> float:
     return round_trip_ms(here.latitude, here.longitude, there.latitude, there.longitude)
 
 
-def prefill_ms(tokens: float, tokens_per_s: float) -> float:
-    """Return how long a replica takes to read `tokens` of a prompt."""
-    rate = tokens_per_s if tokens_per_s > 0 else PREFILL_TOKENS_PER_S_UNKNOWN
-    return 1000.0 * tokens / rate
+def prompt_token_ms(tokens_per_s: float) -> float:
+    """Return how long a replica takes to read a token of a prompt."""
+    return 1000.0 / (tokens_per_s if tokens_per_s > 0 else PREFILL_TOKENS_PER_S_UNKNOWN)
 
 
 def moving_average(old: float | None, sample: float, weight: float = PREDICTION_SMOOTHING) -> float:

@@ -18,8 +18,8 @@ from router.decide.replicas.latency import (
     DepthCost,
     LatencyCorrection,
     moving_average,
-    prefill_ms,
     prefill_work,
+    prompt_token_ms,
 )
 from router.decide.replicas.ranked_route import RankedRoute
 from router.decide.replicas.slot_columns import new_slot_columns, new_slot_values
@@ -140,7 +140,7 @@ class ReplicaTable:
         unused_ms = 0.0 if correction.answers else UNUSED_REPLICA_MS
         base_ms = rtt_ms + unused_ms + correction.overhead_ms * retained
         others = load.others.estimate(now_s)
-        ms_per_token = prefill_ms(1, route.prefill_tokens_per_s) * gain
+        ms_per_token = prompt_token_ms(route.prefill_tokens_per_s) * gain
         decode_tokens = load.output_tokens + others.decode
         ms_per_token *= 1.0 + min(DECODE_SLOWDOWN_MAX, DECODE_SLOWDOWN * decode_tokens)
         others_prefill = others.reported_prefill + others.assumed_prefill
@@ -191,7 +191,7 @@ class ReplicaTable:
         route = self.routes[slot]
         if route is None:
             return False
-        table_ms = prefill_ms(1, route.prefill_tokens_per_s)
+        table_ms = prompt_token_ms(route.prefill_tokens_per_s)
         return self.corrections[slot].record_reported(ns_per_token / 1e6 / table_ms)
 
     def learn_uncached_share(self, share: float) -> None:

@@ -206,7 +206,8 @@ def end_surplus(
     if removal is None:
         return False
     too_many = f"{len(state.replicas)} replicas, the policy allows {needs.replicas_max}"
-    too_little = f"demand has moved: it saves {removal.loss / needs.weight:.0f} ms x requests/s"
+    saved = removal.loss / needs.weight
+    too_little = f"demand has moved: it saves {saved:.0f} ms of waiting per second"
     # The loss is negative only for a replica that worsens the ratio of pinned roles.
     if removal.loss < 0:
         too_little = f"the prefill replicas of {removal.replica.pop} have too little to read"

@@ -223,7 +223,7 @@ def _what_it_would_save(draft: PlacementDraft, state: DeploymentState, node: Fle
     needed = needs.hold_cost + (gain.candidate.start_cost if gain.candidate else 0.0)
     start_s = gain.candidate.start_s if gain.candidate else 0.0
     return (
-        f"one here would save {saves / needs.weight:.0f} ms x requests/s, "
+        f"one here would save {saves / needs.weight:.0f} ms of waiting per second, "
         f"{needed / needs.weight:.0f} needed; warm in {start_s:.0f} s. "
         f"It would pay with more demand near {node.pop}, or with a higher priority"
     )

@@ -104,7 +104,7 @@ async def serve_with_aiohttp(folder: Path) -> AsyncIterator[Target]:
     app = web.Application(client_max_size=100_000)
     app.router.add_post(PATH.decode(), node.generate)
     app.router.add_get("/healthz", health)
-    limits = HttpServerLimits(head_timeout_s=0.5, body_timeout_s=0.5, shutdown_timeout_s=0.2)
+    limits = HttpServerLimits(head_timeout_s=0.5, shutdown_timeout_s=0.2)
     async with AsyncExitStack() as stack:
         port = await stack.enter_async_context(serve_http(app, "127.0.0.1", 0, limits=limits))
         yield Target(port, node)

@@ -46,7 +46,7 @@ def test_output_to_a_pipe_is_not_folded(capsys: pytest.CaptureFixture[str]) -> N
 def test_numbers_are_aligned_at_the_right_and_units_are_in_the_heading(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rows = [
+    rows: list[dict[str, object]] = [
         {"node_id": "a-1", "silent_s": 1.5, "replicas": 3, "at": 1, "note": None},
         {"node_id": "a-2", "silent_s": None, "replicas": 12, "at": 0, "note": None},
     ]

@@ -351,7 +351,7 @@ def test_an_idle_replica_is_preempted_and_not_started_there_again() -> None:
     )
     first = plan_deployments(cluster)
     assert [ending.replica_id for ending in first.endings] == ["r1"]
-    assert "its slot in ams is worth" in first.endings[0].reason
+    assert "its slot in ams would save" in first.endings[0].reason
     ending = msgspec.structs.replace(
         cluster,
         placements=(msgspec.structs.replace(idle, is_ending=True), *cluster.placements[1:]),

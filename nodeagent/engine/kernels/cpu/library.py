@@ -96,8 +96,8 @@ class CpuKernels:
     def pack_blocks(
         self,
         blocks: GgufBlocks,
-        fetches: list[RowFetch] | None = None,
-        by_bytes: bool = False,
+        fetches: list[RowFetch] | None,
+        by_bytes: bool,
     ) -> NativeMatrix:
         """Pack a matrix in GGUF blocks, each part of which is whole panels.
 

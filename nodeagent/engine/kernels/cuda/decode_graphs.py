@@ -101,10 +101,6 @@ class DecodeGraphs:
         took_s = round(time.monotonic() - started_s, 3)
         log.info("decode graphs", extra={"fields": {"rows": self.rows, "took_s": took_s}})
 
-    def forget(self) -> None:
-        """Drop all graphs, because what they read has moved."""
-        self._captured.clear()
-
     def run(self, batch: ForwardBatch) -> Tensor | None:
         """Return the logits of `batch`, valid until the next step; None where no graph fits it."""
         decodes = batch.decodes

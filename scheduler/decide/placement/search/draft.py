@@ -202,7 +202,7 @@ class PlacementDraft:
         candidate = gain.candidate
         assert candidate is not None
         pop = self._site_pops[gain.site]
-        saves = f"saves {gain.saves / state.needs.weight:.0f} ms x requests/s in {pop}"
+        saves = f"saves {gain.saves / state.needs.weight:.0f} ms of waiting per second in {pop}"
         if not reason and gain.need.tier >= 2:
             reason = gain.need.reason
         elif not reason and gain.need.worth > gain.saves and gain.need.reason:

@@ -134,7 +134,7 @@ class _FreeCapacity:
             needs = state.needs
             gain = draft.gain_at(state, site)
             if as_packed:
-                candidate = draft.ledger.candidate_on(site, packed.node, packed.device_ids, needs)
+                candidate = draft.ledger.candidate_on(packed.node, packed.device_ids, needs)
                 gain = msgspec.structs.replace(gain, candidate=candidate)
             if gain.candidate is None or not draft.has_starts_left:
                 return False

@@ -40,7 +40,6 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """A free slot, how soon a replica on it would be warm, and what starting it costs."""
 
     slot: Slot
-    site: int
     start_s: float
     start_cost: float
 
@@ -132,7 +131,6 @@ class SlotLedger:
 
     def candidate_on(
         self,
-        site: int,
         node: FleetNode,
         device_ids: tuple[DeviceId, ...],
         needs: DeploymentNeeds,
@@ -147,7 +145,6 @@ class SlotLedger:
                 memory_bytes=needs.awake_bytes,
                 awake_bytes=needs.awake_bytes,
             ),
-            site=site,
             start_s=start_s,
             start_cost=start_cost(start_s) + FAILED_HERE * failures,
         )
@@ -235,7 +232,6 @@ class SlotLedger:
             slot=Slot(
                 parts=parts, memory_bytes=needed, awake_bytes=awake_bytes, overcommit=overcommit
             ),
-            site=site,
             start_s=start_s,
             start_cost=start_cost(start_s) + FAILED_HERE * failures,
         )

@@ -242,7 +242,7 @@ class SlotSwap:
     def _preempt(self, blocked: BlockedGain, gain: Gain, running: Sequence[PlannedReplica]) -> None:
         pop = self._draft.fleet.sites[blocked.site].pop
         reason = (
-            f"its slot in {pop} is worth {gain.net:.0f} ms x requests/s more to "
+            f"its slot in {pop} would save {gain.net:.0f} ms of waiting per second more for "
             f"{blocked.state.deployment_id}, which has no free slot there"
         )
         self._preemptions += [Preemption(replica=replica, reason=reason) for replica in running]
