@@ -12,7 +12,20 @@ HANDOFF_MS_MIN: Final = 5.0
 
 
 def handoff_peers(routes: RankedRoutes, first: RankedRoute) -> list[PeerReplica]:
-    """Return the first route's replica and the peers of its PoP with capacity; [] if none."""
+    """Return the first route's replica and the peers of its PoP with capacity; [] if none.
+
+    Their times are those that ranking compared, and a peer that was passed over although it would
+    be sooner, for the session's replica, counts as no sooner. So the node does not undo what this
+    router chose, but corrects it by what the router did not know: the queues as they are.
+    """
     if first.queue_ms + first.prefill_ms < HANDOFF_MS_MIN:
         return []
-    return [peer_of_ranked(ranked) for ranked in routes.peers_of_first(PEER_REPLICAS_MAX)]
+    peers = routes.peers_of_first(PEER_REPLICAS_MAX)
+    if not peers:
+        return []
+    charge = routes.congestion_charge
+    costs = [peer.ttft_ms + charge * peer.prefill_ms for peer in peers]
+    behind_ms = costs[0] - min(costs)
+    return [peer_of_ranked(peers[0], charge)] + [
+        peer_of_ranked(peer, charge, behind_ms) for peer in peers[1:]
+    ]
