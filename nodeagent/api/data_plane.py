@@ -257,7 +257,9 @@ class DataPlaneServer:
         current_span().set(names.HANDED_OFF_TO, target.replica_id)
         try:
             if target.replica_id in local:
-                estimate = PrefillEstimate(target.pending_prefill_tokens, target.prefill_ms)
+                estimate = PrefillEstimate(
+                    target.pending_prefill_tokens, target.expected_prefill_ms
+                )
                 return await self._serve_here(request, local[target.replica_id], body, estimate)
             return await self._relay_to_peer(request, body, handoff)
         except (RequestRefused, PeerReplicaLost):

@@ -241,7 +241,7 @@ class Simulation:
     def _hand_off(self, attempt: SentAttempt, verdict: Handoff) -> None:
         """Arrive at the peer; if it has become busier, the first replica takes the request."""
         peer, routed = verdict.target, attempt.routed
-        job = self._job_of(routed, peer.pending_prefill_tokens, peer.prefill_ms)
+        job = self._job_of(routed, peer.pending_prefill_tokens, peer.expected_prefill_ms)
         number = _replica_number(peer)
         is_dead = number in self._dead
         if not is_dead and self._replicas[number].admit(job, self.now_s, verdict.queue_tokens_max):

@@ -155,8 +155,9 @@ class PeerReplica(msgspec.Struct, frozen=True):
     """A replica of a PoP that could serve a request, as the router estimates it.
 
     The node at `address` must prove to be `node_id`. The replica would prefill
-    `pending_prefill_tokens` of this prompt in `prefill_ms`, after `token_us` for each token that is
-    queued before it.
+    `pending_prefill_tokens` of this prompt, at `token_us` each, after as much for each token that
+    is queued before it. For the choice between replicas its prefill counts as `prefill_ms`: in
+    PEER_REPLICAS that has the router's congestion charge and preferences, too.
     """
 
     replica_id: ReplicaId
@@ -167,12 +168,17 @@ class PeerReplica(msgspec.Struct, frozen=True):
     token_us: int
 
     @property
+    def expected_prefill_ms(self) -> int:
+        """The time that the replica needs to prefill the prompt, as the router estimates."""
+        return round(self.pending_prefill_tokens * self.token_us / 1000)
+
+    @property
     def estimate_headers(self) -> dict[str, str]:
         """The headers with which a node sends it a request and the estimates for it."""
         return {
             REPLICA: self.replica_id,
             PENDING_PREFILL_TOKENS: str(self.pending_prefill_tokens),
-            PREFILL_MS: str(self.prefill_ms),
+            PREFILL_MS: str(self.expected_prefill_ms),
         }
 
 

@@ -97,6 +97,11 @@ class RankedRoutes(Sequence[RankedRoute]):
         """Return how many replicas were passed over because they have no capacity."""
         return len(self._costs.values) - len(self) - self._costs.excluded_count
 
+    @property
+    def congestion_charge(self) -> float:
+        """Return how many times more ranking counts a request's prefill."""
+        return self._snapshot.congestion_charge
+
     def route_to(self, replica_id: ReplicaId) -> RankedRoute | None:
         """Return the route to the replica that a request was handed to, None if it is unknown."""
         slot = self._snapshot.slots.get(replica_id, -1)
