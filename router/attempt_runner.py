@@ -303,9 +303,7 @@ class AttemptRunner:
         ranked, reservation, adapter = attempt.ranked, attempt.reservation, context.request.adapter
         assert reservation is not None
         route, group = ranked.route, context.request_group
-        # What a node says about the load of another node's replica does not count.
-        load = None if attempt.is_handed_off else head.load
-        self._feedback.record_answer_head(route, load, head.refusal, reservation, group)
+        self._feedback.record_answer_head(route, head.load, head.refusal, reservation, group)
         has_waited = adapter is not None and self._learn_adapter(context, route, adapter, head)
         check_status(route.node_id, head)
         if head.status == 200 and not exchange.is_stream:
@@ -325,11 +323,8 @@ class AttemptRunner:
             times.attempt_ttft_ms = 1000 * (now_s - attempt.sent_at_s)
             times.tokens_before = context.stream.generated.tokens
             # The time to load an adapter says nothing about the replica's speed.
-            # What a node hands off would take it longer still.
-            took_ms, target = times.attempt_ttft_ms, attempt.target
-            is_its_time = not attempt.is_handed_off or took_ms > target.ttft_ms
-            if attempt.prefill_id is None and is_its_time and not has_waited:
-                self._feedback.record_first_token(target, took_ms, reservation)
+            if attempt.prefill_id is None and not has_waited:
+                self._feedback.record_first_token(ranked, times.attempt_ttft_ms, reservation)
             if times.first_token_at_s is None:
                 times.first_token_at_s = now_s
 

@@ -196,8 +196,7 @@ class AttemptFeedback:
     ) -> None:
         """Note the end of a request that was handed off, and why it failed, if it did.
 
-        Either replica may be at fault. Nothing else is learned about the peer, because another node
-        would say it.
+        Either replica may be at fault.
         """
         if cause is FailureCause.SLOW_CLIENT:
             return

@@ -87,9 +87,9 @@ def router_prefix_keys(request: TraceRequest) -> PrefixKeys:
 
 
 class SentRequest:
-    """One request in flight, with what was booked for it where it is now, `ranked`."""
+    """One request in flight, with what was booked for it."""
 
-    __slots__ = ("ranked", "reservation", "routes", "sent", "sent_at_s", "target")
+    __slots__ = ("ranked", "reservation", "routes", "sent", "sent_at_s")
 
     def __init__(
         self,
@@ -100,16 +100,10 @@ class SentRequest:
         sent_at_s: float,
     ) -> None:
         self.routes = routes
-        self.target = routes[0]
         self.ranked = ranked
         self.reservation = reservation
         self.sent = sent
         self.sent_at_s = sent_at_s
-
-    @property
-    def is_handed_off(self) -> bool:
-        """Whether a node has handed the request off to another replica."""
-        return self.ranked.route is not self.target.route
 
 
 class PrefillForecast(NamedTuple):
@@ -254,18 +248,14 @@ class IsochronePolicy:
         if route.replica_id not in self._unlisted:
             self.fleet.record_load(route, self.believe(load), reported_at_s)
 
-    def record_first_token(self, request: TraceRequest, now_s: float) -> bool:
-        """Learn from a first token; return whether another node than the target's sent it."""
+    def record_first_token(self, request: TraceRequest, now_s: float) -> None:
+        """Learn from a first token, and note the error of its prediction."""
         sent = self._in_flight.get(request.number)
         if sent is None:
-            return False  # Its connection was reset while this token was on its way.
+            return  # Its connection was reset while this token was on its way.
         took_ms = 1000 * (now_s - sent.sent_at_s)
         self.errors_ms.append(took_ms - sent.ranked.ttft_ms)
-        if not sent.is_handed_off or took_ms > sent.target.ttft_ms:
-            self._attempts.record_first_token(sent.target, took_ms, sent.reservation)
-        else:
-            sent.reservation.finish_prefill(now_s - sent.ranked.rtt_ms / 2000)
-        return sent.is_handed_off
+        self._attempts.record_first_token(sent.ranked, took_ms, sent.reservation)
 
     def record_end(self, request: TraceRequest, cached_tokens: int, now_s: float) -> None:
         """Learn from a whole answer, and bind its session."""

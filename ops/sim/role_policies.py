@@ -57,13 +57,11 @@ class RolesPolicy(IsochronePolicy):
             self._routes[replica].replica_id, prefill=request.prompt_tokens, decode=0
         )
 
-    def record_first_token(self, request: TraceRequest, now_s: float) -> bool:
+    def record_first_token(self, request: TraceRequest, now_s: float) -> None:
         """Learn from a first token, unless another replica read the prompt."""
         self._end_read(request)
         if request.number not in self._read_elsewhere:
-            return super().record_first_token(request, now_s)
-        sent = self._in_flight.get(request.number)
-        return sent is not None and sent.is_handed_off
+            super().record_first_token(request, now_s)
 
     def record_end(self, request: TraceRequest, cached_tokens: int, now_s: float) -> None:
         """Release what was booked; learn what was cached unless another replica read it."""

@@ -387,8 +387,8 @@ class Simulation:
         written_at_s = self.now_s - router.rtt_ms[replica] / 2000
         load = router.record_answer(replica, written_at_s)
         if isinstance(policy, IsochronePolicy):
-            if not policy.record_first_token(request, self.now_s):
-                policy.record_load(replica, load, written_at_s)
+            policy.record_first_token(request, self.now_s)
+            policy.record_load(replica, load, written_at_s)
         elif isinstance(policy, RivalPolicy):
             policy.record_first_token(request, replica)
 
