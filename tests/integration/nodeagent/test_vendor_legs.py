@@ -139,6 +139,7 @@ async def test_two_legs_of_a_vendor_answer_as_one_engine_whatever_fails(vendor: 
     """One test, because starting nodes takes most of its time."""
     await check_answers(vendor)
     await check_cancel(vendor)
+    await check_continuation(vendor)
     await check_failures(vendor)
     if not capabilities_of(vendor.driver).needs_prefill:
         await check_several_sequences(vendor)
@@ -212,6 +213,18 @@ async def check_cancel(vendor: Vendor) -> None:
         await until("both legs have ended", is_ended, 10.0)
     vendor.break_replicas()
     await until("tokens are released", vendor.legs.is_idle, 10.0)
+
+
+async def check_continuation(vendor: Vendor) -> None:
+    """The rest of a broken stream has two legs only if its engine cannot read the prompt."""
+    able = capabilities_of(vendor.driver)
+    before = await vendor.external_tokens()
+    named = headers.format_peer_replicas(vendor.legs.peers("d", "p1"))
+    sent = {headers.PREFILL_REPLICAS: named, headers.GENERATED_TOKENS: "3"}
+    async with vendor.legs.nodes[0].ask("d", sent=sent) as response:
+        assert response.status == (200 if able.resumes else 501)
+        await response.read()
+    assert (await vendor.external_tokens() > before) == able.needs_prefill
 
 
 async def check_several_sequences(vendor: Vendor) -> None:

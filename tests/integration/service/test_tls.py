@@ -3,6 +3,7 @@
 import asyncio
 import random
 import ssl
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -22,9 +23,12 @@ from isochrone.service.trust.identity import Authority, Identity, IdentityError
 from isochrone.service.trust.joining import join
 from isochrone.service.trust.peer_refusal import refuse_peers
 from isochrone.wire.http import headers
-from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, PopId
+from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.ids import BootId, ClusterId, Epoch, Generation, NodeId, PopId, ReplicaId
 from isochrone.wire.peers.assignment import RevokedCertificate
 from isochrone.wire.peers.control import PeerRole, ToAgent, Welcome
+from nodeagent.api.peer_replicas import PeerReplicaClient
+from nodeagent.decide.requests.handoff import PeerReplicaLost
 from scheduler.app import serve
 from scheduler.config import SchedulerConfig
 from tests.integration.admin.conftest import TOKEN
@@ -96,6 +100,33 @@ async def test_a_node_serves_only_routers_of_its_cluster(tmp_path: Path) -> None
             with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
                 async with http.get(url, ssl=context, server_hostname="n1") as response:
                     pytest.fail("a stranger was let in")
+
+
+async def test_a_node_sends_no_prompt_to_a_node_of_another_cluster(tmp_path: Path) -> None:
+    """Whatever a router says: the prompt is read elsewhere."""
+    ours = Authority.create(tmp_path / "a", "ours", NOW)
+    theirs = Authority.create(tmp_path / "b", "theirs", NOW)
+    served: list[str] = []
+
+    async def serve_any(request: web.Request) -> web.Response:
+        served.append(request.path)
+        return web.Response(status=204)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", serve_any)
+    context = tls.node_server_context(a_peer(theirs, "n2", PeerRole.AGENT))
+    async with serve_http(app, "127.0.0.1", 0, ssl_context=context) as port:
+        node = tls.client_context(a_peer(ours, "n1", PeerRole.AGENT))
+        peers = PeerReplicaClient(node, time.monotonic)
+        peer = PeerReplica(ReplicaId("r2"), NodeId("n2"), f"127.0.0.1:{port}", 200, 20, 100)
+        try:
+            assert await peers.queued_tokens([peer], 5.0) == {}
+            with pytest.raises(PeerReplicaLost, match="Certificate"):
+                async with peers.relay(peer, "/v1/completions", b"{}", {}):
+                    pytest.fail("a stranger got the prompt")
+        finally:
+            await peers.close()
+    assert not served
 
 
 async def test_a_node_refuses_a_revoked_certificate_on_an_open_connection_too(
