@@ -40,7 +40,10 @@ class Handoff(NamedTuple):
 
 
 def estimated_ttft_ms(replica: PeerReplica, queued_tokens: int) -> float:
-    """Return the expected time to first token with `queued_tokens` to be prefilled before it."""
+    """Return the expected time to first token with `queued_tokens` to be prefilled before it.
+
+    The prefill counts as the router says, which adds what it charges and which replica it prefers.
+    """
     return replica.prefill_ms + queued_tokens * replica.token_us / 1000
 
 
