@@ -157,7 +157,7 @@ class PeerReplica(msgspec.Struct, frozen=True):
     The node at `address` must prove to be `node_id`. The replica would prefill
     `pending_prefill_tokens` of this prompt, at `token_us` each, after as much for each token that
     is queued before it. For the choice between replicas its prefill counts as `prefill_ms`: in
-    PEER_REPLICAS that has the router's congestion charge and preferences, too.
+    PEER_REPLICAS that has the router's congestion charge, too.
     """
 
     replica_id: ReplicaId

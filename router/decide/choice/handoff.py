@@ -18,24 +18,16 @@ def handoff_peers(
 ) -> list[PeerReplica]:
     """Return the first route's replica and the peers of its PoP with capacity; [] if none.
 
-    Their times are those that ranking compared, and a peer that was passed over although it would
-    be sooner, for the session's replica, counts as no sooner. So the node does not undo what this
-    router chose, but corrects it by what the router did not know: the queues as they are.
+    Their prefill counts with the congestion charge, as in ranking. So the node does not undo what
+    this router chose by it, but corrects what it did not know: the queues as they are.
     `failing` are the replicas whose handoffs fail: none is named, and none hands a request off.
     """
     first_id = first.route.replica_id
     if first.queue_ms + first.prefill_ms < HANDOFF_MS_MIN or first_id in failing:
         return []
     peers = [
-        ranked
+        peer_of_ranked(ranked, routes.congestion_charge)
         for ranked in routes.peers_of_first(PEER_REPLICAS_MAX)
         if ranked.route.replica_id not in failing
     ]
-    if len(peers) < 2:
-        return []
-    charge = routes.congestion_charge
-    costs = [peer.ttft_ms + charge * peer.prefill_ms for peer in peers]
-    behind_ms = costs[0] - min(costs)
-    return [peer_of_ranked(peers[0], charge)] + [
-        peer_of_ranked(peer, charge, behind_ms) for peer in peers[1:]
-    ]
+    return peers if len(peers) > 1 else []

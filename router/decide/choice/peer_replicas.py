@@ -5,20 +5,15 @@ from isochrone.wire.peers.routes import Route
 from router.decide.replicas.ranked_route import RankedRoute
 
 
-def peer_of_ranked(
-    ranked: RankedRoute, congestion_charge: float = 0.0, behind_ms: float = 0.0
-) -> PeerReplica:
-    """Return a replica that ranking has estimated.
-
-    Its prefill counts `congestion_charge` times more, and as `behind_ms` longer.
-    """
+def peer_of_ranked(ranked: RankedRoute, congestion_charge: float = 0.0) -> PeerReplica:
+    """Return a replica that ranking has estimated; its prefill counts the charge times more."""
     route = ranked.route
     return PeerReplica(
         route.replica_id,
         route.node_id,
         route.address,
         ranked.pending_prefill_tokens,
-        round((1.0 + congestion_charge) * ranked.prefill_ms + behind_ms),
+        round((1.0 + congestion_charge) * ranked.prefill_ms),
         _token_us(ranked.ms_per_token),
     )
 

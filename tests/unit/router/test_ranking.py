@@ -176,54 +176,18 @@ def test_no_handoff_peers_without_others_in_the_pop_or_for_a_short_prefill() -> 
     assert handoff_peers(quick, quick[0]) == []
 
 
-def test_a_node_leaves_a_session_at_its_replica_unless_more_waits_there_than_its_router_knew() -> (
-    None
-):
-    candidates = [Candidate("own", prefill=100), Candidate("idle")]
-    table = a_table(candidates)
+def test_a_node_does_not_undo_a_choice_that_its_router_made_by_the_congestion_charge() -> None:
+    table = a_table([Candidate("own", prefill=60), Candidate("idle")])
     table.queued_share = 0.5
     matches = PrefixMatches(0.0, [PrefixMatch(1 << table.slots[ReplicaId("own")], 0.5)])
-    query = a_query(binding=SessionBinding(ReplicaId("own"), 50, NOW_S), matches=matches)
-    routes = rank(RoutingSnapshot(table, NOW_S, {}, {}), query)
+    routes = rank(RoutingSnapshot(table, NOW_S, {}, {}), a_query(matches=matches))
     assert [ranked.route.replica_id for ranked in routes] == ["own", "idle"]
-    assert routes[0].ttft_ms > routes[1].ttft_ms
+    assert routes[0].ttft_ms > routes[1].ttft_ms + MARGIN_MS
     peers = handoff_peers(routes, routes[0])
     assert [one.expected_prefill_ms for one in peers] == [50, 100]
-    for queued, target in ((100, ""), (100 + int(MARGIN_MS) - 1, ""), (110, "idle")):
+    for queued, target in ((60, ""), (160, "idle")):
         handoff = choose_handoff(peers, {ReplicaId("own"): queued, ReplicaId("idle"): 0}, None)
         assert (handoff.target.replica_id if handoff else "") == target
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 800), st.sampled_from((500.0, 1000.0, 2000.0)), st.booleans()),
-        min_size=2,
-        max_size=5,
-    ),
-    st.floats(0, 1),
-    st.integers(0, 5),
-    st.integers(1, 180),
-)
-def test_a_node_does_not_undo_what_its_router_chose_by_the_same_queues(
-    drawn: list[tuple[int, float, bool]], queued_share: float, bound: int, prompt_tokens: int
-) -> None:
-    candidates = [
-        Candidate(f"r{number}", prefill=prefill, rate=rate)
-        for number, (prefill, rate, _) in enumerate(drawn)
-    ]
-    table = a_table(candidates)
-    table.queued_share = queued_share
-    mask = sum(has_prefix << number for number, (_, _, has_prefix) in enumerate(drawn))
-    query = a_query(
-        prompt_tokens=prompt_tokens,
-        binding=SessionBinding(ReplicaId(f"r{bound}"), 0, NOW_S),
-        matches=PrefixMatches(0.0, [PrefixMatch(mask, 0.75)]),
-    )
-    routes = rank(RoutingSnapshot(table, NOW_S, {}, {}), query)
-    peers = handoff_peers(routes, routes[0])
-    queues = {ReplicaId(candidate.name): candidate.prefill for candidate in candidates}
-    if peers:
-        assert choose_handoff(peers, queues, None) is None
 
 
 def test_a_token_of_a_very_fast_replica_still_takes_time() -> None:

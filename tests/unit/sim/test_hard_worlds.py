@@ -29,10 +29,10 @@ class QuickCell(NamedTuple):
 
 
 QUICK = (
-    QuickCell("one PoP of 8, Mooncake", 80, 1.008, 1.009),
+    QuickCell("one PoP of 8, Mooncake", 80, 1.011, 1.011),
     QuickCell("16 cities, cache x 1/8, Mooncake", 80, 1.004, 0.85),
-    QuickCell("16 cities, 70B of today, Mooncake", 95, 1.011, 0.997),
-    QuickCell("16 cities, a third lost, Mooncake", 80, 1.04, 1.059),
+    QuickCell("16 cities, 70B of today, Mooncake", 95, 1.02, 1.051),
+    QuickCell("16 cities, a third lost, Mooncake", 80, 1.045, 1.059),
     QuickCell("16 cities, Azure code", 80, 1.053, 1.156),
 )
 
