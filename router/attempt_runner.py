@@ -347,7 +347,8 @@ class AttemptRunner:
         ranked = target if is_back else routes.route_to(replica_id)
         if ranked is None or not is_named:
             node_id = target.route.node_id
-            raise AttemptFailed(FailureCause.BROKEN, f"{node_id} handed off to no peer of it")
+            message = f"{node_id} handed the request to a replica that was not named to it"
+            raise AttemptFailed(FailureCause.BROKEN, message)
         if not is_back:
             self._feedback.record_handed_off(target.route, ranked.route)
         attempt.take(AttemptEvent.HANDED_OFF)
