@@ -3,8 +3,8 @@
 A prompt's tokens are its words. Only a request's limits, stop strings, number of answers and tools
 (`scripted_calls.py`) change the output. Options (`EngineConfig.options`): ttft_ms, itl_ms,
 kv_tokens, sequences, fail_load, out_of_memory_beside, crash_at_token, hang_at_token,
-garbage_at_token, error_status, zombie, memory_full. A request can set the same faults for itself in
-its field `mock`.
+garbage_at_token, error_status (of all requests but the first, which the agent sends), zombie,
+memory_full. A request can set the same faults for itself in its field `mock`.
 """
 
 import asyncio
@@ -111,6 +111,7 @@ class MockEngine:
         self._slots = MockSlots(int(self._options.get("sequences", "64")))
         self._cached_prefixes: OrderedDict[int, None] = OrderedDict()
         self._kv_used = 0
+        self._is_used = False
         self._prompt_total = 0
         self._cached_total = 0
         self.tokens_out = 0
@@ -138,10 +139,11 @@ class MockEngine:
                 "cannot serve the request: the engine is full",
                 retry_after_s=1,
             )
-        if self._fault(request, "error_status"):
+        if (self._is_used or request.faults) and self._fault(request, "error_status"):
             raise ApiError(
                 ErrorCode.INTERNAL, "cannot serve the request: option error_status is set"
             )
+        self._is_used = True
         with self._slots.join(request.priority) as place:
             await place.granted.wait()
             self._kv_used += needed

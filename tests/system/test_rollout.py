@@ -100,6 +100,8 @@ async def test_a_bad_version_is_reverted_without_failed_requests(fleet: Fleet) -
     async with Traffic(fleet) as traffic:
         row = await rolled_out(fleet, {"itl_ms": "10", "error_status": "500"})
         assert row["state"] == "reverted", row
+        # Its replicas become warm: what clients' requests meet decides.
+        assert "errors" in row["reason"], row
     after = await fleet.ask("GET", "/v1/deployments/mock")
     assert (after["version"], after["engine"]) == (before["version"], before["engine"])
     failed = sum(status != 200 for status in traffic.statuses)
