@@ -27,7 +27,8 @@ BLOCK_BYTES."""
 
 KEYS_MAX: Final = 160
 PAIRS_MAX: Final = 200_000
-"""How many (key, replica) pairs one index holds, some 150 bytes each."""
+"""How many (key, replica) pairs one index holds, some 150 bytes each. If there are more, those go
+that a replica has beyond an equal share."""
 
 CAPACITY_DEFAULT: Final = 4_000_000
 CAPACITY_MIN: Final = 20_000
@@ -272,10 +273,11 @@ class PrefixIndex:
                 self._remove_block(slot, cache, key)
 
     def _share_capacity(self) -> None:
-        """Assume the median of the learned capacities where nothing was learned yet."""
-        learned = sorted([cache.capacity for cache in self._caches.values() if cache.is_learned])
+        """Assume the median of the learned capacities where nothing was learned or reported yet."""
+        assumed = [cache for cache in self._caches.values() if not cache.is_reported]
+        learned = sorted([cache.capacity for cache in assumed if cache.is_learned])
         self._capacity = learned[len(learned) // 2]
-        for cache in self._caches.values():
+        for cache in assumed:
             if not cache.is_learned:
                 cache.capacity = self._capacity
 
@@ -291,13 +293,22 @@ class PrefixIndex:
     def _evict(self, slot: int, cache: _ReplicaCache, now_s: float) -> None:
         blocks = cache.blocks
         while (use := blocks.oldest_use()) is not None and (
-            blocks.size > cache.capacity
-            or (self._pairs > self._pairs_max and len(blocks) > 1)
-            or now_s - use.sent_at_s > TTL_S
+            blocks.size > cache.capacity or now_s - use.sent_at_s > TTL_S
         ):
-            oldest = blocks.oldest()
-            assert oldest is not None
-            self._remove_block(slot, cache, oldest)
+            self._remove_oldest(slot, cache)
+        share = max(1, self._pairs_max // len(self._caches))
+        while self._pairs > self._pairs_max:
+            if len(cache.blocks) <= share:
+                # Others take the room of this one: a replica may report that its cache keeps all.
+                slot, cache = max(self._caches.items(), key=lambda item: len(item[1].blocks))
+                if len(cache.blocks) <= share:
+                    return
+            self._remove_oldest(slot, cache)
+
+    def _remove_oldest(self, slot: int, cache: _ReplicaCache) -> None:
+        oldest = cache.blocks.oldest()
+        assert oldest is not None
+        self._remove_block(slot, cache, oldest)
 
     def _remove_block(self, slot: int, cache: _ReplicaCache, key: int) -> None:
         cache.blocks.remove(key)

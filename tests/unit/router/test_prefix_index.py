@@ -253,6 +253,43 @@ def test_what_one_replica_teaches_is_assumed_of_those_that_taught_nothing_yet() 
     assert index._caches[5].capacity == 70_000
 
 
+def test_what_one_replica_teaches_is_not_assumed_of_those_that_report_what_they_evict() -> None:
+    index = PrefixIndex(capacity=4_000_000)
+    for slot in range(2):
+        index.record_sent(slot, chain(slot, size=30_000), 0.0)
+    index.record_evicted(0, 0.0)
+    index.record_sent(1, chain(10, size=50_000), 1.0)
+    again = index.record_sent(1, chain(1, size=30_000), 2.0)
+    index.learn_cached_share(again, 0.0)
+    assert index._caches[1].capacity == 50_000
+    index.record_sent(0, chain(10, size=50_000), 3.0)
+    assert index.match(chain(0, size=30_000)).share_at(0) == 1.0
+    # One that begins to report has taught something else before.
+    index.record_evicted(1, 0.0)
+    index.record_sent(2, chain(2, size=30_000), 4.0)
+    index.record_sent(2, chain(20, size=20_000), 5.0)
+    index.learn_cached_share(index.record_sent(2, chain(2, size=30_000), 6.0), 0.0)
+    assert index._capacity == CAPACITY_MIN
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_cache_that_keeps_all_leaves_each_other_one_its_share(first: int) -> None:
+    index = PrefixIndex(pairs_max=60)
+    for slot in (first, 1):
+        index.record_sent(slot, chain(slot), 0.0)
+    for number in range(100):
+        index.record_sent(first, chain(100 + number, 1, 2), float(number))
+        index.record_evicted(first, -1e9)
+    assert len(index) == 60
+    prompt = chain(*range(20))
+    index.record_sent(1, prompt, 100.0)
+    assert index.match(prompt).share_at(1) == 1.0
+    assert index.match(chain(199, 1, 2)).share_at(first) == 1.0
+    assert len(index) == 60
+    # A share is no limit while others need less.
+    assert len(index._caches[first].blocks) > 30
+
+
 def test_processes_share_their_answered_prompts() -> None:
     def a_fleet() -> FleetState:
         fleet = FleetState(PopId("ams"), lambda: 100.0)
