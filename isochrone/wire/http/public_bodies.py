@@ -14,7 +14,11 @@ ITEMS_MAX: Final = 20
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """The values of OpenAI's API, and of vLLM 0.32."""
 
-Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
+"""OpenAI's limits. What a tenant stores is counted without its metadata."""
 
 
 class CreateBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

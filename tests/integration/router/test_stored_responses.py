@@ -215,6 +215,20 @@ async def test_a_conversation_grows_with_its_responses(bench: BatchBench) -> Non
     assert (await bench.client.responses.retrieve(answer.id)).id == answer.id
 
 
+async def test_metadata_has_short_names_because_no_limit_of_the_tenant_counts_it(
+    bench: BatchBench,
+) -> None:
+    conversations = bench.client.conversations
+    longest, longer = {"k" * 64: "v" * 512}, {"k" * 65: "v"}
+    made = await conversations.create(metadata=longest)
+    assert made.metadata == longest
+    with pytest.raises(openai.BadRequestError, match="metadata"):
+        await conversations.create(metadata=longer)
+    with pytest.raises(openai.BadRequestError, match="metadata"):
+        await conversations.update(made.id, metadata=longer)
+    assert (await conversations.retrieve(made.id)).metadata == longest
+
+
 async def test_items_added_under_one_request_id_are_all_kept(bench: BatchBench) -> None:
     """Clients may give all requests of a trace one id; an item needs one that is its own."""
     conversations = bench.client.conversations
