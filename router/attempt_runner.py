@@ -274,12 +274,11 @@ class AttemptRunner:
         if attempt.prefill is not None:
             self._feedback.undo_prefill(deployment_id, attempt.prefill, keys)
             attempt.prefill = None
-        ranked = attempt.ranked
-        if replica_id == ranked.route.replica_id:
+        if replica_id == attempt.ranked.route.replica_id:
             attempt.prefill_id = None
             attempt.release_tokens()
             self.forget_prefix(context, attempt)
-            self._reserve(context, attempt, ranked, self._clock())
+            self._reserve(context, attempt, attempt.ranked, self._clock())
             return
         attempt.prefill_id = replica_id
         if attempt.reservation is not None:
@@ -296,14 +295,18 @@ class AttemptRunner:
         routes: RankedRoutes,
     ) -> None:
         """Check and learn from a complete response or a first token; AttemptFailed otherwise."""
-        head = exchange.response_head()
-        answered_by = head.handed_off_to or attempt.target.route.replica_id
-        self._move_to(context, attempt, routes, answered_by)
+        head, target = exchange.response_head(), attempt.target
+        # A refusal is the target's own: a node takes back what a peer replica refuses.
+        peer_id = ReplicaId("") if head.refusal else head.handed_off_to
+        self._move_to(context, attempt, routes, peer_id or target.route.replica_id)
         attempt.end_prefill()
         ranked, reservation, adapter = attempt.ranked, attempt.reservation, context.request.adapter
         assert reservation is not None
         route, group = ranked.route, context.request_group
-        self._feedback.record_answer_head(route, head.load, head.refusal, reservation, group)
+        if attempt.is_handed_off:
+            self._feedback.record_handed_off_head(route, head.load, reservation)
+        else:
+            self._feedback.record_answer_head(route, head.load, head.refusal, reservation, group)
         has_waited = adapter is not None and self._learn_adapter(context, route, adapter, head)
         check_status(route.node_id, head)
         if head.status == 200 and not exchange.is_stream:
@@ -320,11 +323,13 @@ class AttemptRunner:
             exchange.set_timeout(self._config.stream_idle_timeout_s)
             now_s, times = self._clock(), context.times
             times.attempt_token_at_s = now_s
-            times.attempt_ttft_ms = 1000 * (now_s - attempt.sent_at_s)
+            took_ms = times.attempt_ttft_ms = 1000 * (now_s - attempt.sent_at_s)
             times.tokens_before = context.stream.generated.tokens
+            # A node that hands requests off cannot make others seem slower than its own replica.
+            known_ms = min(took_ms, target.ttft_ms) if attempt.is_handed_off else took_ms
             # The time to load an adapter says nothing about the replica's speed.
             if attempt.prefill_id is None and not has_waited:
-                self._feedback.record_first_token(ranked, times.attempt_ttft_ms, reservation)
+                self._feedback.record_first_token(ranked, known_ms, reservation)
             if times.first_token_at_s is None:
                 times.first_token_at_s = now_s
 
@@ -346,8 +351,7 @@ class AttemptRunner:
         is_named = is_back or replica_id in attempt.handoff_ids
         ranked = target if is_back else routes.route_to(replica_id)
         if ranked is None or not is_named:
-            node_id = target.route.node_id
-            message = f"{node_id} handed the request to a replica that was not named to it"
+            message = f"{target.route.node_id} handed the request to a replica not named to it"
             raise AttemptFailed(FailureCause.BROKEN, message)
         if not is_back:
             self._feedback.record_handed_off(target.route, ranked.route)
@@ -407,9 +411,8 @@ class AttemptRunner:
 
     def forget_prefix(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
         """Note that the replica did not read the prompt, so it has not cached any of it."""
-        self._feedback.undo_sent(
-            attempt.ranked.route, attempt.sent_prompt, context.request.prefix_keys
-        )
+        route, keys = attempt.ranked.route, context.request.prefix_keys
+        self._feedback.undo_sent(route, attempt.sent_prompt, keys)
 
     def _learn_fetch(self, attempt: ReplicaAttempt, prompt_tokens: int, cached_tokens: int) -> None:
         """Learn how much the prefixes of other replicas help the one that answered."""

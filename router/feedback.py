@@ -157,6 +157,16 @@ class AttemptFeedback:
         elif not refused:
             fleet.full.record_answer(group, route.replica_id, requests)
 
+    def record_handed_off_head(
+        self, route: Route, load: ReportedLoad | None, reservation: Reservation
+    ) -> None:
+        """Note the head of an answer that another node relays from the replica that gave it."""
+        fleet = self._fleet
+        answered_at_s = fleet.clock() - fleet.nodes.rtt_ms(route) / 2000
+        reservation.finish_prefill(answered_at_s)
+        if load is not None and fleet.directory.route(route.replica_id) is not None:
+            fleet.record_peer_load(route, load, answered_at_s)
+
     def record_first_token(
         self, ranked: RankedRoute, took_ms: float, reservation: Reservation
     ) -> None:

@@ -7,6 +7,8 @@ through `feedback.py`. One event loop owns it, so it needs no locks.
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Final
 
+from msgspec import structs
+
 from isochrone.wire.http.headers import ReportedLoad
 from isochrone.wire.ids import DeploymentId, PopId, ReplicaId
 from isochrone.wire.peers.routes import DeploymentEntry, Route, RouteTable
@@ -229,6 +231,14 @@ class FleetState:
             replicas = self.routing(route.deployment_id).replicas
             pending = round(load.prefill_tokens * replicas.uncached_share)
         self.in_flight.record_report(replica_id, pending, load.decode_tokens, reported_at_s)
+
+    def record_peer_load(self, route: Route, load: ReportedLoad, reported_at_s: float) -> None:
+        """Note a replica's load as the node of another one says it.
+
+        Whether the replica sleeps, and what its cache has, counts from its own node only.
+        """
+        requests = structs.replace(load, wake_ms=0, cache_age_ms=NOT_REPORTED)
+        self.record_load(route, requests, reported_at_s)
 
     def record_pace(self, route: Route, load: ReportedLoad, reported_at_s: float) -> None:
         """Note how fast a replica works, which only answers to pings say."""

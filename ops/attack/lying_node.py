@@ -71,8 +71,9 @@ class LyingNode(FakeNode):
             for number in range(LOOPS):
                 await announce_replica(request, (ReplicaId(f"r-{self.name}"), other)[number % 2])
             await asyncio.Event().wait()
+        if self.lie in ("handoff, late", "handoff, busy"):
+            self.handed_off_to = other if len(peers) > 1 else ""
         if self.lie == "handoff, late":
-            self.handed_off_to = other
             await asyncio.sleep(0.75 * FIRST_BYTE_S)
         if self.lie == "late tokens":
             return await self._after_cancel(request)
@@ -114,6 +115,9 @@ ATTACKS: Final = (
     Attack("handed off, hangs", lie="handoff, hang"),
     Attack("handed off, fails", lie="handoff, fail"),
     Attack("handed off, late", lie="handoff, late"),
+    Attack("handed off, busy there", head=f"p=0;d=0;r=9;w=9;u=0;o={HUGE};e=0", lie="handoff, busy"),
+    Attack("handed off, full there", head=f"p=0;d=0;r=9;w=9;u=0;o=0;e={HUGE}", lie="handoff, busy"),
+    Attack("handed off, asleep there", head=f"{LyingNode.head};z={HUGE}", lie="handoff, busy"),
     Attack("handed off to and fro", lie="handoff, loop"),
     Attack("sends on after a cancel", lie="late tokens"),
 )

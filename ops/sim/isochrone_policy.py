@@ -242,11 +242,20 @@ class IsochronePolicy:
                 rtt_ms = self._router.rtt_ms[replica]
                 self._probes.record_round_trip(self._routes[replica].node_id, rtt_ms)
 
-    def record_load(self, replica: int, load: ReportedLoad, reported_at_s: float) -> None:
-        """Take the load in the head of an answer."""
+    def is_handed_off(self, request: TraceRequest) -> bool:
+        """Whether a request is at another replica than it was sent to."""
+        sent = self._in_flight.get(request.number)
+        return sent is not None and sent.ranked.route is not sent.routes[0].route
+
+    def record_load(
+        self, replica: int, load: ReportedLoad, reported_at_s: float, is_handed_off: bool
+    ) -> None:
+        """Take the load in the head of an answer, which another node may have relayed."""
         route = self._routes[replica]
-        if route.replica_id not in self._unlisted:
-            self.fleet.record_load(route, self.believe(load), reported_at_s)
+        if route.replica_id in self._unlisted:
+            return
+        record = self.fleet.record_peer_load if is_handed_off else self.fleet.record_load
+        record(route, self.believe(load), reported_at_s)
 
     def record_first_token(self, request: TraceRequest, now_s: float) -> None:
         """Learn from a first token, and note the error of its prediction."""
@@ -255,6 +264,8 @@ class IsochronePolicy:
             return  # Its connection was reset while this token was on its way.
         took_ms = 1000 * (now_s - sent.sent_at_s)
         self.errors_ms.append(took_ms - sent.ranked.ttft_ms)
+        if self.is_handed_off(request):
+            took_ms = min(took_ms, sent.routes[0].ttft_ms)
         self._attempts.record_first_token(sent.ranked, took_ms, sent.reservation)
 
     def record_end(self, request: TraceRequest, cached_tokens: int, now_s: float) -> None:

@@ -284,7 +284,7 @@ class Simulation:
         load = router.record_answer(replica, refused_at_s)
         if isinstance(policy, IsochronePolicy):
             policy.record_refusal(request, refused_at_s)
-            policy.record_load(replica, load, refused_at_s)
+            policy.record_load(replica, load, refused_at_s, False)
         elif isinstance(policy, RivalPolicy):
             policy.record_end(request, replica)
         router.count(replica, -1, -request.prompt_tokens, -OUTPUT_TOKENS_ASSUMED, self.now_s)
@@ -388,7 +388,7 @@ class Simulation:
         load = router.record_answer(replica, written_at_s)
         if isinstance(policy, IsochronePolicy):
             policy.record_first_token(request, self.now_s)
-            policy.record_load(replica, load, written_at_s)
+            policy.record_load(replica, load, written_at_s, policy.is_handed_off(request))
         elif isinstance(policy, RivalPolicy):
             policy.record_first_token(request, replica)
 

@@ -1,5 +1,5 @@
-"""A node that lies about what a request used, or who has it, harms neither the key's quotas nor
-other requests."""
+"""A node that lies harms neither a key's quotas nor other requests: about what a request used, who
+has it, or how another node fares."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from isochrone.wire.http import headers
-from isochrone.wire.ids import DeploymentId, NodeId
+from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
 from isochrone.wire.peers.routes import KeyLimits
 from router.apis import translating_writer
 from router.dataplane import generated_text
@@ -175,3 +175,26 @@ async def test_a_peer_that_a_lie_names_answers_when_no_other_replica_is_left(
         async with bench.chat(LONG, stream=True) as answer:
             assert (answer.status, answer.headers["x-isochrone-node"]) == (200, honest.name)
         assert (lying.requests, honest.requests) == (1, 1)
+
+
+ASLEEP = "p=0;d=9;r=9;w=9;u=0;o=0;e=0;z=9000;c=0"
+
+
+async def test_a_node_makes_no_other_seem_slow_or_asleep_or_full(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, 2) as bench:
+        lying, _ = bench.nodes
+        fleet = bench.app.fleet
+        prefer(bench, 1000.0)
+        lying.handed_off_to, lying.ttft_s, lying.load = "r-n2", 0.3, ASLEEP
+        _, events = await the_stream(bench, content=LONG)
+        assert words(events).split() == [f"t{n}" for n in range(8)]
+        replicas, other = fleet.routing(DeploymentId("d-1")).replicas, ReplicaId("r-n2")
+        learned = replicas.corrections[replicas.slots[other]]
+        assert learned.overhead_ms <= 0 and learned.gain <= 1
+        assert fleet.in_flight.load_of(other).wake_ms == 0
+        assert not replicas.corrections[replicas.slots[ReplicaId("r-n1")]].answers
+        lying.ttft_s, lying.refuse = 0.0, "busy"
+        async with bench.chat(f"another {LONG}", stream=True) as answer:
+            assert (answer.status, answer.headers["x-isochrone-node"]) == (200, "n2")
+        assert lying.requests == 2
+        assert [set(known) for known in fleet.full._refusals.values()] == [{"r-n1"}]
