@@ -7,8 +7,6 @@ through `feedback.py`. One event loop owns it, so it needs no locks.
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Final
 
-from msgspec import structs
-
 from isochrone.wire.http.headers import ReportedLoad
 from isochrone.wire.ids import DeploymentId, PopId, ReplicaId
 from isochrone.wire.peers.routes import DeploymentEntry, Route, RouteTable
@@ -233,12 +231,19 @@ class FleetState:
         self.in_flight.record_report(replica_id, pending, load.decode_tokens, reported_at_s)
 
     def record_peer_load(self, route: Route, load: ReportedLoad, reported_at_s: float) -> None:
-        """Note a replica's load as the node of another one says it.
+        """Note the load that other routers put on a replica, as the node of another one says it.
 
-        Whether the replica sleeps, and what its cache has, counts from its own node only.
+        It counts if it is no more than this router knows: a node must not draw requests by saying
+        that others are busy.
         """
-        requests = structs.replace(load, wake_ms=0, cache_age_ms=NOT_REPORTED)
-        self.record_load(route, requests, reported_at_s)
+        known = self.in_flight.load_of(route.replica_id).others.estimate(reported_at_s)
+        if NOT_REPORTED < load.others_pending_prefill_tokens <= known.prefill:
+            self.in_flight.record_other_routers(
+                route.replica_id,
+                load.others_pending_prefill_tokens,
+                min(load.others_decode_tokens, round(known.decode)),
+                reported_at_s,
+            )
 
     def record_pace(self, route: Route, load: ReportedLoad, reported_at_s: float) -> None:
         """Note how fast a replica works, which only answers to pings say."""

@@ -177,21 +177,23 @@ async def test_a_peer_that_a_lie_names_answers_when_no_other_replica_is_left(
         assert (lying.requests, honest.requests) == (1, 1)
 
 
-ASLEEP = "p=0;d=9;r=9;w=9;u=0;o=0;e=0;z=9000;c=0"
+BUSY = "p=0;d=9;r=9;w=9;u=900;o=900;e=90000;z=9000;c=0"
 
 
-async def test_a_node_makes_no_other_seem_slow_or_asleep_or_full(tmp_path: Path) -> None:
+async def test_a_node_makes_no_other_seem_slow_or_busy(tmp_path: Path) -> None:
     async with a_bench(tmp_path, 2) as bench:
         lying, _ = bench.nodes
         fleet = bench.app.fleet
         prefer(bench, 1000.0)
-        lying.handed_off_to, lying.ttft_s, lying.load = "r-n2", 0.3, ASLEEP
+        lying.handed_off_to, lying.ttft_s, lying.load = "r-n2", 0.3, BUSY
         _, events = await the_stream(bench, content=LONG)
         assert words(events).split() == [f"t{n}" for n in range(8)]
         replicas, other = fleet.routing(DeploymentId("d-1")).replicas, ReplicaId("r-n2")
         learned = replicas.corrections[replicas.slots[other]]
         assert learned.overhead_ms <= 0 and learned.gain <= 1
-        assert fleet.in_flight.load_of(other).wake_ms == 0
+        load = fleet.in_flight.load_of(other)
+        others = load.others.estimate(fleet.clock())
+        assert (others.prefill, others.decode, load.wake_ms) == (0, 0, 0)
         assert not replicas.corrections[replicas.slots[ReplicaId("r-n1")]].answers
         lying.ttft_s, lying.refuse = 0.0, "busy"
         async with bench.chat(f"another {LONG}", stream=True) as answer:

@@ -577,11 +577,9 @@ async def test_a_handed_off_request_is_recorded_at_the_peer(tmp_path: Path) -> N
         assert row.node_id == "n2"
         assert target.request_headers[0]["x-isochrone-router"] == fleet.name
         assert int(target.request_headers[0]["x-isochrone-prefill-ms"]) > 5
-        loaded = [
-            fleet.in_flight.load_of(ReplicaId(name)).others.decode_tokens
-            for name in ("r-n1", "r-n2")
-        ]
-        assert loaded[0] == 0 < loaded[1]
+        # A node does not make a router believe that another one is busy.
+        for name in ("r-n1", "r-n2"):
+            assert fleet.in_flight.load_of(ReplicaId(name)).others.decode_tokens == 0
         # After a break within the answer another replica continues, and neither is ejected.
         target.cut_at, other.resumes, peer.refuse = 3, "greedy", "busy"
         for _ in range(FAILURES_MAX):

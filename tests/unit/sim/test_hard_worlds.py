@@ -30,10 +30,10 @@ class QuickCell(NamedTuple):
 
 QUICK = (
     QuickCell("one PoP of 8, Mooncake", 80, 1.011, 1.011),
-    QuickCell("16 cities, cache x 1/8, Mooncake", 80, 1.004, 0.85),
-    QuickCell("16 cities, 70B of today, Mooncake", 95, 1.02, 1.051),
+    QuickCell("16 cities, cache x 1/8, Mooncake", 80, 0.994, 0.904),
+    QuickCell("16 cities, 70B of today, Mooncake", 95, 1.002, 1.063),
     QuickCell("16 cities, a third lost, Mooncake", 80, 1.045, 1.059),
-    QuickCell("16 cities, Azure code", 80, 1.053, 1.156),
+    QuickCell("16 cities, Azure code", 80, 1.064, 1.27),
 )
 
 
