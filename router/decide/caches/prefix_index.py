@@ -12,6 +12,7 @@ the matched length is never wrong by more than that.
 
 import re
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Set
 from functools import lru_cache
 from typing import Final
@@ -156,7 +157,7 @@ class PrefixIndex:
     def __init__(self, capacity: float = CAPACITY_DEFAULT, pairs_max: int = PAIRS_MAX) -> None:
         """Assume caches of `capacity` until answers teach otherwise."""
         self._holders: dict[int, int] = {}
-        self._caches: dict[int, _ReplicaCache] = {}
+        self._caches: OrderedDict[int, _ReplicaCache] = OrderedDict()
         self._capacity = capacity
         self._pairs_max = pairs_max
         self._pairs = 0
@@ -300,10 +301,23 @@ class PrefixIndex:
         while self._pairs > self._pairs_max:
             if len(cache.blocks) <= share:
                 # Others take the room of this one: a replica may report that its cache keeps all.
-                slot, cache = max(self._caches.items(), key=lambda item: len(item[1].blocks))
-                if len(cache.blocks) <= share:
+                larger = self._next_above(share)
+                if larger is None:
                     return
+                slot, cache = larger, self._caches[larger]
             self._remove_oldest(slot, cache)
+
+    def _next_above(self, share: int) -> int | None:
+        """Return the slot with more than `share` blocks whose turn it is to give way.
+
+        To look for the largest for each block would cost a pass over all replicas.
+        """
+        for _ in range(len(self._caches)):
+            slot = next(iter(self._caches))
+            if len(self._caches[slot].blocks) > share:
+                return slot
+            self._caches.move_to_end(slot)
+        return None
 
     def _remove_oldest(self, slot: int, cache: _ReplicaCache) -> None:
         oldest = cache.blocks.oldest()
