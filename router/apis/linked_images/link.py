@@ -7,6 +7,7 @@ rest of a link is sent as the client wrote it, because it may be signed.
 
 import re
 from collections.abc import Callable
+from ipaddress import IPv4Address
 from typing import Final
 
 from yarl import URL
@@ -29,8 +30,6 @@ _LINK: Final = re.compile(
 )
 _NUMBER: Final = re.compile(r"\.(?:[0-9]+|0[xX][0-9A-Fa-f]*)$")
 """The end of a host that is an address, and not a name (WHATWG, URL, "ends in a number")."""
-
-_ADDRESS: Final = re.compile(r"(?:(?:0|[1-9][0-9]{0,2})\.){3}(?:0|[1-9][0-9]{0,2})")
 
 
 class FetchRefused(Exception):
@@ -59,15 +58,14 @@ def parse_link(
     if int(match["port"] or HTTPS_PORT) != port:
         raise _refused(f"its port is not {port}")
     if _NUMBER.search(host):
-        if _ADDRESS.fullmatch(host) is None:
-            raise _refused(NO_PUBLIC_ADDRESS)
         try:
-            refuse(host)
-        except OSError:
+            # Of the forms of an address it accepts only the usual one.
+            refuse(str(IPv4Address(host)))
+        except (OSError, ValueError):
             raise _refused(NO_PUBLIC_ADDRESS) from None
     try:
         url = URL(text, encoded=True)
-        is_same = (url.scheme, url.host, url.port, url.user) == ("https", host, port, None)
+        is_same = (url.scheme, url.raw_host, url.port, url.user) == ("https", host, port, None)
     except ValueError:
         is_same = False
     if not is_same:

@@ -71,6 +71,7 @@ class StoredResponses:
         self._serve = serve
         self._metrics = metrics
         self._is_default = is_default
+        self.may_link = openai.image_fetcher is not None
         self.charge = charge
         self.open: set[wire.ResponseRef] = set()
         """The responses that clients of this process wait for; their leases are renewed."""

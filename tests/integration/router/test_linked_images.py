@@ -4,14 +4,18 @@ import asyncio
 import gzip
 import json
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
 import anthropic
+import msgspec
 import openai
 import pytest
 from aiohttp import web
 
+from isochrone.wire.peers.batches import ItemRef, ItemResult, LeasedItem
+from isochrone.wire.peers.routes import KeyLimits
 from router.apis.linked_images import fetcher as fetching
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, Bench, a_bench, a_key, a_route, a_table
@@ -22,6 +26,7 @@ from tests.integration.router.image_origin import (
     a_fetching_bench,
 )
 from tests.integration.router.test_anthropic_sdk import a_client
+from tests.otlp_collector import a_collector
 
 
 def chat(*urls: str, **fields: Any) -> dict[str, Any]:
@@ -171,6 +176,37 @@ async def test_the_sdks_send_links(tmp_path: Path) -> None:
                 await client_.messages.create(model="tiny", max_tokens=3, messages=messages)
         status, answer = await ask(bench, {"messages": chat(link)["messages"]}, "/ai/run/tiny")
         assert (status, sent_urls(node)) == (200, [GIF_URL]), answer
+
+
+async def test_an_item_of_a_batch_may_have_links(tmp_path: Path) -> None:
+    async with a_fetching_bench(tmp_path) as (bench, origin):
+        for path, status in (("/a.gif", 200), ("/none.gif", 400)):
+            body = chat(origin.url(path), max_tokens=3)
+            key = next(iter(bench.app.fleet.directory.keys))
+            item = LeasedItem(
+                ref=ItemRef("b", 0, "l"),
+                key_id=key.key_id,
+                tenant_id=key.tenant_id,
+                endpoint="/v1/chat/completions",
+                body=json.dumps(body).encode(),
+            )
+            result = await bench.app.answer_batches._answer(item, 0)
+            assert isinstance(result, ItemResult)
+            assert result.status_code == status
+        assert sent_urls(bench.nodes[0]) == [GIF_URL]
+
+
+async def test_the_download_is_a_step_of_the_trace(tmp_path: Path) -> None:
+    async with a_collector() as collector:
+        traced: dict[str, Any] = {"traces_endpoint": collector.url, "trace_sample_ratio": 1.0}
+        async with a_fetching_bench(tmp_path, **traced) as (bench, origin):
+            await ask(bench, chat(origin.url()))
+            await ask(bench, chat(origin.url("/none")))
+        found, missing = collector.named("fetch images")
+        trace = collector.trace(found.trace)
+        assert found.parent == trace["chat tiny"].id
+        assert found.span.end_time_unix_nano <= trace["attempt"].span.start_time_unix_nano
+        assert set(collector.trace(missing.trace)) == {"chat tiny", "fetch images"}
 
 
 async def test_another_replica_continues_with_the_fetched_image(tmp_path: Path) -> None:
@@ -395,7 +431,9 @@ async def test_nothing_is_fetched_for_a_request_that_is_refused(tmp_path: Path) 
     async with a_fetching_bench(tmp_path) as (bench, origin):
         body = chat(origin.url())
         (node,) = bench.nodes
-        table = a_table([a_route(node)], generation=2, keys=[a_key(limits=a_limit())])
+        table = a_table(
+            [a_route(node)], generation=2, keys=[a_key(limits=KeyLimits(requests_per_min=1))]
+        )
         bench.app.fleet.adopt(table)
         assert (await ask(bench, body))[0] == 200
         assert (await ask(bench, body))[0] == 429
@@ -408,15 +446,7 @@ async def test_nothing_is_fetched_for_a_request_that_is_refused(tmp_path: Path) 
         assert len(origin.requests) == 1
 
 
-def a_limit() -> Any:
-    from isochrone.wire.peers.routes import KeyLimits
-
-    return KeyLimits(requests_per_min=1)
-
-
 async def test_an_engine_without_images_gets_no_fetch(tmp_path: Path) -> None:
-    import msgspec
-
     async with a_fetching_bench(tmp_path) as (bench, origin):
         table = a_table([a_route(bench.nodes[0])], generation=2)
         text_only = msgspec.structs.replace(
@@ -456,8 +486,6 @@ async def test_a_tenant_has_a_share_of_all_fetches(
 async def test_a_lookup_that_hangs_keeps_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import threading
-
     may_end = threading.Event()
 
     def hang(*_: Any, **__: Any) -> Any:
@@ -469,7 +497,7 @@ async def test_a_lookup_that_hangs_keeps_its_place(
         assert fetcher is not None
         fetcher.look_up, fetcher.timeout_s = None, 0.2
         with monkeypatch.context() as patched:
-            patched.setattr(fetching.socket, "getaddrinfo", hang)
+            patched.setattr(fetching, "_addresses_of", hang)
             status, answer = await ask(bench, chat(origin.url()))
             assert status == 400
             assert "did not arrive" in answer["error"]["message"]
