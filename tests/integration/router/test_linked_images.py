@@ -149,10 +149,8 @@ async def test_the_sdks_send_links(tmp_path: Path) -> None:
                 await create(**chat(GIF_URL, origin.url("/none.gif?secret")))
             assert refused.value.code == "invalid_image_url"
             assert refused.value.param == "messages[0].content[1].image_url"
-            assert refused.value.message.endswith("/none.gif: its host answered 404'}}") or (
-                f"cannot fetch {origin.url('/none.gif')}: its host answered 404"
-                in refused.value.message
-            )
+            reason = f"cannot fetch {origin.url('/none.gif')}: its host answered 404"
+            assert reason in refused.value.message
             with pytest.raises(openai.BadRequestError) as refused:
                 await respond(model="tiny", input=[{"role": "user", "content": [
                     {**image, "image_url": origin.url("/none.gif")}
@@ -363,7 +361,6 @@ async def test_a_slow_host_ends_at_the_time_limit(tmp_path: Path) -> None:
         fetcher = bench.app.surface.image_fetcher
         assert fetcher is not None
         fetcher.timeout_s = 0.5
-        may_end = asyncio.Event()
 
         async def slow(request: web.Request) -> web.StreamResponse:
             response = web.StreamResponse()
@@ -378,12 +375,14 @@ async def test_a_slow_host_ends_at_the_time_limit(tmp_path: Path) -> None:
         assert status == 400
         assert "/slow: it did not arrive within" in answer["error"]["message"]
         assert outcomes(bench) == {"fetched": 1, "stopped": 1}
-        may_end.set()
         assert_nothing_is_held(bench)
 
 
 async def test_a_client_that_leaves_ends_its_fetches(tmp_path: Path) -> None:
     async with a_fetching_bench(tmp_path) as (bench, origin):
+        fetcher = bench.app.surface.image_fetcher
+        assert fetcher is not None
+        fetcher.timeout_s = 600.0
 
         async def hanging(request: web.Request) -> web.StreamResponse:
             response = web.StreamResponse()
