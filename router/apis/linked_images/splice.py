@@ -14,16 +14,15 @@ class FetchedImage(NamedTuple):
     media_type: str
     base64: bytes
 
-    def quoted_url(self) -> bytes:
-        """Return the `data:` URL as a JSON string."""
-        return b'"data:%b;base64,%b"' % (self.media_type.encode(), self.base64)
 
+_MARK: Final = b"\0"
+"""Stands for an image while the rest of a body is encoded, so that the image is copied once. It is
+in no body that was decoded."""
 
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MESSAGES: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _CONTENT: Final = msgspec.json.Decoder(str | list[dict[str, msgspec.Raw]] | None)
 _IMAGE: Final = msgspec.json.Decoder(str | dict[str, msgspec.Raw] | None)
-_URL: Final = msgspec.json.Decoder(str)
 
 
 def with_images(body: bytes, images: Mapping[str, FetchedImage]) -> bytes:
@@ -34,6 +33,7 @@ def with_images(body: bytes, images: Mapping[str, FetchedImage]) -> bytes:
     """
     fields: dict[str, Any] = _FIELDS.decode(body)
     messages: list[dict[str, Any]] = [*_MESSAGES.decode(fields["messages"])]
+    links: list[str] = []
     for message in messages:
         content = _CONTENT.decode(message.get("content", b"null"))
         if not isinstance(content, list):
@@ -41,17 +41,22 @@ def with_images(body: bytes, images: Mapping[str, FetchedImage]) -> bytes:
         parts: list[dict[str, Any]] = [*content]
         for part in parts:
             if "image_url" in part:
-                part["image_url"] = _with_image(part["image_url"], images)
+                part["image_url"] = _marked(part["image_url"], links)
         message["content"] = parts
-    return msgspec.json.encode({**fields, "messages": messages})
+    first, *others = msgspec.json.encode({**fields, "messages": messages}).split(_MARK)
+    pieces = [first]
+    for link, other in zip(links, others, strict=True):
+        image = images[link]
+        pieces += (f'"data:{image.media_type};base64,'.encode(), image.base64, b'"', other)
+    return b"".join(pieces)
 
 
-def _with_image(raw: msgspec.Raw, images: Mapping[str, FetchedImage]) -> Any:
+def _marked(raw: msgspec.Raw, links: list[str]) -> Any:
+    """Return an image with a mark in place of a link, which is appended to `links`."""
     given = _IMAGE.decode(raw)
     if isinstance(given, dict):
-        return {**given, "url": _whole(given["url"], _URL.decode(given["url"]), images)}
-    return None if given is None else _whole(raw, given, images)
-
-
-def _whole(raw: msgspec.Raw, url: str, images: Mapping[str, FetchedImage]) -> msgspec.Raw:
-    return msgspec.Raw(images[url].quoted_url()) if url.startswith(LINK) else raw
+        return {**given, "url": _marked(given["url"], links)}
+    if given is None or not given.startswith(LINK):
+        return raw
+    links.append(given)
+    return msgspec.Raw(_MARK)

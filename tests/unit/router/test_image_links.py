@@ -151,7 +151,6 @@ def test_an_image_is_encoded_whatever_its_chunks_are(
     assert base64.b64decode(fetched.base64, validate=True) == data
     assert sum(held) == len(fetched.base64)
     assert fetched.media_type == media_type(data[:MAGIC_BYTES])
-    assert fetched.quoted_url().startswith(b'"data:image/')
 
 
 @pytest.mark.parametrize("data", [b"", b"GIF", b"<html><body>", b"\x89PNG\r\n", b"%PDF-1.7"])
