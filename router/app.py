@@ -19,7 +19,7 @@ from isochrone.service.trust.tls import CERTIFICATE_CHECK_S, client_context, loa
 from isochrone.wire.client_keys.key_use import KEY_USE, FleetKeyUse, KeyUse
 from isochrone.wire.ids import BootId, RouterId
 from isochrone.wire.peers.control import KEYS_FIRST, TABLE_PARTS, ToRouter, Welcome
-from isochrone.wire.peers.routes import KeyEntry, RouteDelta, RouteTable, RouteTablePart
+from isochrone.wire.peers.routes import RouteDelta, RouteTable, RouteTablePart
 from isochrone.wire.peers.suspicions import SUSPICIONS, FleetSuspicions
 from isochrone.wire.peers.usage import UsageAck
 from router import build
@@ -174,7 +174,7 @@ class RouterApp:
             clock=time.monotonic,
             tracer=request_tracer(self.config, self.identity, self.exporter),
         )
-        images = image_fetcher(self.config, self._charge, self.metrics)
+        images = image_fetcher(self.config, lambda: self.server.bodies, self.metrics)
         self.surface = OpenAiSurface(self.config, self.fleet, time.time, images)
         uses_tls = any(url.startswith("https:") for url in self.config.schedulers)
         self.scheduler_client = SchedulerClient(client_context(self.identity) if uses_tls else None)
@@ -238,7 +238,7 @@ class RouterApp:
         """Return the server of the public port, and create the jobs that answer batches."""
         self.stored = compose_stored_answers(
             *(self.config, self.scheduler_client, self.surface, self.pipeline.serve, self.metrics),
-            charge=self._charge,
+            charge=lambda key, size_bytes: self.server.bodies.charge_stored(key, size_bytes),
             keys=lambda: self.fleet.directory.keys,
             may_lease=lambda: (
                 self.fleet.directory.table is not None and not self.server.is_draining
@@ -277,10 +277,6 @@ class RouterApp:
             clock=time.monotonic,
             unix_clock=time.time,
         )
-
-    def _charge(self, key: KeyEntry, size_bytes: int) -> None:
-        """Charge bytes that a request needs besides its body. Raises LimitExceeded."""
-        self.server.bodies.charge_stored(key, size_bytes)
 
     def _create_loops(self) -> tuple[Loop, ...]:
         config, jitter = self.config, random.Random()  # noqa: S311 - jitter, not a secret

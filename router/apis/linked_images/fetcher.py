@@ -25,6 +25,7 @@ from router.apis.openai.decode import named_as
 from router.apis.openai.images import ImageCheck, ImageLink
 from router.apis.relay import in_a_task
 from router.config import RouterConfig
+from router.dataplane.body_admission import BodyAdmission
 from router.decide.admission.limits import LimitExceeded
 from router.inference_request import FetchImages
 from router.recording.metrics import Metrics
@@ -43,9 +44,6 @@ FETCH_CHARGE_BYTES: Final = 256 * 1024
 as parsing so many bytes."""
 
 RETRY_AFTER_S: Final = 2.0
-
-Charge = Callable[[KeyEntry, int], None]
-"""Charges bytes to a key's parse budget. Raises LimitExceeded."""
 
 
 class LookupThreads:
@@ -77,15 +75,17 @@ class LookupThreads:
 class ImageFetcher:
     """Fetches the images of requests, as `image_links` of the configuration allows."""
 
-    def __init__(self, bytes_max: int, charge: Charge, metrics: Metrics) -> None:
-        """`bytes_max` limits a body with its images."""
+    def __init__(
+        self, bytes_max: int, bodies: Callable[[], BodyAdmission], metrics: Metrics
+    ) -> None:
+        """`bytes_max` limits a body with its images; `bodies` has the budgets of keys."""
         self.rules = LinkRules(HTTPS_PORT, refuse_private)
         self.look_up: Lookup | None = None
         """Instead of the system's lookups."""
         self.tls: SSLContext | bool = True
         self.timeout_s = FETCH_TIMEOUT_S
         self._bytes_max = bytes_max
-        self._charge = charge
+        self._bodies = bodies
         self._metrics = metrics
         self._slots = FairShares(FETCHES_MAX)
 
@@ -109,11 +109,12 @@ class ImageFetcher:
         with named_as(messages_field) if messages_field else nullcontext():
             if check.links:
                 links = {link.url: link for link in reversed(check.links)}
-                self._charge(key, FETCH_CHARGE_BYTES * len(links))
+                bodies = self._bodies()
+                bodies.charge_stored(key, FETCH_CHARGE_BYTES * len(links))
 
                 def keep(count: int) -> None:
                     hold(count)
-                    self._charge(key, count)
+                    bodies.charge_fetched(key, count)
 
                 budget = ImageBudget(self._bytes_max - len(body), keep)
                 fetching = self._fetch(key.tenant_id, links.values(), budget)
@@ -200,11 +201,13 @@ class ImageFetcher:
                 self._metrics.image_fetches.labels(outcome).inc()
 
 
-def image_fetcher(config: RouterConfig, charge: Charge, metrics: Metrics) -> ImageFetcher | None:
+def image_fetcher(
+    config: RouterConfig, bodies: Callable[[], BodyAdmission], metrics: Metrics
+) -> ImageFetcher | None:
     """Return the fetcher of a router, None if it refuses links."""
     if config.image_links == "refuse":
         return None
-    return ImageFetcher(config.body_bytes_max, charge, metrics)
+    return ImageFetcher(config.body_bytes_max, bodies, metrics)
 
 
 def _addresses_of(host: str) -> Sequence[str]:

@@ -71,11 +71,15 @@ class StoredResponses:
         self._serve = serve
         self._metrics = metrics
         self._is_default = is_default
-        self.may_link = openai.image_fetcher is not None
         self.charge = charge
         self.open: set[wire.ResponseRef] = set()
         """The responses that clients of this process wait for; their leases are renewed."""
         self._finishing: set[asyncio.Task[bool]] = set()
+
+    @property
+    def may_link(self) -> bool:
+        """Whether the images of items may be links."""
+        return self._openai.image_fetcher is not None
 
     def is_needed(self, body: bytes) -> bool:
         """Return whether a request's response is to be stored, or continues a stored one."""

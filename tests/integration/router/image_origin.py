@@ -13,6 +13,7 @@ from aiohttp import web
 
 from isochrone.service.network.public_addresses import refuse_private
 from router.apis.linked_images.download import LinkRules
+from router.apis.openai.surface import OpenAiSurface
 from tests.integration.router.fleet_of import Bench, a_bench
 from tests.integration.router.test_tls import certified
 
@@ -104,13 +105,13 @@ async def a_fetching_bench(
         an_origin(folder) as (origin, trust),
         a_bench(folder, nodes, image_links="fetch", **config) as bench,
     ):
-        allow(bench, origin, trust)
+        allow(bench.app.surface, origin, trust)
         yield bench, origin
 
 
-def allow(bench: Bench, origin: ImageOrigin, trust: ssl.SSLContext) -> None:
+def allow(surface: OpenAiSurface, origin: ImageOrigin, trust: ssl.SSLContext) -> None:
     """Let a router fetch from the server."""
-    fetcher = bench.app.surface.image_fetcher
+    fetcher = surface.image_fetcher
     assert fetcher is not None
     fetcher.rules = LinkRules(origin.port, refuse_but_loopback)
     fetcher.look_up, fetcher.tls = look_up, trust

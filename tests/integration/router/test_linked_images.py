@@ -461,6 +461,33 @@ async def test_an_engine_without_images_gets_no_fetch(tmp_path: Path) -> None:
         assert not origin.requests
 
 
+async def test_fetches_are_charged_to_the_budget_of_their_key(tmp_path: Path) -> None:
+    async with a_fetching_bench(tmp_path, parse_bytes_per_key_per_s=64 * 1024) as (bench, origin):
+        origin.answers["/b.gif"] = GIF + bytes(300_000)
+        assert (await ask(bench, chat(origin.url("/b.gif"))))[0] == 200
+        assert (await ask(bench, chat(origin.url())))[0] == 429
+        assert len(origin.requests) == 1
+
+
+async def test_hosts_get_no_cookies_and_proxies_of_the_environment_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
+    async with a_fetching_bench(tmp_path) as (bench, origin):
+
+        async def to_image(_: web.Request) -> web.StreamResponse:
+            response = web.Response(status=307, headers={"location": "/a.gif"})
+            response.set_cookie("session", "1")
+            return response
+
+        origin.answers["/first"] = to_image
+        assert (await ask(bench, chat(origin.url("/first"))))[0] == 200
+        assert sent_urls(bench.nodes[0]) == [GIF_URL]
+        assert [request.path for request in origin.requests] == ["/first", "/a.gif"]
+        assert not any(request.cookies for request in origin.requests)
+
+
 async def test_a_tenant_has_a_share_of_all_fetches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

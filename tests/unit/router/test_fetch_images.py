@@ -9,6 +9,7 @@ import pytest
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import TenantId
+from router.apis.linked_images.fetcher import LookupThreads
 from router.decide.admission.body_limits import AnsweredBodies
 from router.decide.admission.limits import LimitExceeded
 from router.fetch_images import fetch_images
@@ -88,3 +89,15 @@ def test_a_tenant_has_images_up_to_its_share() -> None:
     with pytest.raises(LimitExceeded):
         run(context, bodies)
     assert free(bodies) == 1000
+
+
+def test_names_are_looked_up_in_threads_and_may_be_unknown() -> None:
+    async def look_up() -> None:
+        lookups = LookupThreads()
+        assert "127.0.0.1" in await lookups.look_up("localhost")
+        for unknown in ("a" * 64 + ".invalid", "a..invalid"):
+            with pytest.raises(OSError, match="not a host name|not known|No address"):
+                await lookups.look_up(unknown)
+        assert not lookups.running
+
+    asyncio.run(look_up())
