@@ -158,9 +158,10 @@ class ImageFetcher:
                     for _ in range(slots):
                         tasks.create_task(self._fetch_each(http, left, budget, images))
         except TimeoutError:
-            late = next(link for link in links if link.url not in images)
-            reason = f"it did not arrive within {self.timeout_s:.0f} s"
-            raise _invalid(late, FetchRefused("timeout", reason)) from None
+            for late in links:
+                if late.url not in images:
+                    reason = f"it did not arrive within {self.timeout_s:.0f} s"
+                    raise _invalid(late, FetchRefused("stopped", reason)) from None
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         finally:

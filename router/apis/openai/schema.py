@@ -184,10 +184,13 @@ class LinkedMessage(RequestMessage, frozen=True):
     content: str | Annotated[list[LinkedPart], Meta(max_length=1024)] | None = None  # type: ignore[assignment]
 
 
+LinkedMessages = Annotated[list[LinkedMessage], Meta(min_length=1, max_length=10_000)]
+
+
 class LinkedChat(ChatRequest, frozen=True, kw_only=True):
     """A chat that may link to images; the router fetches them before a replica is chosen."""
 
-    messages: Annotated[list[LinkedMessage], Meta(min_length=1, max_length=10_000)]  # type: ignore[assignment]
+    messages: LinkedMessages  # type: ignore[assignment]
 
 
 class CompletionRequest(_GenerationRequest, frozen=True, kw_only=True):

@@ -96,7 +96,7 @@ def test_names_are_looked_up_in_threads_and_may_be_unknown() -> None:
         lookups = LookupThreads()
         assert "127.0.0.1" in await lookups.look_up("localhost")
         for unknown in ("a" * 64 + ".invalid", "a..invalid"):
-            with pytest.raises(OSError, match="not a host name|not known|No address"):
+            with pytest.raises(OSError, match=r"not a host name|not known|No address"):
                 await lookups.look_up(unknown)
         assert not lookups.running
 
