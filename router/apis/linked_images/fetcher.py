@@ -18,6 +18,7 @@ from isochrone.service.threads import start_daemon_thread
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import TenantId
 from isochrone.wire.peers.routes import KeyEntry
+from router.apis.linked_images.answer_guard import GuardedConnector
 from router.apis.linked_images.download import TOO_LARGE, ImageBudget, LinkRules, download
 from router.apis.linked_images.link import HTTPS_PORT, FetchRefused, printable
 from router.apis.linked_images.splice import FetchedImage, with_images
@@ -174,7 +175,7 @@ class ImageFetcher:
     def _session(self, lookups: LookupThreads, connections_max: int) -> aiohttp.ClientSession:
         """Return a client without cookies, proxies or any headers but our own."""
         resolver = PublicResolver(self.look_up or lookups.look_up, self.rules.refuse)
-        connector = aiohttp.TCPConnector(resolver=resolver, limit=connections_max, ssl=self.tls)
+        connector = GuardedConnector(resolver, connections_max, self.tls)
         return aiohttp.ClientSession(
             connector=connector,
             cookie_jar=aiohttp.DummyCookieJar(),

@@ -70,7 +70,7 @@ async def test_an_engine_gets_the_image_and_no_link(tmp_path: Path) -> None:
         # Fetched once, without anything of the client's.
         (request,) = origin.requests
         assert {name.lower() for name in request.headers} == {
-            *("host", "accept", "accept-encoding", "user-agent"),
+            *("host", "accept", "accept-encoding", "user-agent", "connection"),
         }
         assert outcomes(bench) == {"fetched": 1}
 
@@ -239,6 +239,9 @@ REASONS = {
     "/plain": "it redirects to a link that is not fetched: it is no plain `https://` link",
     "/nowhere": "it redirects to a link that is not fetched",
     "/headers": "broke off",
+    "/interim": "broke off",
+    "/answers": "no PNG, JPEG, GIF or WebP",
+    "/tiny": "broke off",
     "/broken": "its header is broken",
 }
 
@@ -264,14 +267,21 @@ def hostile_answers(origin: ImageOrigin) -> dict[str, Any]:
         request.transport.close()
         return response
 
-    async def headers(request: web.Request) -> web.StreamResponse:
-        transport = request.transport
-        assert transport is not None
-        transport.write(b"HTTP/1.1 200 OK\r\n")
-        while not transport.is_closing():
-            transport.write(b"x: y\r\n" * 1000)
-            await asyncio.sleep(0)
-        raise ConnectionError
+    def raw(first: bytes, more: bytes) -> Any:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            transport = request.transport
+            assert transport is not None
+            transport.write(first)
+            while not transport.is_closing():
+                if transport.get_write_buffer_size() < 2**20:
+                    transport.write(more * 1000)
+                await asyncio.sleep(0)
+            raise ConnectionError
+
+        return answer
+
+    ok = b"HTTP/1.1 200 OK\r\n"
+    chunked = ok + b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(GIF), GIF)
 
     many = b"\0" * 65536
     return {
@@ -288,7 +298,10 @@ def hostile_answers(origin: ImageOrigin) -> dict[str, Any]:
         "/inside": redirects(f"https://mixed.test:{origin.port}/a.gif"),
         "/plain": redirects("http://images.test/a.gif"),
         "/nowhere": redirects("https://["),
-        "/headers": headers,
+        "/headers": raw(ok, b"x: y\r\n"),
+        "/interim": raw(b"", b"HTTP/1.1 103 x\r\n\r\n"),
+        "/answers": raw(b"", ok + b"content-length: 0\r\n\r\n"),
+        "/tiny": raw(chunked, b"1\r\n\0\r\n"),
     }
 
 
