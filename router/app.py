@@ -25,6 +25,7 @@ from isochrone.wire.peers.usage import UsageAck
 from router import build
 from router.apis.batches.answer import ItemAnswerer
 from router.apis.dispatch import ApiDispatcher
+from router.apis.linked_images.fetcher import image_fetcher
 from router.apis.media.routes import MediaRoutes
 from router.apis.openai.auxiliary import auxiliary_app
 from router.apis.openai.surface import OpenAiSurface
@@ -50,12 +51,7 @@ from router.loops.share_prompts import PromptSharer
 from router.loops.ship_reports import ReportShipper
 from router.pipeline import RequestPipeline
 from router.poison_guard import PoisonGuard
-from router.processes import (
-    ParentLink,
-    Shared,
-    WorkerIdentity,
-    WorkerPool,
-)
+from router.processes import ParentLink, Shared, WorkerIdentity, WorkerPool
 from router.recording.former_workers import adopt_usage
 from router.recording.metrics import Metrics
 from router.recording.record import Recorder
@@ -178,7 +174,8 @@ class RouterApp:
             clock=time.monotonic,
             tracer=request_tracer(self.config, self.identity, self.exporter),
         )
-        self.surface = OpenAiSurface(self.config, self.fleet, time.time)
+        images = image_fetcher(self.config, lambda: self.server.bodies, self.metrics)
+        self.surface = OpenAiSurface(self.config, self.fleet, time.time, images)
         uses_tls = any(url.startswith("https:") for url in self.config.schedulers)
         self.scheduler_client = SchedulerClient(client_context(self.identity) if uses_tls else None)
         self.request_ids = RequestIds(self.boot_id)

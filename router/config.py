@@ -1,7 +1,7 @@
 """The settings of a router: a TOML file, overridden by `ISOCHRONE_ROUTER_*`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -92,6 +92,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # The largest image of a chat, by its header: 64 megapixels decode to 192 MB in an engine. All
     # images of a request may have four times as many.
     image_pixels_max: Count = 64_000_000
+    # Links to the images of a chat are refused, or fetched by this router (never by an engine):
+    # https on port 443 of public addresses, which the router must be able to reach.
+    image_links: Literal["refuse", "fetch"] = "refuse"
     output_tokens_assumed: Count = 256  # for a request without max_tokens
 
     # The queue of requests for which no replica has capacity.

@@ -1,6 +1,6 @@
 """A client's request as the pipeline takes it, whichever API surface it came through."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from isochrone.native_class import mypyc_attr
@@ -22,6 +22,10 @@ NOTHING_LEFT: Final = b""
 INPUT_BYTES_MIN: Final = 4
 """The least bytes of a body for each of several inputs: quotes, a letter and a comma."""
 
+FetchImages = Callable[[bytes, Callable[[int], None]], Awaitable[bytes]]
+"""Takes a body and a function that counts bytes which are held, and returns the body with the
+images that it links to. Raises ApiError."""
+
 
 @mypyc_attr(free_list_len=1)
 class InferenceRequest:
@@ -34,9 +38,10 @@ class InferenceRequest:
     - `relayed_headers` are the client's own header lines that the node gets, each checked.
     - `traceparent` is the client's own, in the form of the standard; empty if it sent none.
     - `encode_error_event` encodes an error as an event within a stream.
-    - `build_resume_body(text, tokens)` returns a body that asks for the rest of the answer after
-      `text`, which has `tokens` tokens, NOTHING_LEFT, or None. The attribute is None if the request
-      cannot be resumed.
+    - `build_resume_body(body, text, tokens)` returns a body that asks for the rest of the answer
+      after `text`, which has `tokens` tokens, NOTHING_LEFT, or None. The attribute is None if the
+      request cannot be resumed.
+    - `fetch_images` completes `body` before a replica is chosen; None if it is complete.
     - `ttft_ms` is within how many ms the client needs the first token; 0 if it does not say.
     - `adapter` is the LoRA adapter of the deployment's model that the request names, if any.
     - `determinism` is `headers.GREEDY` or `headers.SEEDED` if every replica would generate the same
@@ -51,9 +56,9 @@ class InferenceRequest:
     __slots__ = (
         "_price", "adapter", "answer_count", "arrived_s", "body", "build_resume_body",
         "client_request_id", "content_type", "deployment", "deployment_id", "determinism",
-        "encode_error_event", "is_media", "is_stream", "key", "output_tokens_max", "path",
-        "preemptions", "prefix_keys", "regions", "reject_if_busy", "relayed_headers", "request_id",
-        "session", "started_at", "tenant_id", "text_bytes", "traceparent", "ttft_ms",
+        "encode_error_event", "fetch_images", "is_media", "is_stream", "key", "output_tokens_max",
+        "path", "preemptions", "prefix_keys", "regions", "reject_if_busy", "relayed_headers",
+        "request_id", "session", "started_at", "tenant_id", "text_bytes", "traceparent", "ttft_ms",
         "wants_usage",
     )  # fmt: skip
 
@@ -76,7 +81,7 @@ class InferenceRequest:
         wants_usage: bool = False,
         session: str = "",
         reject_if_busy: bool = False,
-        build_resume_body: Callable[[str, int], bytes | None] | None = None,
+        build_resume_body: Callable[[bytes, str, int], bytes | None] | None = None,
         determinism: str = "",
         prefix_keys: PrefixKeys = NO_KEYS,
         relayed_headers: str = "",
@@ -85,6 +90,7 @@ class InferenceRequest:
         content_type: str = JSON,
         is_media: bool = False,
         ttft_ms: int = 0,
+        fetch_images: FetchImages | None = None,
     ) -> None:
         self.request_id = request_id
         self.client_request_id = client_request_id
@@ -113,6 +119,7 @@ class InferenceRequest:
         self.content_type = content_type
         self.is_media = is_media
         self.ttft_ms = ttft_ms
+        self.fetch_images = fetch_images
         self.preemptions = -1
         self._price = deployment.price
 

@@ -31,6 +31,7 @@ from router.decide.admission.limits import AdmittedRequest, KeyLimiter
 from router.decide.admission.retry_after import spread_retry_after_s
 from router.decide.admission.retry_budget import RetryBudget
 from router.decide.attempt import AttemptEvent, FailedAttempts, FailureCause
+from router.fetch_images import fetch_images
 from router.fleet_state import FleetState
 from router.inference_request import JSON, InferenceRequest
 from router.poison_guard import PoisonGuard
@@ -117,6 +118,9 @@ class RequestPipeline:
         if self._tracer is not None:
             context.trace = self._tracer.begin(request)
         try:
+            if request.fetch_images is not None:
+                await fetch_images(context, self._bodies, self._tracer, self._clock)
+                now_s = self._clock()
             context.held_bytes = self._bodies.hold(request.tenant_id, len(request.body))
             self._poison_guard.check(context)
             exchange = await self._send_until_answered(context, now_s)
@@ -350,10 +354,7 @@ class RequestPipeline:
             await self._relay_until_done(context, writer)
             context.outcome = OUTCOME_COMPLETE
         except AttemptFailed as failure:
-            error_event = ApiError(
-                ErrorCode.UPSTREAM,
-                f"{CANNOT_CONTINUE}: {failure}",
-            )
+            error_event = ApiError(ErrorCode.UPSTREAM, f"{CANNOT_CONTINUE}: {failure}")
             if not content_type.startswith(EVENT_STREAM):
                 # An event would be heard as noise, so the response breaks off instead.
                 raise error_event from failure
@@ -422,10 +423,8 @@ class RequestPipeline:
             exchange = await self._send_until_answered(context, self._clock())
             attempt.take(AttemptEvent.RESUMED)
             if not exchange.is_stream:
-                raise ApiError(
-                    ErrorCode.UPSTREAM,
-                    f"{CANNOT_CONTINUE}: the next replica refused it",
-                )
+                reason = "the next replica refused it"
+                raise ApiError(ErrorCode.UPSTREAM, f"{CANNOT_CONTINUE}: {reason}")
             self._metrics.continuations.labels("continued").inc()
             if not context.is_exact_resumption(exchange.head):
                 writer.send(RESUMED_COMMENT)

@@ -192,7 +192,7 @@ class ResumableStream:
         build, generated = request.build_resume_body, self.generated
         if build is None or not generated.is_plain or self.failovers_left <= 0:
             return False
-        body = build(generated.text, generated.tokens)
+        body = build(request.body, generated.text, generated.tokens)
         if not body:
             return False
         self.failovers_left -= 1
@@ -361,7 +361,9 @@ class RequestContext:
         if request.answer_count != 1 or generated.finish_reason is not None:
             return request.answer_count == 1
         build = request.build_resume_body if generated.is_plain else None
-        return build is not None and build(generated.text, generated.tokens) == NOTHING_LEFT
+        if build is None:
+            return False
+        return build(request.body, generated.text, generated.tokens) == NOTHING_LEFT
 
     def missing_end(self) -> bytes:
         """Return the end of a stream whose replica failed after its last token."""

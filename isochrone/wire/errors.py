@@ -17,6 +17,7 @@ class ErrorCode(StrEnum):
 
     INVALID_REQUEST = "invalid_request"
     INCOMPLETE_REQUEST = "incomplete_request"
+    INVALID_IMAGE_URL = "invalid_image_url"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     INVALID_KEY = "invalid_api_key"
     FORBIDDEN = "forbidden"
@@ -50,6 +51,7 @@ class Meaning(NamedTuple):
 MEANINGS: Final[dict[ErrorCode, Meaning]] = {
     ErrorCode.INVALID_REQUEST: Meaning(400, 5006),
     ErrorCode.INCOMPLETE_REQUEST: Meaning(400, 3003),
+    ErrorCode.INVALID_IMAGE_URL: Meaning(400, 5006),
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: Meaning(400, 5006),
     ErrorCode.INVALID_KEY: Meaning(401, 10000),
     ErrorCode.FORBIDDEN: Meaning(403, 3041),

@@ -29,6 +29,7 @@ COUNTRY_PATTERN: Final = rf"^[A-Z]{{2}}{END}"
 ID_PATTERN: Final = rf"^[A-Za-z0-9]([A-Za-z0-9._~-]{{0,126}}[A-Za-z0-9])?{END}"
 ADDRESS_PATTERN: Final = rf"^((https?://)?[A-Za-z0-9._:\[\]-]{{1,255}}/?)?{END}"
 DATA_URL_PATTERN: Final = "^data:"
+IMAGE_URL_PATTERN: Final = "^(data:|https://)"
 REQUEST_ID_PATTERN: Final = rf"^[A-Za-z0-9._-]{{1,64}}{END}"
 
 PATTERN_DESCRIPTIONS: Final = {
@@ -37,7 +38,9 @@ PATTERN_DESCRIPTIONS: Final = {
     " 128, perhaps after an `@`",
     ID_PATTERN: "letters, digits, dots, dashes, underscores and tildes, at most 128",
     ADDRESS_PATTERN: "an address such as `https://10.0.0.7:9000`",
-    DATA_URL_PATTERN: "a `data:` URL (other URLs are not fetched)",
+    DATA_URL_PATTERN: "a `data:` URL with the file in base64 (other URLs are not fetched)",
+    IMAGE_URL_PATTERN: "a `data:` URL with the file in base64 (or an `https://` link, where the"
+    " operator lets routers fetch it)",
     POP_PATTERN: "three lower-case letters, such as `ams`",
     COUNTRY_PATTERN: "two capital letters, such as `NL`",
 }

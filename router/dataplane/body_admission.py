@@ -100,6 +100,10 @@ class BodyAdmission:
         self._budget.check(key.key_id, now_s)
         self._budget.charge(key.key_id, size_bytes, now_s)
 
+    def charge_fetched(self, key: KeyEntry, size_bytes: int) -> None:
+        """Charge what was fetched for a request of a key, whose next bodies wait for that."""
+        self._budget.charge(key.key_id, size_bytes, self._clock())
+
     async def inflate(self, request: HttpRequest) -> None:
         """Inflate a body that was charged. Raises ApiError."""
         body, key, bytes_max = request.body, request.key, self._inflated_max(request)

@@ -74,6 +74,12 @@ class Metrics(Collector):
         self.retries_denied = count(
             "retries_denied", "Retries not made because the retry budget was spent."
         )
+        self.image_fetches = count(
+            "image_fetches",
+            "Images that clients link to: fetched, or why not. Those of a request end together:"
+            " stopped.",
+            "outcome",
+        )
         self.continuations = count(
             "continuations",
             "Streams whose replica failed: continued by another one, or impossible to continue.",

@@ -28,7 +28,10 @@ class AttemptTrace:
 
 
 class CapacityWait:
-    """One wait in the admission queue, before the attempt of this index. Monotonic seconds."""
+    """One wait in the admission queue, before the attempt of this index. Monotonic seconds.
+
+    That for images is before the first.
+    """
 
     __slots__ = ("attempt_index", "began_s", "ended_s", "span_id")
 
@@ -43,10 +46,11 @@ class RequestTrace:
     """The trace of one request.
 
     `context` is the router's own span, `parent_id` the client's if its trace is continued; `link`
-    is the client's if it is not. `error` is the code of the error that the client got.
+    is the client's if it is not. `error` is the code of the error that the client got. `fetch` is
+    the wait for the images that the request links to.
     """
 
-    __slots__ = ("attempts", "context", "error", "link", "parent_id", "waits")
+    __slots__ = ("attempts", "context", "error", "fetch", "link", "parent_id", "waits")
 
     def __init__(self, context: TraceContext, parent_id: str, link: TraceContext | None) -> None:
         self.context = context
@@ -54,6 +58,7 @@ class RequestTrace:
         self.link = link
         self.attempts: list[AttemptTrace] = []
         self.waits: list[CapacityWait] = []
+        self.fetch: CapacityWait | None = None
         self.error = ""
 
     @property

@@ -1,7 +1,8 @@
 """Decides which requests are traced, and makes the router's spans of a request that has ended.
 
 A traced request is the span of its arrival to its end, with a span for each attempt, which is the
-parent of the node's spans, and one for each wait in the admission queue.
+parent of the node's spans, one for each wait in the admission queue, and one for the images that it
+links to.
 """
 
 from collections.abc import Callable, Sequence
@@ -87,6 +88,11 @@ class RequestTracer:
             wait = CapacityWait(self._new_id(8), attempt_index, began_s, now_s)
             trace.waits.append(wait)
 
+    def add_fetch(self, context: RequestContext, began_s: float) -> None:
+        """Note that the images which a request links to were fetched until now."""
+        if context.trace is not None:
+            context.trace.fetch = CapacityWait(self._new_id(8), 0, began_s, self._clock())
+
     def end_attempt(
         self, context: RequestContext, attempt: ReplicaAttempt, error: str = ""
     ) -> None:
@@ -133,6 +139,8 @@ def request_spans(
         link=trace.link,
     )
     waits = [_wait_span(trace, wait, offset_s) for wait in trace.waits]
+    if trace.fetch is not None:
+        waits.append(_wait_span(trace, trace.fetch, offset_s, "fetch images"))
     attempts = [
         _attempt_span(trace, number, attempt, now_s, offset_s)
         for number, attempt in enumerate(trace.attempts, 1)
@@ -140,11 +148,13 @@ def request_spans(
     return [arrival, *waits, *attempts]
 
 
-def _wait_span(trace: RequestTrace, wait: CapacityWait, offset_s: float) -> Span:
+def _wait_span(
+    trace: RequestTrace, wait: CapacityWait, offset_s: float, name: str = "wait for capacity"
+) -> Span:
     return Span(
         context=TraceContext(trace.context.trace_id, wait.span_id),
         parent_id=trace.context.span_id,
-        name="wait for capacity",
+        name=name,
         kind=SpanKind.INTERNAL,
         began_s=offset_s + wait.began_s,
         ended_s=offset_s + wait.ended_s,

@@ -139,18 +139,22 @@ class CachedResolver(abc.AbstractResolver):
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[abc.ResolveResult]:
         """Return the addresses of `host`. Raises OSError."""
-        addresses = await self._names.addresses(host)
-        return [
-            {
-                "hostname": host,
-                "host": address,
-                "port": port,
-                "family": socket.AF_INET6 if ":" in address else socket.AF_INET,
-                "proto": 0,
-                "flags": socket.AI_NUMERICHOST,
-            }
-            for address in addresses
-        ]
+        return resolve_results(host, port, await self._names.addresses(host))
 
     async def close(self) -> None:
         """Do nothing: the cache belongs to another."""
+
+
+def resolve_results(host: str, port: int, addresses: Sequence[str]) -> list[abc.ResolveResult]:
+    """Return the addresses of `host` as an aiohttp client takes them."""
+    return [
+        {
+            "hostname": host,
+            "host": address,
+            "port": port,
+            "family": socket.AF_INET6 if ":" in address else socket.AF_INET,
+            "proto": 0,
+            "flags": socket.AI_NUMERICHOST,
+        }
+        for address in addresses
+    ]

@@ -8,8 +8,6 @@ name the hub. The URLs it redirects to carry a signature in their query, so mess
 """
 
 import asyncio
-import ipaddress
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -19,11 +17,11 @@ from typing import Final, NamedTuple
 from urllib.parse import quote
 
 import aiohttp
-from aiohttp import abc
 from yarl import URL
 
 from isochrone.service.failure_log import error_text
 from isochrone.service.network.connection_errors import describe_connection_error
+from isochrone.service.network.public_addresses import PublicResolver, refuse_private
 from isochrone.service.trust.identity import SCHEDULER_NAME
 from isochrone.wire.peers.adapter import CLUSTER_SCHEME
 from isochrone.wire.peers.relay import ADAPTER_FILE_PATH, RELAY_TOKEN
@@ -43,70 +41,8 @@ TRANSFER_TIMEOUT: Final = aiohttp.ClientTimeout(total=None, sock_connect=10.0, s
 LOCAL_SCHEMES: Final = ("file:", "pypi:")
 """Prefixes of the sources that name files of this machine."""
 
-_NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
-_NAT64_LOCAL: Final = ipaddress.IPv6Network("64:ff9b:1::/48")
-"""Addresses of private NAT64 gateways, each with another place for the IPv4 address: never
-public."""
-
 ORIGIN_MINIMUM_RATE: Final = MinimumRate(bytes_per_s=64 * 1024, window_s=30.0)
 """Lower than for peers: there is only one origin."""
-
-
-class PublicResolver(abc.AbstractResolver):
-    """Resolves names to public addresses only, to prevent server-side request forgery."""
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-    ) -> list[abc.ResolveResult]:
-        """Return the addresses of `host`. Raises OSError if one of them is not public."""
-        infos = await asyncio.get_running_loop().getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, family=family
-        )
-        results: list[abc.ResolveResult] = []
-        for found, _, proto, _, address in infos:
-            refuse_private(str(address[0]))
-            results.append(
-                {
-                    "hostname": host,
-                    "host": str(address[0]),
-                    "port": port,
-                    "family": found,
-                    "proto": proto,
-                    "flags": socket.AI_NUMERICHOST,
-                }
-            )
-        return results
-
-    async def close(self) -> None:
-        """Do nothing: the resolver holds no resources."""
-
-
-def refuse_private(host: str) -> None:
-    """Raise OSError if `host` is an IP address outside the public internet."""
-    try:
-        address = ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        return
-    if not _is_public(address):
-        raise OSError(
-            f"cannot use {host}: it is not a public address; set private_sources to allow it"
-        )
-
-
-def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Return whether an address, and the IPv4 address that it may carry, is public.
-
-    A NAT64 or 6to4 gateway sends packets for such an IPv6 address on to the IPv4 address in it.
-    """
-    if isinstance(address, ipaddress.IPv6Address):
-        carried = address.ipv4_mapped or address.sixtofour
-        if address in _NAT64_LOCAL:
-            return False
-        if address in _NAT64:
-            carried = ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF)
-        if carried is not None:
-            return carried.is_global and not carried.is_multicast
-    return address.is_global and not address.is_multicast
 
 
 class ClusterOrigin(NamedTuple):
@@ -152,7 +88,9 @@ class ArtifactSources:
         if source.startswith(CLUSTER_SCHEME):
             return await self._fetch_from_cluster(source, download, offset)
         url, is_hub = self._url(source, path), source.startswith("hf:")
-        connector = aiohttp.TCPConnector(resolver=None if self._private else PublicResolver())
+        connector = aiohttp.TCPConnector(
+            resolver=None if self._private else PublicResolver(refuse=_refuse_private)
+        )
         session = aiohttp.ClientSession(
             connector=connector, timeout=TRANSFER_TIMEOUT, auto_decompress=False
         )
@@ -278,7 +216,7 @@ class ArtifactSources:
             )
         try:
             # A literal address is not passed to the resolver.
-            refuse_private(url.host or "")
+            _refuse_private(url.host or "")
         except OSError as error:
             raise ArtifactError(f"cannot fetch {_printable(url)}: {error}") from error
         return url
@@ -293,6 +231,14 @@ def _transfer_errors(path: str, source: str) -> Iterator[None]:
         raise TransferCut(error_text(error)) from error
     except TransferTooLong as error:
         raise ArtifactError(f"cannot fetch {path} from {source}: {error}") from error
+
+
+def _refuse_private(host: str) -> None:
+    """Raise OSError if `host` is an IP address outside the public internet, with the setting."""
+    try:
+        refuse_private(host)
+    except OSError as error:
+        raise OSError(f"{error}; set private_sources to allow it") from error
 
 
 def _origin(url: URL) -> tuple[str, str | None, int | None]:

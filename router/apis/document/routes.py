@@ -39,6 +39,7 @@ INFERENCE: Final = (
         openai.CHAT_PATH,
         "Answer a chat",
         body=openai.ChatRequest,
+        fields={"messages": openai.LinkedMessages},
         answer=answers.ChatAnswer,
         media_types=(EVENTS,),
     ),

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from router.apis.openai.schema import DataUrl, Fraction, ModelField, TokenCount
+from router.apis.openai.schema import Fraction, ImageUrl, ModelField, TokenCount
 
 MESSAGES_PATH: Final = "/v1/messages"
 COUNT_TOKENS_PATH: Final = "/v1/messages/count_tokens"
@@ -52,9 +52,9 @@ class Base64Image(MessagesStruct, frozen=True, tag="base64"):
 
 
 class LinkedImage(MessagesStruct, frozen=True, tag="url"):
-    """An image in a `data:` URL; engines fetch no others."""
+    """An image in a `data:` URL, or a link for a router that fetches it."""
 
-    url: DataUrl
+    url: ImageUrl
 
 
 class ImageBlock(CacheableStruct, frozen=True, tag="image"):

@@ -26,6 +26,7 @@ from router.apis.openai.schema import (
     ClassifyRequest,
     CompletionRequest,
     EmbeddingRequest,
+    LinkedChat,
     RequestStreamOptions,
     RerankRequest,
 )
@@ -34,6 +35,7 @@ from router.inference_request import NOTHING_LEFT
 R = TypeVar("R")
 
 CHAT: Final = msgspec.json.Decoder(ChatRequest)
+LINKED_CHAT: Final = msgspec.json.Decoder(LinkedChat)
 COMPLETION: Final = msgspec.json.Decoder(CompletionRequest)
 EMBEDDING: Final = msgspec.json.Decoder(EmbeddingRequest)
 CLASSIFY: Final = msgspec.json.Decoder(ClassifyRequest)
@@ -193,21 +195,21 @@ def _has_state(value: msgspec.Raw) -> bool:
 
 
 def resume_body_builder(
-    body: bytes, request: OpenAiRequest
-) -> Callable[[str, int], bytes | None] | None:
+    request: OpenAiRequest,
+) -> Callable[[bytes, str, int], bytes | None] | None:
     """Return a function that builds the body for the rest of a stream.
 
-    The function takes the generated text and its number of tokens. The result, or that of the
-    function, is None if the request cannot be resumed. Only plain text can: tool calls, grammars,
-    several answers and log probabilities have a state that text does not hold. The function's
-    result is NOTHING_LEFT if the text has all tokens that it may have.
+    The function takes the body, the generated text and its number of tokens. The result, or that of
+    the function, is None if the request cannot be resumed. Only plain text can: tool calls,
+    grammars, several answers and log probabilities have a state that text does not hold. The
+    function's result is NOTHING_LEFT if the text has all tokens that it may have.
     """
     if isinstance(request, EmbeddingRequest | RerankRequest) or count_answers(request) != 1:
         return None
     if isinstance(request, CompletionRequest) and not isinstance(request.prompt, str):
         return None
 
-    def build(text: str, tokens: int) -> bytes | None:
+    def build(body: bytes, text: str, tokens: int) -> bytes | None:
         fields: dict[str, Any] = _FIELDS.decode(body)
         if any(_has_state(fields[name]) for name in fields.keys() & _STATEFUL):
             return None

@@ -37,6 +37,9 @@ _DATA_URL: Final = re.compile(r"data:image/(?:png|jpeg|jpg|gif|webp);base64,", r
 _DATA_URL_IN_BODY: Final = re.compile(rb"data:(?i:image/(?:png|jpeg|jpg|gif|webp);base64,)")
 """The same where the decoder has not checked that it begins with `data:` in small letters."""
 
+LINK: Final = "https://"
+MAGIC_BYTES: Final = 8
+
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
 _JPEG_SIZES: Final = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
 """The markers of a JPEG frame, which holds the size."""
@@ -98,10 +101,44 @@ def image_data(body: bytes, urls: Sequence[int]) -> list[memoryview] | None:
     return found
 
 
-def check_images(request: ChatRequest, pixels_max: int, taken: Sequence[memoryview] = ()) -> None:
+class ImageLink(NamedTuple):
+    """A link to an image, and the field that has it."""
+
+    field: str
+    url: str
+
+
+class ImageCheck:
+    """The images of a request: what they add up to, and those that are still to be fetched."""
+
+    def __init__(self, pixels_max: int) -> None:
+        self.links: list[ImageLink] = []
+        self._pixels_max = pixels_max
+        self._pixels = 0
+        self._blocks = BlockCount()
+
+    def add(self, image: str | memoryview, field: str) -> None:
+        """Check an image: its URL, or the base64 of one, which is valid. Raises ApiError 400."""
+        if isinstance(image, str) and image.startswith(LINK):
+            self.links.append(ImageLink(field, image))
+            return
+        self._pixels += _checked_pixels(image, field, self._pixels_max, self._blocks)
+
+    def check_sum(self) -> None:
+        """Raise ApiError 400 if the images together are too large."""
+        limit = LARGEST_MAX * self._pixels_max
+        if self._pixels > limit:
+            reason = f"their images have {self._pixels} pixels, the limit is {limit}"
+            raise _invalid("messages", reason)
+
+
+def check_images(
+    request: ChatRequest, pixels_max: int, taken: Sequence[memoryview] = ()
+) -> ImageCheck:
     """Raise ApiError 400 if an image is of an unknown format, broken or too large.
 
-    A number in the place of a URL is that of an image in `taken`, see long_texts.py.
+    A number in the place of a URL is that of an image in `taken`, see long_texts.py. Only a
+    `LinkedChat` has links.
     """
     images = [
         (number, place, url)
@@ -112,13 +149,17 @@ def check_images(request: ChatRequest, pixels_max: int, taken: Sequence[memoryvi
     ]
     if len(images) > IMAGES_MAX:
         raise _invalid("messages", f"they have {len(images)} images, the limit is {IMAGES_MAX}")
-    blocks, pixels, limit = BlockCount(), 0, LARGEST_MAX * pixels_max
+    check = ImageCheck(pixels_max)
     for number, place, url in images:
         field = f"messages[{number}].content[{place}].image_url"
-        image = taken[url] if isinstance(url, int) else url
-        pixels += _checked_pixels(image, field, pixels_max, blocks)
-    if pixels > limit:
-        raise _invalid("messages", f"their images have {pixels} pixels, the limit is {limit}")
+        check.add(taken[url] if isinstance(url, int) else url, field)
+    check.check_sum()
+    return check
+
+
+def media_type(data: bytes) -> str:
+    """Return the media type of an image by its first MAGIC_BYTES, "" if it is of no known one."""
+    return next((kind for begins, kind, _ in _READERS if data.startswith(begins)), "")
 
 
 def image_size(data: bytes, blocks: BlockCount) -> ImageSize | None:
@@ -126,7 +167,7 @@ def image_size(data: bytes, blocks: BlockCount) -> ImageSize | None:
 
     Raises TooManyBlocks.
     """
-    for begins, read in _READERS:
+    for begins, _, read in _READERS:
         if data.startswith(begins):
             try:
                 return read(data, blocks)
@@ -276,11 +317,11 @@ def _webp_size(data: bytes, blocks: BlockCount) -> ImageSize | None:
     return None
 
 
-_READERS: Final[tuple[tuple[bytes, Callable[[bytes, BlockCount], ImageSize | None]], ...]] = (
-    (_PNG, _png_size),
-    (b"GIF8", _gif_size),
-    (b"\xff\xd8", _jpeg_size),
-    (b"RIFF", _webp_size),
+_READERS: Final[tuple[tuple[bytes, str, Callable[[bytes, BlockCount], ImageSize | None]], ...]] = (
+    (_PNG, "image/png", _png_size),
+    (b"GIF8", "image/gif", _gif_size),
+    (b"\xff\xd8", "image/jpeg", _jpeg_size),
+    (b"RIFF", "image/webp", _webp_size),
 )
 
 

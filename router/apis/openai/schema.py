@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from isochrone.wire.ids import DATA_URL_PATTERN
+from isochrone.wire.ids import DATA_URL_PATTERN, IMAGE_URL_PATTERN
 
 CHAT_PATH: Final = "/v1/chat/completions"
 COMPLETIONS_PATH: Final = "/v1/completions"
@@ -25,6 +25,8 @@ TOKENIZE_PATH: Final = "/tokenize"
 ModelField = Annotated[str, Meta(min_length=1, max_length=128)]
 TokenCount = Annotated[int, Meta(ge=1, le=10_000_000)]
 DataUrl = Annotated[str, Meta(pattern=DATA_URL_PATTERN)]
+ImageUrl = Annotated[str, Meta(pattern=IMAGE_URL_PATTERN)]
+"""Links are for routers that fetch them, see router/apis/linked_images."""
 AnswerCount = Annotated[int, Meta(ge=1, le=16)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
@@ -162,6 +164,33 @@ class TextlessChat(ChatRequest, frozen=True, kw_only=True):
     """A chat whose long texts and images were taken out, see long_texts.py."""
 
     messages: Annotated[list[TextlessMessage], Meta(min_length=1, max_length=10_000)]  # type: ignore[assignment]
+
+
+class LinkedReference(MediaReference, frozen=True):
+    """A reference to an image, which may be a link."""
+
+    url: ImageUrl
+
+
+class LinkedPart(MessagePart, frozen=True):
+    """A part of a message whose image may be a link."""
+
+    image_url: ImageUrl | LinkedReference | None = None
+
+
+class LinkedMessage(RequestMessage, frozen=True):
+    """A message that may link to images."""
+
+    content: str | Annotated[list[LinkedPart], Meta(max_length=1024)] | None = None  # type: ignore[assignment]
+
+
+LinkedMessages = Annotated[list[LinkedMessage], Meta(min_length=1, max_length=10_000)]
+
+
+class LinkedChat(ChatRequest, frozen=True, kw_only=True):
+    """A chat that may link to images; the router fetches them before a replica is chosen."""
+
+    messages: LinkedMessages  # type: ignore[assignment]
 
 
 class CompletionRequest(_GenerationRequest, frozen=True, kw_only=True):

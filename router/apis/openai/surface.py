@@ -1,7 +1,6 @@
 """The OpenAI inference routes: from an HTTP request to the pipeline's InferenceRequest."""
 
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable
 from itertools import islice
 from typing import Any, Final
 
@@ -13,17 +12,17 @@ from isochrone.wire.errors import ApiError, ErrorCode, openai_error_event
 from isochrone.wire.http import headers
 from isochrone.wire.http.trace_context import parse_traceparent
 from isochrone.wire.ids import RequestId
-from isochrone.wire.models.model import Deprecation
 from isochrone.wire.peers.adapter import AdapterEntry
 from isochrone.wire.peers.routes import DeploymentEntry, KeyEntry
+from router.apis.linked_images.fetcher import ImageFetcher
 from router.apis.media.schema import IMAGES_PATH, SPEECH_PATH, TRANSCRIPTIONS_PATH
 from router.apis.openai.decode import (
     CHAT,
     CLASSIFY,
     COMPLETION,
     EMBEDDING,
+    LINKED_CHAT,
     RERANK,
-    decode,
     determinism_of,
     named_as,
     refuse_storing,
@@ -36,7 +35,7 @@ from router.apis.openai.decode import (
 )
 from router.apis.openai.engine_features import refuse_lacking, refuse_lacking_route
 from router.apis.openai.images import check_images
-from router.apis.openai.long_texts import read_body
+from router.apis.openai.long_texts import ReadBody, read_body
 from router.apis.openai.prompt import (
     OpenAiRequest,
     count_answers,
@@ -44,6 +43,7 @@ from router.apis.openai.prompt import (
     has_parts,
     output_tokens_max,
 )
+from router.apis.openai.retired_models import refuse_retired
 from router.apis.openai.schema import (
     CHAT_PATH,
     CLASSIFY_PATH,
@@ -53,6 +53,7 @@ from router.apis.openai.schema import (
     TOKENIZE_PATH,
     ChatRequest,
     CompletionRequest,
+    LinkedChat,
 )
 from router.config import RouterConfig
 from router.dataplane.http1 import HeaderFields
@@ -61,8 +62,7 @@ from router.decide.admission.authentication import AuthenticationCache, may_use
 from router.decide.caches.affinity import SESSION_BYTES_MAX, hash64
 from router.decide.caches.prefix_index import BLOCK_BYTES, NO_KEYS, PrefixKeys, prefix_keys
 from router.fleet_state import FleetState
-from router.inference_request import InferenceRequest
-from router.proxy_headers import deprecation_headers
+from router.inference_request import FetchImages, InferenceRequest
 
 DECODERS: Final[dict[str, "msgspec.json.Decoder[Any]"]] = {
     CHAT_PATH: CHAT,
@@ -112,9 +112,17 @@ class OpenAiSurface:
     """Reads requests of the OpenAI surface, and those of other surfaces once translated to it."""
 
     def __init__(
-        self, config: RouterConfig, fleet: FleetState, unix_clock: Callable[[], float]
+        self,
+        config: RouterConfig,
+        fleet: FleetState,
+        unix_clock: Callable[[], float],
+        image_fetcher: ImageFetcher | None = None,
     ) -> None:
-        """Use the parts that the whole router shares. `unix_clock` returns Unix time in seconds."""
+        """Use the parts that the whole router shares. `unix_clock` returns Unix time in seconds.
+
+        Without an `image_fetcher` links to images are refused.
+        """
+        self.image_fetcher = image_fetcher
         self.unix_clock = unix_clock
         self._config = config
         self._fleet = fleet
@@ -151,7 +159,7 @@ class OpenAiSurface:
     def refuse_retired(self, deployment: DeploymentEntry) -> None:
         """Raise ApiError 410 if the operator has retired a deployment."""
         if deployment.deprecation is not None:
-            _refuse_retired(deployment, deployment.deprecation, self.unix_clock())
+            refuse_retired(deployment, deployment.deprecation, self.unix_clock())
 
     def only_deployment(self, kind: str, key: KeyEntry) -> DeploymentEntry:
         """Return the only deployment of a kind that a key may use. Raises ApiError 400."""
@@ -176,23 +184,26 @@ class OpenAiSurface:
         path: str,
         body: bytes,
         encode_error_event: Callable[[ApiError], bytes],
+        messages_field: str = "",
     ) -> InferenceRequest:
         """Return the inference request of an HTTP request. Raises ApiError if it is invalid.
 
-        `path` and `body` are OpenAI's, also if the client used another surface.
+        `path` and `body` are OpenAI's, also if the client used another surface, where
+        `messages_field` has the messages.
         """
         key = request.key
         assert key is not None
-        read = read_body(body, DECODERS[path])
+        read = self._read_body(path, body)
         openai, prompt = read.request, read.prompt
         kind = MODEL_KINDS.get(path, "chat")
         named = self._named_model(openai.model, key, request.named_path, kind)
         deployment, adapter = named.deployment, named.adapter
         if deployment.engine_lacks:
             refuse_lacking(deployment, path, body)
+        fetch_images = None
         if isinstance(openai, ChatRequest):
             refuse_storing(openai.store)
-            self._check_images(openai, read.images)
+            fetch_images = self._check_images(openai, read, deployment, key, messages_field)
             body = with_system_first(body, openai)
         body = with_usage_requested(without_transfer_fields(body, openai), openai)
         answer_count = count_answers(openai)
@@ -213,13 +224,14 @@ class OpenAiSurface:
             arrived_s=request.arrived_s,
             started_at=self.unix_clock(),
             encode_error_event=encode_error_event,
-            build_resume_body=resume_body_builder(body, openai) if openai.stream else None,
+            build_resume_body=resume_body_builder(openai) if openai.stream else None,
             determinism=determinism_of(openai) if openai.stream else "",
             prefix_keys=_prefix_keys(prompt, key, deployment, adapter),
             relayed_headers=relayed_headers(request, service_tier_of(openai)),
             traceparent=traceparent_of(request),
             adapter=adapter,
             ttft_ms=ttft_ms_of(request),
+            fetch_images=fetch_images,
         )
 
     def read_translated(
@@ -234,7 +246,7 @@ class OpenAiSurface:
         Raises ApiError, in terms of that field.
         """
         with named_as(messages_field):
-            return self.read(request, CHAT_PATH, body, encode_error_event)
+            return self.read(request, CHAT_PATH, body, encode_error_event, messages_field)
 
     def read_count(
         self, request: HttpRequest, body: bytes, messages_field: str
@@ -246,13 +258,16 @@ class OpenAiSurface:
         """
         key = request.key
         assert key is not None
-        openai: ChatRequest = decode(body, CHAT)
+        with named_as(messages_field):
+            read = self._read_body(CHAT_PATH, body)
+        openai = read.request
+        assert isinstance(openai, ChatRequest)
         deployment = self._named_model(openai.model, key, request.named_path, "chat").deployment
         refuse_lacking_route(deployment, "token_count")
         with named_as(messages_field):
             refuse_lacking(deployment, CHAT_PATH, body)
             # Engines read images to count their tokens.
-            self._check_images(openai)
+            fetch_images = self._check_images(openai, read, deployment, key, messages_field)
         if openai.model != deployment.name:
             # An adapter has its model's tokens.
             body = with_model(body, deployment.name)
@@ -266,11 +281,34 @@ class OpenAiSurface:
             arrived_s=request.arrived_s,
             started_at=self.unix_clock(),
             encode_error_event=openai_error_event,
+            fetch_images=fetch_images,
         )
 
-    def _check_images(self, request: ChatRequest, taken: Sequence[memoryview] = ()) -> None:
-        if has_parts(request):
-            check_images(request, self._config.image_pixels_max, taken)
+    def _read_body(self, path: str, body: bytes) -> ReadBody:
+        """Decode a body, also one with links if they are fetched. Raises ApiError 400."""
+        try:
+            return read_body(body, DECODERS[path])
+        except ApiError:
+            if self.image_fetcher is None or path != CHAT_PATH or b"https:" not in body:
+                raise
+            return read_body(body, LINKED_CHAT)
+
+    def _check_images(
+        self,
+        chat: ChatRequest,
+        read: ReadBody,
+        deployment: DeploymentEntry,
+        key: KeyEntry,
+        messages_field: str,
+    ) -> FetchImages | None:
+        """Check a chat's images; return what fetches those that it links to. Raises ApiError."""
+        if not has_parts(chat):
+            return None
+        check = check_images(chat, self._config.image_pixels_max, read.images)
+        if self.image_fetcher is None or not isinstance(chat, LinkedChat):
+            return None
+        refuse_lacking_route(deployment, "images")
+        return self.image_fetcher.completion(check, key, messages_field)
 
     def _named_model(self, name: str, key: KeyEntry, path: str, kind: str) -> NamedModel:
         """Return the deployment of a kind, and perhaps the adapter, that a request names.
@@ -312,22 +350,6 @@ class OpenAiSurface:
         if limit is None:
             limit = self._config.output_tokens_assumed
         return max(1, min(limit, deployment.context_tokens) * answer_count)
-
-
-def _refuse_retired(
-    deployment: DeploymentEntry, deprecation: Deprecation, now_unix_s: float
-) -> None:
-    """Raise ApiError 410 from the day on that the operator announced."""
-    if not 0 < deprecation.sunset_at <= now_unix_s:
-        return
-    day = datetime.fromtimestamp(deprecation.sunset_at, UTC).date()
-    instead = f"use {deprecation.replacement!r}" if deprecation.replacement else "use another model"
-    raise ApiError(
-        ErrorCode.MODEL_RETIRED,
-        f"Model has been deprecated: {deployment.name!r} was retired on {day}; {instead}",
-        param="model",
-        headers=deprecation_headers(deprecation),
-    )
 
 
 def _prefix_keys(

@@ -76,6 +76,11 @@ class StoredResponses:
         """The responses that clients of this process wait for; their leases are renewed."""
         self._finishing: set[asyncio.Task[bool]] = set()
 
+    @property
+    def may_link(self) -> bool:
+        """Whether the images of items may be links."""
+        return self._openai.image_fetcher is not None
+
     def is_needed(self, body: bytes) -> bool:
         """Return whether a request's response is to be stored, or continues a stored one."""
         is_named = any(field in body for field in _FIELDS) or _ESCAPED_LETTER.search(body)

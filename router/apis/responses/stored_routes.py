@@ -13,7 +13,7 @@ from isochrone.wire.http import headers
 from router.apis.openai.decode import decode
 from router.apis.query_flags import flag
 from router.apis.relay import in_a_task, relay_to_scheduler
-from router.apis.responses.items import identified, parse_items
+from router.apis.responses.items import identified, parse_items, refuse_links
 from router.apis.responses.references import (
     may_have_references,
     referenced_responses,
@@ -97,7 +97,7 @@ class StoredRoutes:
             await self._follow(request, _starting_after(query), writer)
             return
         if request.method == b"POST" and _WITH_ITEMS.fullmatch(request.path):
-            request.body = _with_ids(request)
+            request.body = _with_ids(request, may_link=self._stored.may_link)
         await relay_to_scheduler(self._client, request, writer)
 
     async def _follow(
@@ -162,12 +162,17 @@ class StoredRoutes:
             return await response.read()
 
 
-def _with_ids(request: HttpRequest) -> bytes:
-    """Return the body of a request that adds items, each with an id. Raises ApiError 400."""
+def _with_ids(request: HttpRequest, *, may_link: bool) -> bytes:
+    """Return the body of a request that adds items, each with an id. Raises ApiError 400.
+
+    `may_link` says whether images may be links.
+    """
     items = decode(request.body, _GIVEN).items
     if items is None:
         return request.body
-    parse_items(items, "items")
+    parsed = parse_items(items, "items")
+    if not may_link:
+        refuse_links(parsed, "items")
     # The router's own part of the id: the client's may be that of other requests, or no part of a
     # path.
     own_id = "-".join(request.request_id.rsplit("-", 2)[1:])

@@ -16,8 +16,8 @@ from router.apis.chat_messages import BETWEEN_TEXTS, arranged
 from router.apis.earlier_reasoning import FIELDS as REASONING_FIELDS
 from router.apis.earlier_reasoning import decode_reasoning, reasoning_fields
 from router.apis.openai.schema import (
-    DataUrl,
     Fraction,
+    ImageUrl,
     ModelField,
     RefusedOpenAiFields,
     RouterOptions,
@@ -31,12 +31,12 @@ StoredId = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
 
 
 class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of an input item's content: a text, or an image in a `data:` URL."""
+    """A part of an input item's content: a text, or an image: in a `data:` URL, or a link."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
-    image_url: DataUrl | None = None
+    image_url: ImageUrl | None = None
     detail: str | None = None
     file_id: None = None
     annotations: Any = None

@@ -117,6 +117,11 @@ class AnsweredBodies:
         """Count a body if it is large; return how many bytes to release. Raises LimitExceeded."""
         if size_bytes < LARGE_BODY_BYTES:
             return 0
+        self.take(tenant_id, size_bytes)
+        return size_bytes
+
+    def take(self, tenant_id: TenantId, size_bytes: int) -> None:
+        """Count bytes until `release`. Raises LimitExceeded."""
         if not self._shares.take(tenant_id, size_bytes):
             raise LimitExceeded(
                 "answered_bodies",
@@ -126,10 +131,9 @@ class AnsweredBodies:
                 HELD_RETRY_AFTER_S,
                 {},
             )
-        return size_bytes
 
     def release(self, tenant_id: TenantId, count: int) -> None:
-        """Stop counting the bytes that `hold` returned."""
+        """Stop counting bytes that `hold` returned, or that were taken."""
         if count:
             self._shares.give_back(tenant_id, count)
 

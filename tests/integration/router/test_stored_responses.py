@@ -1,18 +1,21 @@
 """Stored responses and conversations with the official SDK: router, scheduler, Postgres, a node."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from isochrone.wire.peers.routes import KeyLimits
+from router.apis.linked_images.fetcher import ImageFetcher
 from router.decide.admission.body_limits import ParseBudget
 from scheduler.api.client_objects import conversations as conversation_endpoints
 from scheduler.api.client_objects import responses as response_endpoints
 from scheduler.decide.response_limits import ResponseLimits
 from tests.integration.admin.conftest import admin
 from tests.integration.router.fleet_of import a_key, a_route, a_table
+from tests.integration.router.image_origin import GIF_URL, allow, an_origin
 from tests.integration.router.test_batches import WAIT_S, BatchBench, bench
 from tests.system.harness import until
 
@@ -362,3 +365,40 @@ async def test_stored_items_are_charged_to_the_parse_budget(
         assert (await create(model="tiny", **fields)).output_text
         with pytest.raises(openai.RateLimitError, match="need more work than"):
             await create(model="tiny", **fields)
+
+
+async def test_a_link_to_an_image_is_stored_as_it_was_sent(
+    bench: BatchBench, tmp_path: Path
+) -> None:
+    create: Any = bench.client.responses.create
+    add: Any = bench.client.conversations.create
+    async with an_origin(tmp_path) as (origin, trust):
+        image = {"type": "input_image", "image_url": origin.url(), "detail": "auto"}
+        given = [{"type": "message", "role": "user", "content": [image]}]
+        for refused in (create(model="tiny", input=given, store=True), add(items=given)):
+            with pytest.raises(openai.BadRequestError, match="expected a `data:` URL"):
+                await refused
+        surface = bench.app.surface
+        surface.image_fetcher = ImageFetcher(
+            2**20, lambda: bench.app.server.bodies, bench.app.metrics
+        )
+        allow(surface, origin, trust)
+        first = await create(model="tiny", input=given, store=True, max_output_tokens=2)
+        (item,) = (await bench.client.responses.input_items.list(first.id)).data
+        assert item.to_dict()["content"] == [image]
+        for number in (2, 3):
+            background = await create(
+                model="tiny",
+                input="more",
+                previous_response_id=first.id,
+                background=number == 3,
+                max_output_tokens=2,
+            )
+            await ended(bench, background.id)
+            (_, content), *_ = sent_messages(bench)
+            assert content[0]["image_url"]["url"] == GIF_URL
+            assert len(origin.requests) == number
+        conversation = await add(items=given)
+        origin.answers.clear()
+        with pytest.raises(openai.BadRequestError, match="its host answered 404"):
+            await create(model="tiny", input="more", conversation=conversation.id)

@@ -375,9 +375,9 @@ def test_an_answer_that_the_client_began_is_continued_also_by_another_replica() 
     body = chat(messages=given, stream=True)
     assert body["continue_final_message"] is True
     encoded = json.dumps(body).encode()
-    build = resume_body_builder(encoded, decode(encoded, CHAT))
+    build = resume_body_builder(decode(encoded, CHAT))
     assert build is not None
-    resumed = json.loads(build("two, ", 2) or b"")
+    resumed = json.loads(build(encoded, "two, ", 2) or b"")
     assert resumed["messages"] == [
         *BODY["messages"],
         {"role": "assistant", "content": "One, two, "},

@@ -268,7 +268,7 @@ def test_images_become_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [{"file_id": "f"}, {"image_url": "https://example.com/a.png"}, {"image_url": None}]
+    "part", [{"file_id": "f"}, {"image_url": "http://example.com/a.png"}, {"image_url": None}]
 )
 def test_an_image_elsewhere_is_refused(part: Any) -> None:
     with pytest.raises(ApiError, match="cannot use field 'input"):

@@ -24,9 +24,9 @@ CONTINUES = {"continue_final_message": True, "add_generation_prompt": False}
 )
 def test_a_chat_is_continued(messages: list[Any], fields: dict[str, Any], prefix: str) -> None:
     body = json.dumps({"model": "m", "messages": messages, "stream": True, **fields}).encode()
-    build = resume_body_builder(body, decode(body, CHAT))
+    build = resume_body_builder(decode(body, CHAT))
     assert build is not None
-    resumed = build("two, ", 2)
+    resumed = build(body, "two, ", 2)
     assert resumed is not None
     chat = read_chat(resumed, 1_000_000)
     assert template_messages(chat) == [HI]
@@ -35,9 +35,9 @@ def test_a_chat_is_continued(messages: list[Any], fields: dict[str, Any], prefix
 
 def test_a_completion_is_continued() -> None:
     body = json.dumps({"model": "m", "prompt": "One, ", "stream": True}).encode()
-    build = resume_body_builder(body, decode(body, COMPLETION))
+    build = resume_body_builder(decode(body, COMPLETION))
     assert build is not None
-    resumed = build("two, ", 2)
+    resumed = build(body, "two, ", 2)
     assert resumed is not None
     assert read_completion(resumed, 1_000_000).prompt == "One, two, "
 
@@ -58,9 +58,9 @@ def test_only_options_with_a_state_end_an_answer(
 ) -> None:
     """Clients send options with values that ask for nothing."""
     body = json.dumps({"model": "m", "messages": [HI], "stream": True, **options}).encode()
-    build = resume_body_builder(body, decode(body, CHAT))
+    build = resume_body_builder(decode(body, CHAT))
     assert build is not None
-    assert (build("two, ", 2) is not None) is can_continue
+    assert (build(body, "two, ", 2) is not None) is can_continue
 
 
 @pytest.mark.parametrize(("least", "rest"), [(8, 6), (2, 0), (1, 0), (None, None)])
@@ -70,9 +70,9 @@ def test_the_least_tokens_are_those_of_the_whole_answer(
     """vLLM refuses more than `max_tokens`, and would not let the rest end where it does."""
     fields = {"model": "m", "prompt": "One, ", "stream": True, "max_tokens": 8, "min_tokens": least}
     body = json.dumps(fields).encode()
-    build = resume_body_builder(body, decode(body, COMPLETION))
+    build = resume_body_builder(decode(body, COMPLETION))
     assert build is not None
-    resumed = json.loads(build("two, ", 2) or b"{}")
+    resumed = json.loads(build(body, "two, ", 2) or b"{}")
     assert (resumed["max_tokens"], resumed["min_tokens"]) == (6, rest)
 
 
@@ -80,7 +80,7 @@ def test_the_least_tokens_are_those_of_the_whole_answer(
 def test_the_options_of_the_stream_stay(options: dict[str, Any] | None) -> None:
     fields = {"model": "m", "prompt": "One, ", "stream": True, "stream_options": options}
     body = json.dumps(fields).encode()
-    build = resume_body_builder(body, decode(body, COMPLETION))
+    build = resume_body_builder(decode(body, COMPLETION))
     assert build is not None
-    resumed = json.loads(build("two, ", 2) or b"{}")
+    resumed = json.loads(build(body, "two, ", 2) or b"{}")
     assert resumed["stream_options"] == {"include_usage": True, **(options or {})}

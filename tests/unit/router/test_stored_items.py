@@ -7,7 +7,7 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 
 from isochrone.wire.errors import ApiError
-from router.apis.responses.items import identified, input_of, parse_items
+from router.apis.responses.items import identified, input_of, parse_items, refuse_links
 from router.apis.responses.replay import closing_events, opening_events
 from router.apis.responses.stored import StoredResponses
 from router.dataplane import sse
@@ -180,3 +180,15 @@ def test_a_refused_item_is_named_by_the_field_that_it_is_in(item: dict[str, Any]
         with pytest.raises(ApiError) as refused:
             parse_items([item], field)
         assert refused.value.param == field
+
+
+def test_links_to_images_are_not_stored_where_they_are_not_fetched() -> None:
+    image: Any = {"type": "input_image", "image_url": "https://example.com/a.png"}
+    data: Any = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    message: Any = {"type": "message", "role": "user", "content": [image]}
+    output: Any = {"type": "function_call_output", "call_id": "c", "output": [data, image]}
+    for items in ([message], [{"type": "message", "role": "user", "content": "x"}, output]):
+        with pytest.raises(ApiError, match="expected a `data:` URL with the file in base64"):
+            refuse_links(parse_items(items, "items"), "items")
+    allowed = {"type": "message", "role": "user", "content": [data]}
+    refuse_links(parse_items([allowed], "items"), "items")

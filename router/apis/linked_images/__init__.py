@@ -1,0 +1,1 @@
+"""Images that a chat links to: fetched by the router, so that no engine fetches anything."""
