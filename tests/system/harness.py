@@ -20,9 +20,9 @@ import msgspec
 from isochrone.cli.client import AdminClient, AdminError
 from isochrone.cli.manifest import artifact_of
 from isochrone.service.files import write_atomic
-from ops.fleet.processes import Processes
 from tests.ports import free_port
 from tests.postgres import a_folder
+from tests.system.forked_services import ForkedServices
 from tests.system.holdings import Holdings, holdings_of
 from tests.unit_filter import unit_path
 
@@ -114,7 +114,7 @@ class Fleet:
         """The folders of the Postgres servers, of which one is the primary."""
         self.hosts: dict[str, str] = {}
         """By process: the address at which this process reaches it, if not 127.0.0.1."""
-        self.processes = Processes(folder / "logs", ROOT)
+        self.processes = ForkedServices(folder / "logs", ROOT)
         self.ports = {
             f"{kind}-{name}": free_port()
             for kind, name in (

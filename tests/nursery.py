@@ -1,12 +1,13 @@
-"""Engine processes forked from one that has imported everything, which takes two seconds of CPU.
+"""Programs forked from a process that has imported them: that takes a second of CPU or two.
 
-`python -m tests.integration.engine.nursery DESCRIPTOR` reads orders from a Unix socket. Each has
-the arguments of an engine and three descriptors: its standard output, its standard error, and a
-pipe on which its exit code is told. The process ends with the socket.
+`python -m tests.nursery DESCRIPTOR PROGRAM` reads orders from a Unix socket. Each has the arguments
+and the environment of a process and three descriptors: its standard output, its standard error, and
+a pipe on which its exit code is told. The nursery ends with the socket.
 """
 
 import atexit
 import functools
+import importlib
 import json
 import os
 import select
@@ -14,21 +15,29 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-ROOT: Final = Path(__file__).parents[3]
+ROOT: Final = Path(__file__).parents[1]
+PROGRAMS: Final[Mapping[str, tuple[str, ...]]] = {
+    "nodeagent": ("nodeagent.__main__",),
+    "nodeagent.engine": ("nodeagent.engine.__main__",),
+    "router": ("router.__main__", "router.serve"),
+    "scheduler": ("scheduler.__main__", "scheduler.app"),
+}
+"""The modules that are imported for each program. The first one has its `main`."""
+
 KILLED: Final = 128 + signal.SIGKILL
-"""What is told of an engine whose exit code was not: the nursery has been killed."""
+"""What is told of a process whose exit code was not: the nursery has been killed."""
 
 
-class Engine:
-    """A forked engine, with the methods of `subprocess.Popen` that tests need."""
+class Forked:
+    """A forked process, with the methods of `subprocess.Popen` that tests need."""
 
-    def __init__(self, pid: int, stdout: int, code: int) -> None:
+    def __init__(self, pid: int, code: int) -> None:
         self.pid = pid
-        self.stdout = os.fdopen(stdout)
         self._code_pipe = os.fdopen(code)
         self._code: int | None = None
 
@@ -40,7 +49,7 @@ class Engine:
         """Return the exit code. Raises TimeoutExpired."""
         code = self._code_within(timeout)
         if code is None:
-            raise subprocess.TimeoutExpired("nodeagent.engine", timeout or 0.0)
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return code
 
     def _code_within(self, timeout: float | None) -> int | None:
@@ -49,9 +58,10 @@ class Engine:
                 self._code = int(self._code_pipe.read() or KILLED)
         return self._code
 
-    def send_signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
@@ -60,27 +70,56 @@ class Engine:
         self.send_signal(signal.SIGKILL)
 
 
+class Engine(Forked):
+    """A forked engine, whose standard output is read."""
+
+    def __init__(self, pid: int, code: int, stdout: int) -> None:
+        super().__init__(pid, code)
+        self.stdout = os.fdopen(stdout)
+
+
 def fork_engine(config: Path, log: Path) -> Engine:
     """Start an engine: its arguments are `--config CONFIG`, its standard error is LOG."""
-    order = json.dumps({"arguments": ["--config", str(config)], "environment": dict(os.environ)})
-    (read_stdout, stdout), (read_code, code) = os.pipe(), os.pipe()
+    read_stdout, stdout = os.pipe()
     with log.open("w") as stderr:
-        nursery = _nursery()
-        socket.send_fds(nursery, [order.encode()], [stdout, stderr.fileno(), code])
+        arguments = ("--config", str(config))
+        pid, code = _forked("nodeagent.engine", arguments, os.environ, (stdout, stderr.fileno()))
     os.close(stdout)
+    return Engine(pid, code, read_stdout)
+
+
+def fork_service(
+    program: str, arguments: Sequence[str], environment: Mapping[str, str], log: int
+) -> Forked:
+    """Start a program of PROGRAMS, with its output in a file."""
+    return Forked(*_forked(program, arguments, environment, (log, log)))
+
+
+def _forked(
+    program: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    outputs: tuple[int, int],
+) -> tuple[int, int]:
+    """Start a program; return its pid, and the pipe on which its exit code will be told."""
+    order = json.dumps({"arguments": [program, *arguments], "environment": dict(environment)})
+    read_code, code = os.pipe()
+    nursery = _nursery(program)
+    socket.send_fds(nursery, [order.encode()], [*outputs, code])
     os.close(code)
-    return Engine(int(nursery.recv(32)), read_stdout, read_code)
+    return int(nursery.recv(32)), read_code
 
 
 @functools.cache
-def _nursery() -> socket.socket:
-    """Return the connection to this process's nursery, which ends with it."""
+def _nursery(program: str) -> socket.socket:
+    """Return the connection to this process's nursery of a program, which ends with it."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(its.fileno())],
+            [sys.executable, "-m", __name__, str(its.fileno()), program],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
             pass_fds=[its.fileno()],
         )
     atexit.register(process.wait)
@@ -88,10 +127,9 @@ def _nursery() -> socket.socket:
     return ours
 
 
-def serve(orders: socket.socket) -> None:
-    """Fork an engine for each order, until there are no more; in an engine, return when it ends."""
-    from nodeagent.engine.__main__ import main
-
+def serve(orders: socket.socket, program: str) -> None:
+    """Fork a process for each order, until there are no more; in it, return when it ends."""
+    modules = [importlib.import_module(name) for name in PROGRAMS[program]]
     ended, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -112,7 +150,7 @@ def serve(orders: socket.socket) -> None:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             become(json.loads(order), descriptors, [orders.detach(), ended, wakes, *codes.values()])
-            main()
+            modules[0].main()
             return
         codes[pid] = descriptors[2]
         for descriptor in descriptors[:2]:
@@ -121,7 +159,7 @@ def serve(orders: socket.socket) -> None:
 
 
 def tell(codes: dict[int, int]) -> None:
-    """Write the exit codes of the engines that have ended, each to its own pipe."""
+    """Write the exit codes of the processes that have ended, each to its own pipe."""
     for pid in list(codes):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
@@ -136,10 +174,11 @@ def become(order: dict[str, Any], descriptors: list[int], others: list[int]) -> 
     os.dup2(stderr, 2)
     for descriptor in (stdout, stderr, code, *others):
         os.close(descriptor)
+    os.setsid()
     os.environ.clear()
     os.environ.update(order["environment"])
-    sys.argv = ["nodeagent.engine", *order["arguments"]]
+    sys.argv = order["arguments"]
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
