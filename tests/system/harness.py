@@ -21,7 +21,7 @@ from isochrone.cli.client import AdminClient, AdminError
 from isochrone.cli.manifest import artifact_of
 from isochrone.service.files import write_atomic
 from tests.ports import free_port
-from tests.postgres import a_folder
+from tests.postgres import a_folder, copy_new_database
 from tests.system.forked_services import ForkedServices
 from tests.system.holdings import Holdings, holdings_of
 from tests.unit_filter import unit_path
@@ -176,6 +176,8 @@ class Fleet:
         name = postgres_process(database)
         log = self.folder / "logs" / f"{name}.log"
         log.unlink(missing_ok=True)
+        if not (self.folder / database).exists():
+            await asyncio.to_thread(copy_new_database, self.folder / database)
         await self.processes.start(
             name, ("scheduler", "postgres", "--state", str(self.folder / database))
         )
