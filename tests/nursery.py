@@ -22,7 +22,7 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[1]
 PROGRAMS: Final[Mapping[str, tuple[str, ...]]] = {
-    "nodeagent": ("nodeagent.__main__",),
+    "nodeagent": ("nodeagent.__main__", "tests.system.equal_priority"),
     "nodeagent.engine": ("nodeagent.engine.__main__",),
     "router": ("router.__main__", "router.serve"),
     "scheduler": ("scheduler.__main__", "scheduler.app"),
