@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -40,6 +41,7 @@ class Forked:
         self.pid = pid
         self._code_pipe = os.fdopen(code)
         self._code: int | None = None
+        self._reading = threading.Lock()
 
     def poll(self) -> int | None:
         """Return the exit code, None while it runs."""
@@ -54,8 +56,11 @@ class Forked:
 
     def _code_within(self, timeout: float | None) -> int | None:
         if self._code is None and select.select([self._code_pipe], [], [], timeout)[0]:
-            with self._code_pipe:
-                self._code = int(self._code_pipe.read() or KILLED)
+            # Another thread may have waited, too.
+            with self._reading:
+                if self._code is None:
+                    with self._code_pipe:
+                        self._code = int(self._code_pipe.read() or KILLED)
         return self._code
 
     def send_signal(self, number: int) -> None:
