@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 STOP_TIMEOUT_S: Final = 15.0
 LOG_TAIL_LINES: Final = 15
@@ -16,13 +16,27 @@ class StartFailed(Exception):
     """The demo could not start or had an unexpected result; the message says why."""
 
 
+class RunningProcess(Protocol):
+    """What is used of a process that was started."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def send_signal(self, signal: int) -> None: ...
+
+    async def wait(self) -> int: ...
+
+
 class Processes:
     """All processes of the demo, which are stopped in the reverse order of their start."""
 
     def __init__(self, logs: Path, root: Path) -> None:
         self._logs = logs
         self._root = root
-        self._running: dict[str, asyncio.subprocess.Process] = {}
+        self._running: dict[str, RunningProcess] = {}
 
     def pid(self, name: str) -> int:
         """Return the process id of `name`."""

@@ -28,6 +28,7 @@ from tests.engines.real_engines import (
     needs_vllm,
     running_engine,
 )
+from tests.engines.shallow_model import write_shallow
 
 TOOLS_TEMPLATE: Final = (
     "{% if tools %}<|im_start|>system\nCall a function as "
@@ -93,6 +94,12 @@ def model_with_tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config.unlink()
         config.write_text(json.dumps(fields))
     return folder
+
+
+@pytest.fixture(scope="session")
+def shallow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chat model with few layers."""
+    return write_shallow(MODEL, tmp_path_factory.mktemp("models") / "shallow")
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

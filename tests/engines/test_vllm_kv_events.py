@@ -13,14 +13,14 @@ from isochrone.wire.models.model import EngineSettings
 from nodeagent.drivers.driver import COMPLETIONS_PATH
 from nodeagent.host.engines.engine_process import EngineProcess
 from tests.builders import GIB, a_spec
-from tests.engines.real_engines import MODEL, VLLM_COMMANDS, needs_vllm, post, running_engine
+from tests.engines.real_engines import VLLM_COMMANDS, needs_vllm, post, running_engine
 from tests.integration.nodeagent.test_two_legs import artifact_of
 from tests.system.harness import until
 
 PROMPT_TOKENS: Final = 579
 CACHED_TOKENS: Final = 512
 """vLLM on a CPU caches blocks of 128 tokens."""
-KV_BYTES: Final = 100 * 1024 * 1024
+KV_BYTES: Final = 7_000_000
 """Room for about 35 blocks, of which a prompt has four."""
 
 pytestmark = [needs_vllm, pytest.mark.timeout(900)]
@@ -44,7 +44,7 @@ async def since_s(engine: EngineProcess) -> float | None:
 
 
 async def test_the_agent_knows_what_a_vllm_has_evicted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shallow_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", f"{VLLM_COMMANDS}:{os.environ['PATH']}")
     engine_settings = EngineSettings(driver="vllm", kv_memory_bytes=KV_BYTES)
@@ -52,11 +52,11 @@ async def test_the_agent_knows_what_a_vllm_has_evicted(
         engine=engine_settings,
         device_ids=(DeviceId("cpu"),),
         memory_bytes=3 * GIB,
-        artifact=artifact_of(MODEL),
+        artifact=artifact_of(shallow_model),
         context_tokens=1024,
     )
     began_s = time.monotonic()
-    async with running_engine(spec, MODEL, tmp_path / "e") as engine:
+    async with running_engine(spec, shallow_model, tmp_path / "e") as engine:
 
         async def is_known() -> bool:
             return await since_s(engine) is not None

@@ -20,9 +20,9 @@ import msgspec
 from isochrone.cli.client import AdminClient, AdminError
 from isochrone.cli.manifest import artifact_of
 from isochrone.service.files import write_atomic
-from ops.fleet.processes import Processes
 from tests.ports import free_port
-from tests.postgres import a_folder
+from tests.postgres import a_folder, copy_new_database
+from tests.system.forked_services import ForkedServices
 from tests.system.holdings import Holdings, holdings_of
 from tests.unit_filter import unit_path
 
@@ -114,7 +114,7 @@ class Fleet:
         """The folders of the Postgres servers, of which one is the primary."""
         self.hosts: dict[str, str] = {}
         """By process: the address at which this process reaches it, if not 127.0.0.1."""
-        self.processes = Processes(folder / "logs", ROOT)
+        self.processes = ForkedServices(folder / "logs", ROOT)
         self.ports = {
             f"{kind}-{name}": free_port()
             for kind, name in (
@@ -176,6 +176,8 @@ class Fleet:
         name = postgres_process(database)
         log = self.folder / "logs" / f"{name}.log"
         log.unlink(missing_ok=True)
+        if not (self.folder / database).exists():
+            await asyncio.to_thread(copy_new_database, self.folder / database)
         await self.processes.start(
             name, ("scheduler", "postgres", "--state", str(self.folder / database))
         )

@@ -16,9 +16,9 @@ import openai
 import pytest
 from aiohttp import web
 
-from tests.integration.engine.nursery import Engine, fork_engine
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, a_bench, a_key, a_route, a_table
+from tests.nursery import Engine, fork_engine
 
 ROOT = Path(__file__).parents[3]
 READY_S = 60.0

@@ -26,7 +26,7 @@ from isochrone.wire.kv.kv_transfer import (
 )
 from ops.golden import tiny
 from tests.integration.engine.conftest import EngineProcess, end, launch, wait_ready
-from tests.integration.engine.nursery import Engine
+from tests.nursery import Engine
 from tests.system.harness import until
 
 PROMPT = [token for start in range(5) for token in range(start, start + 40)]

@@ -18,7 +18,7 @@ from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.loading import load_engine
 from ops.golden import tiny
 from tests.integration.engine.conftest import ROOT, EngineProcess, end, launch, wait_ready
-from tests.integration.engine.nursery import Engine
+from tests.nursery import Engine
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_families.json").read_text())
 CASES = [
