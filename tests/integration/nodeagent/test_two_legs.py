@@ -367,7 +367,9 @@ async def check_sleep(fleet: TwoLegs) -> None:
             assert outcomes() == {**before, outcome: before.get(outcome, 0) + 1}
             awake = [memory.asleep_count() == 0 for memory in memories]
             assert awake == [True, wakes]
-        patch.setattr(memories[1], "_budgets", partial(asyncio.sleep, 0, {DeviceId("cpu"): 1 << 40}))
+        patch.setattr(
+            memories[1], "_budgets", partial(asyncio.sleep, 0, {DeviceId("cpu"): 1 << 40})
+        )
         async with memories[1].use(ReplicaId("p1")):
             pass
     await until("tokens are released", fleet.is_idle, 10.0)
