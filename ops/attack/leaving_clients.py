@@ -59,7 +59,7 @@ FREE_S: Final = 60.0
 SHOWN_TYPES: Final = 12
 
 
-class Stage(StrEnum):
+class LeaveStage(StrEnum):
     """The progress of a request when its client leaves."""
 
     SENT = "sent"
@@ -103,7 +103,7 @@ class LeavingClients:
             for n, ms, us in ((decoder, 4000, 20_000), (reader, 20, 100))
         ]
         self._readers = headers.format_peer_replicas(peers)
-        self.reached = dict.fromkeys(Stage, 0)
+        self.reached = dict.fromkeys(LeaveStage, 0)
 
     def _request(self, *, is_streamed: bool) -> bytes:
         """Return a request as a router sends it."""
@@ -132,7 +132,7 @@ class LeavingClients:
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         return f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + content
 
-    async def leave(self, stage: Stage) -> None:
+    async def leave(self, stage: LeaveStage) -> None:
         """Send a request, and leave at a stage."""
         chance = self._chance
         host, _, port = self.nodes[0].address.partition(":")
@@ -151,23 +151,23 @@ class LeavingClients:
             else:
                 writer.close()
 
-    async def _reach(self, stage: Stage, reader: asyncio.StreamReader) -> None:
-        if stage is Stage.SENT:
+    async def _reach(self, stage: LeaveStage, reader: asyncio.StreamReader) -> None:
+        if stage is LeaveStage.SENT:
             return
         await reader.readuntil(b"\r\n\r\n")
-        if stage is Stage.READING:
+        if stage is LeaveStage.READING:
             return
-        if stage is Stage.WHOLE:
+        if stage is LeaveStage.WHOLE:
             await reader.read()
             return
         await reader.readuntil(b"HTTP/1.1 200 OK\r\n")
-        if stage is Stage.STREAMING:
+        if stage is LeaveStage.STREAMING:
             for _ in range(self._chance.randrange(1, OUTPUT_TOKENS)):
                 await reader.readuntil(b"data: ")
 
     async def leave_often(self, count: int) -> None:
         """Leave `count` times, AT_ONCE at a time."""
-        left = [self._chance.choice(list(Stage)) for _ in range(count)]
+        left = [self._chance.choice(list(LeaveStage)) for _ in range(count)]
 
         async def leave_next() -> None:
             while left:

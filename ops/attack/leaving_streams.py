@@ -22,7 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from ops.attack.kills import AttackFailed, end_in_order
-from ops.attack.leaving_clients import AT_ONCE, FREE_S, PAUSE_S_MAX, Stage
+from ops.attack.leaving_clients import AT_ONCE, FREE_S, PAUSE_S_MAX, LeaveStage
 from ops.bench.memory_counts import process_sizes
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import KEY
@@ -31,7 +31,7 @@ from tests.integration.router.test_process import a_process, prepare
 GROWTH_BYTES_MAX: Final = 4 * 1024**2
 ITL_S: Final = 0.001
 SESSIONS: Final = 1000
-STAGES: Final = (Stage.SENT, Stage.ANSWERED, Stage.STREAMING, Stage.WHOLE)
+STAGES: Final = (LeaveStage.SENT, LeaveStage.ANSWERED, LeaveStage.STREAMING, LeaveStage.WHOLE)
 
 
 class LeavingStreams:
@@ -60,19 +60,19 @@ class LeavingStreams:
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         return f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n".encode() + content
 
-    async def leave(self, stage: Stage) -> None:
+    async def leave(self, stage: LeaveStage) -> None:
         """Send a request, and leave at a stage."""
         chance = self._chance
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         try:
             writer.write(self._request())
             with suppress(asyncio.IncompleteReadError):
-                if stage is not Stage.SENT:
+                if stage is not LeaveStage.SENT:
                     await reader.readuntil(b"HTTP/1.1 200 OK\r\n")
-                if stage is Stage.STREAMING:
+                if stage is LeaveStage.STREAMING:
                     for _ in range(chance.randrange(1, 8)):
                         await reader.readuntil(b"data: ")
-                if stage is Stage.WHOLE:
+                if stage is LeaveStage.WHOLE:
                     await reader.readuntil(b"data: [DONE]")
                 self.reached[stage] += 1
             await asyncio.sleep(chance.uniform(0, PAUSE_S_MAX))
