@@ -37,6 +37,7 @@ from nodeagent.decide.requests.prefill_leg import (
     probe_timeout_s,
 )
 from nodeagent.disaggregation.transfer_leg import (
+    ENDED,
     FAILED,
     LegRefused,
     LegRequest,
@@ -140,7 +141,7 @@ class HandshakeLeg:
     async def _open(self, post: PostToEngine, stack: AsyncExitStack) -> aiohttp.ClientResponse:
         """Run the legs, and leave the answer of the last one open in `stack`."""
         request, span = self._request, current_span()
-        outcome: str = FAILED
+        outcome: str = ENDED
         try:
             fields = _fields_of(request.body)
             can_split = fields is not None and self._handshake.can_split(fields)

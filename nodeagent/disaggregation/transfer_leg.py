@@ -62,6 +62,8 @@ UNKNOWN_TRANSFER: Final = 404
 """The engine's answer while it does not know the request, or no longer."""
 
 FAILED: Final = "failed"
+ENDED: Final = "ended"
+"""The outcome of a leg whose request ended before."""
 
 _EXPECTED: Final = msgspec.json.Decoder(kv_transfer.ExpectedPrompt)
 _RECEIVED: Final = msgspec.json.Decoder(kv_transfer.ReceivedBlocks)
@@ -163,12 +165,14 @@ class TransferLeg:
 
     async def _run(self) -> None:
         """Decide, and try the prefill replicas; then let the engine begin."""
-        outcome: str = FAILED
+        outcome: str = ENDED
         try:
             expected = self.expected = await self._describe()
             if expected is not None and self._request.holders is not None:
                 expected = await self._fetch_prefix(expected, self._request.holders)
-            if expected is not None and len(self._request.replicas) > 1:
+            if expected is None or len(self._request.replicas) < 2:
+                outcome = FAILED
+            else:
                 outcome = await self._read_elsewhere(expected)
         finally:
             if len(self._request.replicas) > 1:

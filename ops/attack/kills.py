@@ -16,6 +16,15 @@ class AttackFailed(Exception):
     """A token was lost, repeated or leaked, or a part did not come back."""
 
 
+def end_in_order() -> None:
+    """Have this program end as by Ctrl-C if it is terminated: else what it has started outlives it.
+
+    Shells have their background jobs ignore Ctrl-C.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+
 def run_attack(
     program: str,
     victims: Sequence[str],
@@ -31,10 +40,7 @@ def run_attack(
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--victim", nargs="*", choices=victims, default=victims)
     arguments = parser.parse_args()
-    # Engines and masters would outlive a program that is terminated: it ends as by Ctrl-C, which
-    # shells have their background jobs ignore.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    end_in_order()
     instants = range(arguments.first, arguments.first + arguments.instants)
     try:
         outcomes = asyncio.run(attack(instants, arguments.seed, tuple(arguments.victim)))

@@ -40,6 +40,7 @@ from nodeagent.host.artifacts.sources import ArtifactSources
 from nodeagent.host.cache_salts import CacheSalts
 from nodeagent.host.engines.engine_process import EngineProcesses
 from nodeagent.supervisor import Supervisor
+from ops.bench import memory_counts
 
 SECRET: Final = CacheSalts(b"a secret of this benchmark......")
 WARM_S: Final = 300.0
@@ -63,6 +64,8 @@ class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
     probe_timeout_s: float | None = None
     """How long another node may take to say how busy it is; None for the product's time."""
     options: dict[str, str] = {}
+    counts_memory: bool = False
+    """Whether the node says at memory_counts.PATH what its agent has in memory."""
 
 
 class NodeClient(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,6 +186,8 @@ async def serve(setup: NodeSetup) -> None:
         on_change=lambda: None,
     )
     app = DataPlaneServer(supervisor, PeerReplicaClient(None, time.monotonic), SECRET).app()
+    if setup.counts_memory:
+        app.router.add_get(memory_counts.PATH, memory_counts.answer_counts)
     async with serve_http(app, "127.0.0.1", 0) as port:
         survivors = await asyncio.to_thread(engines.survivors)
         found = {engine.spec.replica_id: engine for engine in survivors}

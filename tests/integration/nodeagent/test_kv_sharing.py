@@ -27,8 +27,10 @@ from isochrone.wire.models.model import EngineSettings
 from isochrone.wire.peers.assignment import ReplicaSpec
 from ops.golden import tiny
 from tests.builders import a_spec
+from tests.chaos.cable import a_cable
 from tests.integration.nodeagent.test_data_plane import Node, a_node
 from tests.integration.nodeagent.test_two_legs import (
+    SLOW_LINK_BYTES_PER_S,
     a_prompt,
     artifact_of,
     is_warm,
@@ -78,10 +80,11 @@ class SharingNodes(NamedTuple):
         tenant: str = "t",
         peers: str = "",
         readers: Sequence[str] = (),
+        token_us: int = 20_000,
     ) -> SharedAnswer:
         """Send a request as a router does, with the replicas that may have its prefix.
 
-        `readers` may read the prompt.
+        `readers` may read the prompt. The replica itself is said to take `token_us` for a token.
         """
         sent = {
             headers.REPLICA: name,
@@ -91,7 +94,8 @@ class SharingNodes(NamedTuple):
             headers.PREFILL_MS: "4000",
         }
         if others:
-            holders = [self.peer(name), *others]
+            here = msgspec.structs.replace(self.peer(name), token_us=token_us)
+            holders = [here, *others]
             sent[kv_sharing.KV_HOLDERS] = headers.format_peer_replicas(holders)
             sent[kv_sharing.KV_KEEPER] = keeper
         if peers:
@@ -171,6 +175,7 @@ async def pop() -> AsyncIterator[SharingNodes]:
 async def test_a_prefix_is_computed_once_in_a_pop_whatever_fails(pop: SharingNodes) -> None:
     """One test, because starting engines takes most of its time."""
     await check_fetch_from_holder(pop)
+    await check_slow_link(pop)
     await check_handoff(pop)
     await check_faults(pop)
     await check_legs_after_broken_fetches(pop)
@@ -198,6 +203,25 @@ async def check_fetch_from_holder(pop: SharingNodes) -> None:
     # Another tenant finds none of it.
     other = await pop.ask("b", prompt, pop.peer("a"), tenant="other")
     assert other == SharedAnswer(first.text, FoundTokens())
+
+
+async def check_slow_link(pop: SharingNodes) -> None:
+    """Over 1 Mbit/s a prefix takes 1.2 s. It is fetched where it would be computed in 4 s. Where it
+    would be computed in 0.4 s, the fetch is given up, and the rest is computed."""
+    port = int(pop.nodes["a"].address.rpartition(":")[2])
+    for token_us in (20_000, 2_000):
+        prompt = a_prompt()
+        first = await pop.ask("a", prompt)
+        async with a_cable(port) as cable:
+            cable.down.bytes_per_s = SLOW_LINK_BYTES_PER_S
+            address = f"127.0.0.1:{cable.port}"
+            slow = msgspec.structs.replace(pop.peer("a"), node_id=NodeId(address), address=address)
+            answer = await pop.ask("b", prompt, slow, token_us=token_us)
+        assert answer.text == first.text
+        is_whole = answer.found == FoundTokens(peer=PROMPT_BLOCKS * 16)
+        assert is_whole == (token_us == 20_000), answer
+    for name in ("a", "b"):
+        await until("nothing is held", partial(pop.holds_nothing, name), 20.0)
 
 
 async def check_handoff(pop: SharingNodes) -> None:

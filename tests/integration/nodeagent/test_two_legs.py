@@ -27,7 +27,7 @@ from isochrone.service.tracing.spans import Span
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.http.trace_context import TraceContext
-from isochrone.wire.ids import Generation, NodeId, ReplicaId
+from isochrone.wire.ids import DeviceId, Generation, NodeId, ReplicaId
 from isochrone.wire.kv import kv_transfer
 from isochrone.wire.kv.transfer_frames import TransferHead, encode_head
 from isochrone.wire.models.artifact import manifest_digest
@@ -37,6 +37,8 @@ from isochrone.wire.peers.report import ReplicaState
 from nodeagent import metrics
 from nodeagent.api.peer_replicas import LOAD_MAX_AGE_S
 from nodeagent.api.request.request_spans import trace_requests
+from nodeagent.decide.replicas.sleep import SleepOutcome
+from nodeagent.host.awake_memory import AwakeMemory
 from nodeagent.managed_replica import ManagedReplica
 from ops.golden import tiny
 from tests.builders import a_spec
@@ -251,6 +253,7 @@ async def test_two_legs_answer_as_one_replica_does_whatever_fails(
     assert not spans
     await check_trace(fleet, spans)
     await check_choices(fleet)
+    await check_sleep(fleet)
     await check_handoff(fleet)
     await check_cancel(fleet)
     await check_bad_peers(fleet)
@@ -339,6 +342,46 @@ async def check_choices(fleet: TwoLegs) -> None:
     queue.release()
     await asyncio.sleep(2 * LOAD_MAX_AGE_S)
     await until("tokens are released", fleet.is_idle, 10.0)
+
+
+async def check_sleep(fleet: TwoLegs) -> None:
+    """A request wakes its replica and the one that reads its prompt; if that has no memory to wake,
+    the prompt is read where it is answered."""
+    prompts = [a_prompt() for _ in range(2)]
+    alone = [await fleet.ask(prompt, tenant="alone") for prompt in prompts]
+    memories = [node.supervisor.awake for node in fleet.nodes[:2]]
+    with pytest.MonkeyPatch.context() as patch:
+        for prompt, expected, reader_bytes in zip(prompts, alone, (1 << 40, 0), strict=True):
+            for memory, name, free_bytes in zip(
+                memories, NAMES, (1 << 40, reader_bytes), strict=False
+            ):
+                budgets = partial(asyncio.sleep, 0, {DeviceId("cpu"): free_bytes})
+                patch.setattr(memory, "_budgets", budgets)
+                await until(f"{name} sleeps", partial(falls_asleep, memory, ReplicaId(name)), 30.0)
+            before = outcomes()
+            answer = await fleet.ask(prompt, "p1")
+            assert answer.text == expected.text != ""
+            wakes = reader_bytes > 0
+            assert answer.heads == ["103", "p1", *([] if wakes else ["103", "d"]), "200"]
+            outcome = "prefill" if wakes else "failed"
+            assert outcomes() == {**before, outcome: before.get(outcome, 0) + 1}
+            awake = [memory.asleep_count() == 0 for memory in memories]
+            assert awake == [True, wakes]
+        patch.setattr(
+            memories[1], "_budgets", partial(asyncio.sleep, 0, {DeviceId("cpu"): 1 << 40})
+        )
+        async with memories[1].use(ReplicaId("p1")):
+            pass
+    await until("tokens are released", fleet.is_idle, 10.0)
+
+
+async def falls_asleep(memory: AwakeMemory, replica_id: ReplicaId) -> bool:
+    resident = memory._residents[replica_id]
+    assert resident.engine is not None
+    if await resident.engine.fall_asleep(30.0) is not SleepOutcome.ASLEEP:
+        return False
+    resident.is_awake = False
+    return True
 
 
 async def check_handoff(fleet: TwoLegs) -> None:

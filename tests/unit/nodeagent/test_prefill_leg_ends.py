@@ -14,6 +14,7 @@ import pytest
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.kv import kv_transfer
+from nodeagent import metrics
 from nodeagent.decide.requests.handoff import PeerReplicaLost
 from nodeagent.decide.requests.prefill_leg import DecodeLoad, TransferRate
 from nodeagent.disaggregation.handshake_leg import HandshakeLeg
@@ -152,6 +153,25 @@ async def test_a_leg_whose_request_has_ended_orders_a_hung_engine_once() -> None
     assert engine.orders == 1
 
 
+def legs(outcome: str) -> float:
+    """Return how many prefill legs have had an outcome."""
+    return float(metrics.PREFILL_LEGS.labels(outcome)._value.get())
+
+
+async def test_a_leg_whose_request_has_ended_is_not_counted_as_failed() -> None:
+    """Four of ten legs seemed to fail where clients left."""
+    failed, ended = legs("failed"), legs("ended")
+    engine = HungEngine()
+    leg = a_leg(engine)
+    await engine.is_asked.wait()
+    await leg.close()
+    assert (legs("failed"), legs("ended")) == (failed, ended + 1)
+    leg = a_leg(LateEngine(0))
+    await leg._task
+    await leg.close()
+    assert (legs("failed"), legs("ended")) == (failed + 1, ended + 1)
+
+
 class DescribingEngine(LateEngine):
     """An engine that knows the prompt, and begins when it is ordered to."""
 
@@ -252,6 +272,30 @@ async def test_a_leg_that_took_too_long_counts_with_its_time(peers: HungPeers) -
     assert (announced, engine.has_begun) == (["p", "d"], True)
     # A second by the clock of this test.
     assert rate.after_ms(944, 100, next(seconds)) == 1000
+
+
+async def test_a_leg_of_another_vendor_whose_request_has_ended_is_not_counted_as_failed() -> None:
+    failed, ended, tried = legs("failed"), legs("ended"), asyncio.Event()
+
+    async def announce(replica_id: ReplicaId) -> None:
+        tried.set()
+
+    request = LegRequest(
+        transfer="f" * 32, path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
+        load=lambda: DecodeLoad(0, 8), announce=announce,
+    )  # fmt: skip
+    peers = cast(PrefillPeers, HungPeers())
+    leg = HandshakeLeg(NixlHandshake(), peers, TransferRate(), request, lambda: 0.0)
+
+    async def answer() -> None:
+        async with leg.answer(cast(Any, None)):
+            raise AssertionError("the prompt is not read")
+
+    request_task = asyncio.create_task(answer())
+    await tried.wait()
+    request_task.cancel()
+    await asyncio.wait({request_task})
+    assert (legs("failed"), legs("ended")) == (failed, ended + 1)
 
 
 @pytest.mark.usefixtures("short_legs")
