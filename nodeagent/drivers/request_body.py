@@ -95,8 +95,9 @@ def with_fields(
     is_stream = bytes(fields.get("stream", b"")) == b"true"
     if counts_tokens and is_stream and not mentions_token_counts(body):
         fields["stream_options"] = _with_token_counts(fields.get("stream_options", b"null"))
-    fields |= values
-    return msgspec.json.encode({name: fields[name] for name in fields if fields[name] is not None})
+    removed = [name for name in values if values[name] is None]
+    kept = {name: value for name, value in {**fields, **values}.items() if name not in removed}
+    return msgspec.json.encode(kept)
 
 
 def mentions_token_counts(body: bytes) -> bool:

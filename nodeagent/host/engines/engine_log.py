@@ -14,21 +14,31 @@ LOG_TAIL_BYTES: Final = 64 * 1024
 TRIM_INTERVAL_S: Final = 10.0
 """Between two trims of the log of an engine that loads."""
 
-ERROR_LINE: Final = re.compile(rb"\b[A-Za-z_.]*(?:Error|Exception): \S|\b(?:FATAL|fatal|error): \S")
+ERROR_LINE: Final = re.compile(
+    rb"\b[A-Za-z_.]*(?:Error|Exception): \S|\b(?:FATAL|fatal|error): \S"
+    rb"|\berror loading model[a-z ]*: \S|\bGGML_ASSERT\(|\bwhat\(\): +\S"  # llama.cpp
+)
 SECOND_HAND: Final = re.compile(rb"root cause|Engine core initialization failed|Executor failed")
 """Lines with an error that refer to an earlier one."""
 DIED: Final = re.compile(rb"\bdied unexpectedly\b")
 """vLLM's line about a process of the engine that was killed, before the errors that follow from it.
 One that ended by an error of its own has logged that before."""
-ERROR_LEVEL: Final = re.compile(rb'\bERROR\b|^\{"at":"[^"]*","level":"(?:error|critical)"')
+ERROR_LEVEL: Final = re.compile(
+    rb'\bERROR\b|^\{"at":"[^"]*","level":"(?:error|critical)"'
+    rb"|^[\d.]+ E (?!.*\bsend_error: task id = )"
+)
 """A line that its engine calls an error, though it names none."""
-NO_ERROR: Final = re.compile(rb"\b(?:DEBUG|INFO|WARNING)\b")
-"""Lines that their engine does not call an error, such as vLLM's warning of a low `ulimit`."""
+NO_ERROR: Final = re.compile(
+    rb"\b(?:DEBUG|INFO|WARNING)\b|^[\d.]+ [DIW] |^[\d.]+ E .*\bsend_error: task id = "
+)
+"""Lines that their engine does not call an error, such as vLLM's warning of a low `ulimit`, and
+those of llama.cpp about a request that it refuses."""
 NO_PROBLEM: Final = re.compile(
     rb'^\{"at":"[^"]*","level":"(?:debug|info)"| - "[A-Z]+ \S+ HTTP/1\.[01]" [1-4]\d\d\b'
+    rb"|^[\d.]+ [DIW] |^[\d.]+ E .*\bsend_error: task id = "
 )
-"""A line that reports no problem: of the embedded engine, or of a vendor's access log, which is the
-last one of a healthy engine that is killed."""
+"""A line that reports no problem: of the embedded engine, of a vendor's access log or of a request,
+which is the last one of a healthy engine that is killed."""
 NO_CAUSE: Final = (
     "; before it the log has no error: perhaps a process of the engine was killed, as the kernel"
     " does when memory is short (see dmesg)"
