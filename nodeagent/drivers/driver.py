@@ -112,6 +112,8 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     """If false, requests with `strict` functions that the model need not call are refused."""
     strict_forced_tools: bool = False  # mark the tools `strict` of requests that require a call
     guided: GuidedDecoding | None = None  # translate the schemas of requests
+    schema_recursion_max: int = 0  # refuse schemas and grammars with more (schema_recursion.py)
+    fills_refusals: bool = False  # give messages that are a refusal alone their text as content
     field_limits: dict[str, int] = {}
     """The most that a field of a request may be, or have if it is a list or a text. With more the
     engine would keep its other requests waiting, or take memory without bound."""

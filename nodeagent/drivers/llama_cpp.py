@@ -20,6 +20,7 @@ from isochrone.wire.digits import parse_digits
 from isochrone.wire.engines.engine import EngineStats
 from isochrone.wire.engines.engine_capabilities import KV_TYPE_BITS
 from isochrone.wire.engines.engine_options import FALSE, TRUE
+from isochrone.wire.engines.schema_recursion import RECURSION_MAX
 from isochrone.wire.engines.shared_prompts import SHARED_CACHE_OPTION, shares_prompts
 from isochrone.wire.http import headers
 from isochrone.wire.peers.assignment import ReplicaSpec
@@ -83,9 +84,12 @@ LOGPROBS_MAX: Final = 20
 """As in OpenAI's API. For each token the server would write all of its vocabulary, and hold up all
 other requests."""
 
-LIST_MAX: Final = 32
-"""The sequence breakers, each of which is compared with the whole vocabulary before the first
-token, and the samplers, each of which sees the whole vocabulary for each token."""
+BREAKERS_MAX: Final = 8
+"""Sequence breakers of a request, twice the default. Each is compared with the whole vocabulary
+before the first token: 300 kept all other requests waiting for two minutes on a busy machine."""
+
+SAMPLERS_MAX: Final = 32
+"""Samplers of a request, each of which sees the whole vocabulary for each token."""
 
 
 class LlamaCppDriver(EngineDriver):
@@ -149,10 +153,13 @@ class LlamaCppDriver(EngineDriver):
             environment={**visible_devices(spec), **cpu_threads(launch)},
             may_force_tools=_knows_tools(model),
             stall_s=CPU_STALL_S if on_cpu else 0.0,
+            schema_recursion_max=RECURSION_MAX,
+            fills_refusals=True,
             field_limits={
                 "top_logprobs": LOGPROBS_MAX,
                 **dict.fromkeys(("repeat_last_n", "dry_penalty_last_n"), spec.context_tokens),
-                **dict.fromkeys(("samplers", "dry_sequence_breakers"), LIST_MAX),
+                "samplers": SAMPLERS_MAX,
+                "dry_sequence_breakers": BREAKERS_MAX,
             },
         )
 

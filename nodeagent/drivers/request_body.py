@@ -7,6 +7,7 @@ import msgspec
 
 from isochrone.wire.codec import describe
 from isochrone.wire.engines.schema_numbers import NUMBER_MIN, has_low_number
+from isochrone.wire.engines.schema_recursion import recursion_of
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http.json_body import check_json_body
 from nodeagent.drivers.driver import EngineCommand
@@ -17,6 +18,7 @@ CONTINUOUS_USAGE: Final = "continuous_usage_stats"
 
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _SCHEMAS: Final = ("response_format", "tools")
+_RECURSIVE: Final = (*_SCHEMAS, "json_schema", "grammar")
 _SCHEMAS_AS_TEXT: Final = ("structured_outputs", "guided_json", "guided_grammar")
 """Fields with a client's JSON schemas; the latter ones may be written as text."""
 
@@ -36,6 +38,8 @@ def body_for(
         strict_forced_tools=command.strict_forced_tools,
         guided=command.guided,
         limits=command.field_limits,
+        recursion_max=command.schema_recursion_max,
+        fills_refusals=command.fills_refusals,
         counts_tokens=counts_tokens,
     )
 
@@ -49,6 +53,8 @@ def with_fields(
     strict_forced_tools: bool = False,
     guided: GuidedDecoding | None = None,
     limits: Mapping[str, int] = {},
+    recursion_max: int = 0,
+    fills_refusals: bool = False,
     counts_tokens: bool = False,
 ) -> bytes:
     """Return a request body with these fields set, replacing what the client wrote.
@@ -56,19 +62,21 @@ def with_fields(
     Those that are None are removed. One of them is the salt that separates the prefix caches of
     tenants: a cache hit would reveal another tenant's prompt. Raises ApiError 400 for a body that
     cannot be decoded (the engine's parser may be more lenient, and would read a salt of the
-    client's choice), for one with a schema that could end the engine (`schema_numbers.py`), for one
-    with a field above its limit, and for one that requires a call of a tool unless it
-    `may_force_tools`, or leaves the model to call a `strict` function unless that `may_be_strict`.
-    With `strict_forced_tools` the tools of a body that requires a call are marked `strict`, except
-    those that the client has marked. With `guided` schemas are translated
-    (`with_guided_decoding`). With `counts_tokens` a stream asks for CONTINUOUS_USAGE, unless its
-    client may have chosen.
+    client's choice), for one with a schema that could end the engine (`schema_numbers.py`,
+    `schema_recursion.py` with a `recursion_max`), for one with a field above its limit, and for one
+    that requires a call of a tool unless it `may_force_tools`, or leaves the model to call a
+    `strict` function unless that `may_be_strict`. With `strict_forced_tools` the tools of a body
+    that requires a call are marked `strict`, except those that the client has marked. With `guided`
+    schemas are translated (`with_guided_decoding`). With `fills_refusals` a message that is a
+    refusal alone gets its text as content. With `counts_tokens` a stream asks for CONTINUOUS_USAGE,
+    unless its client may have chosen.
     """
     try:
         check_json_body(body)
         fields: dict[str, Any] = _FIELDS.decode(body)
         _check_schemas(fields)
         _check_limits(fields, limits)
+        _check_recursion(fields, recursion_max)
     except (ValueError, RecursionError) as error:
         raise ApiError(
             ErrorCode.INVALID_REQUEST, f"cannot use the request body: {describe(error)}"
@@ -90,6 +98,8 @@ def with_fields(
         )
     if strict_forced_tools and forces_tools:
         fields["tools"] = _strict(msgspec.json.decode(fields.get("tools", b"null")))
+    if fills_refusals and b'"refusal"' in body:
+        fields["messages"] = _with_refusals(msgspec.json.decode(fields.get("messages", b"null")))
     if guided is not None:
         fields = with_guided_decoding(fields, guided)
     is_stream = bytes(fields.get("stream", b"")) == b"true"
@@ -134,6 +144,27 @@ def _check_limits(fields: Mapping[str, msgspec.Raw], limits: Mapping[str, int]) 
                 f"cannot use field '{name}': it is above the limit of {limits[name]}",
                 param=name,
             )
+
+
+def _check_recursion(fields: Mapping[str, msgspec.Raw], recursion_max: int) -> None:
+    for name in fields.keys() & _RECURSIVE if recursion_max else ():
+        if recursion_of(msgspec.json.decode(fields[name])) > recursion_max:
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                f"cannot use field '{name}': it has more than {recursion_max} references or"
+                " parentheses",
+                param=name,
+            )
+
+
+def _with_refusals(messages: Any) -> Any:
+    """Give messages that are a refusal alone its text as content; leave all others as they are."""
+    for message in messages if isinstance(messages, list) else ():
+        if not isinstance(message, dict) or message.get("content") or message.get("tool_calls"):
+            continue
+        if isinstance(message.get("refusal"), str):
+            message["content"] = message["refusal"]
+    return messages
 
 
 def _requires_call(fields: Mapping[str, msgspec.Raw]) -> bool:

@@ -195,7 +195,8 @@ def test_a_client_cannot_use_the_servers_own_names_for_checked_fields(tmp_path: 
         ("samplers", ["top_k"] * 33, True),
         ("samplers", "k" * 33, True),
         ("samplers", "kp", False),
-        ("dry_sequence_breakers", ["a"] * 33, True),
+        ("dry_sequence_breakers", ["a"] * 8, False),
+        ("dry_sequence_breakers", ["a"] * 9, True),
     ],
 )
 def test_a_field_without_bounds_in_the_server_has_some_here(
@@ -210,6 +211,49 @@ def test_a_field_without_bounds_in_the_server_has_some_here(
     with pytest.raises(ApiError, match=f"cannot use field '{field}'") as refused:
         body_for(command, body, {}, counts_tokens=False)
     assert refused.value.param == field
+
+
+def nested(count: int) -> dict[str, Any]:
+    """Return a schema that is a chain of references."""
+    links = {f"a{n}": {"$ref": f"#/$defs/a{n + 1}"} for n in range(count - 1)}
+    return {"$ref": "#/$defs/a0", "$defs": {**links, f"a{count - 1}": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": nested(1000)}}}, ""),
+        ({"response_format": {"json_schema": {"schema": nested(1001)}}}, "response_format"),
+        ({"tools": [{"function": {"parameters": nested(1001)}}]}, "tools"),
+        ({"json_schema": {"pattern": "(" * 1001}}, "json_schema"),
+        ({"grammar": f'root ::= {"(" * 1000}"a"{")" * 1000}'}, ""),
+        ({"grammar": f'root ::= {"(" * 1001}"a"{")" * 1001}'}, "grammar"),
+        ({"tools": [{"function": {"description": "()" * 1001}}]}, ""),
+    ],
+)
+def test_a_schema_that_overflows_the_stack_of_the_server_is_refused(
+    tmp_path: Path, body: dict[str, Any], param: str
+) -> None:
+    """It ended the engine, and the answers of all other clients with it."""
+    command = DRIVER.command(a_launch(tmp_path))
+    data = msgspec.json.encode(body)
+    if not param:
+        assert body_for(command, data, {}, counts_tokens=False) == data
+        return
+    with pytest.raises(ApiError, match=f"cannot use field '{param}'.* 1000 references") as refused:
+        body_for(command, data, {}, counts_tokens=False)
+    assert refused.value.param == param
+
+
+def test_a_refusal_alone_is_the_content_of_its_message(tmp_path: Path) -> None:
+    """The server refuses messages without content."""
+    command = DRIVER.command(a_launch(tmp_path))
+    call = {"role": "assistant", "refusal": "no", "tool_calls": [{"id": "1"}]}
+    said = {"role": "assistant", "content": "yes", "refusal": None}
+    alone = {"role": "assistant", "refusal": "no"}
+    body = msgspec.json.encode({"messages": [call, said, alone]})
+    sent = msgspec.json.decode(body_for(command, body, {}, counts_tokens=False))
+    assert sent["messages"] == [call, said, {**alone, "content": "no"}]
 
 
 def test_its_statistics_are_read() -> None:
