@@ -18,7 +18,10 @@ ERROR_LINE: Final = re.compile(
     rb"\b[A-Za-z_.]*(?:Error|Exception): \S|\b(?:FATAL|fatal|error): \S"
     rb"|\berror loading model[a-z ]*: \S|\bGGML_ASSERT\(|\bwhat\(\): +\S"  # llama.cpp
 )
-SECOND_HAND: Final = re.compile(rb"root cause|Engine core initialization failed|Executor failed")
+SECOND_HAND: Final = re.compile(
+    rb"root cause|Engine core initialization failed|Executor failed"
+    rb"|\bexiting due to |\bfailed to (?:load model|create[ _]context|create llama_context)\b"
+)
 """Lines with an error that refer to an earlier one."""
 DIED: Final = re.compile(rb"\bdied unexpectedly\b")
 """vLLM's line about a process of the engine that was killed, before the errors that follow from it.
@@ -72,9 +75,10 @@ def last_error(log: Path) -> str:
         errors = [n for n, line in enumerate(lines) if _is_error(line)]
         first_hand = [n for n in errors if not SECOND_HAND.search(lines[n])]
         died = [n for n, line in enumerate(lines) if DIED.search(line)]
-        reported = [n for n, line in enumerate(lines) if ERROR_LEVEL.search(line)]
+        levels = [n for n, line in enumerate(lines) if ERROR_LEVEL.search(line)]
+        reported = [n for n in levels if not SECOND_HAND.search(lines[n])]
         last = [] if not lines or NO_PROBLEM.search(lines[-1]) else [len(lines) - 1]
-        for found in (first_hand, died, errors, reported, last):
+        for found in (first_hand, died, errors, reported, levels, last):
             if found:
                 follows = not first_hand and (died or errors)
                 return _quote(lines[found[-1] :]) + (NO_CAUSE if follows else "")

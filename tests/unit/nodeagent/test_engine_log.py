@@ -42,6 +42,10 @@ TOO_LONG: Final = (
 )
 GOT: Final = f"{LLAMA} W srv    operator(): got exception: fatal: x"
 BIND: Final = f"{LLAMA} E srv         start: couldn't bind HTTP server socket"
+NO_CONTEXT: Final = f"{LLAMA} E srv    load_model: failed to create_context with model 'm.gguf'"
+FLASH: Final = (
+    f"{LLAMA} E llama_init_from_model: quantized V cache requires flash_attn to be enabled"
+)
 ASSERTED: Final = "/src/llama-kv-cache.cpp:9: GGML_ASSERT(n > 0) failed"
 FRAME: Final = "/opt/llama/llama-server(+0x5a0a6b)[0x55]"
 
@@ -72,14 +76,17 @@ FRAME: Final = "/opt/llama/llama-server(+0x5a0a6b)[0x55]"
         ([RELEASED], ""),
         ([TOO_LONG, GOT, RELEASED], ""),
         ([RELEASED, TOO_LONG], ""),
-        ([BIND, RELEASED], BIND),
+        ([BIND, EXITING], BIND),
+        ([FLASH, NO_CONTEXT, EXITING], FLASH),
+        ([NOT_LOADED, EXITING], EXITING),
         ([RELEASED, ASSERTED, FRAME, FRAME], ASSERTED),
     ],
     ids=["killed", "first hand", "second hand", "worker killed",
          "worker failed", "silent", "pydantic", "colon", "colours", "none",
          "own line", "after it", "own error", "own words", "tabs",
          "served", "served after it", "failed request",
-         "llama.cpp", "its release", "its refusal", "its last refusal", "its port", "its abort"],
+         "llama.cpp", "its release", "its refusal", "its last refusal", "its port", "its option",
+         "its silence", "its abort"],
 )  # fmt: skip
 def test_the_line_that_says_why_is_found(tmp_path: Path, lines: list[str], reason: str) -> None:
     log = tmp_path / "engine.log"
