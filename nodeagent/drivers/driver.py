@@ -113,6 +113,7 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     strict_forced_tools: bool = False  # mark the tools `strict` of requests that require a call
     guided: GuidedDecoding | None = None  # translate the schemas of requests
     schema_recursion_max: int = 0  # refuse schemas and grammars with more (schema_recursion.py)
+    functions_only: bool = False  # refuse tools that are no functions: it would answer 500
     fills_refusals: bool = False  # give messages that are a refusal alone their text as content
     field_limits: dict[str, int] = {}
     """The most that a field of a request may be, or have if it is a list or a text. With more the

@@ -154,6 +154,7 @@ class LlamaCppDriver(EngineDriver):
             may_force_tools=_knows_tools(model),
             stall_s=CPU_STALL_S if on_cpu else 0.0,
             schema_recursion_max=RECURSION_MAX,
+            functions_only=True,
             fills_refusals=True,
             field_limits={
                 "top_logprobs": LOGPROBS_MAX,

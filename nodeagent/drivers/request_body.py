@@ -39,6 +39,7 @@ def body_for(
         guided=command.guided,
         limits=command.field_limits,
         recursion_max=command.schema_recursion_max,
+        functions_only=command.functions_only,
         fills_refusals=command.fills_refusals,
         counts_tokens=counts_tokens,
     )
@@ -54,6 +55,7 @@ def with_fields(
     guided: GuidedDecoding | None = None,
     limits: Mapping[str, int] = {},
     recursion_max: int = 0,
+    functions_only: bool = False,
     fills_refusals: bool = False,
     counts_tokens: bool = False,
 ) -> bytes:
@@ -63,13 +65,14 @@ def with_fields(
     tenants: a cache hit would reveal another tenant's prompt. Raises ApiError 400 for a body that
     cannot be decoded (the engine's parser may be more lenient, and would read a salt of the
     client's choice), for one with a schema that could end the engine (`schema_numbers.py`,
-    `schema_recursion.py` with a `recursion_max`), for one with a field above its limit, and for one
-    that requires a call of a tool unless it `may_force_tools`, or leaves the model to call a
-    `strict` function unless that `may_be_strict`. With `strict_forced_tools` the tools of a body
-    that requires a call are marked `strict`, except those that the client has marked. With `guided`
-    schemas are translated (`with_guided_decoding`). With `fills_refusals` a message that is a
-    refusal alone gets its text as content. With `counts_tokens` a stream asks for CONTINUOUS_USAGE,
-    unless its client may have chosen.
+    `schema_recursion.py` with a `recursion_max`), for one with a field above its limit, with
+    `functions_only` for one with a tool that is no function, and for one that requires a call of a
+    tool unless it `may_force_tools`, or leaves the model to call a `strict` function unless that
+    `may_be_strict`. With `strict_forced_tools` the tools of a body that requires a call are marked
+    `strict`, except those that the client has marked. With `guided` schemas are translated
+    (`with_guided_decoding`). With `fills_refusals` a message that is a refusal alone gets its text
+    as content. With `counts_tokens` a stream asks for CONTINUOUS_USAGE, unless its client may have
+    chosen.
     """
     try:
         check_json_body(body)
@@ -77,6 +80,8 @@ def with_fields(
         _check_schemas(fields)
         _check_limits(fields, limits)
         _check_recursion(fields, recursion_max)
+        if functions_only:
+            _check_tools(msgspec.json.decode(fields.get("tools", b"null")))
     except (ValueError, RecursionError) as error:
         raise ApiError(
             ErrorCode.INVALID_REQUEST, f"cannot use the request body: {describe(error)}"
@@ -154,6 +159,17 @@ def _check_recursion(fields: Mapping[str, msgspec.Raw], recursion_max: int) -> N
                 f"cannot use field '{name}': it has more than {recursion_max} references or"
                 " parentheses",
                 param=name,
+            )
+
+
+def _check_tools(tools: Any) -> None:
+    for tool in tools if isinstance(tools, list) else ():
+        is_function = isinstance(tool, dict) and tool.get("type") == "function"
+        if not is_function or not isinstance(tool.get("function"), dict):
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                "cannot use field 'tools': expected tools of type 'function'",
+                param="tools",
             )
 
 

@@ -224,11 +224,11 @@ def nested(count: int) -> dict[str, Any]:
     [
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": nested(1000)}}}, ""),
         ({"response_format": {"json_schema": {"schema": nested(1001)}}}, "response_format"),
-        ({"tools": [{"function": {"parameters": nested(1001)}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": nested(1001)}]}, "tools"),
         ({"json_schema": {"pattern": "(" * 1001}}, "json_schema"),
         ({"grammar": f'root ::= {"(" * 1000}"a"{")" * 1000}'}, ""),
         ({"grammar": f'root ::= {"(" * 1001}"a"{")" * 1001}'}, "grammar"),
-        ({"tools": [{"function": {"description": "()" * 1001}}]}, ""),
+        ({"tools": [{"type": "function", "function": {"description": "()" * 1001}}]}, ""),
     ],
 )
 def test_a_schema_that_overflows_the_stack_of_the_server_is_refused(
@@ -243,6 +243,17 @@ def test_a_schema_that_overflows_the_stack_of_the_server_is_refused(
     with pytest.raises(ApiError, match=f"cannot use field '{param}'.* 1000 references") as refused:
         body_for(command, data, {}, counts_tokens=False)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    "tool", [{"type": "custom", "custom": {"name": "f"}}, {"type": "function"}, {}, "f"]
+)
+def test_a_tool_that_is_no_function_is_the_clients_fault(tmp_path: Path, tool: Any) -> None:
+    """The server answers 500: routers tried all replicas, and took each for a failed one."""
+    command = DRIVER.command(a_launch(tmp_path))
+    body = msgspec.json.encode({"tools": [tool]})
+    with pytest.raises(ApiError, match="cannot use field 'tools': expected tools of type"):
+        body_for(command, body, {}, counts_tokens=False)
 
 
 def test_a_refusal_alone_is_the_content_of_its_message(tmp_path: Path) -> None:
