@@ -2,7 +2,7 @@
 
 `CHAT_TYPES` are OpenAI's own types: a field that is new there fails test_openai_fields.py until
 someone decides. field_conformance.py sends `HONOURED` and `REFUSED` to our own engines.
-llama.cpp refuses a message of the assistant that is a refusal alone.
+llama.cpp would refuse a message of the assistant that is a refusal alone; its agent fills it.
 """
 
 from typing import Any, Final

@@ -16,7 +16,9 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from isochrone.service.network.http_server import json_error
 from isochrone.wire.engines.engine_capabilities import lacking_features
+from isochrone.wire.errors import ApiError
 from tests.chat_fields import HONOURED, NOT_TEXT, REFUSED
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import Bench, a_bench, a_key, a_route, a_table
@@ -132,7 +134,10 @@ class EngineRelay(FakeNode):
         if not is_counted and not fields.keys() & {"max_tokens", "max_completion_tokens"}:
             # Translations and summaries have no limit of their own.
             body = json.dumps({**fields, "max_tokens": OUTPUT_TOKENS_MAX}).encode()
-        body = self._prepare(request.path, body)
+        try:
+            body = self._prepare(request.path, body)
+        except ApiError as refusal:
+            return json_error(refusal)
         sent = {"content-type": "application/json"}
         async with self._http.post(request.path, data=body, headers=sent) as answer:
             return web.Response(

@@ -12,19 +12,16 @@ from typing import Any, Final
 
 import msgspec
 
-from isochrone.wire.codec import describe
 from isochrone.wire.digits import parse_digits
 from isochrone.wire.engines.engine import EngineStats
 from isochrone.wire.engines.engine_capabilities import transfer_problem
 from isochrone.wire.engines.engine_options import ENGINE_OPTIONS, TRUE
-from isochrone.wire.engines.schema_numbers import NUMBER_MIN, has_low_number
-from isochrone.wire.errors import ApiError, ErrorCode
-from isochrone.wire.http.json_body import check_json_body
+from isochrone.wire.engines.shared_prompts import drafts_problem
 from isochrone.wire.kv.kv_store import sharing_problem
 from isochrone.wire.kv.kv_transfer import KvAddress
 from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.drivers.configured_command import ConfiguredCommand
-from nodeagent.drivers.guided_decoding import GuidedDecoding, with_guided_decoding
+from nodeagent.drivers.guided_decoding import GuidedDecoding
 from nodeagent.drivers.handshake import Handshake
 
 
@@ -115,6 +112,12 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     """If false, requests with `strict` functions that the model need not call are refused."""
     strict_forced_tools: bool = False  # mark the tools `strict` of requests that require a call
     guided: GuidedDecoding | None = None  # translate the schemas of requests
+    schema_recursion_max: int = 0  # refuse schemas and grammars with more (schema_recursion.py)
+    functions_only: bool = False  # refuse tools that are no functions: it would answer 500
+    fills_refusals: bool = False  # give messages that are a refusal alone their text as content
+    field_limits: dict[str, int] = {}
+    """The most that a field of a request may be, or have if it is a list or a text. With more the
+    engine would keep its other requests waiting, or take memory without bound."""
 
     @property
     def port(self) -> int:
@@ -128,13 +131,6 @@ COMPLETIONS_PATH: Final = "/v1/completions"
 TOKENIZE_PATH: Final = "/tokenize"
 LOAD_ADAPTER_PATH: Final = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER_PATH: Final = "/v1/unload_lora_adapter"
-CONTINUOUS_USAGE: Final = "continuous_usage_stats"
-"""The option of a stream that puts the usage so far into each event, as vLLM calls it."""
-
-_FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_SCHEMAS: Final = ("response_format", "tools")
-_SCHEMAS_AS_TEXT: Final = ("structured_outputs", "guided_json", "guided_grammar")
-"""Fields with a client's JSON schemas; the latter ones may be written as text."""
 
 
 class UnknownOption(Exception):
@@ -165,7 +161,8 @@ class EngineDriver(ABC):
     """The limit without that option, 0 if it depends on the machine."""
 
     counts_tokens: bool = False
-    """Whether events of its streams say how many tokens there are, if CONTINUOUS_USAGE is set."""
+    """Whether events of its streams say how many tokens there are, if CONTINUOUS_USAGE is set
+    (request_body.py)."""
 
     kv_transfer: bool = False
     """Whether it sends the KV of a prompt over the nodes' API, and takes it."""
@@ -204,7 +201,7 @@ class EngineDriver(ABC):
         return 0
 
     def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
-        """Return the fields of a request body that the agent sets, replacing the client's.
+        """Return the fields of a request body that the agent sets, or removes (None).
 
         `salt` separates the prefix caches of tenants. `priority` is from 0 to 100. `command` is
         what the engine was started with.
@@ -247,6 +244,7 @@ def check_options(spec: ReplicaSpec) -> None:
     """
     problem = ENGINE_OPTIONS[spec.engine.driver].problem(spec.engine.options)
     problem = problem or transfer_problem(spec.engine) or sharing_problem(spec.engine)
+    problem = problem or drafts_problem(spec.engine)
     if problem:
         raise UnknownOption(f"cannot start {spec.engine.driver}: {problem}")
 
@@ -264,127 +262,6 @@ def with_spare_seats(driver: EngineDriver, options: Mapping[str, str]) -> dict[s
         return dict(options)
     name = driver.sequences_option
     return {**options, name: str(given_number(options, name) + spare)}
-
-
-def body_for(
-    command: EngineCommand, body: bytes, values: Mapping[str, Any], *, counts_tokens: bool
-) -> bytes:
-    """Return a request body with these fields set, as an engine started so can use it.
-
-    Raises ApiError 400, as `with_fields` does.
-    """
-    return with_fields(
-        body,
-        values,
-        may_force_tools=command.may_force_tools,
-        may_be_strict=command.may_be_strict,
-        strict_forced_tools=command.strict_forced_tools,
-        guided=command.guided,
-        counts_tokens=counts_tokens,
-    )
-
-
-def with_fields(
-    body: bytes,
-    values: Mapping[str, Any],
-    *,
-    may_force_tools: bool = True,
-    may_be_strict: bool = True,
-    strict_forced_tools: bool = False,
-    guided: GuidedDecoding | None = None,
-    counts_tokens: bool = False,
-) -> bytes:
-    """Return a request body with these fields set, replacing what the client wrote.
-
-    One of them is the salt that separates the prefix caches of tenants: a cache hit would reveal
-    another tenant's prompt. Raises ApiError 400 for a body that cannot be decoded (the engine's
-    parser may be more lenient, and would read a salt of the client's choice), for one with a schema
-    that could end the engine (`schema_numbers.py`), and for one that requires a call of a tool
-    unless it `may_force_tools`, or leaves the model to call a `strict` function unless that
-    `may_be_strict`. With `strict_forced_tools` the tools of a body that
-    requires a call are marked `strict`, except those that the client has marked. With `guided`
-    schemas are translated (`with_guided_decoding`). With `counts_tokens` a stream asks for
-    CONTINUOUS_USAGE, unless its client may have chosen.
-    """
-    try:
-        check_json_body(body)
-        fields: dict[str, Any] = _FIELDS.decode(body)
-        _check_schemas(fields)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(
-            ErrorCode.INVALID_REQUEST, f"cannot use the request body: {describe(error)}"
-        ) from error
-    forces_tools = _requires_call(fields)
-    if not may_force_tools and forces_tools:
-        raise ApiError(
-            ErrorCode.INVALID_REQUEST,
-            "cannot require a call of a tool: the chat template of this model has no tools, and"
-            " its engine would answer with a text; leave 'tool_choice' out, or ask another model",
-            param="tool_choice",
-        )
-    if not may_be_strict and not forces_tools and _may_call_strict(fields):
-        raise ApiError(
-            ErrorCode.INVALID_REQUEST,
-            "cannot hold calls of a 'strict' function to its schema: the parser of this model's"
-            " calls only reads them; leave 'strict' out, or require a call with 'tool_choice'",
-            param="tools",
-        )
-    if strict_forced_tools and forces_tools:
-        fields["tools"] = _strict(msgspec.json.decode(fields.get("tools", b"null")))
-    if guided is not None:
-        fields = with_guided_decoding(fields, guided)
-    is_stream = bytes(fields.get("stream", b"")) == b"true"
-    if counts_tokens and is_stream and not mentions_token_counts(body):
-        fields["stream_options"] = _with_token_counts(fields.get("stream_options", b"null"))
-    return msgspec.json.encode({**fields, **values})
-
-
-def mentions_token_counts(body: bytes) -> bool:
-    """Return whether a client may have chosen CONTINUOUS_USAGE itself. Costs one search."""
-    return CONTINUOUS_USAGE.encode() in body
-
-
-def _with_token_counts(stream_options: msgspec.Raw | bytes) -> Any:
-    options = msgspec.json.decode(stream_options)
-    if options is not None and not isinstance(options, dict):
-        return options  # the engine refuses it
-    return {CONTINUOUS_USAGE: True, **(options or {})}
-
-
-def _check_schemas(fields: Mapping[str, msgspec.Raw]) -> None:
-    for name in fields.keys() & {*_SCHEMAS, *_SCHEMAS_AS_TEXT}:
-        value = msgspec.json.decode(fields[name])
-        if has_low_number(value, in_texts=name in _SCHEMAS_AS_TEXT):
-            raise ApiError(
-                ErrorCode.INVALID_REQUEST,
-                f"cannot use field '{name}': a schema in it has a number below {NUMBER_MIN}",
-                param=name,
-            )
-
-
-def _requires_call(fields: Mapping[str, msgspec.Raw]) -> bool:
-    choice = msgspec.json.decode(fields.get("tool_choice", b"null"))
-    return choice == "required" or isinstance(choice, dict)
-
-
-def _may_call_strict(fields: Mapping[str, msgspec.Raw]) -> bool:
-    tools = msgspec.json.decode(fields.get("tools", b"null"))
-    choice = msgspec.json.decode(fields.get("tool_choice", b"null"))
-    listed = tools if isinstance(tools, list) else ()
-    functions = [tool.get("function") for tool in listed if isinstance(tool, dict)]
-    is_strict = any(
-        isinstance(function, dict) and function.get("strict") is True for function in functions
-    )
-    return is_strict and choice != "none"
-
-
-def _strict(tools: Any) -> Any:
-    """Mark functions `strict` whose client has not chosen; leave what is no function as it is."""
-    for tool in tools if isinstance(tools, list) else ():
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if isinstance(function, dict) and function.get("strict") is None:
-            function["strict"] = True
-    return tools
 
 
 def visible_devices(spec: ReplicaSpec) -> dict[str, str]:

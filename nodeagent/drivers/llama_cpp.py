@@ -20,6 +20,8 @@ from isochrone.wire.digits import parse_digits
 from isochrone.wire.engines.engine import EngineStats
 from isochrone.wire.engines.engine_capabilities import KV_TYPE_BITS
 from isochrone.wire.engines.engine_options import FALSE, TRUE
+from isochrone.wire.engines.schema_recursion import RECURSION_MAX
+from isochrone.wire.engines.shared_prompts import SHARED_CACHE_OPTION, shares_prompts
 from isochrone.wire.http import headers
 from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.drivers.driver import (
@@ -51,9 +53,6 @@ ARGUMENTS: Final = (
 """The arguments that this driver gives. A version that lacks one of them is refused: releases have
 numbers of builds, and only the help shows the options of a build."""
 
-SHARED_CACHE_OPTION: Final = "shared_prompt_cache"
-"""An option of this driver, which llama.cpp does not get."""
-
 SLOTS_MAX: Final = 32
 SLOTS_DEFAULT: Final = 4
 """Sequences at once: at most, if they fit in the KV memory; and without a plan for that memory."""
@@ -70,6 +69,27 @@ CPU_STALL_S: Final = 60.0
 
 CACHE_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 """The types of the KV cache."""
+
+
+OWN_FIELDS: Final = (
+    *("n_predict", "n_cmpl", "n_probs", "lora", "return_progress"),
+    *("chat_format", "chat_parser", "generation_prompt", "message_delimiters"),
+    *("grammar_lazy", "grammar_triggers", "grammar_type", "preserved_tokens"),
+)
+"""Fields of requests (`tools/server/server-schema.cpp`) that clients cannot set. The first ones are
+second names of fields that the router has checked, and would replace them; events of progress would
+look like first tokens. The others are how the server's own parts tell each other about a chat."""
+
+LOGPROBS_MAX: Final = 20
+"""As in OpenAI's API. For each token the server would write all of its vocabulary, and hold up all
+other requests."""
+
+BREAKERS_MAX: Final = 8
+"""Sequence breakers of a request, twice the default. Each is compared with the whole vocabulary
+before the first token: 300 kept all other requests waiting for two minutes on a busy machine."""
+
+SAMPLERS_MAX: Final = 32
+"""Samplers of a request, each of which sees the whole vocabulary for each token."""
 
 
 class LlamaCppDriver(EngineDriver):
@@ -104,7 +124,7 @@ class LlamaCppDriver(EngineDriver):
         check_options(spec)
         require_one_node(spec, "llama.cpp runs on one node; use vllm, sglang or embedded")
         options = dict(spec.engine.options)
-        shares_cache = options.pop(SHARED_CACHE_OPTION, "false").lower() in TRUE
+        options.pop(SHARED_CACHE_OPTION, None)
         model = gguf_file(launch.model_path)
         cache = _kv_layout(launch, model)
         options["parallel"] = str(cache.slots)
@@ -123,7 +143,7 @@ class LlamaCppDriver(EngineDriver):
                 *(("--device", "none", "--n-gpu-layers", "0") if on_cpu else _gpu_flags(spec)),
                 *("--offline", "--metrics", "--no-slots", "--no-context-shift"),
                 # The cache of idle slots in host memory takes 8 GiB by default.
-                *("--cache-ram", "0", *(() if shares_cache else (NO_CACHE,))),
+                *("--cache-ram", "0", *(() if shares_prompts(spec.engine) else (NO_CACHE,))),
                 *flags("llama_cpp", options),
             ),
             base_url="http://localhost",
@@ -133,11 +153,24 @@ class LlamaCppDriver(EngineDriver):
             environment={**visible_devices(spec), **cpu_threads(launch)},
             may_force_tools=_knows_tools(model),
             stall_s=CPU_STALL_S if on_cpu else 0.0,
+            schema_recursion_max=RECURSION_MAX,
+            functions_only=True,
+            fills_refusals=True,
+            field_limits={
+                "top_logprobs": LOGPROBS_MAX,
+                **dict.fromkeys(("repeat_last_n", "dry_penalty_last_n"), spec.context_tokens),
+                "samplers": SAMPLERS_MAX,
+                "dry_sequence_breakers": BREAKERS_MAX,
+            },
         )
 
     def body_fields(self, command: EngineCommand, salt: str, priority: int) -> dict[str, Any]:
-        """Return the fields that keep a tenant from the prompts of others. There is no priority."""
-        return {"cache_prompt": NO_CACHE not in command.arguments, "id_slot": -1}
+        """Return the fields that keep a tenant from the prompts of others. There is no priority.
+
+        A ping in a silent stream would look like a token of an engine that has hung.
+        """
+        values = {"cache_prompt": NO_CACHE not in command.arguments, "id_slot": -1}
+        return {**dict.fromkeys(OWN_FIELDS), **values, "sse_ping_interval": -1}
 
     def read_stats(self, body: bytes) -> EngineStats:
         """Read the requests running and waiting, the speeds and the token counters."""

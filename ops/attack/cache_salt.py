@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 
 from isochrone.wire.errors import ApiError
-from nodeagent.drivers.driver import with_fields
+from nodeagent.drivers.request_body import with_fields
 
 VICTIM = "victim"
 OWN_SALT = "attacker"

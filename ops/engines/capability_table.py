@@ -34,6 +34,7 @@ def capability_table() -> str:
         rows.append((words, *("yes" if feature in one.features else "no" for one in engines)))
     resumed = {SEEDED: "greedy and seeded exactly", INEXACT: "with another text", "": "no"}
     salts = {"": "none", "body": "`cache_salt`", "chat_body": "`cache_salt`, chat only"}
+    salts["uncached"] = "none, no prompt is cached"
     rows += [
         ("over several nodes", *(_yes(one.over_nodes) for one in engines)),
         ("adapters (LoRA)", *(_condition(one.adapters) for one in engines)),

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from nodeagent.drivers import DRIVERS
-from nodeagent.drivers.driver import with_fields
 from nodeagent.drivers.output_parsers import FORMATS
+from nodeagent.drivers.request_body import with_fields
 from tests.engines.real_engines import VLLM_COMMANDS, needs_vllm
 from tests.engines.test_vllm_options import a_launch
 

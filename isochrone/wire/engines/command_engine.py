@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from typing import Final
 
 from isochrone.wire.digits import parse_digits
-from isochrone.wire.engines.engine_capabilities import FEATURES, TRUE_VALUES, capabilities_of
+from isochrone.wire.engines.engine_capabilities import FEATURES, capabilities_of
+from isochrone.wire.engines.shared_prompts import SHARED_CACHE_OPTION, shares_prompts
 from isochrone.wire.models.model import EngineSettings
 
 COMMAND_DRIVER: Final = "command"
 NAME_OPTION: Final = "command"
 SURFACES_OPTION: Final = "surfaces"
 CONCURRENCY_OPTION: Final = "concurrency"
-SHARED_CACHE_OPTION: Final = "shared_prompt_cache"
 CONCURRENCY_MAX: Final = 4096
 GENERATING: Final = frozenset({"chat", "completions"})
 
@@ -51,8 +51,7 @@ def command_problem(engine: EngineSettings) -> str:
     unknown = [name for name in surfaces if name not in FEATURES]
     if unknown:
         return f"surface {unknown[0][:40]!r} is unknown; use some of {known}"
-    shares = options.get(SHARED_CACHE_OPTION, "false").lower() in ("", *TRUE_VALUES)
-    if GENERATING.intersection(surfaces) and not shares:
+    if GENERATING.intersection(surfaces) and not shares_prompts(engine):
         return (
             "a server of chats may answer one tenant from another's prompt cache; if the tenants"
             f" of this deployment may share one, give --option {SHARED_CACHE_OPTION}=true"

@@ -89,12 +89,12 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     deployment sets `kv_store_bytes`. `resumes` says which interrupted answers it continues exactly:
     SEEDED (greedy and seeded), INEXACT (with another text), or "" for none. With `counts_tokens` an
     event of a stream says how many tokens it has if that is not one. `salt` says where it reads the
-    tenant's cache salt, and `priority` whether it orders its own queue by priority. With
-    `preempts`, a waiting request also takes the place of a running one of lower priority. With
-    `sleeps_on_cpu` its sleep frees memory on CPUs, too. `memory_options` are the options that limit
-    its memory; the agent sets them from the plan. Versions are those that were tried: at least
-    `version_min`, below `version_below`; "" for any. `weights` are the files of weights that it
-    reads, () for any.
+    tenant's cache salt ("uncached": it caches no prompt instead), and `priority` whether it orders
+    its own queue by priority. With `preempts`, a waiting request also takes the place of a running
+    one of lower priority. With `sleeps_on_cpu` its sleep frees memory on CPUs, too.
+    `memory_options` are the options that limit its memory; the agent sets them from the plan.
+    Versions are those that were tried: at least `version_min`, below `version_below`; "" for any.
+    `weights` are the files of weights that it reads, () for any.
 
     `sequences_option`, `step_tokens_option` and `waiting_option` name the options with the limits
     of concurrent sequences, of tokens in one step and of waiting requests; "" if there is none.
@@ -134,7 +134,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: bool = False
     resumes: str = ""
     counts_tokens: bool = False
-    salt: Literal["", "body", "chat_body", "header"] = ""
+    salt: Literal["", "body", "chat_body", "header", "uncached"] = ""
     priority: bool = False
     preempts: bool = False
     memory_options: tuple[str, ...] = ()
@@ -259,7 +259,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         features=_TEXT | (_FIELDS - {"completion_logprobs"}),
         resumes=INEXACT,
         overhead_bytes=512 * MIB,
-        salt="body",
+        salt="uncached",
         memory_options=("ctx_size",),
         weights=("gguf",),
         sequences_option="parallel",

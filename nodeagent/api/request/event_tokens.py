@@ -17,7 +17,7 @@ from typing import Final
 from aiohttp import web
 
 from isochrone.wire.http.headers import PROMPT_TOKENS
-from nodeagent.drivers.driver import mentions_token_counts
+from nodeagent.drivers.request_body import mentions_token_counts
 from nodeagent.host.engines.engine_process import EngineProcess
 
 EVENT_STREAM: Final = "text/event-stream"

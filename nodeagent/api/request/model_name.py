@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from nodeagent.drivers.driver import with_fields
+from nodeagent.drivers.request_body import with_fields
 
 _BOUNDARY: Final = re.compile(r'boundary="?([^";,]{1,200})"?', re.IGNORECASE)
 _MODEL: Final = re.compile(

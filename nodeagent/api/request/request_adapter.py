@@ -13,7 +13,7 @@ from isochrone.wire.peers.adapter import (
     format_loaded_adapters,
     parse_request_adapter,
 )
-from nodeagent.drivers.driver import with_fields
+from nodeagent.drivers.request_body import with_fields
 from nodeagent.host.engines.engine_adapters import (
     AdapterRefused,
     AdapterUnavailable,

@@ -14,21 +14,34 @@ LOG_TAIL_BYTES: Final = 64 * 1024
 TRIM_INTERVAL_S: Final = 10.0
 """Between two trims of the log of an engine that loads."""
 
-ERROR_LINE: Final = re.compile(rb"\b[A-Za-z_.]*(?:Error|Exception): \S|\b(?:FATAL|fatal|error): \S")
-SECOND_HAND: Final = re.compile(rb"root cause|Engine core initialization failed|Executor failed")
+ERROR_LINE: Final = re.compile(
+    rb"\b[A-Za-z_.]*(?:Error|Exception): \S|\b(?:FATAL|fatal|error): \S"
+    rb"|\berror loading model[a-z ]*: \S|\bGGML_ASSERT\(|\bwhat\(\): +\S"  # llama.cpp
+)
+SECOND_HAND: Final = re.compile(
+    rb"root cause|Engine core initialization failed|Executor failed"
+    rb"|\bexiting due to |\bfailed to (?:load model|create[ _]context|create llama_context)\b"
+)
 """Lines with an error that refer to an earlier one."""
 DIED: Final = re.compile(rb"\bdied unexpectedly\b")
 """vLLM's line about a process of the engine that was killed, before the errors that follow from it.
 One that ended by an error of its own has logged that before."""
-ERROR_LEVEL: Final = re.compile(rb'\bERROR\b|^\{"at":"[^"]*","level":"(?:error|critical)"')
+ERROR_LEVEL: Final = re.compile(
+    rb'\bERROR\b|^\{"at":"[^"]*","level":"(?:error|critical)"'
+    rb"|^[\d.]+ E (?!.*\bsend_error: task id = )"
+)
 """A line that its engine calls an error, though it names none."""
-NO_ERROR: Final = re.compile(rb"\b(?:DEBUG|INFO|WARNING)\b")
-"""Lines that their engine does not call an error, such as vLLM's warning of a low `ulimit`."""
+NO_ERROR: Final = re.compile(
+    rb"\b(?:DEBUG|INFO|WARNING)\b|^[\d.]+ [DIW] |^[\d.]+ E .*\bsend_error: task id = "
+)
+"""Lines that their engine does not call an error, such as vLLM's warning of a low `ulimit`, and
+those of llama.cpp about a request that it refuses."""
 NO_PROBLEM: Final = re.compile(
     rb'^\{"at":"[^"]*","level":"(?:debug|info)"| - "[A-Z]+ \S+ HTTP/1\.[01]" [1-4]\d\d\b'
+    rb"|^[\d.]+ [DIW] |^[\d.]+ E .*\bsend_error: task id = "
 )
-"""A line that reports no problem: of the embedded engine, or of a vendor's access log, which is the
-last one of a healthy engine that is killed."""
+"""A line that reports no problem: of the embedded engine, of a vendor's access log or of a request,
+which is the last one of a healthy engine that is killed."""
 NO_CAUSE: Final = (
     "; before it the log has no error: perhaps a process of the engine was killed, as the kernel"
     " does when memory is short (see dmesg)"
@@ -62,9 +75,10 @@ def last_error(log: Path) -> str:
         errors = [n for n, line in enumerate(lines) if _is_error(line)]
         first_hand = [n for n in errors if not SECOND_HAND.search(lines[n])]
         died = [n for n, line in enumerate(lines) if DIED.search(line)]
-        reported = [n for n, line in enumerate(lines) if ERROR_LEVEL.search(line)]
+        levels = [n for n, line in enumerate(lines) if ERROR_LEVEL.search(line)]
+        reported = [n for n in levels if not SECOND_HAND.search(lines[n])]
         last = [] if not lines or NO_PROBLEM.search(lines[-1]) else [len(lines) - 1]
-        for found in (first_hand, died, errors, reported, last):
+        for found in (first_hand, died, errors, reported, levels, last):
             if found:
                 follows = not first_hand and (died or errors)
                 return _quote(lines[found[-1] :]) + (NO_CAUSE if follows else "")

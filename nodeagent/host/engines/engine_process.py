@@ -39,9 +39,9 @@ from nodeagent.drivers.driver import (
     EngineLaunch,
     StorePorts,
     UnknownOption,
-    body_for,
 )
 from nodeagent.drivers.handshake import Handshake
+from nodeagent.drivers.request_body import body_for
 from nodeagent.host.confinement import EngineConfinement
 from nodeagent.host.devices import CPU
 from nodeagent.host.engines.canary import BAD_REQUEST, CANARIES, NO_TOKEN, OK, PROMPT_CANARY, Canary

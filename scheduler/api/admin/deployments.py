@@ -19,6 +19,7 @@ from isochrone.wire.engines.engine_capabilities import (
     with_transfer,
 )
 from isochrone.wire.engines.engine_options import ENGINE_OPTIONS
+from isochrone.wire.engines.shared_prompts import drafts_problem
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import DeploymentId, ModelId, PopId
 from isochrone.wire.kv.kv_store import sharing_problem, store_use, uses_kv_store
@@ -244,7 +245,7 @@ def engine_problem(engine: EngineSettings) -> EngineProblem | None:
         reason = f"{engine.devices} devices cannot be divided evenly over {engine.nodes} nodes"
         return EngineProblem("nodes", reason)
     reason = ENGINE_OPTIONS[engine.driver].problem(engine.options)
-    reason = reason or command_problem(engine)
+    reason = reason or command_problem(engine) or drafts_problem(engine)
     return EngineProblem("options", f"{engine.driver}: {reason}") if reason else None
 
 

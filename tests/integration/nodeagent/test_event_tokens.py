@@ -12,7 +12,8 @@ from isochrone.service.network.http_server import serve_http
 from isochrone.wire.http import headers
 from isochrone.wire.ids import ReplicaId
 from nodeagent.drivers import DRIVERS
-from nodeagent.drivers.driver import CHAT_PATH, CONTINUOUS_USAGE
+from nodeagent.drivers.driver import CHAT_PATH
+from nodeagent.drivers.request_body import CONTINUOUS_USAGE
 from router.dataplane.sse import StreamRelay, split_frames
 from tests.integration.nodeagent.test_data_plane import Node, a_node
 

@@ -14,7 +14,7 @@ from isochrone.service.trust.identity import Authority
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import ClusterId, Epoch
 from isochrone.wire.peers.control import CacheSaltSecret, Welcome
-from nodeagent.drivers.driver import with_fields
+from nodeagent.drivers.request_body import with_fields
 from nodeagent.host.cache_salts import CacheSalts, load_cache_salts
 
 SALT = "the tenant's salt"

@@ -17,7 +17,8 @@ from isochrone.wire.models.model import EngineSettings
 from isochrone.wire.peers.assignment import ReplicaGroup
 from nodeagent.drivers import DRIVERS, installed_version
 from nodeagent.drivers import driver as driver_module
-from nodeagent.drivers.driver import DeviceMemory, EngineLaunch, UnknownOption, with_fields
+from nodeagent.drivers.driver import DeviceMemory, EngineLaunch, UnknownOption
+from nodeagent.drivers.request_body import with_fields
 from nodeagent.host.devices import DeviceReader, device_class
 from nodeagent.host.processes import passed_environment
 from tests.builders import GIB, a_spec

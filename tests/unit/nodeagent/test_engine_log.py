@@ -31,6 +31,24 @@ FAILED: Final = ACCESS.replace("200 OK", "500 Internal Server Error")
 READY: Final = '{"at":"2026-11-28T08:49:55+0000","level":"info","message":"ready","load_s":7.3}'
 FAULT: Final = '{"at":"2026-11-28T08:50:01+0000","level":"error","message":"error: bad"}'
 
+LLAMA: Final = "0.00.123.456"
+NO_TENSOR: Final = f"{LLAMA} E llama_model_load: error loading model: missing tensor 'output'"
+NOT_LOADED: Final = f"{LLAMA} E llama_model_load_from_file_impl: failed to load model"
+EXITING: Final = f"{LLAMA} E srv  llama_server: exiting due to model loading error"
+RELEASED: Final = "1.02.123.456 I slot      release: id  3 | task 4 | stop processing: n_tokens = 9"
+TOO_LONG: Final = (
+    f"{LLAMA} E srv    send_error: task id = 7, error: request (5007 tokens) exceeds the available"
+    " context size (2048 tokens), try increasing it"
+)
+GOT: Final = f"{LLAMA} W srv    operator(): got exception: fatal: x"
+BIND: Final = f"{LLAMA} E srv         start: couldn't bind HTTP server socket"
+NO_CONTEXT: Final = f"{LLAMA} E srv    load_model: failed to create_context with model 'm.gguf'"
+FLASH: Final = (
+    f"{LLAMA} E llama_init_from_model: quantized V cache requires flash_attn to be enabled"
+)
+ASSERTED: Final = "/src/llama-kv-cache.cpp:9: GGML_ASSERT(n > 0) failed"
+FRAME: Final = "/opt/llama/llama-server(+0x5a0a6b)[0x55]"
+
 
 @pytest.mark.parametrize(
     ("lines", "reason"),
@@ -54,11 +72,21 @@ FAULT: Final = '{"at":"2026-11-28T08:50:01+0000","level":"error","message":"erro
         ([INFO, ACCESS], ""),
         ([WEIGHTS, ACCESS], WEIGHTS),
         ([ACCESS, FAILED], FAILED),
+        ([NO_TENSOR, NOT_LOADED, EXITING], NO_TENSOR),
+        ([RELEASED], ""),
+        ([TOO_LONG, GOT, RELEASED], ""),
+        ([RELEASED, TOO_LONG], ""),
+        ([BIND, EXITING], BIND),
+        ([FLASH, NO_CONTEXT, EXITING], FLASH),
+        ([NOT_LOADED, EXITING], EXITING),
+        ([RELEASED, ASSERTED, FRAME, FRAME], ASSERTED),
     ],
     ids=["killed", "first hand", "second hand", "worker killed",
          "worker failed", "silent", "pydantic", "colon", "colours", "none",
          "own line", "after it", "own error", "own words", "tabs",
-         "served", "served after it", "failed request"],
+         "served", "served after it", "failed request",
+         "llama.cpp", "its release", "its refusal", "its last refusal", "its port", "its option",
+         "its silence", "its abort"],
 )  # fmt: skip
 def test_the_line_that_says_why_is_found(tmp_path: Path, lines: list[str], reason: str) -> None:
     log = tmp_path / "engine.log"

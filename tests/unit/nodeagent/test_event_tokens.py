@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nodeagent.api.request.event_tokens import EventTokens
 from nodeagent.drivers import DRIVERS
-from nodeagent.drivers.driver import CONTINUOUS_USAGE, with_fields
+from nodeagent.drivers.request_body import CONTINUOUS_USAGE, with_fields
 from router.dataplane.sse import StreamRelay
 
 DETAILS: list[dict[str, Any]] = [

@@ -11,8 +11,9 @@ from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.models.model import EngineSettings
 from nodeagent.drivers import DRIVERS
-from nodeagent.drivers.driver import EngineCommand, EngineLaunch, with_fields
+from nodeagent.drivers.driver import EngineCommand, EngineLaunch
 from nodeagent.drivers.guided_decoding import CALL_FORMATS, GuidedDecoding
+from nodeagent.drivers.request_body import with_fields
 from tests.builders import a_spec
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

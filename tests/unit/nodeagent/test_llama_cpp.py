@@ -17,8 +17,10 @@ from isochrone.wire.http import headers
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.models.model import EngineSettings
 from nodeagent.drivers import DRIVERS
-from nodeagent.drivers.driver import CHAT_PATH, EngineLaunch, UnknownOption, with_fields
+from nodeagent.drivers.driver import CHAT_PATH, EngineLaunch, UnknownOption
 from nodeagent.drivers.llama_cpp import ARGUMENTS, NO_CACHE, gguf_file
+from nodeagent.drivers.request_body import body_for, with_fields
+from scheduler.api.admin.deployments import engine_problem
 from tests.builders import a_spec
 
 DRIVER = DRIVERS["llama_cpp"]
@@ -129,13 +131,140 @@ def test_tenants_share_no_prompts_unless_the_deployment_says_so(tmp_path: Path) 
     alone = DRIVER.command(a_launch(tmp_path))
     assert NO_CACHE in alone.arguments
     sent = with_fields(b'{"cache_prompt":true,"id_slot":3}', DRIVER.body_fields(alone, "s", 50))
-    assert msgspec.json.decode(sent) == {"cache_prompt": False, "id_slot": -1}
+    sse = {"sse_ping_interval": -1}
+    assert msgspec.json.decode(sent) == {"cache_prompt": False, "id_slot": -1, **sse}
     shared = DRIVER.command(a_launch(tmp_path, options={"shared_prompt_cache": "true"}))
     assert NO_CACHE not in shared.arguments
     assert DRIVER.body_fields(shared, "s", 50)["cache_prompt"]
     assert not any("shared" in argument for argument in shared.arguments)
     assert CHAT_PATH in DRIVER.salted_paths
     assert DRIVER.resumes == headers.INEXACT
+
+
+@pytest.mark.parametrize(
+    ("options", "is_refused"),
+    [
+        ({}, False),
+        ({"spec_type": "ngram-simple"}, False),
+        ({"spec_type": "draft-simple,ngram-simple", "spec_draft_model": "/d.gguf"}, False),
+        ({"spec_type": "ngram-mod"}, True),
+        ({"spec_type": "ngram-simple, ngram-cache"}, True),
+        ({"spec_type": "ngram-mod", "shared_prompt_cache": "false"}, True),
+        ({"spec_type": "ngram-mod", "shared_prompt_cache": "true"}, False),
+    ],
+)
+def test_drafts_from_texts_of_other_tenants_are_refused(
+    tmp_path: Path, options: dict[str, str], is_refused: bool
+) -> None:
+    launch = a_launch(tmp_path, options=options)
+    refused = engine_problem(launch.spec.engine)
+    assert bool(refused) is is_refused
+    if not is_refused:
+        DRIVER.command(launch)
+        return
+    assert refused is not None
+    assert refused.reason.endswith("give --option shared_prompt_cache=true")
+    with pytest.raises(UnknownOption, match="draft one tenant's answer from another's texts"):
+        DRIVER.command(launch)
+
+
+def test_a_client_cannot_use_the_servers_own_names_for_checked_fields(tmp_path: Path) -> None:
+    """With `n_predict` an answer went on beyond its `max_tokens`."""
+    command = DRIVER.command(a_launch(tmp_path))
+    own: dict[str, Any] = dict.fromkeys(("n_predict", "n_cmpl", "n_probs"), 9)
+    own |= {"chat_format": 9, "grammar_triggers": [{"type": 2, "value": "(a|a)*b"}]}
+    own |= {"sse_ping_interval": 1, "return_progress": True}
+    body = msgspec.json.encode({"max_tokens": 1, "min_p": 0.1, **own})
+    values = DRIVER.body_fields(command, "s", 50)
+    sent = msgspec.json.decode(body_for(command, body, values, counts_tokens=False))
+    assert sent.keys() == {"max_tokens", "min_p", "cache_prompt", "id_slot", "sse_ping_interval"}
+    assert sent["sse_ping_interval"] == -1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "is_refused"),
+    [
+        ("top_logprobs", 20, False),
+        ("top_logprobs", 21, True),
+        ("repeat_last_n", 100, False),
+        ("repeat_last_n", 101, True),
+        ("repeat_last_n", 2e9, True),
+        ("repeat_last_n", -1, False),
+        ("repeat_last_n", -(2**31) - 1, True),
+        ("dry_penalty_last_n", 2**31 - 1, True),
+        ("samplers", ["top_k"] * 33, True),
+        ("samplers", "k" * 33, True),
+        ("samplers", "kp", False),
+        ("dry_sequence_breakers", ["a"] * 8, False),
+        ("dry_sequence_breakers", ["a"] * 9, True),
+    ],
+)
+def test_a_field_without_bounds_in_the_server_has_some_here(
+    tmp_path: Path, field: str, value: Any, is_refused: bool
+) -> None:
+    """A window of 2^31 tokens for penalties takes 8 GiB of zeroes."""
+    command = DRIVER.command(a_launch(tmp_path))
+    body = msgspec.json.encode({field: value})
+    if not is_refused:
+        assert field.encode() in body_for(command, body, {}, counts_tokens=False)
+        return
+    with pytest.raises(ApiError, match=f"cannot use field '{field}'") as refused:
+        body_for(command, body, {}, counts_tokens=False)
+    assert refused.value.param == field
+
+
+def nested(count: int) -> dict[str, Any]:
+    """Return a schema that is a chain of references."""
+    links = {f"a{n}": {"$ref": f"#/$defs/a{n + 1}"} for n in range(count - 1)}
+    return {"$ref": "#/$defs/a0", "$defs": {**links, f"a{count - 1}": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": nested(1000)}}}, ""),
+        ({"response_format": {"json_schema": {"schema": nested(1001)}}}, "response_format"),
+        ({"tools": [{"type": "function", "function": nested(1001)}]}, "tools"),
+        ({"json_schema": {"pattern": "(" * 1001}}, "json_schema"),
+        ({"grammar": f'root ::= {"(" * 1000}"a"{")" * 1000}'}, ""),
+        ({"grammar": f'root ::= {"(" * 1001}"a"{")" * 1001}'}, "grammar"),
+        ({"tools": [{"type": "function", "function": {"description": "()" * 1001}}]}, ""),
+    ],
+)
+def test_a_schema_that_overflows_the_stack_of_the_server_is_refused(
+    tmp_path: Path, body: dict[str, Any], param: str
+) -> None:
+    """It ended the engine, and the answers of all other clients with it."""
+    command = DRIVER.command(a_launch(tmp_path))
+    data = msgspec.json.encode(body)
+    if not param:
+        assert body_for(command, data, {}, counts_tokens=False) == data
+        return
+    with pytest.raises(ApiError, match=f"cannot use field '{param}'.* 1000 references") as refused:
+        body_for(command, data, {}, counts_tokens=False)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    "tool", [{"type": "custom", "custom": {"name": "f"}}, {"type": "function"}, {}, "f"]
+)
+def test_a_tool_that_is_no_function_is_the_clients_fault(tmp_path: Path, tool: Any) -> None:
+    """The server answers 500: routers tried all replicas, and took each for a failed one."""
+    command = DRIVER.command(a_launch(tmp_path))
+    body = msgspec.json.encode({"tools": [tool]})
+    with pytest.raises(ApiError, match="cannot use field 'tools': expected tools of type"):
+        body_for(command, body, {}, counts_tokens=False)
+
+
+def test_a_refusal_alone_is_the_content_of_its_message(tmp_path: Path) -> None:
+    """The server refuses messages without content."""
+    command = DRIVER.command(a_launch(tmp_path))
+    call = {"role": "assistant", "refusal": "no", "tool_calls": [{"id": "1"}]}
+    said = {"role": "assistant", "content": "yes", "refusal": None}
+    alone = {"role": "assistant", "refusal": "no"}
+    body = msgspec.json.encode({"messages": [call, said, alone]})
+    sent = msgspec.json.decode(body_for(command, body, {}, counts_tokens=False))
+    assert sent["messages"] == [call, said, {**alone, "content": "no"}]
 
 
 def test_its_statistics_are_read() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from isochrone.wire.engines.schema_numbers import NUMBER_MIN
 from isochrone.wire.errors import ApiError, ErrorCode
-from nodeagent.drivers.driver import with_fields
+from nodeagent.drivers.request_body import with_fields
 
 LOW = [-(2**63), NUMBER_MIN - 1, -9.3e18, -(10**30)]
 

@@ -28,7 +28,7 @@ def test_capabilities_agree_with_the_driver(driver: str) -> None:
     assert stated.resumes == actual.resumes
     # Our own engines do so by themselves.
     assert stated.counts_tokens == actual.counts_tokens or driver in ("embedded", "mock")
-    salted = {"": 0, "header": 0, "chat_body": 1, "body": 2}
+    salted = {"": 0, "header": 0, "chat_body": 1, "body": 2, "uncached": 2}
     assert len(actual.salted_paths) == salted[stated.salt]
     assert stated.sequences_option == actual.sequences_option or driver in ("mock", "command")
     sized = {stated.sequences_option, stated.step_tokens_option, stated.waiting_option} - {""}
