@@ -78,6 +78,7 @@ INTERPRETED: Final = frozenset({"router/decide/replicas/columns_in_numpy.py"})
 C_SOURCES: Final = (
     "isochrone/wire/http/body_bytes.c",
     "router/apis/openai/text_bytes.c",
+    "router/dataplane/body_buffer.c",
     "router/dataplane/head_bytes.c",
     "router/dataplane/stream_pump.c",
     "router/decide/caches/block_table.c",

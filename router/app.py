@@ -39,6 +39,7 @@ from router.dataplane.upstream import Upstream
 from router.decide.admission.limits import KeyLimiter
 from router.decide.admission.suspicion import SuspectTable
 from router.fleet_state import FleetState
+from router.freed_memory import keep_freed_memory
 from router.listeners import open_listeners
 from router.loops.answer_batches import AnswerBatches
 from router.loops.answer_responses import LEASE_INTERVAL_S
@@ -390,6 +391,7 @@ async def open_router(
     config: RouterConfig, identity: Identity, worker: WorkerIdentity | None = None
 ) -> AsyncIterator[RouterApp]:
     """Run a router. On exit, stop accepting, finish open requests, and write usage to disk."""
+    keep_freed_memory()
     async with AsyncExitStack() as stack:
         try:
             if worker is None:

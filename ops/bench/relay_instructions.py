@@ -70,8 +70,21 @@ class MemoryTransport(asyncio.Transport):
 
     def deliver(self, data: bytes) -> None:
         """Deliver bytes of the other side, in parts as large as the event loop reads."""
-        for begin in range(0, len(data), READ_BYTES):
-            self._protocol.data_received(data[begin : begin + READ_BYTES])
+        begin = 0
+        while begin < len(data):
+            part = data[begin : begin + READ_BYTES]
+            if isinstance(self._protocol, asyncio.BufferedProtocol):
+                buffer = memoryview(self._protocol.get_buffer(READ_BYTES))
+                part = part[: len(buffer)]
+                buffer[: len(part)] = part
+                self._protocol.buffer_updated(len(part))
+            else:
+                self._protocol.data_received(part)
+            begin += len(part)
+
+    def set_protocol(self, protocol: Any) -> None:
+        """Deliver to another protocol from now on."""
+        self._protocol = protocol
 
     def write(self, data: Any) -> None:
         """Count what was written."""

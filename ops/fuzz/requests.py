@@ -9,7 +9,7 @@ import random
 import re
 import sys
 import time
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import h11
 
@@ -91,7 +91,8 @@ def mutate_request(chance: random.Random) -> bytes:
 def read_in_pieces(data: bytes, chance: random.Random) -> list[HttpRequest]:
     """Feed the reader in random pieces; return the requests it accepted before an error.
 
-    It parses all of a body, or only counts what the first piece left of it.
+    It parses all of a body, or only counts what the first piece left of it. Some of that is read
+    into its buffer, as by the event loop.
     """
     collector = RequestCollector()
     reader = RequestReader(
@@ -101,8 +102,15 @@ def read_in_pieces(data: bytes, chance: random.Random) -> list[HttpRequest]:
     while data:
         # Whole plain requests are read apart from the parser.
         size = len(data) if chance.random() < 0.3 else chance.randint(1, len(data))
+        piece = data[:size]
+        if reader.buffer is not None and chance.random() < 0.7:
+            piece = b""
+            with memoryview(cast(Any, reader.buffer)) as view:
+                size = min(size, len(view))
+                view[:size] = data[:size]
+            reader.buffer.advance(size)
         try:
-            reader.feed(data[:size])
+            reader.feed(piece)
         except ApiError:
             break
         data = data[size:]

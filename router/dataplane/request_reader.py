@@ -14,6 +14,7 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.peers.routes import KeyEntry
 from router.dataplane import http1
 from router.dataplane.body_admission import KEYLESS_BODY_BYTES_MAX
+from router.dataplane.body_receiver import BodyBuffer, open_buffer
 from router.dataplane.http_messages import HttpRequest, UploadedBody
 from router.dataplane.plain_messages import plain_request
 
@@ -30,6 +31,7 @@ LARGE_PART_BYTES: Final = 16 * 1024
 
 # Looked up once, because each request uses it.
 _PLAIN_REQUEST: Final = plain_request
+_OPEN_BUFFER: Final = open_buffer
 
 Authorize = Callable[[bytes, str, http1.HeaderFields], KeyEntry | None]
 """(method, path, headers) to the request's API key; raises ApiError before the body is read."""
@@ -77,7 +79,7 @@ class RequestReader:
         "_authorize", "_body_bytes", "_body_bytes_max", "_bytes_max", "_clock", "_counts_rest",
         "_fields_bytes", "_first_part", "_ignores_head", "_is_last", "_length", "_open_upload",
         "_other_parts", "_parser", "_receiver", "_request", "_requests_max", "_requests_read",
-        "_target", "_unparsed_bytes", "_unparsed_bytes_min",
+        "_target", "_unparsed_bytes", "_unparsed_bytes_min", "buffer",
     )  # fmt: skip
 
     def __init__(
@@ -110,6 +112,8 @@ class RequestReader:
         self._counts_rest: bool
         self._first_part: bytes
         self._other_parts: list[bytes | bytearray]
+        self.buffer: BodyBuffer | None
+        """Where the body being read is; None if it is small, or its length is not known."""
         self._reset()
 
     @property
@@ -129,7 +133,7 @@ class RequestReader:
 
     def give_up(self) -> HttpRequest:
         """Drop the body received so far; return the unfinished request, as far as it arrived."""
-        self._first_part, self._other_parts = b"", []
+        self._first_part, self._other_parts, self.buffer = b"", [], None
         request = self._request
         request.path = self._target.partition(b"?")[0].decode("latin-1")
         return request
@@ -144,7 +148,10 @@ class RequestReader:
         return self.give_up()
 
     def feed(self, data: bytes) -> None:
-        """Parse received bytes. Raises ApiError if they are not an acceptable request."""
+        """Parse received bytes. Raises ApiError if they are not an acceptable request.
+
+        `data` is empty after bytes were read into `buffer`.
+        """
         self._requests_max = self._requests_read + REQUESTS_AT_ONCE_MAX
         if self._counts_rest:
             data = self._count_rest(data)
@@ -172,6 +179,10 @@ class RequestReader:
             # The parser itself refuses bytes after a request that closes the connection.
             parser = self._parser
             self._counts_rest = parser.should_keep_alive() and not parser.should_upgrade()
+            if self._counts_rest and _OPEN_BUFFER is not None and self._request.upload is None:
+                self.buffer = _OPEN_BUFFER(self._length)
+                self.buffer.add(self._joined())
+                self._first_part, self._other_parts = b"", []
 
     def _read_plain(self, data: bytes) -> bool:
         """Read a whole plain request, and return True; False if the parser must read `data`."""
@@ -193,10 +204,14 @@ class RequestReader:
         """Take the rest of a body of known length; return what follows it. Raises ApiError."""
         assert self._length is not None
         missing = self._length - self._body_bytes
-        if len(data) < missing:
-            self.on_body(data)
+        if data:
+            self.on_body(data if len(data) <= missing else data[:missing])
+        elif self.buffer is not None:
+            count = self.buffer.count - self._body_bytes
+            self._body_bytes += count
+            self._receiver.on_body_held(self._request, count)
+        if self._body_bytes < self._length:
             return b""
-        self.on_body(data if len(data) == missing else data[:missing])
         self._parser = httptools.HttpRequestParser(self)
         self._complete(keep_alive=True)
         return data[missing:]
@@ -277,7 +292,9 @@ class RequestReader:
         if self._body_bytes != self._length or before:
             # A body that arrives whole, as most do, is not held.
             self._receiver.on_body_held(self._request, len(body))
-        if not before:
+        if self.buffer is not None:
+            self.buffer.add(body)
+        elif not before:
             self._first_part = body
         elif len(body) >= LARGE_PART_BYTES:
             self._other_parts.append(body)
@@ -296,9 +313,7 @@ class RequestReader:
 
     def _complete(self, *, keep_alive: bool) -> None:
         request = self._request
-        request.body = self._first_part
-        if self._other_parts:
-            request.body = b"".join([self._first_part, *self._other_parts])
+        request.body = self._joined() if self.buffer is None else self.buffer.take()
         request.keep_alive = keep_alive
         self._is_last = not keep_alive
         if self._requests_read == self._requests_max:
@@ -308,12 +323,18 @@ class RequestReader:
         self._reset()
         self._receiver.on_request(request)
 
+    def _joined(self) -> bytes:
+        """Return the parts of the body as one."""
+        if not self._other_parts:
+            return self._first_part
+        return b"".join([self._first_part, *self._other_parts])
+
     def _reset(self) -> None:
         """Prepare for the next request of the connection."""
         self._request = HttpRequest()
         self._target = b""
         self._counts_rest = False
-        self._first_part, self._other_parts = b"", []
+        self._first_part, self._other_parts, self.buffer = b"", [], None
         self._body_bytes = 0
         self._fields_bytes = 0
         self._unparsed_bytes = 0

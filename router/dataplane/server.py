@@ -21,6 +21,7 @@ from isochrone.wire.peers.routes import KeyEntry
 from router.config import RouterConfig
 from router.dataplane import http1
 from router.dataplane.body_admission import BodyAdmission
+from router.dataplane.body_receiver import read_into_buffer
 from router.dataplane.deadlines import NEVER, Deadlines
 from router.dataplane.http1 import HeaderFields
 from router.dataplane.http_messages import ChunkSink, HttpRequest, HttpResponse, PausableSource
@@ -35,9 +36,7 @@ PIPELINED_MAX: Final = 4
 """Complete requests of one connection that may wait; from there on reading is paused."""
 
 WRITE_BUFFER_BYTES: Final = 64 * 1024
-LINGER_S: Final = 1.0
-"""How long bytes are read and dropped after a malformed request was answered."""
-
+LINGER_S: Final = 1.0  # how long bytes are read and dropped after a malformed request was answered
 ABORT_TIMEOUT_S: Final = 5.0
 """How long the event loop may take to report aborted connections as lost."""
 
@@ -144,8 +143,7 @@ class ClientConnection:
         self._malformed: ApiError | None = None
         self._source: PausableSource | None = None
         self._network = ""
-        self._is_paused = False
-        self._is_reading_paused = False
+        self._is_paused = self._is_reading_paused = False
         self._request: HttpRequest | None = None
         self._has_begun = False
         self._is_chunked = False
@@ -187,7 +185,7 @@ class ClientConnection:
         return False
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes and start answering complete requests."""
+        """Parse bytes, none after a read into the reader's buffer; answer complete requests."""
         if self._malformed is not None:
             return
         reader = self._reader
@@ -198,6 +196,8 @@ class ClientConnection:
         except ApiError as error:
             self._malformed = error
             self._server.bodies.drop(reader.give_up(), self._network)
+        if reader.buffer is not None and data:
+            read_into_buffer(self._transport, cast(asyncio.Protocol, self), reader)
         if self._task is not None:
             return
         if self._pending:
@@ -208,8 +208,7 @@ class ClientConnection:
         if self._malformed is not None:
             self._refuse(self._malformed)
             return
-        # An incomplete request gets a deadline: a head from its first byte, a body from the end
-        # of its head.
+        # An incomplete head has a deadline from its first byte, a body from the end of its head.
         if reader.is_in_body and (
             not was_in_body or reader.uploaded_bytes // UPLOAD_STEP_BYTES > uploaded_steps
         ):

@@ -57,6 +57,14 @@ class FakeTransport(asyncio.Transport):
 
     def deliver(self, size: int) -> None:
         """Deliver up to `size` bytes of the inbox to the protocol."""
+        if isinstance(self._protocol, asyncio.BufferedProtocol):
+            buffer = memoryview(self._protocol.get_buffer(size))
+            size = min(size, len(buffer))
+            data, self.inbox = self.inbox[:size], self.inbox[size:]
+            buffer[: len(data)] = data
+            if data:
+                self._protocol.buffer_updated(len(data))
+            return
         data, self.inbox = self.inbox[:size], self.inbox[size:]
         if data:
             self._protocol.data_received(data)
@@ -82,6 +90,9 @@ class FakeTransport(asyncio.Transport):
             self.close()
 
     # Called by the protocol.
+
+    def set_protocol(self, protocol: Any) -> None:
+        self._protocol = protocol
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return ("10.0.0.1", 1) if name == "peername" else default
