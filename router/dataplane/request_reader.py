@@ -207,9 +207,8 @@ class RequestReader:
         if data:
             self.on_body(data if len(data) <= missing else data[:missing])
         elif self.buffer is not None:
-            count = self.buffer.count - self._body_bytes
-            self._body_bytes += count
-            self._receiver.on_body_held(self._request, count)
+            before, self._body_bytes = self._body_bytes, self.buffer.count
+            self._hold(before)
         if self._body_bytes < self._length:
             return b""
         self._parser = httptools.HttpRequestParser(self)
@@ -289,9 +288,7 @@ class RequestReader:
         if upload is not None:
             upload.write(body)
             return
-        if self._body_bytes != self._length or before:
-            # A body that arrives whole, as most do, is not held.
-            self._receiver.on_body_held(self._request, len(body))
+        self._hold(before)
         if self.buffer is not None:
             self.buffer.add(body)
         elif not before:
@@ -322,6 +319,11 @@ class RequestReader:
         self._requests_read += 1
         self._reset()
         self._receiver.on_request(request)
+
+    def _hold(self, before: int) -> None:
+        """Count what has come; a body that arrives whole, as most do, is not held."""
+        if self._body_bytes != self._length or before:
+            self._receiver.on_body_held(self._request, self._body_bytes - before)
 
     def _joined(self) -> bytes:
         """Return the parts of the body as one."""
