@@ -207,7 +207,8 @@ class RequestReader:
         if data:
             self.on_body(data if len(data) <= missing else data[:missing])
         elif self.buffer is not None:
-            before, self._body_bytes = self._body_bytes, self.buffer.count
+            before = self._body_bytes
+            self._body_bytes = self.buffer.count
             self._hold(before)
         if self._body_bytes < self._length:
             return b""
