@@ -109,6 +109,7 @@ class RequestReader:
         # The request being read; `_length` is None until its head is complete.
         self._request: HttpRequest
         self._length: int | None
+        self._body_bytes: int
         self._counts_rest: bool
         self._first_part: bytes
         self._other_parts: list[bytes | bytearray]
