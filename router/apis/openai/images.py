@@ -52,6 +52,14 @@ _JPEG_SCAN: Final = 0xDA
 _JPEG_FRAME_BYTES: Final = 8
 """The least length of a frame's segment."""
 
+_JPEG_PROGRESSIVE: Final = frozenset({0xC2, 0xC6, 0xCA, 0xCE})
+"""The markers of frames whose pixels come in several scans."""
+
+_JPEG_SCAN_BEGINS: Final = b"\xff\xda"
+SCANS_MAX: Final = 64
+"""The scans of a JPEG. A scan may have 31 bytes, and a decoder goes through all pixels for each:
+1,000 of them took 10 s of a processor for 16 megapixels. Encoders make some ten."""
+
 _GIF_EXTENSION: Final = 0x21
 _GIF_FRAME: Final = 0x2C
 _GIF_COMMENT: Final = 0xFE
@@ -64,14 +72,19 @@ have some twenty; millions of empty ones would keep the router from all other re
 
 
 class ImageSize(NamedTuple):
-    """Width and height in pixels."""
+    """Width and height in pixels; whether a JPEG has its pixels in several scans."""
 
     width: int
     height: int
+    has_scans: bool = False
 
 
 class TooManyBlocks(Exception):
     """The images of a request have more than BLOCKS_MAX blocks in front of their pixels."""
+
+
+class TooManyScans(Exception):
+    """A JPEG has more than SCANS_MAX scans."""
 
 
 class BlockCount:
@@ -199,6 +212,8 @@ def _checked_pixels(
     except TooManyBlocks:
         reason = f"the images have more than {BLOCKS_MAX} blocks in front of their pixels"
         raise _invalid(field, reason) from None
+    except TooManyScans:
+        raise _invalid(field, f"the JPEG has more than {SCANS_MAX} scans") from None
     if size is None or not (size.width and size.height):
         raise _invalid(field, "it is no PNG, JPEG, GIF or WebP, or its header is broken")
     pixels = size.width * size.height
@@ -208,21 +223,39 @@ def _checked_pixels(
             f"the image has {size.width} x {size.height} = {pixels} pixels, the limit is"
             f" {pixels_max}: send a smaller one",
         )
-    if max(size) > SIDES_RATIO_MAX * min(size):
+    sides = (size.width, size.height)
+    if max(sides) > SIDES_RATIO_MAX * min(sides):
         reason = f"one side may be at most {SIDES_RATIO_MAX} times as long as the other"
         raise _invalid(field, f"the image has {size.width} x {size.height} pixels: {reason}")
     return pixels
 
 
 def _size_of(url: str, begin: int, blocks: BlockCount) -> ImageSize | None:
-    """Return the size in an image. Raises ValueError and TooManyBlocks."""
+    """Return the size in an image. Raises ValueError, TooManyBlocks and TooManyScans."""
     if is_surely_base64(url, begin):
         return _size_of_valid(url, begin, blocks)
-    return image_size(base64.b64decode(url[begin:], validate=True), blocks)
+    data = base64.b64decode(url[begin:], validate=True)
+    size = image_size(data, blocks)
+    if size is not None and size.has_scans:
+        _check_scans(data)
+    return size
 
 
 def _size_of_valid(data: str | memoryview, begin: int, blocks: BlockCount) -> ImageSize | None:
-    """Decode a part of an image, or all of it if need be. Raises TooManyBlocks."""
+    """Decode a part of an image, or all of it if need be. Raises TooManyBlocks, TooManyScans."""
+    size = _size_in_valid(data, begin, blocks)
+    if size is not None and size.has_scans:
+        _check_scans(binascii.a2b_base64(data[begin:]))
+    return size
+
+
+def _check_scans(data: bytes) -> None:
+    """Raise TooManyScans if a JPEG may have too many: within a scan the bytes mean nothing else."""
+    if data.count(_JPEG_SCAN_BEGINS) > SCANS_MAX:
+        raise TooManyScans
+
+
+def _size_in_valid(data: str | memoryview, begin: int, blocks: BlockCount) -> ImageSize | None:
     before = blocks.looked_at
     size = image_size(binascii.a2b_base64(data[begin : begin + FIRST_CHARS]), blocks)
     if size is not None:
@@ -280,7 +313,7 @@ def _gif_colour_bytes(flags: int) -> int:
 
 def _jpeg_size(data: bytes, blocks: BlockCount) -> ImageSize | None:
     """Skip segments up to the scan. Raises IndexError if the data end before it."""
-    position, size = 2, None
+    position, size, components = 2, None, 0
     while True:
         blocks.add()
         if data[position] != 0xFF:
@@ -291,11 +324,14 @@ def _jpeg_size(data: bytes, blocks: BlockCount) -> ImageSize | None:
             position += 1
             continue
         if marker == _JPEG_SCAN:
-            return size
+            # A decoder reads one scan with all components while it decodes, and none after it.
+            return size and size._replace(has_scans=data[position + 4] < components)
         length = data[position + 2] << 8 | data[position + 3]
         if marker in _JPEG_SIZES and size is None and length >= _JPEG_FRAME_BYTES:
             height, width = data[position + 5 : position + 7], data[position + 7 : position + 9]
             size = ImageSize(int.from_bytes(width, "big"), int.from_bytes(height, "big"))
+            is_progressive = marker in _JPEG_PROGRESSIVE
+            components = 256 if is_progressive else data[position + 9]
         elif marker not in _JPEG_TABLES or length < 2:
             return None
         position += 2 + length

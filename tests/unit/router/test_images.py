@@ -29,6 +29,7 @@ from router.apis.openai.images import (
     HEAD_CHARS,
     IMAGES_MAX,
     LARGEST_MAX,
+    SCANS_MAX,
     BlockCount,
     ImageSize,
     check_images,
@@ -109,7 +110,8 @@ def a_url(data: bytes, kind: str = "png") -> str:
 
 @pytest.mark.parametrize("data", IMAGES)
 def test_a_size_is_read_from_each_format(data: bytes) -> None:
-    assert image_size(data, BlockCount()) == ImageSize(640, 480)
+    size = image_size(data, BlockCount())
+    assert size is not None and (size.width, size.height) == (640, 480)
     check_images(chat(a_url(data)), PIXELS_MAX)
 
 
@@ -123,6 +125,13 @@ def test_sizes_agree_with_a_library(kind: str) -> None:
     file = io.BytesIO()
     pillow.new("RGB", (37, 21)).save(file, kind)
     assert image_size(file.getvalue(), BlockCount()) == ImageSize(37, 21)
+
+
+def test_a_progressive_image_of_a_library_is_accepted() -> None:
+    pillow, file = pytest.importorskip("PIL.Image"), io.BytesIO()
+    pillow.new("RGB", (64, 64)).save(file, "jpeg", progressive=True)
+    assert image_size(file.getvalue(), BlockCount()) == ImageSize(64, 64, has_scans=True)
+    check_images(chat(a_url(file.getvalue(), "jpeg")), PIXELS_MAX)
 
 
 @pytest.mark.parametrize(
@@ -163,6 +172,24 @@ def test_a_thin_image_that_engines_would_enlarge_is_refused(is_tall: bool) -> No
         size = (2, long) if is_tall else (long, 2)
         with pytest.raises(ApiError, match="200 times") if is_refused else nullcontext():
             check_images(chat(a_url(a_png(*size))), PIXELS_MAX)
+
+
+@pytest.mark.parametrize("is_progressive", [True, False])
+def test_the_scans_of_an_image_are_limited(is_progressive: bool) -> None:
+    """A decoder goes through all pixels for each scan, which may have 31 bytes."""
+    frame = a_frame(2, 2) if is_progressive else b"\xff\xc0\0\x11\x08\0\x02\0\x02\x03" + bytes(9)
+    begin = b"\xff\xd8" + EXIF + frame
+    for scans, fits in ((SCANS_MAX, True), (SCANS_MAX + 1, False)):
+        url = a_url(begin + (SCAN + bytes(HEAD_CHARS // 64)) * scans, "jpeg")
+        refused = pytest.raises(ApiError, match=f"more than {SCANS_MAX} scans")
+        with nullcontext() if fits else refused:
+            check_images(chat(url), PIXELS_MAX)
+
+
+def test_scans_after_a_whole_one_are_not_counted() -> None:
+    """Decoders end with the first scan of a frame that is not progressive, if it has all."""
+    frame = b"\xff\xc0\0\x0b\x08\0\x02\0\x02\x01\x01\x11\0"
+    check_images(chat(a_url(b"\xff\xd8" + frame + SCAN * 2 * SCANS_MAX, "jpeg")), PIXELS_MAX)
 
 
 def test_the_number_of_images_is_limited() -> None:
