@@ -33,6 +33,7 @@ from ops.bench.relay import (
     PATH,
     RouterContestant,
     build_program,
+    chosen,
     contestants,
     cpu_s,
     router_key,
@@ -144,9 +145,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         program = build_program("paced_streams", folder)
-        routers = contestants(arguments.peers.absolute(), folder)
-        if arguments.only:
-            routers = [r for r in routers if any(part in r.name for part in arguments.only)]
+        routers = chosen(contestants(arguments.peers.absolute(), folder), arguments.only)
         for rate in arguments.rates:
             for streams in arguments.streams:
                 load = PacedLoad(streams, rate)

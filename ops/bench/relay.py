@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -145,6 +145,19 @@ def backend_command(folder: Path) -> list[str]:
     for name, response in backend.RESPONSES.items():
         (responses / name).write_bytes(response)
     return [build_program("relay_backend", folder), str(BACKEND_PORT), str(responses)]
+
+
+def chosen(routers: Sequence[RouterContestant], parts: Sequence[str]) -> list[RouterContestant]:
+    """Return the routers whose name has one of these parts, all if there are none.
+
+    Exits at a part that no name has: a router that is not installed or compiled would be left out
+    of the table without a word.
+    """
+    for part in parts:
+        if not any(part in router.name for router in routers):
+            names = "; ".join(router.name for router in routers)
+            raise SystemExit(f"cannot measure: no router here is called {part!r}, only: {names}")
+    return [r for r in routers if not parts or any(part in r.name for part in parts)]
 
 
 def contestants(peers: Path, folder: Path, replicas: int = 1) -> list[RouterContestant]:
@@ -409,9 +422,8 @@ def measure_all(arguments: argparse.Namespace, replicas: int) -> None:
         server, log = backend_command(folder), folder / "backend.log"
         direct = stack.enter_context(running(server, log, BACKEND_PORT))
         started.append((RouterContestant("direct", BACKEND_PORT, []), direct))
-        for router in contestants(arguments.peers.absolute(), folder, replicas):
-            if arguments.only and not any(part in router.name for part in arguments.only):
-                continue
+        routers = contestants(arguments.peers.absolute(), folder, replicas)
+        for router in chosen(routers, arguments.only):
             log = folder / f"{router.port}.log"
             process = stack.enter_context(
                 running(router.command, log, router.port, router.environment)
