@@ -148,11 +148,7 @@ def backend_command(folder: Path) -> list[str]:
 
 
 def chosen(routers: Sequence[RouterContestant], parts: Sequence[str]) -> list[RouterContestant]:
-    """Return the routers whose name has one of these parts, all if there are none.
-
-    Exits at a part that no name has: a router that is not installed or compiled would be left out
-    of the table without a word.
-    """
+    """Return the routers whose name has one of these parts; exit at a part that no name has."""
     for part in parts:
         if not any(part in router.name for router in routers):
             names = "; ".join(router.name for router in routers)
