@@ -43,7 +43,7 @@ COMPANIONS: Final[Mapping[tuple[str, str], dict[str, Any]]] = {
 FEATURE_OF: Final[Mapping[str, str]] = {
     **{"tools": "tools", "response_format": "structured_output", "logprobs": "logprobs"},
     **{"top_logprobs": "logprobs", "logit_bias": "logit_bias", "n": "several_answers"},
-    "seed": "seed",
+    **{name: name for name in ("seed", "suffix", "echo", "best_of")},
 }
 """The feature of an engine that a field needs."""
 
@@ -105,6 +105,7 @@ EFFECTS: Final[Mapping[str, Mapping[str, Effect]]] = {
         "prompt": lambda answer: len(answer["choices"]) == 2,
         "n": lambda answer: len(answer["choices"]) == 2,
         "logprobs": lambda answer: bool(answer["choices"][0]["logprobs"]["token_logprobs"]),
+        "echo": lambda answer: answer["choices"][0]["text"].startswith("hi"),
     },
     "responses": {"max_output_tokens": lambda answer: answer["usage"]["output_tokens"] <= 3},
     "messages": {"max_tokens": lambda answer: answer["usage"]["output_tokens"] <= 3},

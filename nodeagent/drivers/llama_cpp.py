@@ -49,6 +49,7 @@ ARGUMENTS: Final = (
     *("--model", "--alias", "--host", "--ctx-size", "--parallel", "--threads", "--threads-batch"),
     *("--batch-size", "--ubatch-size", "--cache-ram", "--n-gpu-layers", "--device"),
     *("--offline", "--metrics", "--no-slots", "--no-context-shift", "--no-kv-unified"),
+    "--no-prefill-assistant",
 )
 """The arguments that this driver gives. A version that lacks one of them is refused: releases have
 numbers of builds, and only the help shows the options of a build."""
@@ -142,6 +143,9 @@ class LlamaCppDriver(EngineDriver):
                 *("--ctx-size", str(cache.tokens)),
                 *(("--device", "none", "--n-gpu-layers", "0") if on_cpu else _gpu_flags(spec)),
                 *("--offline", "--metrics", "--no-slots", "--no-context-shift"),
+                # As OpenAI and the other engines: a last message of the assistant is continued only
+                # if the request says so.
+                "--no-prefill-assistant",
                 # The cache of idle slots in host memory takes 8 GiB by default.
                 *("--cache-ram", "0", *(() if shares_prompts(spec.engine) else (NO_CACHE,))),
                 *flags("llama_cpp", options),

@@ -11,7 +11,7 @@ from isochrone.wire.engines.schema_recursion import recursion_of
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http.json_body import check_json_body
 from nodeagent.drivers.driver import EngineCommand
-from nodeagent.drivers.guided_decoding import GuidedDecoding, with_guided_decoding
+from nodeagent.drivers.guided_decoding import with_guided_decoding
 
 CONTINUOUS_USAGE: Final = "continuous_usage_stats"
 """The option of a stream that puts the usage so far into each event, as vLLM calls it."""
@@ -23,90 +23,48 @@ _SCHEMAS_AS_TEXT: Final = ("structured_outputs", "guided_json", "guided_grammar"
 """Fields with a client's JSON schemas; the latter ones may be written as text."""
 
 
-def body_for(
-    command: EngineCommand, body: bytes, values: Mapping[str, Any], *, counts_tokens: bool
-) -> bytes:
-    """Return a request body with these fields set, as an engine started so can use it.
-
-    Raises ApiError 400, as `with_fields` does.
-    """
-    return with_fields(
-        body,
-        values,
-        may_force_tools=command.may_force_tools,
-        may_be_strict=command.may_be_strict,
-        strict_forced_tools=command.strict_forced_tools,
-        guided=command.guided,
-        limits=command.field_limits,
-        recursion_max=command.schema_recursion_max,
-        functions_only=command.functions_only,
-        fills_refusals=command.fills_refusals,
-        counts_tokens=counts_tokens,
-    )
+PLAIN: Final = EngineCommand(arguments=(), base_url="")
+"""An engine that needs no other bodies than its clients write."""
 
 
 def with_fields(
     body: bytes,
     values: Mapping[str, Any],
+    command: EngineCommand = PLAIN,
     *,
-    may_force_tools: bool = True,
-    may_be_strict: bool = True,
-    strict_forced_tools: bool = False,
-    guided: GuidedDecoding | None = None,
-    limits: Mapping[str, int] = {},
-    recursion_max: int = 0,
-    functions_only: bool = False,
-    fills_refusals: bool = False,
     counts_tokens: bool = False,
 ) -> bytes:
-    """Return a request body with these fields set, replacing what the client wrote.
+    """Return a request body with these fields set, as an engine started by `command` can use it.
 
-    Those that are None are removed. One of them is the salt that separates the prefix caches of
-    tenants: a cache hit would reveal another tenant's prompt. Raises ApiError 400 for a body that
-    cannot be decoded (the engine's parser may be more lenient, and would read a salt of the
-    client's choice), for one with a schema that could end the engine (`schema_numbers.py`,
-    `schema_recursion.py` with a `recursion_max`), for one with a field above its limit, with
-    `functions_only` for one with a tool that is no function, and for one that requires a call of a
-    tool unless it `may_force_tools`, or leaves the model to call a `strict` function unless that
-    `may_be_strict`. With `strict_forced_tools` the tools of a body that requires a call are marked
-    `strict`, except those that the client has marked. With `guided` schemas are translated
-    (`with_guided_decoding`). With `fills_refusals` a message that is a refusal alone gets its text
-    as content. With `counts_tokens` a stream asks for CONTINUOUS_USAGE, unless its client may have
-    chosen.
+    They replace what the client wrote; those that are None are removed. One of them is the salt
+    that separates the prefix caches of tenants: a cache hit would reveal another tenant's prompt.
+    With `counts_tokens` a stream asks for CONTINUOUS_USAGE, unless its client may have chosen.
+
+    Raises ApiError 400 for a body that cannot be decoded (the engine's parser may be more lenient,
+    and would read a salt of the client's choice), for one with a schema that could end the engine
+    (`schema_numbers.py`, `schema_recursion.py`), and for one that the engine would answer wrongly,
+    as `command` says.
     """
     try:
         check_json_body(body)
         fields: dict[str, Any] = _FIELDS.decode(body)
         _check_schemas(fields)
-        _check_limits(fields, limits)
-        _check_recursion(fields, recursion_max)
-        if functions_only:
+        _check_limits(fields, command.field_limits)
+        _check_recursion(fields, command.schema_recursion_max)
+        if command.functions_only:
             _check_tools(msgspec.json.decode(fields.get("tools", b"null")))
     except (ValueError, RecursionError) as error:
         raise ApiError(
             ErrorCode.INVALID_REQUEST, f"cannot use the request body: {describe(error)}"
         ) from error
     forces_tools = _requires_call(fields)
-    if not may_force_tools and forces_tools:
-        raise ApiError(
-            ErrorCode.INVALID_REQUEST,
-            "cannot require a call of a tool: the chat template of this model has no tools, and"
-            " its engine would answer with a text; leave 'tool_choice' out, or ask another model",
-            param="tool_choice",
-        )
-    if not may_be_strict and not forces_tools and _may_call_strict(fields):
-        raise ApiError(
-            ErrorCode.INVALID_REQUEST,
-            "cannot hold calls of a 'strict' function to its schema: the parser of this model's"
-            " calls only reads them; leave 'strict' out, or require a call with 'tool_choice'",
-            param="tools",
-        )
-    if strict_forced_tools and forces_tools:
+    _check_calls(fields, command, forces_tools=forces_tools)
+    if command.strict_forced_tools and forces_tools:
         fields["tools"] = _strict(msgspec.json.decode(fields.get("tools", b"null")))
-    if fills_refusals and b'"refusal"' in body:
+    if command.fills_refusals and b'"refusal"' in body:
         fields["messages"] = _with_refusals(msgspec.json.decode(fields.get("messages", b"null")))
-    if guided is not None:
-        fields = with_guided_decoding(fields, guided)
+    if command.guided is not None:
+        fields = with_guided_decoding(fields, command.guided)
     is_stream = bytes(fields.get("stream", b"")) == b"true"
     if counts_tokens and is_stream and not mentions_token_counts(body):
         fields["stream_options"] = _with_token_counts(fields.get("stream_options", b"null"))
@@ -171,6 +129,25 @@ def _check_tools(tools: Any) -> None:
                 "cannot use field 'tools': expected tools of type 'function'",
                 param="tools",
             )
+
+
+def _check_calls(
+    fields: Mapping[str, msgspec.Raw], command: EngineCommand, *, forces_tools: bool
+) -> None:
+    if not command.may_force_tools and forces_tools:
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            "cannot require a call of a tool: the chat template of this model has no tools, and"
+            " its engine would answer with a text; leave 'tool_choice' out, or ask another model",
+            param="tool_choice",
+        )
+    if not command.may_be_strict and not forces_tools and _may_call_strict(fields):
+        raise ApiError(
+            ErrorCode.INVALID_REQUEST,
+            "cannot hold calls of a 'strict' function to its schema: the parser of this model's"
+            " calls only reads them; leave 'strict' out, or require a call with 'tool_choice'",
+            param="tools",
+        )
 
 
 def _with_refusals(messages: Any) -> Any:

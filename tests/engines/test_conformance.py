@@ -321,6 +321,24 @@ async def test_an_interrupted_answer_is_resumed(engine: EngineProcess) -> None:
         assert (begun + rest)[:40] == whole[:40]
 
 
+async def test_a_last_message_of_the_assistant_is_continued_only_if_the_request_says_so(
+    engine: EngineProcess, traits: EngineCapabilities
+) -> None:
+    """As in OpenAI's API, the answer is a turn of its own: its prompt ends the message before."""
+    messages = [*user(FRANCE), {"role": "assistant", "content": "It is a city in"}]
+    fields: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    answers = [
+        await ask(engine, messages=messages, max_tokens=4, **given) for given in ({}, fields)
+    ]
+    assert [answer.status for answer in answers] == [200, 200], answers
+    turn, continued = (answer.body["usage"]["prompt_tokens"] for answer in answers)
+    assert turn > continued or not traits.generates_text
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    called = [*messages, {"role": "assistant", "content": "", "tool_calls": calls}]
+    answer = await ask(engine, messages=called, max_tokens=4)
+    assert answer.status == 200, answer.body
+
+
 BAD_BODIES: Final = {
     "no JSON": b"{",
     "no object": b"[1]",

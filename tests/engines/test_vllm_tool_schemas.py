@@ -49,9 +49,7 @@ def a_body(choice: Any, *, is_sent: bool = True) -> Any:
     body = {"model": "m", "messages": [], "tool_choice": choice}
     data = msgspec.json.encode(body | {"tools": [{"type": "function", "function": function}]})
     command = DRIVERS["vllm"].command(a_launch())
-    return msgspec.json.decode(
-        with_fields(data, {}, strict_forced_tools=command.strict_forced_tools) if is_sent else data
-    )
+    return msgspec.json.decode(with_fields(data, {}, command) if is_sent else data)
 
 
 @needs_vllm

@@ -45,6 +45,8 @@ FEATURES: Final[Mapping[str, str]] = {
     "images": "image parts of a message",
     "audio": "audio parts of a message",
     "suffix": "`suffix` of a completion",
+    "echo": "`echo` of a completion",
+    "best_of": "`best_of` above `n`",
     "token_count": "counts of a prompt's tokens without an answer",
 }
 """Features that a request may use and an engine may lack, by name."""
@@ -219,7 +221,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         forces_named_tools=False,
     ),
     "vllm": EngineCapabilities(
-        features=_TEXT | _FIELDS | _POOLING | _CLASSES | _MEDIA | _HEARING | _COUNT,
+        features=_TEXT | _FIELDS | _POOLING | _CLASSES | _MEDIA | _HEARING | _COUNT | {"echo"},
         roles=ALL_ROLES,
         handshake="`kv_transfer_params` of NIXL or Mooncake, one leg after the other",
         transfer_option="kv_connector",
@@ -273,7 +275,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         forces_named_tools=False,
     ),
     "sglang": EngineCapabilities(
-        features=_TEXT | _FIELDS | _POOLING | _MEDIA,
+        features=_TEXT | _FIELDS | _POOLING | _MEDIA | {"echo"},
         roles=ALL_ROLES,
         handshake="a bootstrap room, both legs at once",
         fixed_roles=True,
@@ -299,7 +301,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
     ),
     # The agent makes a grammar of calls that are required or `strict` (drivers/guided_decoding.py).
     "tensorrt_llm": EngineCapabilities(
-        features=_TEXT | _FIELDS | {"images"},
+        features=_TEXT | _FIELDS | {"images", "echo", "best_of"},
         roles=ALL_ROLES,
         handshake="`disaggregated_params`, context first",
         fixed_roles=True,

@@ -41,7 +41,7 @@ from nodeagent.drivers.driver import (
     UnknownOption,
 )
 from nodeagent.drivers.handshake import Handshake
-from nodeagent.drivers.request_body import body_for
+from nodeagent.drivers.request_body import with_fields
 from nodeagent.host.confinement import EngineConfinement
 from nodeagent.host.devices import CPU
 from nodeagent.host.engines.canary import BAD_REQUEST, CANARIES, NO_TOKEN, OK, PROMPT_CANARY, Canary
@@ -182,7 +182,7 @@ class EngineProcess:
         given = parse_digits(priority, 3)
         rank = headers.PRIORITY_DEFAULT if given is None else given
         values = self._driver.body_fields(command, salt, rank) if is_salted else {}
-        return body_for(command, body, values, counts_tokens=self.counts_tokens)
+        return with_fields(body, values, command, counts_tokens=self.counts_tokens)
 
     async def is_ready(self) -> bool:
         """Return True if the engine reports to be healthy.

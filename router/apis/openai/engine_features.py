@@ -53,6 +53,8 @@ class _UsedFields(msgspec.Struct, frozen=True):
     n: int | None = None
     seed: int | None = None
     suffix: str | None = None
+    echo: bool | None = None
+    best_of: int | None = None
     prompt: Any = None
 
     def has_part(self, *kinds: str) -> bool:
@@ -111,6 +113,8 @@ _USES: Final[Mapping[str, tuple[str, Callable[[_UsedFields], bool]]]] = {
     "images": ("messages", lambda used: used.has_part("image_url", "input_image")),
     "audio": ("messages", lambda used: used.has_part("audio_url", "input_audio")),
     "suffix": ("suffix", lambda used: bool(used.suffix)),
+    "echo": ("echo", lambda used: used.prompt is not None and bool(used.echo)),
+    "best_of": ("best_of", lambda used: (used.best_of or 1) > (used.n or 1)),
 }
 """For each feature, the field that uses it, and whether a request does."""
 

@@ -18,7 +18,7 @@ from isochrone.wire.peers.assignment import ReplicaGroup
 from nodeagent.drivers import DRIVERS, installed_version
 from nodeagent.drivers import driver as driver_module
 from nodeagent.drivers.driver import DeviceMemory, EngineLaunch, UnknownOption
-from nodeagent.drivers.request_body import with_fields
+from nodeagent.drivers.request_body import PLAIN, with_fields
 from nodeagent.host.devices import DeviceReader, device_class
 from nodeagent.host.processes import passed_environment
 from tests.builders import GIB, a_spec
@@ -107,10 +107,10 @@ def test_vllm_follows_the_schema_of_a_call_that_it_must_make(
     choice: object, given: dict[str, object], strict: bool | None
 ) -> None:
     """Without `strict`, most of its parsers hold such a call to the tool's name only."""
-    assert DRIVERS["vllm"].command(a_launch("vllm")).strict_forced_tools
+    command = DRIVERS["vllm"].command(a_launch("vllm"))
     function = {"name": "f", "parameters": {"type": "object"}, **given}
     body = {"tools": [{"type": "function", "function": function}], "tool_choice": choice}
-    sent = with_fields(msgspec.json.encode(body), {}, strict_forced_tools=True)
+    sent = with_fields(msgspec.json.encode(body), {}, command)
     (tool,) = msgspec.json.decode(sent)["tools"]
     assert tool["function"] == function | ({} if strict is None else {"strict": strict})
 
@@ -133,7 +133,7 @@ def test_a_strict_function_is_refused_where_the_parser_does_not_hold_its_calls(
 
     def send(**fields: object) -> bytes:
         body = msgspec.json.encode({"tools": tools, **fields})
-        return with_fields(body, {}, may_be_strict=command.may_be_strict)
+        return with_fields(body, {}, command)
 
     # A call that must be made follows the schema with every parser.
     for fields in ({"tool_choice": "required"}, {"tool_choice": "none"}):
@@ -150,9 +150,10 @@ def test_a_strict_function_is_refused_where_the_parser_does_not_hold_its_calls(
 @pytest.mark.parametrize("tools", ["null", "3", '[1,{},{"function":7}]'])
 def test_tools_that_cannot_be_marked_are_left_to_the_engine(tools: str) -> None:
     body = f'{{"tool_choice":"required","tools":{tools}}}'.encode()
-    assert with_fields(body, {}, strict_forced_tools=True) == body
+    command = msgspec.structs.replace(PLAIN, strict_forced_tools=True, may_be_strict=False)
+    assert with_fields(body, {}, command) == body
     body = f'{{"tools":{tools}}}'.encode()
-    assert with_fields(body, {}, may_be_strict=False) == body
+    assert with_fields(body, {}, command) == body
 
 
 def test_an_unknown_option_is_refused() -> None:

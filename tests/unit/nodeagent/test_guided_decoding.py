@@ -13,7 +13,7 @@ from isochrone.wire.models.model import EngineSettings
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import EngineCommand, EngineLaunch
 from nodeagent.drivers.guided_decoding import CALL_FORMATS, GuidedDecoding
-from nodeagent.drivers.request_body import with_fields
+from nodeagent.drivers.request_body import PLAIN, with_fields
 from tests.builders import a_spec
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -24,7 +24,8 @@ def a_tool(name: str = "f", **fields: Any) -> dict[str, Any]:
 
 
 def sent(parser: str = "qwen3", **fields: Any) -> dict[str, Any]:
-    body = with_fields(msgspec.json.encode(fields), {}, guided=GuidedDecoding(parser))
+    command = msgspec.structs.replace(PLAIN, guided=GuidedDecoding(parser))
+    body = with_fields(msgspec.json.encode(fields), {}, command)
     decoded: dict[str, Any] = json.loads(body)
     return decoded
 
@@ -122,8 +123,9 @@ def test_a_tool_that_is_not_there_cannot_be_required(choice: Any) -> None:
 
 def test_no_call_is_required_of_a_model_that_reasons_first() -> None:
     body = msgspec.json.encode({"tools": [a_tool()], "tool_choice": "required"})
+    command = msgspec.structs.replace(PLAIN, guided=GuidedDecoding("qwen3", reasons=True))
     with pytest.raises(ApiError, match="begin with reasoning") as refused:
-        with_fields(body, {}, guided=GuidedDecoding("qwen3", reasons=True))
+        with_fields(body, {}, command)
     assert refused.value.param == "tool_choice"
 
 

@@ -19,7 +19,7 @@ from isochrone.wire.models.model import EngineSettings
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import CHAT_PATH, EngineLaunch, UnknownOption
 from nodeagent.drivers.llama_cpp import ARGUMENTS, NO_CACHE, gguf_file
-from nodeagent.drivers.request_body import body_for, with_fields
+from nodeagent.drivers.request_body import PLAIN, with_fields
 from scheduler.api.admin.deployments import engine_problem
 from tests.builders import a_spec
 
@@ -176,7 +176,7 @@ def test_a_client_cannot_use_the_servers_own_names_for_checked_fields(tmp_path: 
     own |= {"sse_ping_interval": 1, "return_progress": True}
     body = msgspec.json.encode({"max_tokens": 1, "min_p": 0.1, **own})
     values = DRIVER.body_fields(command, "s", 50)
-    sent = msgspec.json.decode(body_for(command, body, values, counts_tokens=False))
+    sent = msgspec.json.decode(with_fields(body, values, command))
     assert sent.keys() == {"max_tokens", "min_p", "cache_prompt", "id_slot", "sse_ping_interval"}
     assert sent["sse_ping_interval"] == -1
 
@@ -206,10 +206,10 @@ def test_a_field_without_bounds_in_the_server_has_some_here(
     command = DRIVER.command(a_launch(tmp_path))
     body = msgspec.json.encode({field: value})
     if not is_refused:
-        assert field.encode() in body_for(command, body, {}, counts_tokens=False)
+        assert field.encode() in with_fields(body, {}, command)
         return
     with pytest.raises(ApiError, match=f"cannot use field '{field}'") as refused:
-        body_for(command, body, {}, counts_tokens=False)
+        with_fields(body, {}, command)
     assert refused.value.param == field
 
 
@@ -238,10 +238,10 @@ def test_a_schema_that_overflows_the_stack_of_the_server_is_refused(
     command = DRIVER.command(a_launch(tmp_path))
     data = msgspec.json.encode(body)
     if not param:
-        assert body_for(command, data, {}, counts_tokens=False) == data
+        assert with_fields(data, {}, command) == data
         return
     with pytest.raises(ApiError, match=f"cannot use field '{param}'.* 1000 references") as refused:
-        body_for(command, data, {}, counts_tokens=False)
+        with_fields(data, {}, command)
     assert refused.value.param == param
 
 
@@ -253,7 +253,7 @@ def test_a_tool_that_is_no_function_is_the_clients_fault(tmp_path: Path, tool: A
     command = DRIVER.command(a_launch(tmp_path))
     body = msgspec.json.encode({"tools": [tool]})
     with pytest.raises(ApiError, match="cannot use field 'tools': expected tools of type"):
-        body_for(command, body, {}, counts_tokens=False)
+        with_fields(body, {}, command)
 
 
 def test_a_refusal_alone_is_the_content_of_its_message(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_refusal_alone_is_the_content_of_its_message(tmp_path: Path) -> None:
     said = {"role": "assistant", "content": "yes", "refusal": None}
     alone = {"role": "assistant", "refusal": "no"}
     body = msgspec.json.encode({"messages": [call, said, alone]})
-    sent = msgspec.json.decode(body_for(command, body, {}, counts_tokens=False))
+    sent = msgspec.json.decode(with_fields(body, {}, command))
     assert sent["messages"] == [call, said, {**alone, "content": "no"}]
 
 
@@ -379,10 +379,11 @@ def test_a_required_call_is_refused_where_the_engine_would_ignore_it(
     choice: str, is_refused: bool
 ) -> None:
     body = f'{{"tools":[{{}}],"tool_choice":{choice}}}'.encode()
+    command = msgspec.structs.replace(PLAIN, may_force_tools=False)
     assert b"tool_choice" in with_fields(body, {})
     if not is_refused:
-        assert b"tool_choice" in with_fields(body, {}, may_force_tools=False)
+        assert b"tool_choice" in with_fields(body, {}, command)
         return
     with pytest.raises(ApiError, match="template of this model has no tools") as refused:
-        with_fields(body, {}, may_force_tools=False)
+        with_fields(body, {}, command)
     assert refused.value.param == "tool_choice"

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from isochrone.wire.engines.engine_capabilities import lacking_features
 from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import DeploymentId, ModelId
 from isochrone.wire.peers.routes import DeploymentEntry
@@ -72,6 +73,32 @@ def test_logprobs_of_completions_are_a_feature_of_their_own() -> None:
         refuse_lacking(entry, "/v1/completions", body)
     assert refused.value.param == "logprobs"
     refuse_lacking(entry, "/v1/chat/completions", chat(logprobs=True))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"echo": True}, "echo"),
+        ({"best_of": 2}, "best_of"),
+        ({"n": 2, "best_of": 3}, "best_of"),
+        ({"echo": False, "n": 2, "best_of": 2}, ""),
+        ({"echo": None, "best_of": None}, ""),
+    ],
+)
+def test_what_an_engine_would_ignore_of_a_completion_is_refused(
+    fields: dict[str, Any], param: str
+) -> None:
+    """llama.cpp ignores these fields."""
+    entry = an_entry(*lacking_features("llama_cpp"))
+    body = msgspec.json.encode({"model": "tiny", "prompt": "x", **fields})
+    if not param:
+        refuse_lacking(entry, "/v1/completions", body)
+        return
+    with pytest.raises(ApiError, match=f"`{param}`") as refused:
+        refuse_lacking(entry, "/v1/completions", body)
+    assert refused.value.param == param
+    # Of a chat, vLLM and llama.cpp answer with the beginning of a continued message.
+    refuse_lacking(entry, "/v1/chat/completions", chat(echo=True))
 
 
 def test_a_lacking_surface_is_refused() -> None:
