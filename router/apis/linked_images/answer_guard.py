@@ -51,9 +51,7 @@ class GuardedAnswer(ResponseHandler):
 class GuardedConnector(aiohttp.TCPConnector):
     """Opens connections with a guard, each for one request."""
 
-    def __init__(
-        self, resolver: aiohttp.abc.AbstractResolver, limit: int, tls: SSLContext | bool
-    ) -> None:
+    def __init__(self, resolver: aiohttp.abc.AbstractResolver, limit: int, tls: SSLContext) -> None:
         """Open at most `limit` connections."""
         super().__init__(resolver=resolver, limit=limit, ssl=tls, force_close=True)
         # aiohttp has no parameter for it.

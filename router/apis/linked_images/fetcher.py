@@ -3,10 +3,10 @@
 import asyncio
 import errno
 import socket
+import ssl
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from ssl import SSLContext
 from typing import Final
 
 import aiohttp
@@ -19,6 +19,7 @@ from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.ids import TenantId
 from isochrone.wire.peers.routes import KeyEntry
 from router.apis.linked_images.answer_guard import GuardedConnector
+from router.apis.linked_images.cheap_tls import with_cheap_handshakes
 from router.apis.linked_images.download import TOO_LARGE, ImageBudget, LinkRules, download
 from router.apis.linked_images.link import HTTPS_PORT, FetchRefused, printable
 from router.apis.linked_images.splice import FetchedImage, with_images
@@ -83,7 +84,7 @@ class ImageFetcher:
         self.rules = LinkRules(HTTPS_PORT, refuse_private)
         self.look_up: Lookup | None = None
         """Instead of the system's lookups."""
-        self.tls: SSLContext | bool = True
+        self.tls = with_cheap_handshakes(ssl.create_default_context())
         self.timeout_s = FETCH_TIMEOUT_S
         self._bytes_max = bytes_max
         self._bodies = bodies

@@ -76,7 +76,7 @@ def read_messages_request(
         and thinking.display == "omitted",
         fills_context=fills_context,
     )
-    chat = to_chat(given, fills_context=fills_context)
+    chat = to_chat(given, fills_context=fills_context, may_link=openai.may_link)
     inference = openai.read_translated(request, chat, events.failed, "messages")
     refuse = partial(translate_refusal, request_id=request.client_request_id)
     translating = TranslatingWriter(
@@ -108,7 +108,8 @@ def _read_count_request(
         translate_refusal=partial(translate_refusal, request_id=request.client_request_id),
         header_lines=_request_id_line(request),
     )
-    return openai.read_count(request, to_tokenize(given), "messages"), translating
+    chat = to_tokenize(given, may_link=openai.may_link)
+    return openai.read_count(request, chat, "messages"), translating
 
 
 def translate_count(body: bytes) -> bytes:

@@ -19,6 +19,7 @@ from router.apis.messages.schema import (
     DocumentBlock,
     ImageBlock,
     InputMessage,
+    LinkedImage,
     MessagesRequest,
     TextBlock,
     ThinkingAdaptive,
@@ -30,6 +31,7 @@ from router.apis.messages.schema import (
     ToolUseBlock,
 )
 from router.apis.messages.tools import tool_fields
+from router.apis.openai.images import refuse_link
 
 TOOL_FAILED: Final = "Error: "
 """The prefix of the result of a tool that failed: chat templates have no field for that."""
@@ -47,10 +49,13 @@ USER_BLOCKS: Final = (*SYSTEM_BLOCKS, ImageBlock, ToolResultBlock)
 ASSISTANT_BLOCKS: Final = (TextBlock, ThinkingBlock, ToolUseBlock)
 
 
-def to_chat(request: MessagesRequest, *, fills_context: bool = False) -> bytes:
+def to_chat(
+    request: MessagesRequest, *, fills_context: bool = False, may_link: bool = True
+) -> bytes:
     """Return the body of the equivalent chat completion request. Raises ApiError 400.
 
     With `fills_context` the answer may be as long as the context allows, whatever `max_tokens` is.
+    Without `may_link` links to images are refused.
     """
     thinking = request.thinking
     if isinstance(thinking, ThinkingEnabled) and thinking.budget_tokens >= request.max_tokens:
@@ -59,7 +64,7 @@ def to_chat(request: MessagesRequest, *, fills_context: bool = False) -> bytes:
             f"it is {thinking.budget_tokens}, and must be less than 'max_tokens'"
             f" ({request.max_tokens})",
         )
-    chat = _conversation(request)
+    chat = _conversation(request, may_link=may_link)
     optional = {
         "max_tokens": None if fills_context else request.max_tokens,
         "stop": request.stop_sequences,
@@ -76,13 +81,16 @@ def to_chat(request: MessagesRequest, *, fills_context: bool = False) -> bytes:
     return msgspec.json.encode(chat)
 
 
-def to_tokenize(request: CountTokensRequest) -> bytes:
+def to_tokenize(request: CountTokensRequest, *, may_link: bool = True) -> bytes:
     """Return the body with which an engine counts the tokens of the same chat."""
-    return msgspec.json.encode(_conversation(request))
+    return msgspec.json.encode(_conversation(request, may_link=may_link))
 
 
-def _conversation(request: CountTokensRequest) -> dict[str, Any]:
+def _conversation(request: CountTokensRequest, *, may_link: bool) -> dict[str, Any]:
     """Return the fields that make the prompt."""
+    if not may_link:
+        for number, message in enumerate(request.messages):
+            _refuse_links(message.content, f"messages[{number}].content")
     chat: dict[str, Any] = {"model": request.model, "messages": _messages(request)}
     if chat["messages"][-1]["role"] == "assistant" and not chat["messages"][-1].get("tool_calls"):
         # Anthropic continues an answer that the client began. Options of vLLM and SGLang.
@@ -95,6 +103,15 @@ def _conversation(request: CountTokensRequest) -> dict[str, Any]:
     if request.output_config is not None and request.output_config.effort is not None:
         chat["reasoning_effort"] = request.output_config.effort
     return chat
+
+
+def _refuse_links(content: str | Sequence[Any] | None, field: str) -> None:
+    """Raise ApiError 400 if blocks, or those of tools' results, link to an image."""
+    for place, block in enumerate(() if isinstance(content, str) else content or ()):
+        if isinstance(block, ToolResultBlock):
+            _refuse_links(block.content, f"{field}[{place}].content")
+        elif isinstance(block, ImageBlock) and isinstance(block.source, LinkedImage):
+            refuse_link(block.source.url, f"{field}[{place}].source.url")
 
 
 def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http.body_loops import is_surely_base64
+from isochrone.wire.ids import DATA_URL_PATTERN, PATTERN_DESCRIPTIONS
 from router.apis.openai.schema import ChatRequest, MediaReference, MessagePart, TextlessPart
 
 IMAGES_MAX: Final = 64
@@ -168,6 +169,12 @@ def check_images(
         check.add(taken[url] if isinstance(url, int) else url, field)
     check.check_sum()
     return check
+
+
+def refuse_link(url: str, field: str) -> None:
+    """Raise ApiError 400 if the URL of an image is a link, of a router that fetches none."""
+    if url.startswith(LINK):
+        raise _invalid(field, f"expected {PATTERN_DESCRIPTIONS[DATA_URL_PATTERN]}")
 
 
 def media_type(data: bytes) -> str:

@@ -128,6 +128,11 @@ class OpenAiSurface:
         self._fleet = fleet
         self._admitted = AuthenticationCache()
 
+    @property
+    def may_link(self) -> bool:
+        """Whether images may be links."""
+        return self.image_fetcher is not None
+
     def key_of(self, fields: HeaderFields) -> KeyEntry:
         """Return the API key in a request's headers. Raises ApiError 401."""
         authorization = fields.get(b"authorization", b"")

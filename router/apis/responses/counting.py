@@ -58,7 +58,8 @@ def read_input_tokens_request(
             tools=counted.tools,
             tool_choice=counted.tool_choice,
             reasoning=counted.reasoning,
-        )
+        ),
+        may_link=openai.may_link,
     )
     translating = TranslatingWriter(
         writer,

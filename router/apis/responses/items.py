@@ -1,6 +1,5 @@
 """Items as they are stored: each with an id, a type and a status. Pure."""
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -8,8 +7,6 @@ from msgspec import Meta
 
 from isochrone.wire.errors import unusable_field
 from isochrone.wire.http.invalid_field import invalid_field
-from isochrone.wire.ids import DATA_URL_PATTERN, PATTERN_DESCRIPTIONS
-from router.apis.openai.images import LINK
 from router.apis.responses.translate import ITEMS_MAX, InputItem, check_items
 
 _PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
@@ -57,14 +54,6 @@ def identified(items: list[dict[str, Any]], id_suffix: str, field: str) -> list[
                 part = {"type": "output_text", "text": item["content"], "annotations": []}
             stored[-1]["content"] = [part]
     return stored
-
-
-def refuse_links(items: Sequence[InputItem], field: str) -> None:
-    """Raise ApiError 400 if an item, which is in a request's `field`, links to an image."""
-    contents = (content for item in items for content in (item.content, item.output))
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    if any((part.image_url or "").startswith(LINK) for part in parts):
-        raise unusable_field(field, f"expected {PATTERN_DESCRIPTIONS[DATA_URL_PATTERN]}")
 
 
 def parse_items(items: list[dict[str, Any]] | list[msgspec.Raw], field: str) -> list[InputItem]:

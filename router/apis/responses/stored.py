@@ -79,7 +79,7 @@ class StoredResponses:
     @property
     def may_link(self) -> bool:
         """Whether the images of items may be links."""
-        return self._openai.image_fetcher is not None
+        return self._openai.may_link
 
     def is_needed(self, body: bytes) -> bool:
         """Return whether a request's response is to be stored, or continues a stored one."""
@@ -108,7 +108,8 @@ class StoredResponses:
         )
         # Everything that can be refused is refused before anything is stored.
         encode_error = ResponseEvents(given, response).failed
-        self._openai.read_translated(request, to_chat(given), encode_error, "input")
+        chat = to_chat(given, may_link=self.may_link)
+        self._openai.read_translated(request, chat, encode_error, "input")
         items = input_of(request.body, f"{response_id}_in")
         begun = await in_a_task(self._begin(request, given, response, items, is_stored))
         ref = wire.ResponseRef(response_id, begun.lease_id)

@@ -13,7 +13,7 @@ from isochrone.wire.http import headers
 from router.apis.openai.decode import decode
 from router.apis.query_flags import flag
 from router.apis.relay import in_a_task, relay_to_scheduler
-from router.apis.responses.items import identified, parse_items, refuse_links
+from router.apis.responses.items import identified, parse_items
 from router.apis.responses.references import (
     may_have_references,
     referenced_responses,
@@ -22,6 +22,7 @@ from router.apis.responses.references import (
 from router.apis.responses.replay import FINAL, closing_events, opening_events
 from router.apis.responses.stored import StoredResponses
 from router.apis.responses.surface import RESPONSES_PATH
+from router.apis.responses.translate import refuse_links
 from router.dataplane.http_messages import HttpRequest, ResponseWriter
 from router.dataplane.inline_task import inline_sleep
 from router.scheduler_client import SchedulerClient

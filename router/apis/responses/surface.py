@@ -34,7 +34,8 @@ def read_responses_request(
     response_id = f"resp_{request.request_id}"
     response = new_response(responses_request, response_id, int(openai.unix_clock()))
     events = ResponseEvents(responses_request, response)
-    inference = openai.read_translated(request, to_chat(responses_request), events.failed, "input")
+    chat = to_chat(responses_request, may_link=openai.may_link)
+    inference = openai.read_translated(request, chat, events.failed, "input")
     return inference, responses_writer(writer, events)
 
 

@@ -15,6 +15,7 @@ from isochrone.wire.http.public_bodies import ReasoningEffort
 from router.apis.chat_messages import BETWEEN_TEXTS, arranged
 from router.apis.earlier_reasoning import FIELDS as REASONING_FIELDS
 from router.apis.earlier_reasoning import decode_reasoning, reasoning_fields
+from router.apis.openai.images import refuse_link
 from router.apis.openai.schema import (
     Fraction,
     ImageUrl,
@@ -214,9 +215,14 @@ def is_summarised(request: ResponsesRequest) -> bool:
     return reasoning is not None and bool(reasoning.summary or reasoning.generate_summary)
 
 
-def to_chat(request: ResponsesRequest) -> bytes:
-    """Return the body of the equivalent chat completion request. Raises ApiError 400."""
+def to_chat(request: ResponsesRequest, *, may_link: bool = True) -> bytes:
+    """Return the body of the equivalent chat completion request. Raises ApiError 400.
+
+    Without `may_link` links to images are refused.
+    """
     _refuse_unsupported(request)
+    if not may_link and not isinstance(request.input, str):
+        refuse_links(request.input, "input")
     chat: dict[str, Any] = {"model": request.model, "messages": _messages(request)}
     optional = {
         "max_tokens": request.max_output_tokens,
@@ -259,6 +265,16 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
         raise unusable_field(
             "truncation", "'auto' is not supported: send an input that fits the context"
         )
+
+
+def refuse_links(items: Sequence[InputItem], field: str) -> None:
+    """Raise ApiError 400 if an item, which is in a request's `field`, links to an image."""
+    for number, item in enumerate(items):
+        for name, content in (("content", item.content), ("output", item.output)):
+            if isinstance(content, list):
+                for place, part in enumerate(content):
+                    where = f"{field}[{number}].{name}[{place}].image_url"
+                    refuse_link(part.image_url or "", where)
 
 
 def check_items(items: Sequence[InputItem], field: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from isochrone.service.network.public_addresses import refuse_private
+from router.apis.linked_images.cheap_tls import with_cheap_handshakes
 from router.apis.linked_images.download import LinkRules
 from router.apis.openai.surface import OpenAiSurface
 from tests.integration.router.fleet_of import Bench, a_bench
@@ -114,4 +115,4 @@ def allow(surface: OpenAiSurface, origin: ImageOrigin, trust: ssl.SSLContext) ->
     fetcher = surface.image_fetcher
     assert fetcher is not None
     fetcher.rules = LinkRules(origin.port, refuse_but_loopback)
-    fetcher.look_up, fetcher.tls = look_up, trust
+    fetcher.look_up, fetcher.tls = look_up, with_cheap_handshakes(trust)

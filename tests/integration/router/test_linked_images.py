@@ -109,17 +109,29 @@ async def test_links_are_refused_unless_the_operator_allows_them(tmp_path: Path)
         part = {"type": "input_image", "image_url": link}
         result = {"type": "function_call_output", "call_id": "c", "output": [part]}
         message = {"model": "tiny", "max_tokens": 3}
-        requests: list[tuple[str, Any]] = [
-            ("/v1/chat/completions", chat(link)),
-            ("/ai/run/tiny", {"messages": chat(link)["messages"]}),
-            ("/v1/responses", {"model": "tiny", "input": [result]}),
-            ("/v1/responses/input_tokens", {"model": "tiny", "input": [result]}),
-            ("/v1/messages", {**message, "messages": [{"role": "user", "content": [source]}]}),
+        hello = {"role": "user", "content": "Hello"}
+        asked = {"role": "user", "content": [{"type": "input_text", "text": "See"}, part]}
+        seen = {"type": "tool_result", "tool_use_id": "t", "content": [source]}
+        messages = [hello, {"role": "user", "content": [seen, source]}]
+        inputs, outputs = "input[1].content[1].image_url", "input[1].output[0].image_url"
+        items, found = "items[1].content[1].image_url", "messages[1].content[0].content[0].source"
+        requests: list[tuple[str, Any, str]] = [
+            ("/v1/chat/completions", chat(link), "messages[0].content[0].image_url.url"),
+            ("/ai/run/tiny", {"messages": chat(link)["messages"]}, "messages[0].content[0]"),
+            ("/ai/run/tiny", {"input": [hello, asked]}, inputs),
+            ("/v1/responses", {"model": "tiny", "input": [hello, result]}, outputs),
+            ("/v1/responses", {"model": "tiny", "input": [hello, asked], "store": True}, inputs),
+            ("/v1/responses/input_tokens", {"model": "tiny", "input": [hello, asked]}, inputs),
+            ("/v1/conversations", {"items": [hello, asked]}, items),
+            ("/v1/messages", {**message, "messages": messages}, f"{found}.url"),
+            ("/v1/messages/count_tokens", {"model": "tiny", "messages": messages}, f"{found}.url"),
         ]
-        for path, body in requests:
+        for path, body, place in requests:
             status, answer = await ask(bench, body, path)
             assert status == 400
-            assert "expected a `data:` URL with the file in base64" in json.dumps(answer)
+            text = json.dumps(answer)
+            assert f"cannot use field '{place}" in text
+            assert "expected a `data:` URL with the file in base64" in text
         assert bench.nodes[0].requests == 0
 
 

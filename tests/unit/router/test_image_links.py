@@ -3,6 +3,7 @@
 import base64
 import ipaddress
 import json
+import ssl
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from isochrone.service.network.public_addresses import refuse_private
+from router.apis.linked_images.cheap_tls import with_cheap_handshakes
 from router.apis.linked_images.download import EncodedImage, ImageBudget
 from router.apis.linked_images.link import (
     LINK_CHARS_MAX,
@@ -218,3 +220,19 @@ def test_a_link_in_a_second_field_of_one_name_is_not_sent() -> None:
     part = b'{"type":"image_url","image_url":{"url":"%b","url":"data:image/gif;base64,AA=="}}'
     body = b'{"messages":[{"role":"user","content":[%b]}]}' % (part % LINK.encode())
     assert b"https" not in with_images(body, {})
+
+
+def test_a_host_cannot_choose_a_costly_handshake() -> None:
+    context = with_cheap_handshakes(ssl.create_default_context())
+    assert context.options & ssl.OP_NO_RENEGOTIATION
+    ciphers = {
+        cipher["name"] for cipher in context.get_ciphers() if cipher["protocol"] != "TLSv1.3"
+    }
+    assert ciphers
+    assert all(name.startswith("ECDHE-") for name in ciphers)
+    sent = ssl.MemoryBIO()
+    connection = context.wrap_bio(ssl.MemoryBIO(), sent, server_hostname="images.test")
+    with pytest.raises(ssl.SSLWantReadError):
+        connection.do_handshake()
+    # The extension 10 (supported groups) with one group of two bytes, secp256r1.
+    assert b"\0\x0a\0\x04\0\x02\0\x17" in sent.read()
