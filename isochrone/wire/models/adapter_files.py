@@ -13,8 +13,8 @@ from isochrone.wire.codec import describe
 
 CONFIG_BYTES_MAX: Final = 1024 * 1024
 TENSORS_MAX: Final = 40_000
-"""An adapter of 100 layers has some 1,400 tensors, one of all experts of Qwen3-30B-A3B 37,248. Those
-of larger models have more, and more bytes than a file may have by default. Decoding a header holds
+"""An adapter of 100 layers has some 1,400 tensors, one of all experts of Qwen3-30B-A3B 37,248. One
+of a larger model has more, and more bytes than a file may have by default. Decoding a header holds
 Python's lock, which the event loop waits for: 190,000 tensors stalled it for 110 ms, and 1,600,000
 entries that are none for a second."""
 

@@ -35,8 +35,8 @@ class ControlSocket(web.WebSocketResponse):
     async def receive(self, timeout: float | None = None) -> WSMessage:
         """Return the next message that is neither a ping nor a pong.
 
-        aiohttp answers pings in a loop without a pause: those that fit into one read of a stranger's
-        connection, some 40,000, would keep the scheduler from anything else for a second.
+        aiohttp answers pings in a loop without a pause. The 40,000 pings of one read from a
+        stranger's connection would keep the scheduler from anything else for a second.
         """
         while True:
             message: WSMessage = await super().receive(timeout)
