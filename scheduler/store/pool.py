@@ -64,9 +64,10 @@ BAD_DATA: Final = (
     asyncpg.CharacterNotInRepertoireError,
     asyncpg.DataError,
     asyncpg.CheckViolationError,
+    asyncpg.ProgramLimitExceededError,
 )
-"""The errors for a value that Postgres cannot store (a NUL in a text, a number too large) or that a
-table's constraint refuses (negative memory)."""
+"""The errors for a value that Postgres cannot store (a NUL in a text, a number too large, a text
+that is too long for an index) or that a table's constraint refuses (negative memory)."""
 
 
 async def open_pool(dsn: str, *, size_max: int = SIZE_MAX) -> Pool:

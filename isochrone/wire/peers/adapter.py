@@ -41,6 +41,8 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     is_public: bool = False
     rank: int = 0
     artifact: Artifact | None = None
+    modified_at: float = 0.0
+    """Unix time from which it has been as it is: its files complete, and public if it is."""
 
     @property
     def size_mib(self) -> float:

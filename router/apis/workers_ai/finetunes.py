@@ -15,8 +15,11 @@ from router.scheduler_client import SchedulerClient
 
 _BELOW_ACCOUNT: Final = re.compile(
     r"^(?:/client/v4/accounts/[^/]{1,64})?"
-    r"(/ai/finetunes(?:/[A-Za-z0-9._-]{1,64}(?:/finetune-assets)?)?)$"
+    r"(/ai/finetunes(?:/[A-Za-z0-9][A-Za-z0-9._-]{0,63}(?:/finetune-assets)?)?)$"
 )
+"""An adapter's name or id begins with a letter or digit: `..` would lead to another route of the
+scheduler's."""
+
 _CREATE: Final = "/ai/finetunes"
 _ASSETS: Final = "/finetune-assets"
 _PUBLIC: Final = "/ai/finetunes/public"

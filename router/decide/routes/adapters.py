@@ -1,7 +1,8 @@
 """The LoRA adapters of the route table: which one a request means, and where it is loaded.
 
 Rule 1: a request names an adapter by id or by name. If two have the same name, the tenant's own is
-used, else a public one for the same model.
+used, else of the public ones for the same model the one that has been complete and public longest.
+So no tenant can take a name over from the one whose adapter others use.
 Rule 2: a replica that has an adapter loaded is preferred by the time that loading it takes
 elsewhere. Until one has, all routers send an adapter's requests to the same of equal replicas.
 """
@@ -42,7 +43,7 @@ class AdapterDirectory:
         self._entries = entries
         self._by_id = {entry.adapter_id: entry for entry in entries}
         self._by_name = {}
-        for entry in entries:
+        for entry in sorted(entries, key=lambda one: (one.artifact is None, one.modified_at)):
             self._by_name.setdefault(entry.name, []).append(entry)
 
     def find(self, name: str, tenant_id: str, deployment: DeploymentEntry) -> AdapterEntry:

@@ -15,7 +15,8 @@ OPEN_PATHS: Final = frozenset({"/healthz", "/metrics", "/openapi.json"})
 def check_token(request: web.Request, token_sha256: str) -> None:
     """Raise ApiError unless the request has the admin token. Takes constant time."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    sent_sha256 = hashlib.sha256(token.strip().encode()).hexdigest()
+    # Bytes that are not UTF-8 arrive as lone surrogates.
+    sent_sha256 = hashlib.sha256(token.strip().encode(errors="surrogateescape")).hexdigest()
     if not hmac.compare_digest(sent_sha256, token_sha256) or scheme.lower() != "bearer":
         reason = "send `Authorization: Bearer <admin token>`"
         if scheme.lower() == "bearer" and token.strip():

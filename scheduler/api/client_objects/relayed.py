@@ -110,10 +110,7 @@ def public_route(
         except UNAVAILABLE as error:
             raise _unreachable() from error
         except BAD_DATA as error:
-            raise ApiError(
-                ErrorCode.INVALID_REQUEST,
-                "cannot use the request: a text contains a NUL, or a number is too large",
-            ) from error
+            raise _unusable() from error
 
     return handle
 
@@ -137,6 +134,8 @@ def work_route(
             raise ApiError(ErrorCode.INVALID_REQUEST, str(error)[:300]) from error
         except UNAVAILABLE as error:
             raise _unreachable() from error
+        except BAD_DATA as error:
+            raise _unusable() from error
         return web.Response(body=b"" if answer is None else msgspec.msgpack.encode(answer))
 
     return handle
@@ -145,4 +144,11 @@ def work_route(
 def _unreachable() -> ApiError:
     return ApiError(
         ErrorCode.UNAVAILABLE, "cannot answer: the database is unreachable", retry_after_s=2
+    )
+
+
+def _unusable() -> ApiError:
+    return ApiError(
+        ErrorCode.INVALID_REQUEST,
+        "cannot use the request: a text contains a NUL or is too long, or a number is too large",
     )

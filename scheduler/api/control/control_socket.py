@@ -1,8 +1,9 @@
 """A control connection's WebSocket: it reads small messages only, until its peer has registered."""
 
+import asyncio
 from typing import Final
 
-from aiohttp import web
+from aiohttp import WSMessage, WSMsgType, web
 from aiohttp.http_websocket import WebSocketReader
 
 from isochrone.wire import codec
@@ -13,6 +14,9 @@ REGISTER_BYTES_MAX: Final = 64 * 1024
 PING_S: Final = 10.0
 CLOSE_TIMEOUT_S: Final = 2.0
 """How long to wait until a peer has taken the reason of its refusal."""
+
+CONTROL_FRAME_PAUSE_S: Final = 0.1
+"""The pause after each ping or pong. A peer sends two of them in ten seconds."""
 
 
 class ControlSocket(web.WebSocketResponse):
@@ -25,7 +29,22 @@ class ControlSocket(web.WebSocketResponse):
             heartbeat=PING_S,
             compress=False,
             timeout=CLOSE_TIMEOUT_S,
+            autoping=False,
         )
+
+    async def receive(self, timeout: float | None = None) -> WSMessage:
+        """Return the next message that is neither a ping nor a pong.
+
+        aiohttp answers pings in a loop without a pause. The 40,000 pings of one read from a
+        stranger's connection would keep the scheduler from anything else for a second.
+        """
+        while True:
+            message: WSMessage = await super().receive(timeout)
+            if message.type is WSMsgType.PING:
+                await self.pong(message.data)
+            elif message.type is not WSMsgType.PONG:
+                return message
+            await asyncio.sleep(CONTROL_FRAME_PAUSE_S)
 
     def accept_large_messages(self, request: web.Request) -> None:
         """Read messages of up to FRAME_BYTES_MAX from now on.

@@ -65,6 +65,7 @@ class StoredAdapter(msgspec.Struct, frozen=True, kw_only=True):
             is_public=self.is_public,
             rank=self.rank,
             artifact=artifact,
+            modified_at=self.modified_at,
         )
 
 

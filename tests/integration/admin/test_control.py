@@ -33,7 +33,7 @@ from isochrone.wire.peers.control import (
 )
 from isochrone.wire.peers.report import Pulse
 from scheduler.api.control import peer_frames, peers
-from scheduler.api.control.control_socket import REGISTER_BYTES_MAX
+from scheduler.api.control.control_socket import CONTROL_FRAME_PAUSE_S, REGISTER_BYTES_MAX
 from scheduler.api.control.join import READING_PER_NETWORK_MAX
 from scheduler.api.control.peers import AGENT_MESSAGES_PER_S
 from scheduler.decide.membership.message_rate_limit import BURST_S
@@ -374,6 +374,24 @@ async def test_an_unverified_clients_frame_is_neither_decompressed_nor_decoded(
         frame = codec.encode(a_report(artifacts=("f" * 64,) * 2_000))
         await socket.send_bytes(frame)
         assert (await socket.receive(timeout=5)).data == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
+
+
+async def test_a_strangers_pings_are_answered_with_pauses(
+    admin: Admin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answered at once, those of one read would keep the scheduler from all else for a second."""
+    monkeypatch.setattr(peer_frames, "REGISTER_TIMEOUT_S", 1.0)
+    pongs = 0
+    async with (
+        aiohttp.ClientSession() as http,
+        http.ws_connect(f"{admin.control_url}/v1/agent", autoping=False) as socket,
+    ):
+        await socket.receive_bytes(timeout=5)
+        for _ in range(5_000):
+            await socket.ping()
+        while (await socket.receive(timeout=20)).type is aiohttp.WSMsgType.PONG:
+            pongs += 1
+    assert 1 <= pongs <= 1 / CONTROL_FRAME_PAUSE_S + 1
 
 
 async def test_a_registered_peer_may_send_larger_messages_than_a_stranger(

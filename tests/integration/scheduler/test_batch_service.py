@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from types import SimpleNamespace
 from typing import Any, BinaryIO, cast
 
+import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
@@ -17,7 +18,14 @@ from aiohttp.test_utils import TestClient, TestServer
 from isochrone.service.network.http_server import error_middleware, json_error
 from isochrone.wire.errors import ApiError
 from isochrone.wire.peers import relay
-from isochrone.wire.peers.batches import ItemResult
+from isochrone.wire.peers.batches import (
+    LEASE_PATH,
+    RESULTS_PATH,
+    ItemRef,
+    ItemResult,
+    ItemResults,
+    LeaseItems,
+)
 from scheduler.api.client_objects.batch_service import BatchService, BatchStorage
 from scheduler.api.client_objects.relayed import (
     LARGE_AT_ONCE,
@@ -132,6 +140,22 @@ async def a_tenant(turns: Turns, limits: BatchLimits) -> AsyncIterator[Callable[
                 return response.status, await response.json()
 
         yield ask
+
+
+async def test_work_that_the_store_cannot_hold_is_the_routers_error(turns: Turns) -> None:
+    """Each was a 500, with a traceback in the log."""
+    app = web.Application(middlewares=[error_middleware(json_error)])
+    tokens: Any = SimpleNamespace(peer_of=lambda _: "router")
+    storage = BatchStorage(turns.folder, BatchLimits(), lambda: None)
+    BatchService(turns.pool, storage, tokens, ClientTurns()).add_routes(app)
+    ref = ItemRef("batch\0", 2**40, "lease")
+    async with TestClient(TestServer(app)) as client:
+        for path, message in (
+            (LEASE_PATH, LeaseItems(wanted={}, holds=(ref,))),
+            (RESULTS_PATH, ItemResults(results=(ItemResult(ref=ref, status_code=200),))),
+        ):
+            async with client.post(path, data=msgspec.msgpack.encode(message)) as response:
+                assert response.status == 400, await response.text()
 
 
 async def test_queued_runs_count_for_the_bytes_that_a_tenant_stores(turns: Turns) -> None:

@@ -1,5 +1,6 @@
 """A peer that lies, with a valid certificate, is stopped before it harms the others."""
 
+import random
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
@@ -7,12 +8,14 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from isochrone.wire.ids import BootId, PopId
+from isochrone.wire.ids import BootId, PopId, RouterId
 from isochrone.wire.peers.control import PeerRole
 from isochrone.wire.peers.report import ReplicaProfile
+from isochrone.wire.peers.usage import Demand, UsageAck
 from scheduler.api.control.agents import IMPOSTOR_EVENTS_MAX, AgentEndpoint
 from scheduler.api.control.counter_raises import RAISE_EVERY_S, RAISES_MAX
 from scheduler.api.control.peer_frames import PeerRefused
+from scheduler.api.control.routers import RouterEndpoint
 from scheduler.store.fleet import nodes
 from scheduler.store.fleet.identities import add_peer
 from scheduler.store.pool import Pool, transaction, using
@@ -77,6 +80,32 @@ async def test_a_node_that_reports_for_others_does_not_fill_the_event_log(pool: 
     async with using(pool) as connection:
         count = await connection.fetchval("SELECT count(*) FROM event WHERE kind = 'node.impostor'")
     assert count == IMPOSTOR_EVENTS_MAX
+
+
+async def test_demand_that_the_store_cannot_hold_is_acknowledged(pool: Pool) -> None:
+    """Else the router would send it again, and each time a traceback would be logged."""
+    await begun(pool)
+    state = (await scheduler_parts(pool)).state
+    routers = RouterEndpoint(
+        server=cast(Any, None),
+        intake=pool,
+        routes=state.routes,
+        nudge_place=no_nudge,
+        key_use=state.key_use,
+        clock=state.lease.clock,
+    )
+    answers: list[UsageAck] = []
+    peer: Any = SimpleNamespace(
+        name="router", boot_id=BootId("b"), pop=PopId("ams"), enqueue=answers.append
+    )
+    for boot_id in (random.Random(7).randbytes(9000).hex(), "\0"):
+        demand = Demand(
+            router_id=RouterId("router"), boot_id=BootId(boot_id), seq=1, window_s=1.0, rows=()
+        )
+        await routers._handle_message(peer, demand)
+        answer = answers.pop()
+        assert answer.demand_boot == boot_id
+        assert "cannot store the batch" in answer.reason
 
 
 async def test_a_node_that_invents_devices_fills_no_table(

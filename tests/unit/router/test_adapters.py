@@ -61,6 +61,9 @@ def directory() -> AdapterDirectory:
             an_adapter("ft-5", "elsewhere", model_id=ModelId("m2")),
             an_adapter("ft-6", "open", artifact=None),
             an_adapter("ft-7", "large", rank=32),
+            an_adapter("ft-0a", "taken", "late", is_public=True, modified_at=9.0),
+            an_adapter("ft-0b", "taken", "slow", is_public=True, modified_at=2.0, artifact=None),
+            an_adapter("ft-8", "taken", "other", is_public=True, modified_at=5.0),
         )
     )
     return made
@@ -73,6 +76,7 @@ def directory() -> AdapterDirectory:
         ("ft-1", "acme", "ft-1"),
         ("both", "acme", "ft-2"),
         ("both", "third", "ft-3"),
+        ("taken", "third", "ft-8"),
         ("ft-3", "third", "ft-3"),
     ],
 )

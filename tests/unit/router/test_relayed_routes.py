@@ -113,3 +113,16 @@ async def test_a_request_that_stores_a_file_says_how_large_it_is(path: str, tmp_
     else:
         assert size == 1000
         request.upload.close()
+
+
+@pytest.mark.parametrize("name", ["..", ".", ".a", "-", "a/..", "%2e%2e", ""])
+def test_no_name_of_an_adapter_leads_to_another_route_of_the_scheduler(name: str) -> None:
+    """A client of the scheduler resolves `..` before it sends the path."""
+    assert finetunes.finetune_path(f"/ai/finetunes/{name}") == ""
+    assert finetunes.finetune_path(f"/ai/finetunes/{name}/finetune-assets") == ""
+
+
+@pytest.mark.parametrize("name", ["ft-0123456789abcdef01234567", "a", "a..b", "public"])
+def test_an_adapter_has_a_path_by_its_id_and_name(name: str) -> None:
+    path = f"/ai/finetunes/{name}/finetune-assets"
+    assert finetunes.finetune_path(f"/client/v4/accounts/acme{path}") == path

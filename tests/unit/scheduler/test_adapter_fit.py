@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
+from isochrone.wire.models import adapter_files
 from isochrone.wire.models.adapter_files import (
+    COLONS_MAX,
+    TENSORS_MAX,
     BadAdapter,
     read_adapter_config,
     read_tensor_shapes,
@@ -83,8 +86,8 @@ TENSOR = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
     ("weights", "reason"),
     [
         (b"", "ends within its header"),
-        (b"PK\x03\x04zipfile", "no safetensors file"),
-        ((1 << 40).to_bytes(8, "little") + b"{}", "no safetensors file"),
+        (b"PK\x03\x04zipfile", "no adapter in the safetensors format"),
+        ((1 << 40).to_bytes(8, "little") + b"{}", "no adapter in the safetensors format"),
         ((90).to_bytes(8, "little") + b"{}", "ends within its header"),
         (_with_header({"a": TENSOR}, bytes(15)), "the file has"),
         (_with_header({"a": TENSOR}, bytes(17)), "the file has"),
@@ -101,3 +104,31 @@ TENSOR = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 def test_files_that_lie_about_their_tensors_are_refused(weights: bytes, reason: str) -> None:
     with pytest.raises(BadAdapter, match=reason):
         read_tensor_shapes(weights, len(weights))
+
+
+@pytest.mark.parametrize(
+    ("entry", "count"), [(TENSOR, COLONS_MAX // 4 + 1), (0, COLONS_MAX + 1), ({}, COLONS_MAX + 1)]
+)
+def test_a_header_of_too_many_entries_is_not_decoded(
+    entry: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would stall the event loop, which waits for Python's lock, whatever the entries are."""
+    monkeypatch.setattr(adapter_files, "_HEADER", None)
+    weights = _with_header({str(number): entry for number in range(count)})
+    with pytest.raises(BadAdapter, match=f"more than {TENSORS_MAX} tensors"):
+        read_tensor_shapes(weights, len(weights))
+
+
+def test_an_adapter_of_all_experts_of_a_model_is_taken() -> None:
+    """A Qwen3-30B-A3B has 48 layers of 128 experts."""
+    shapes = {
+        f"base_model.model.model.layers.{layer}.mlp.{part}_proj.lora_{half}.weight": [1, 1]
+        for layer in range(48)
+        for part in (
+            *("q", "k", "v", "o"),
+            *(f"experts.{n}.{part}" for n in range(128) for part in ("gate", "up", "down")),
+        )
+        for half in "AB"
+    }
+    weights = weights_file(shapes)
+    assert len(read_tensor_shapes(weights, len(weights))) == 37_248
