@@ -62,7 +62,7 @@ from router.recording.usage_spool import UsageSpool
 from router.scheduler_client import SchedulerAccess, SchedulerClient
 from router.sharing.key_use_sharing import KeyUseOutbox, OwnKeyUse, draw_in_slices
 from router.sharing.prompt_sharing import SharedPrompts
-from router.sharing.suspicion_sharing import FleetSuspicionOutbox, from_fleet
+from router.sharing.suspicion_sharing import SuspicionOutbox, from_fleet
 from router.stored_answers import compose_stored_answers
 
 log = logging.getLogger(__name__)
@@ -160,8 +160,7 @@ class RouterApp:
         digest_key = hashlib.sha256(b"isochrone-suspects-1\0" + self.identity.ca_pem.encode())
         suspects = SuspectTable(digest_key.digest(), self.config.suspect_refusal_s)
         self.poison_guard = PoisonGuard(suspects, self.metrics, time.monotonic)
-        self.poison_guard.outbox.is_open = True
-        self.fleet_suspicions = FleetSuspicionOutbox()
+        self.fleet_suspicions = SuspicionOutbox()
         self.key_use = KeyUseOutbox()
         self.exporter = router_exporter(self.config, self.identity, self.metrics)
         self.pipeline = RequestPipeline(

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Final
 
 from isochrone.wire.errors import ApiError, ErrorCode
-from router.decide.admission.suspicion import LOSSES_MAX, EngineLoss, SuspectTable
+from isochrone.wire.peers.suspicions import EngineLoss
+from router.decide.admission.suspicion import LOSSES_MAX, SuspectTable
 from router.recording.metrics import Metrics
 from router.request_context import (
     OUTCOME_COMPLETE,
@@ -61,7 +62,7 @@ class PoisonGuard:
             lost_token,
         )
         self._suspects.record_loss(loss)
-        self.outbox.add_loss(loss)
+        self.outbox.add(SharedSuspicions(losses=(loss,)))
         self._refuse(context, now_s)
 
     def record_end(self, context: RequestContext) -> None:
@@ -70,23 +71,13 @@ class PoisonGuard:
         if is_answered and self._suspects.has_suspects_of(context.request.tenant_id):
             self._identify(context)
             if self._suspects.record_answer(context.fingerprint):
-                self.outbox.add_cleared(context.fingerprint)
+                self.outbox.add(SharedSuspicions(cleared=(context.fingerprint,)))
 
     def learn(self, shared: SharedSuspicions) -> None:
         """Count a loss that another router, or another process of this one, has seen."""
         self._metrics.suspicions_received.inc(len(shared.losses))
         for row in shared.losses:
-            self._suspects.record_loss(
-                EngineLoss(
-                    row.fingerprint,
-                    row.tenant_id,
-                    row.replica_id,
-                    row.sent_at_s,
-                    row.lost_at_s,
-                    row.sent_token,
-                    row.lost_token,
-                )
-            )
+            self._suspects.record_loss(row)
         for fingerprint in shared.cleared:
             self._suspects.record_answer(fingerprint)
 

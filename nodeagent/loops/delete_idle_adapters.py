@@ -6,16 +6,9 @@ every request first fetches the missing files.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from nodeagent.host.artifacts.artifact_store import ArtifactStore
 from nodeagent.supervisor import Supervisor
-
-
-class IdleAdapterCounts(NamedTuple):
-    """How many adapters' files one turn deleted."""
-
-    deleted: int
 
 
 class DeleteIdleAdapters:
@@ -34,13 +27,13 @@ class DeleteIdleAdapters:
         self._idle_s = idle_s
         self._unix_clock = unix_clock
 
-    async def run_once(self) -> IdleAdapterCounts:
-        """Delete the files of each idle adapter."""
+    async def run_once(self) -> int:
+        """Delete the files of each idle adapter; return how many adapters these were."""
         if not self._idle_s:
-            return IdleAdapterCounts(0)
+            return 0
         replicas = self._supervisor.replicas.values()
         in_use = {replica.spec.artifact.digest for replica in replicas}
         for replica in replicas:
             in_use.update(replica.adapters.requested)
         used_before = self._unix_clock() - self._idle_s
-        return IdleAdapterCounts(await self._artifacts.delete_idle_adapters(in_use, used_before))
+        return await self._artifacts.delete_idle_adapters(in_use, used_before)

@@ -7,7 +7,7 @@ answers background responses.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Set
-from typing import Final, NamedTuple
+from typing import Final
 
 from isochrone.service.failure_log import RepeatedWarning
 from isochrone.wire.errors import ApiError
@@ -25,12 +25,6 @@ log = logging.getLogger(__name__)
 LEASE_INTERVAL_S: Final = 1.0
 
 AnswerResponse = Callable[[LeasedResponse], Awaitable[FinishResponse]]
-
-
-class AnsweredResponseCounts(NamedTuple):
-    """Counts of one turn's work."""
-
-    leased: int
 
 
 class AnswerResponses:
@@ -61,24 +55,24 @@ class AnswerResponses:
         self._refusals = RepeatedWarning(log, "stored responses")
         self._running: dict[ResponseRef, asyncio.Task[None]] = {}
 
-    async def run_once(self) -> AnsweredResponseCounts:
-        """Renew leases, drop cancelled responses, and start leased ones."""
+    async def run_once(self) -> int:
+        """Renew leases, drop cancelled responses, start leased ones and return how many."""
         free = min(LEASED_MAX, self._running_max - len(self._running))
         wanted = max(0, free) if self._may_lease() else 0
         holds = (*self._running, *self._open)
         if not self._client.is_connected or not (wanted or holds):
-            return AnsweredResponseCounts(0)
+            return 0
         try:
             leased = await self._client.lease(LeaseResponses(wanted=wanted, holds=holds))
         except ApiError as error:
             self._refusals.record(error.message, self._clock())
-            return AnsweredResponseCounts(0)
+            return 0
         for ref in leased.lost:
             if ref in self._running:
                 self._running[ref].cancel()
         for response in leased.responses:
             self._running[response.ref] = asyncio.create_task(self._run(response))
-        return AnsweredResponseCounts(len(leased.responses))
+        return len(leased.responses)
 
     def close(self) -> None:
         """Stop answering. The leases run out, and other routers answer."""

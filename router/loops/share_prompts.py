@@ -9,7 +9,7 @@ from isochrone.wire.client_keys.key_use import KeyUse
 from router.processes import ParentLink, Send, WorkerPool
 from router.sharing.key_use_sharing import KeyUseOutbox, OwnKeyUse
 from router.sharing.prompt_sharing import PromptOutbox, SharedPrompts
-from router.sharing.suspicion_sharing import FleetSuspicionOutbox, SuspicionOutbox, to_fleet
+from router.sharing.suspicion_sharing import SuspicionOutbox, to_fleet
 
 
 class PromptSharer:
@@ -23,7 +23,7 @@ class PromptSharer:
         suspicions: SuspicionOutbox,
         parent: ParentLink | None,
         workers: WorkerPool,
-        fleet_suspicions: FleetSuspicionOutbox,
+        fleet_suspicions: SuspicionOutbox,
         send: Send,
         clock: Callable[[], float],
         take_key_use: Callable[[], list[KeyUse]],

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
 
 from scheduler import metrics
 from scheduler.decide.history_time import BEHIND_S, advance
@@ -11,12 +10,6 @@ from scheduler.store.history_clock import read_history_clock, write_history_cloc
 from scheduler.store.pool import Pool, transaction
 
 log = logging.getLogger(__name__)
-
-
-class HistoryCounts(NamedTuple):
-    """How far history is behind the wall clocks."""
-
-    behind_s: float = 0.0
 
 
 class AdvanceHistory:
@@ -29,11 +22,11 @@ class AdvanceHistory:
         self._turned_at: float | None = None
         self._is_behind = False
 
-    async def run_once(self) -> HistoryCounts:
-        """Advance the stored time, at most to the earlier wall clock."""
+    async def run_once(self) -> float:
+        """Advance the stored time, up to the earlier wall clock; return the seconds that lack."""
         if not self._lease.is_acting:
             self._turned_at = None
-            return HistoryCounts()
+            return 0.0
         now = self._lease.clock()
         elapsed_s = 0.0 if self._turned_at is None else now - self._turned_at
         async with transaction(self._pool) as connection:
@@ -48,4 +41,4 @@ class AdvanceHistory:
             fields = {"behind_s": round(behind_s), "history_unix_s": round(at_s)}
             log.warning("clock is ahead of the time that schedulers saw", extra={"fields": fields})
         self._is_behind = behind_s > BEHIND_S
-        return HistoryCounts(behind_s)
+        return behind_s

@@ -1,7 +1,7 @@
 """Deletes rows past their retention, in batches."""
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from isochrone.service.clock import JumpFreeClock
 from scheduler.state.lease_state import LeaseState
@@ -10,12 +10,6 @@ from scheduler.store.retention import RetentionRule, delete_expired
 
 BATCH_ROWS: Final = 5_000
 BATCHES_MAX: Final = 40
-
-
-class ExpiredRowCounts(NamedTuple):
-    """How many rows one turn deleted."""
-
-    rows: int
 
 
 class DeleteExpiredRows:
@@ -34,9 +28,9 @@ class DeleteExpiredRows:
         self._lease = lease
         self._rules = rules
 
-    async def run_once(self) -> ExpiredRowCounts:
-        """Apply each rule until a batch is not full, at most BATCHES_MAX times."""
-        return ExpiredRowCounts(sum([await self._apply(rule) for rule in self._rules]))
+    async def run_once(self) -> int:
+        """Apply each rule until a batch is not full, at most BATCHES_MAX times; return the rows."""
+        return sum([await self._apply(rule) for rule in self._rules])
 
     async def _apply(self, rule: RetentionRule) -> int:
         rows = 0

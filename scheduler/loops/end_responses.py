@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 from scheduler.decide.response_items import ended_body
 from scheduler.decide.response_limits import ResponseLimits
@@ -15,12 +15,6 @@ from scheduler.store.client_objects.responses import (
 from scheduler.store.pool import Pool, transaction
 
 BATCH_ROWS: Final = 100
-
-
-class EndedResponseCounts(NamedTuple):
-    """How many responses one turn ended."""
-
-    failed: int
 
 
 class EndResponses:
@@ -45,11 +39,11 @@ class EndResponses:
         self._clock = clock
         self._renewable_since_s: float | None = None
 
-    async def run_once(self) -> EndedResponseCounts:
-        """Let the responses fail whose lease has run out, up to BATCH_ROWS of them."""
+    async def run_once(self) -> int:
+        """Let up to BATCH_ROWS responses fail whose lease has run out; return how many."""
         since_s, self._renewable_since_s = self._renewable_since_s, None
         if not self._lease.is_acting:
-            return EndedResponseCounts(0)
+            return 0
         now_s = self._clock()
         since_s = now_s if since_s is None else since_s
         async with transaction(self._pool) as connection:
@@ -64,4 +58,4 @@ class EndResponses:
                 body = ended_body(row.body, "failed", message)
                 await end_response(connection, response_id, "failed", body)
         self._renewable_since_s = since_s
-        return EndedResponseCounts(len(response_ids))
+        return len(response_ids)

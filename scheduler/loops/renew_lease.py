@@ -9,7 +9,7 @@ turns.
 import asyncio
 import threading
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 from isochrone.service.loop import Loop
 from scheduler.state.lease_state import LeaseState
@@ -20,12 +20,6 @@ EVENT_LOOP_SILENT_MAX_S: Final = 20.0
 """An event loop that has not turned for this long is stuck, not busy, and must not lead."""
 
 STOP_TIMEOUT_S: Final = 5.0
-
-
-class LeaseRenewed(NamedTuple):
-    """Whether one turn renewed the lease."""
-
-    renewed: bool
 
 
 class LeaseRenewalThread:
@@ -53,19 +47,22 @@ class LeaseRenewalThread:
                 self._loop.call_soon_threadsafe(self._stopping.set)
         await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
 
-    async def run_once(self) -> LeaseRenewed:
-        """Renew the lease if the process holds it and its event loop is not stuck."""
+    async def run_once(self) -> bool:
+        """Renew the lease if the process holds it and its event loop is not stuck.
+
+        Return whether it was renewed.
+        """
         lease = self._lease
         requested_at = lease.clock()
         if not lease.is_held or requested_at - lease.last_attempt_at > EVENT_LOOP_SILENT_MAX_S:
-            return LeaseRenewed(False)
+            return False
         if self._pool is None:
             self._pool = await open_pool(self._database_url, size_max=1)
         async with using(self._pool) as connection:
             renewed = await renew_lease(connection, lease.holder, lease.ttl_s)
         if renewed is not None:
             lease.extend(renewed, requested_at)
-        return LeaseRenewed(renewed is not None)
+        return renewed is not None
 
     async def _renew_until_stopped(self) -> None:
         self._loop = asyncio.get_running_loop()

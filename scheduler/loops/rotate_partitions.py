@@ -1,17 +1,9 @@
 """Creates the demand table's partitions for the coming days and drops those past retention."""
 
-from typing import NamedTuple
-
 from isochrone.service.clock import JumpFreeClock
 from scheduler.state.lease_state import LeaseState
 from scheduler.store.accounts.usage import rotate_demand_partitions
 from scheduler.store.pool import Pool, transaction
-
-
-class PartitionCounts(NamedTuple):
-    """How many partitions one turn created or dropped."""
-
-    changed: int = 0
 
 
 class RotatePartitions:
@@ -22,11 +14,11 @@ class RotatePartitions:
         self._clock = clock
         self._lease = lease
 
-    async def run_once(self) -> PartitionCounts:
-        """Create and drop partitions."""
+    async def run_once(self) -> int:
+        """Create and drop partitions; return how many."""
         if not self._lease.is_acting:
-            return PartitionCounts()
+            return 0
         async with transaction(self._pool) as connection:
             # Do not queue for long behind a reader that holds the table; the next turn tries again.
             await connection.execute("SET LOCAL lock_timeout = '2s'")
-            return PartitionCounts(await rotate_demand_partitions(connection, self._clock.now()))
+            return await rotate_demand_partitions(connection, self._clock.now())

@@ -1,19 +1,13 @@
 """Tells every router, each second, what keys with limits have used at the others."""
 
 import asyncio
-from typing import Final, NamedTuple
+from typing import Final
 
 from isochrone.wire.client_keys.key_use import KEY_USE, FleetKeyUse
 from scheduler.state.key_use_exchange import KeyUseExchange
 from scheduler.state.peers.peer_registry import PeerRegistry
 
 SHARE_KEY_USE_S: Final = 1.0
-
-
-class SharedKeyUseCounts(NamedTuple):
-    """How many rows one turn has sent."""
-
-    rows: int
 
 
 class ShareKeyUse:
@@ -23,8 +17,8 @@ class ShareKeyUse:
         self._exchange = exchange
         self._peers = peers
 
-    async def run_once(self) -> SharedKeyUseCounts:
-        """Send each router the use at the others since the last turn."""
+    async def run_once(self) -> int:
+        """Send each router the use at the others since the last turn; return how many rows."""
         routers = {
             router.name: router
             for router in self._peers.routers()
@@ -36,4 +30,4 @@ class ShareKeyUse:
             sent += len(rows)
             # Keys times routers may be millions of rows; requests and reports have their turn.
             await asyncio.sleep(0)
-        return SharedKeyUseCounts(sent)
+        return sent

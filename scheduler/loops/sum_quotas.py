@@ -1,18 +1,11 @@
 """Adds new usage to each key's daily total, and publishes the keys whose quota is spent."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.published_routes import PublishedRoutes
 from scheduler.store.accounts.quotas import sum_quota_usage
 from scheduler.store.pool import Pool, transaction
-
-
-class QuotaCounts(NamedTuple):
-    """How many requests one turn added."""
-
-    requests: int = 0
 
 
 class SumQuotas:
@@ -31,14 +24,14 @@ class SumQuotas:
         self._routes = routes
         self._unix_clock = unix_clock
 
-    async def run_once(self) -> QuotaCounts:
-        """Add the usage since the last turn to its day."""
+    async def run_once(self) -> int:
+        """Add the usage since the last turn to its day; return how many requests it was."""
         if not self._lease.is_acting:
-            return QuotaCounts()
+            return 0
         async with transaction(self._pool) as connection:
             usage = await sum_quota_usage(connection)
         for key_id in usage.spent:
             published = self._routes.keys.get(key_id)
             if published is not None and published.spent_until <= self._unix_clock():
                 self._routes.mark_key_changed(key_id)
-        return QuotaCounts(usage.rows)
+        return usage.rows

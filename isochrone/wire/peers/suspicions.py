@@ -18,11 +18,26 @@ SUSPICION_ROWS_MAX: Final = 1024
 Fingerprint = Annotated[bytes, Meta(max_length=64)]
 
 
-class FleetLoss(msgspec.Struct, frozen=True, array_like=True):
-    """An engine that was lost with a request, `lost_ago_s` seconds before the message was sent.
+class EngineLoss(msgspec.Struct, frozen=True, array_like=True):
+    """The loss of an engine while it processed a request. Times are monotonic seconds.
 
-    It ran there for `ran_s` seconds. The other fields are those of the router's EngineLoss. Clocks
-    are not compared between machines.
+    The request was sent to `replica_id` at `sent_at_s`; the loss was seen at `lost_at_s`.
+    `sent_token` tokens of the whole answer had come before the request was sent, and `lost_token`
+    at the loss.
+    """
+
+    fingerprint: bytes
+    tenant_id: str
+    replica_id: str
+    sent_at_s: float
+    lost_at_s: float
+    sent_token: int = 0
+    lost_token: int = 0
+
+
+class FleetLoss(msgspec.Struct, frozen=True, array_like=True):
+    """An EngineLoss for other machines, whose clocks differ: it was seen `lost_ago_s` before the
+    message was sent, `ran_s` after the request was sent.
     """
 
     fingerprint: Fingerprint

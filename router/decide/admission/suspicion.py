@@ -14,6 +14,8 @@ from hashlib import blake2b
 from math import inf
 from typing import Final
 
+from isochrone.wire.peers.suspicions import EngineLoss
+
 LOSSES_MAX: Final = 2
 """Engines that one request may lose before it is refused."""
 
@@ -29,38 +31,6 @@ FINGERPRINTS_MAX: Final = 4096
 """Size of the table; the request that was suspected first is forgotten when it is full."""
 
 FINGERPRINT_BYTES: Final = 16
-
-
-class EngineLoss:
-    """The loss of an engine while it processed a request. Times are monotonic seconds.
-
-    The request was sent to `replica_id` at `sent_at_s`; the loss was seen at `lost_at_s`.
-    `sent_token` tokens of the whole answer had come before the request was sent, and `lost_token`
-    at the loss.
-    """
-
-    __slots__ = (
-        "fingerprint", "lost_at_s", "lost_token", "replica_id", "sent_at_s", "sent_token",
-        "tenant_id",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        fingerprint: bytes,
-        tenant_id: str,
-        replica_id: str,
-        sent_at_s: float,
-        lost_at_s: float,
-        sent_token: int = 0,
-        lost_token: int = 0,
-    ) -> None:
-        self.fingerprint = fingerprint
-        self.tenant_id = tenant_id
-        self.replica_id = replica_id
-        self.sent_at_s = sent_at_s
-        self.lost_at_s = lost_at_s
-        self.sent_token = sent_token
-        self.lost_token = lost_token
 
 
 class _Suspicion:

@@ -34,7 +34,7 @@ from router.recording.usage_journal import UsageJournal
 from router.recording.usage_spool import UsageSpool
 from router.sharing.key_use_sharing import KeyUseOutbox, OwnKeyUse
 from router.sharing.prompt_sharing import PromptOutbox, SharedPrompt, SharedPrompts
-from router.sharing.suspicion_sharing import FleetSuspicionOutbox, SuspicionOutbox
+from router.sharing.suspicion_sharing import SuspicionOutbox
 from tests.chaos.test_torn_files import a_row
 from tests.cuts import held
 from tests.integration.router.fake_node import FakeNode, open_node
@@ -206,7 +206,7 @@ async def test_use_that_the_main_process_does_not_take_is_reported_again() -> No
     key = a_key(limits=KeyLimits(requests_per_min=60))
     busy: Any = BusyMainProcess()
     sharer = PromptSharer(
-        *(PromptOutbox(), SuspicionOutbox(), busy, some_workers(), FleetSuspicionOutbox()),
+        *(PromptOutbox(), SuspicionOutbox(), busy, some_workers(), SuspicionOutbox()),
         *(busy.send, lambda: 0.0, limiter.take_unshared, KeyUseOutbox()),
     )
     for turn in range(3):

@@ -78,22 +78,22 @@ async def test_an_idle_adapter_is_deleted_and_fetched_again(tmp_path: Path) -> N
     adapter = await node.fetched("adapter")
     model = await node.fetched("model", ("config.json", "model.safetensors"))
     node.now = LAST_USE + IDLE_S
-    assert (await node.job.run_once()).deleted == 0
+    assert await node.job.run_once() == 0
     node.now += 1
-    assert (await node.job.run_once()).deleted == 1
+    assert await node.job.run_once() == 1
     assert node.store.digests() == (model.digest,)
-    assert (await node.job.run_once()).deleted == 0
+    assert await node.job.run_once() == 0
     folder = await node.ensure(adapter)
     assert sorted(path.name for path in folder.iterdir()) == sorted(ADAPTER_FILES)
     # It was used now.
-    assert (await node.job.run_once()).deleted == 0
+    assert await node.job.run_once() == 0
 
 
 async def test_what_is_in_use_stays(tmp_path: Path) -> None:
     node = Node(tmp_path)
     adapter = await node.fetched("adapter")
     node.model.digest = adapter.digest
-    assert (await node.job.run_once()).deleted == 0
+    assert await node.job.run_once() == 0
     node.model.digest = ""
 
     async def fetch(_: RequestAdapter) -> Path:
@@ -101,15 +101,15 @@ async def test_what_is_in_use_stays(tmp_path: Path) -> None:
         return node.store._folder / adapter.digest
 
     async with node.adapters.fetched(named(adapter), fetch):
-        assert (await node.job.run_once()).deleted == 0
-    assert (await node.job.run_once()).deleted == 1
+        assert await node.job.run_once() == 0
+    assert await node.job.run_once() == 1
 
 
 @pytest.mark.parametrize(("idle_s", "deleted"), [(0.0, 0), (1.0, 1)])
 async def test_an_operator_may_keep_them(tmp_path: Path, idle_s: float, deleted: int) -> None:
     node = Node(tmp_path, idle_s)
     await node.fetched("adapter")
-    assert (await node.job.run_once()).deleted == deleted
+    assert await node.job.run_once() == deleted
 
 
 class StuckStore(ArtifactStore):

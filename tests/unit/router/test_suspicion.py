@@ -2,11 +2,10 @@
 
 import msgspec
 
-from isochrone.wire.peers.suspicions import SUSPICION_ROWS_MAX, FleetSuspicions
+from isochrone.wire.peers.suspicions import SUSPICION_ROWS_MAX, EngineLoss, FleetSuspicions
 from router.decide.admission.suspicion import (
     FINGERPRINTS_MAX,
     PROGRESS_TOKENS_MIN,
-    EngineLoss,
     SuspectTable,
 )
 from router.loops.share_prompts import PromptSharer
@@ -16,9 +15,6 @@ from router.recording.metrics import Metrics
 from router.sharing.key_use_sharing import KeyUseOutbox
 from router.sharing.prompt_sharing import PromptOutbox
 from router.sharing.suspicion_sharing import (
-    OUTBOX_ROWS_MAX,
-    FleetSuspicionOutbox,
-    SharedLoss,
     SharedSuspicions,
     SuspicionOutbox,
     from_fleet,
@@ -62,8 +58,7 @@ def test_equal_requests_that_ran_on_one_engine_count_its_loss_once() -> None:
 
 
 def at_tokens(loss: EngineLoss, sent: int, lost: int) -> EngineLoss:
-    loss.sent_token, loss.lost_token = sent, lost
-    return loss
+    return msgspec.structs.replace(loss, sent_token=sent, lost_token=lost)
 
 
 def test_a_request_that_came_further_on_its_next_engine_is_not_refused_once() -> None:
@@ -125,7 +120,7 @@ def test_a_fingerprint_is_of_tenant_deployment_path_and_body_under_a_key() -> No
 
 
 async def test_routers_tell_each_other_of_losses_whatever_their_clocks_say() -> None:
-    first, second = FleetSuspicionOutbox(), a_table()
+    first, second = SuspicionOutbox(), a_table()
     guard = PoisonGuard(second, Metrics(), lambda: 0.0)
     links: list[FleetSuspicions] = []
     is_connected = False
@@ -137,34 +132,33 @@ async def test_routers_tell_each_other_of_losses_whatever_their_clocks_say() -> 
         return is_connected
 
     own, workers = SuspicionOutbox(), WorkerPool(0, send, lambda: None, lambda _: None, 1.0)
-    own.is_open = True
     now_s = 1000.0
     sharer = PromptSharer(
         *(PromptOutbox(), own, None, workers, first, send, lambda: now_s),
         take_key_use=list,
         key_use=KeyUseOutbox(),
     )
-    own.add_loss(a_loss(998.0, 999.0))
+    own.add(SharedSuspicions((a_loss(998.0, 999.0),)))
     await sharer.run_once()
     assert not links
     # It is told once the scheduler is there, with what a worker process has seen.
     is_connected, now_s = True, 1010.0
-    first.add(SharedSuspicions((SharedLoss(b"f", "acme", "r2", 1008.0, 1009.0, 3, 3),)))
+    first.add(SharedSuspicions((EngineLoss(b"f", "acme", "r2", 1008.0, 1009.0, 3, 3),)))
     await sharer.run_once()
     await sharer.run_once()
     (message,) = links
     assert [(loss.lost_ago_s, loss.ran_s) for loss in message.losses] == [(11.0, 1.0), (1.0, 1.0)]
     guard.learn(from_fleet(message, 50.0))
     assert second.refused_for_s(b"f", 50.0) == REFUSAL_S - 1.0
-    own.add_cleared(b"f")
+    own.add(SharedSuspicions(cleared=(b"f",)))
     await sharer.run_once()
     guard.learn(from_fleet(links[-1], 51.0))
     assert not second.is_suspect(b"f", 51.0)
 
 
 def test_what_routers_are_to_be_told_is_bounded() -> None:
-    outbox = FleetSuspicionOutbox()
-    row = SharedLoss(b"f", "acme", "r1", 0.0, 1.0)
+    outbox = SuspicionOutbox()
+    row = EngineLoss(b"f", "acme", "r1", 0.0, 1.0)
     for _ in range(3):
         outbox.add(SharedSuspicions((row,) * SUSPICION_ROWS_MAX, (b"f",) * SUSPICION_ROWS_MAX))
     shared = outbox.take()
@@ -183,21 +177,15 @@ def test_processes_of_a_router_share_losses_and_clearings() -> None:
         assert message is not None
         guard.learn(msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=SharedSuspicions))
 
-    outbox.add_loss(a_loss(0.0, 1.0))
     assert outbox.take() is None
-    outbox.is_open = True
     # Equal requests in two processes, on one engine: one loss.
     table.record_loss(a_loss(0.0, 1.0))
-    outbox.add_loss(a_loss(0.5, 1.1))
+    outbox.add(SharedSuspicions((a_loss(0.5, 1.1),)))
     share()
     assert table.refused_for_s(b"f", 2.0) == 0.0
-    outbox.add_loss(a_loss(1.5, 2.0, "r2"))
+    outbox.add(SharedSuspicions((a_loss(1.5, 2.0, "r2"),)))
     share()
     assert table.refused_for_s(b"f", 2.0) == REFUSAL_S
-    outbox.add_cleared(b"f")
+    outbox.add(SharedSuspicions(cleared=(b"f",)))
     share()
     assert len(table) == 0
-    for _ in range(OUTBOX_ROWS_MAX + 5):
-        outbox.add_loss(a_loss(0.0, 1.0))
-    message = outbox.take()
-    assert message is not None and len(message.losses) == OUTBOX_ROWS_MAX
