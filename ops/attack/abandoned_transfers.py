@@ -11,7 +11,6 @@ then, or if an engine has more than GROWTH_BYTES_MAX beyond its memory after the
 table that one run printed is in two_leg_kills.md.
 """
 
-import argparse
 import asyncio
 import json
 import random
@@ -22,7 +21,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import aiohttp
 import msgspec
@@ -31,26 +30,26 @@ import psutil
 from isochrone.wire.http import headers
 from isochrone.wire.kv import kv_transfer
 from ops.attack.kills import AttackFailed
+from ops.attack.often import (
+    FREE_S,
+    PAUSE_S_MAX,
+    do_often,
+    in_mib,
+    print_head,
+    print_row,
+    run_attack,
+)
 from ops.golden import tiny
-
-AT_ONCE: Final = 8
-"""Transfers at a time."""
 
 BLOCKS: Final = 3
 PROMPT: Final = list(range(16 * BLOCKS + 1))
 """Whole blocks and a token."""
-
-PAUSE_S_MAX: Final = 0.005
-"""Connections are closed at most so long after a stage was reached."""
 
 TENANTS: Final = 100
 """More than fit into the memory for KV, so that some prompts are cached and others computed."""
 
 KV_MEMORY_BYTES: Final = 1024**2
 GROWTH_BYTES_MAX: Final = 8 * 1024**2
-FREE_S: Final = 60.0
-"""Within this time nothing is held any more."""
-
 SHARE_MAX: Final = 1.3
 """A part of the streams, drawn up to this one, is passed on. So some transfers are whole, and their
 requests are abandoned while they are answered."""
@@ -239,16 +238,18 @@ async def attack(count: int, seed: int) -> None:
         tiny.write_tokenizer(folder / "model")
         async with an_engine(folder, "p") as sender, an_engine(folder, "d") as receiver:
             engines = {"sender": sender, "receiver": receiver}
-            print("| abandoned | engine | MiB | descriptors | threads |\n|---|---|---|---|---|")
+            print_head("abandoned", "engine", "MiB", "descriptors", "threads")
             for tenth in range(1, 11):
-                await _abandon_all(sender, receiver, count // 10, chance)
+                await do_often(
+                    count // 10,
+                    list(Stage),
+                    chance,
+                    lambda stage: abandon(sender, receiver, stage, chance),
+                )
                 for role, engine in engines.items():
                     state = await settled(engine)
-                    print(
-                        f"| {tenth * (count // 10)} | {role} | {state.rss_bytes / 2**20:.1f}"
-                        f" | {state.descriptors} | {state.threads} |",
-                        flush=True,
-                    )
+                    rss = in_mib(state.rss_bytes)
+                    print_row(tenth * (count // 10), role, rss, state.descriptors, state.threads)
                     grown = state.rss_bytes - first.setdefault(role, state).rss_bytes
                     if grown > GROWTH_BYTES_MAX:
                         raise AttackFailed(f"the {role} has {grown} bytes more")
@@ -257,31 +258,5 @@ async def attack(count: int, seed: int) -> None:
             print(f"\n{sent:.0f} blocks were sent, {received:.0f} received")
 
 
-async def _abandon_all(
-    sender: TransferringEngine, receiver: TransferringEngine, count: int, chance: random.Random
-) -> None:
-    left = [chance.choice(list(Stage)) for _ in range(count)]
-
-    async def abandon_next() -> None:
-        while left:
-            await abandon(sender, receiver, left.pop(), chance)
-
-    await asyncio.gather(*(abandon_next() for _ in range(AT_ONCE)))
-
-
-def main() -> int:
-    """Read the arguments and attack; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m ops.attack.abandoned_transfers")
-    parser.add_argument("--count", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=1)
-    arguments: Any = parser.parse_args()
-    try:
-        asyncio.run(attack(arguments.count, arguments.seed))
-    except AttackFailed as failure:
-        sys.stdout.write(f"failed: {failure}\n")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_attack("ops.attack.abandoned_transfers", 100_000, attack))

@@ -40,14 +40,23 @@ def run_attack(
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--victim", nargs="*", choices=victims, default=victims)
     arguments = parser.parse_args()
-    end_in_order()
     instants = range(arguments.first, arguments.first + arguments.instants)
+
+    async def attack_and_print() -> None:
+        outcomes = await attack(instants, arguments.seed, tuple(arguments.victim))
+        sys.stdout.write("\n".join(format_table(outcomes)) + "\n")
+
+    return exit_code(attack_and_print())
+
+
+def exit_code(attack: Coroutine[Any, Any, None]) -> int:
+    """Run an attack; return the exit code of its program."""
+    end_in_order()
     try:
-        outcomes = asyncio.run(attack(instants, arguments.seed, tuple(arguments.victim)))
+        asyncio.run(attack)
     except AttackFailed as failure:
         sys.stdout.write(f"failed: {failure}\n")
         return 1
-    sys.stdout.write("\n".join(format_table(outcomes)) + "\n")
     return 0
 
 

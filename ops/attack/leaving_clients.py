@@ -17,46 +17,49 @@ at a tenth, or if the own memory of an agent grows by more than GROWTH_BYTES_MAX
 two tenths. The table that one run printed is in two_leg_kills.md.
 """
 
-import argparse
 import asyncio
 import random
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
 from isochrone.wire.ids import NodeId, ReplicaId
-from ops.attack.kills import AttackFailed, end_in_order
+from ops.attack.kills import AttackFailed
+from ops.attack.often import (
+    FREE_S,
+    PAUSE_S_MAX,
+    do_often,
+    in_mib,
+    post_bytes,
+    print_head,
+    print_row,
+    run_attack,
+)
 from ops.bench import memory_counts
 from ops.bench.engine_node import NodeClient, NodeSetup, bench_node
 from ops.bench.memory_counts import MemoryCounts, ProcessSizes, process_sizes
 from ops.golden import tiny
-
-AT_ONCE: Final = 8
-"""Requests at a time."""
 
 PROMPT_TOKENS: Final = 49
 """Three blocks and a token."""
 
 OUTPUT_TOKENS: Final = 8
 TENANTS: Final = 10_000
-PAUSE_S_MAX: Final = 0.005
-"""A client leaves at most so long after its stage was reached."""
-
 STREAMED_SHARE: Final = 0.8
 KV_MEMORY_BYTES: Final = 1024**2
 GROWTH_BYTES_MAX: Final = 4 * 1024**2
-FREE_S: Final = 60.0
-"""Within this time nothing is held any more."""
-
 SHOWN_TYPES: Final = 12
+HEAD: Final = (
+    *("left", "agent of", "rss MiB", "anon", "shmem", "malloc used", "malloc free"),
+    *("blocks", "objects", "tasks", "descriptors"),
+)
 
 
 class LeaveStage(StrEnum):
@@ -75,13 +78,13 @@ class AgentState(NamedTuple):
     sizes: ProcessSizes
     counts: MemoryCounts
 
-    def row(self) -> str:
+    def cells(self) -> Sequence[object]:
         """Return its columns."""
         sizes, counts = self.sizes, self.counts
         in_bytes = (sizes.rss, sizes.anon, sizes.shmem, counts.malloc_used, counts.malloc_free)
         objects = sum(counts.objects.values())
         numbers = (counts.blocks, objects, counts.tasks, sizes.descriptors)
-        return " | ".join([*(f"{size / 2**20:.1f}" for size in in_bytes), *map(str, numbers)])
+        return (*map(in_mib, in_bytes), *numbers)
 
 
 async def agent_state(node: NodeClient) -> AgentState:
@@ -114,11 +117,7 @@ class LeavingClients:
             "ignore_eos": True,
             "stream": is_streamed,
         }
-        content = msgspec.json.encode(body)
-        lines = {
-            "host": "n",
-            "content-type": "application/json",
-            "content-length": str(len(content)),
+        fields = {
             "connection": "close",
             headers.REPLICA: self.nodes[0].name,
             headers.ROUTER: f"router-{chance.randrange(400)}",
@@ -129,8 +128,7 @@ class LeavingClients:
             headers.PREFILL_MS: "4000",
             headers.PREFILL_REPLICAS: self._readers,
         }
-        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-        return f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + content
+        return post_bytes("/v1/completions", fields, msgspec.json.encode(body))
 
     async def leave(self, stage: LeaveStage) -> None:
         """Send a request, and leave at a stage."""
@@ -166,14 +164,8 @@ class LeavingClients:
                 await reader.readuntil(b"data: ")
 
     async def leave_often(self, count: int) -> None:
-        """Leave `count` times, AT_ONCE at a time."""
-        left = [self._chance.choice(list(LeaveStage)) for _ in range(count)]
-
-        async def leave_next() -> None:
-            while left:
-                await self.leave(left.pop())
-
-        await asyncio.gather(*(leave_next() for _ in range(AT_ONCE)))
+        """Leave `count` times."""
+        await do_often(count, list(LeaveStage), self._chance, self.leave)
         async with asyncio.timeout(FREE_S):
             while await self._held():  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -208,6 +200,7 @@ def a_node(folder: Path, name: str) -> NodeSetup:
         kv_memory_bytes=KV_MEMORY_BYTES,
         context_tokens=256,
         pause_s=0.05,
+        has_equal_priority=True,
         counts_memory=True,
         options={"batch_tokens_max": "64"},
     )
@@ -228,17 +221,14 @@ async def attack(count: int, seed: int) -> None:
 
 
 async def _leave_and_print(clients: LeavingClients, count: int) -> None:
-    print(
-        "| left | agent of | rss MiB | anon | shmem | malloc used | malloc free | blocks | objects"
-        f" | tasks | descriptors |\n|{'---|' * 11}"
-    )
+    print_head(*HEAD)
     states: dict[str, list[AgentState]] = {node.name: [] for node in clients.nodes}
     for tenth in range(1, 11):
         await clients.leave_often(count // 10)
         for node in clients.nodes:
             state = await agent_state(node)
             states[node.name].append(state)
-            print(f"| {tenth * (count // 10)} | {node.name} | {state.row()} |", flush=True)
+            print_row(tenth * (count // 10), node.name, *state.cells())
     print("\n" + ", ".join(f"{stage} {times}" for stage, times in clients.reached.items()))
     print(await clients.nodes[0].counters("isochrone_node_prefill_legs_total"))
     for name, of_node in states.items():
@@ -248,20 +238,5 @@ async def _leave_and_print(clients: LeavingClients, count: int) -> None:
             raise AttackFailed(f"the agent of {name} has {grown} bytes more")
 
 
-def main() -> int:
-    """Read the arguments and attack; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m ops.attack.leaving_clients")
-    parser.add_argument("--count", type=int, default=50_000)
-    parser.add_argument("--seed", type=int, default=1)
-    arguments: Any = parser.parse_args()
-    end_in_order()
-    try:
-        asyncio.run(attack(arguments.count, arguments.seed))
-    except AttackFailed as failure:
-        sys.stdout.write(f"failed: {failure}\n")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_attack("ops.attack.leaving_clients", 50_000, attack))

@@ -12,19 +12,28 @@ during a garbage collection: the router frees them only once it has hundreds of 
 (collect_garbage). The table that one run printed is in two_leg_kills.md.
 """
 
-import argparse
 import asyncio
 import random
-import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
-from ops.attack.kills import AttackFailed, end_in_order
-from ops.attack.leaving_clients import AT_ONCE, FREE_S, PAUSE_S_MAX, LeaveStage
+from ops.attack.kills import AttackFailed
+from ops.attack.leaving_clients import LeaveStage
+from ops.attack.often import (
+    FREE_S,
+    PAUSE_S_MAX,
+    do_often,
+    in_mib,
+    post_bytes,
+    print_head,
+    print_row,
+    run_attack,
+)
 from ops.bench.memory_counts import process_sizes
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import KEY
@@ -39,35 +48,19 @@ STAGES: Final = (LeaveStage.SENT, LeaveStage.ANSWERED, LeaveStage.STREAMING, Lea
 class LeavingStreams:
     """The clients of one router."""
 
-    def __init__(self, port: int, seed: int) -> None:
+    def __init__(self, port: int, seed: int, request: Callable[[random.Random], bytes]) -> None:
+        """`request` draws the next request for a stream."""
         self._port = port
+        self._draw_request = request
         self._chance = random.Random(seed)
         self.reached = dict.fromkeys(STAGES, 0)
-
-    def _request(self) -> bytes:
-        chance = self._chance
-        body = {
-            "model": "tiny",
-            "messages": [{"role": "user", "content": f"{chance.getrandbits(4096):x}"}],
-            "stream": True,
-        }
-        content = msgspec.json.encode(body)
-        lines = {
-            "host": "r",
-            "content-type": "application/json",
-            "content-length": str(len(content)),
-            "authorization": f"Bearer {KEY}",
-            "x-session-affinity": f"s{chance.randrange(SESSIONS)}",
-        }
-        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-        return f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n".encode() + content
 
     async def leave(self, stage: LeaveStage) -> None:
         """Send a request, and leave at a stage."""
         chance = self._chance
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         try:
-            writer.write(self._request())
+            writer.write(self._draw_request(chance))
             with suppress(asyncio.IncompleteReadError):
                 if stage is not LeaveStage.SENT:
                     await reader.readuntil(b"HTTP/1.1 200 OK\r\n")
@@ -85,14 +78,22 @@ class LeavingStreams:
                 writer.close()
 
     async def leave_often(self, count: int) -> None:
-        """Leave `count` times, AT_ONCE at a time."""
-        left = [self._chance.choice(STAGES) for _ in range(count)]
+        """Leave `count` times."""
+        await do_often(count, STAGES, self._chance, self.leave)
 
-        async def leave_next() -> None:
-            while left:
-                await self.leave(left.pop())
 
-        await asyncio.gather(*(leave_next() for _ in range(AT_ONCE)))
+def a_chat(chance: random.Random) -> bytes:
+    """Return a request with a new prompt."""
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": f"{chance.getrandbits(4096):x}"}],
+        "stream": True,
+    }
+    fields = {
+        "authorization": f"Bearer {KEY}",
+        "x-session-affinity": f"s{chance.randrange(SESSIONS)}",
+    }
+    return post_bytes("/v1/chat/completions", fields, msgspec.json.encode(body))
 
 
 async def attack(count: int, seed: int) -> None:
@@ -103,8 +104,8 @@ async def attack(count: int, seed: int) -> None:
         async with open_node(node):
             config, port = prepare(Path(name), node)
             async with a_process(config, port) as process:
-                clients, grown = LeavingStreams(port, seed), 0
-                print("| left | rss MiB | anon | descriptors |\n|---|---|---|---|")
+                clients, grown = LeavingStreams(port, seed, a_chat), 0
+                print_head("left", "rss MiB", "anon", "descriptors")
                 for tenth in range(1, 11):
                     await clients.leave_often(count // 10)
                     try:
@@ -115,30 +116,12 @@ async def attack(count: int, seed: int) -> None:
                     node.request_headers.clear()
                     sizes = process_sizes(process.pid)
                     grown += sizes.anon if tenth == 10 else -sizes.anon if tenth == 5 else 0
-                    print(
-                        f"| {tenth * (count // 10)} | {sizes.rss / 2**20:.1f}"
-                        f" | {sizes.anon / 2**20:.1f} | {sizes.descriptors} |",
-                        flush=True,
-                    )
+                    memory = map(in_mib, (sizes.rss, sizes.anon))
+                    print_row(tenth * (count // 10), *memory, sizes.descriptors)
     print("\n" + ", ".join(f"{stage} {times}" for stage, times in clients.reached.items()))
     if grown > GROWTH_BYTES_MAX:
         raise AttackFailed(f"the router has {grown} bytes more")
 
 
-def main() -> int:
-    """Read the arguments and attack; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m ops.attack.leaving_streams")
-    parser.add_argument("--count", type=int, default=50_000)
-    parser.add_argument("--seed", type=int, default=1)
-    arguments: Any = parser.parse_args()
-    end_in_order()
-    try:
-        asyncio.run(attack(arguments.count, arguments.seed))
-    except AttackFailed as failure:
-        sys.stdout.write(f"failed: {failure}\n")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_attack("ops.attack.leaving_streams", 50_000, attack))

@@ -28,7 +28,10 @@ from isochrone.wire.kv.kv_sharing import KV_FOUND, FoundTokens, parse_found
 from ops.attack.kills import AttackFailed, is_given_beside_others, run_attack
 from tests.engines.embedded_store import EmbeddedNode, embedded_nodes
 from tests.engines.store_nodes import move_master
+from tests.system import equal_priority
 from tests.system.harness import until
+
+__all__ = ("equal_priority",)
 
 VICTIMS: Final = ("master", "moving master", "member")
 PROMPTS: Final = 5

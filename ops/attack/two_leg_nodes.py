@@ -311,6 +311,7 @@ async def a_pair(
                 share_kv=share_kv,
                 pause_s=PAUSE_S,
                 probe_timeout_s=probe_timeout_s,
+                has_equal_priority=True,
                 options={"batch_tokens_max": "32"},
             )
             nodes.append(AttackedNode(setup))

@@ -34,6 +34,7 @@ from nodeagent.api.peer_replicas import PeerReplicaClient
 from nodeagent.config import NodeConfig
 from nodeagent.decide.requests import kv_fetch, prefill_leg
 from nodeagent.disaggregation import kv_windows
+from nodeagent.host import processes
 from nodeagent.host.artifacts.artifact_store import ArtifactStore
 from nodeagent.host.artifacts.link import TransferLink
 from nodeagent.host.artifacts.sources import ArtifactSources
@@ -64,6 +65,9 @@ class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
     probe_timeout_s: float | None = None
     """How long another node may take to say how busy it is; None for the product's time."""
     options: dict[str, str] = {}
+    has_equal_priority: bool = False
+    """Whether engines have the priority of what runs beside them. A tenth of it is the product's:
+    beside other work an engine then starts in minutes."""
     counts_memory: bool = False
     """Whether the node says at memory_counts.PATH what its agent has in memory."""
 
@@ -170,6 +174,8 @@ async def serve(setup: NodeSetup) -> None:
         shorten_pauses(setup.pause_s)
     if setup.probe_timeout_s is not None:
         setattr(peer_replicas, "PROBE_TIMEOUT_S", setup.probe_timeout_s)  # noqa: B010
+    if setup.has_equal_priority:
+        vars(processes)["NICENESS"] = 0
     folder = Path(setup.folder)
     engines = EngineProcesses(folder / "engines", 1)
     supervisor = Supervisor(
