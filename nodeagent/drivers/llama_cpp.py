@@ -101,6 +101,7 @@ class LlamaCppDriver(EngineDriver):
     resumes = headers.INEXACT
     salted_paths: frozenset[str] = frozenset({CHAT_PATH, COMPLETIONS_PATH})
     sequences_option = "parallel"
+    grammar_error = b"Unexpected empty grammar stack"
 
     def missing(self) -> str:
         """Return an error message if llama-server is missing or cannot be used, else ""."""

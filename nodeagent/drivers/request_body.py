@@ -6,6 +6,7 @@ from typing import Any, Final
 import msgspec
 
 from isochrone.wire.codec import describe
+from isochrone.wire.engines.dead_grammars import grammar_problem
 from isochrone.wire.engines.schema_numbers import NUMBER_MIN, has_low_number
 from isochrone.wire.engines.schema_recursion import recursion_of
 from isochrone.wire.errors import ApiError, ErrorCode
@@ -18,7 +19,7 @@ CONTINUOUS_USAGE: Final = "continuous_usage_stats"
 
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _SCHEMAS: Final = ("response_format", "tools")
-_RECURSIVE: Final = (*_SCHEMAS, "json_schema", "grammar")
+_COMPILED: Final = (*_SCHEMAS, "json_schema", "grammar")
 _SCHEMAS_AS_TEXT: Final = ("structured_outputs", "guided_json", "guided_grammar")
 """Fields with a client's JSON schemas; the latter ones may be written as text."""
 
@@ -42,15 +43,15 @@ def with_fields(
 
     Raises ApiError 400 for a body that cannot be decoded (the engine's parser may be more lenient,
     and would read a salt of the client's choice), for one with a schema that could end the engine
-    (`schema_numbers.py`, `schema_recursion.py`), and for one that the engine would answer wrongly,
-    as `command` says.
+    (`schema_numbers.py`, `schema_recursion.py`, `dead_grammars.py`), and for one that the engine
+    would answer wrongly, as `command` says.
     """
     try:
         check_json_body(body)
         fields: dict[str, Any] = _FIELDS.decode(body)
         _check_schemas(fields)
         _check_limits(fields, command.field_limits)
-        _check_recursion(fields, command.schema_recursion_max)
+        _check_grammars(fields, command.schema_recursion_max)
         if command.functions_only:
             _check_tools(msgspec.json.decode(fields.get("tools", b"null")))
     except (ValueError, RecursionError) as error:
@@ -109,15 +110,15 @@ def _check_limits(fields: Mapping[str, msgspec.Raw], limits: Mapping[str, int]) 
             )
 
 
-def _check_recursion(fields: Mapping[str, msgspec.Raw], recursion_max: int) -> None:
-    for name in fields.keys() & _RECURSIVE if recursion_max else ():
-        if recursion_of(msgspec.json.decode(fields[name])) > recursion_max:
-            raise ApiError(
-                ErrorCode.INVALID_REQUEST,
-                f"cannot use field '{name}': it has more than {recursion_max} references or"
-                " parentheses",
-                param=name,
-            )
+def _check_grammars(fields: Mapping[str, msgspec.Raw], recursion_max: int) -> None:
+    for name in fields.keys() & _COMPILED if recursion_max else ():
+        value = msgspec.json.decode(fields[name])
+        problem = grammar_problem(value)
+        if recursion_of(value) > recursion_max:
+            problem = f"it has more than {recursion_max} references or parentheses"
+        if problem:
+            message = f"cannot use field '{name}': {problem}"
+            raise ApiError(ErrorCode.INVALID_REQUEST, message, param=name)
 
 
 def _check_tools(tools: Any) -> None:

@@ -105,6 +105,8 @@ def rss_bytes(pid: int) -> int:
         ({"n": SLOTS + 1}, "invalid_request"),
         ({"repeat_last_n": 2**31 - 1, "repeat_penalty": 1.1}, "invalid_request"),
         ({"model": "smol:adapter"}, "adapters_unsupported"),
+        # The engine would abort.
+        ({"grammar": 'root ::= "a" [b-a]', "top_k": 1}, "invalid_request"),
     ],
 )
 async def test_an_error_of_the_engine_has_a_code_for_programs(

@@ -1,5 +1,6 @@
 """Relays an engine's or a peer node's answer to the router, and refuses requests."""
 
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from io import BytesIO
@@ -9,6 +10,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http import headers
 from isochrone.wire.kv import kv_sharing, kv_transfer
 from nodeagent import metrics
@@ -39,6 +41,13 @@ ENGINE_LOST_EVENT: Final = b"data: " + msgspec.json.encode(
 ) + b"\n\n"  # fmt: skip
 """Ends a stream, between two frames, whose request may have made the engine fail."""
 
+GRAMMAR_MESSAGE: Final = (
+    "cannot follow the grammar or schema of the request: after the text so far no token fits it"
+)
+GRAMMAR_EVENT: Final = b"data: " + msgspec.json.encode(
+    {"error": {"code": ErrorCode.INVALID_REQUEST.value, "message": GRAMMAR_MESSAGE}}
+)  # fmt: skip
+
 
 def request_data(body: bytes) -> bytes | BytesIO:
     """Return a body to send; a large one in pieces, so that other requests go on between them."""
@@ -58,6 +67,24 @@ def response_head(answer: aiohttp.ClientResponse, names: Sequence[str]) -> web.S
     if answer.content_length is not None:
         response.content_length = answer.content_length
     return response
+
+
+def refuse_grammar(status: int, first_chunk: bytes, grammar_error: bytes) -> None:
+    """Raise ApiError 400 if an engine's 500 says that no token can follow the request's grammar.
+
+    Routers would try other replicas, and count a failure of each.
+    """
+    if status == 500 and grammar_error and grammar_error in first_chunk:
+        raise ApiError(ErrorCode.INVALID_REQUEST, GRAMMAR_MESSAGE)
+
+
+async def with_grammar_blamed(
+    chunks: AsyncIterator[bytes], grammar_error: bytes
+) -> AsyncIterator[bytes]:
+    """Yield the chunks of a stream; an event with `grammar_error` blames the request instead."""
+    event = re.compile(rb'data: \{"error":[^\n]*' + re.escape(grammar_error) + rb"[^\n]*")
+    async for chunk in chunks:
+        yield event.sub(GRAMMAR_EVENT, chunk) if grammar_error in chunk else chunk
 
 
 def is_first_token(answer: aiohttp.ClientResponse, output_tokens: int) -> bool:

@@ -54,6 +54,7 @@ _STATEFUL: Final = frozenset(
         "guided_choice",
         "guided_grammar",
         "structured_outputs",
+        *("grammar", "json_schema", "regex", "ebnf"),  # of llama.cpp and SGLang
     }
 )
 """Options that give a generation a state which its text alone does not hold."""

@@ -51,6 +51,8 @@ def test_a_completion_is_continued() -> None:
         ({"response_format": {"type": "json_object"}}, False),
         ({"logprobs": True}, False),
         ({"logprobs": 0}, False),
+        *(({name: "x"}, False) for name in ("grammar", "json_schema", "regex", "ebnf")),
+        ({"grammar": None, "regex": None}, True),
     ],
 )
 def test_only_options_with_a_state_end_an_answer(
