@@ -17,6 +17,14 @@ _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 have other prefixes, some with another place for it: those are never public."""
 
 
+_INSIDE: Final = (
+    ipaddress.IPv4Network("192.0.0.0/24"),
+    ipaddress.IPv4Network("168.63.129.16/32"),
+)
+"""Addresses that lead inside some clouds, and that `is_global` takes for public: 192.0.0.0/24 (RFC
+6890; in Python before 3.11.10) has Oracle's metadata of instances, the other is Azure's host."""
+
+
 def refuse_private(host: str) -> None:
     """Raise OSError if `host` is an IP address outside the public internet."""
     try:
@@ -36,10 +44,11 @@ def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
         carried = address.ipv4_mapped or address.sixtofour
         if address in _NAT64:
             carried = ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF)
-        if carried is not None:
-            return carried.is_global and not carried.is_multicast
-        return address.is_global and address in _UNICAST
-    return address.is_global and not address.is_multicast
+        if carried is None:
+            return address.is_global and address in _UNICAST
+        address = carried
+    is_inside = any(address in network for network in _INSIDE)
+    return address.is_global and not address.is_multicast and not is_inside
 
 
 class PublicResolver(abc.AbstractResolver):
