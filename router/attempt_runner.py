@@ -21,7 +21,7 @@ from router.dataplane.response_checks import check_status, read_usage
 from router.dataplane.upstream import Upstream
 from router.decide.attempt import AttemptEvent, FailureCause, event_of
 from router.decide.caches.prefix_index import NO_MATCHES
-from router.decide.choice.handoff import handoff_peers
+from router.decide.choice.handoff import handoff_peers, is_late_handoff
 from router.decide.choice.prefill_replicas import has_lost_all, without_slots
 from router.decide.choice.ranking import RankedRoutes, RouteQuery, rank
 from router.decide.choice.shared_kv import NO_SHARED_KV_PEERS, SharedKvPeers, shared_kv_peers
@@ -433,7 +433,9 @@ class AttemptRunner:
         """Learn from an answer: bytes per token, the cached share, and where the session ran."""
         request, route, usage = context.request, attempt.ranked.route, context.usage()
         if attempt.is_handed_off and context.outcome is OUTCOME_COMPLETE:
-            self._feedback.record_handoff_end(attempt.target.route, route)
+            took_ms, expected_ms = context.times.attempt_ttft_ms, attempt.target.ttft_ms
+            cause = FailureCause.SILENT if is_late_handoff(took_ms, expected_ms) else None
+            self._feedback.record_handoff_end(attempt.target.route, route, cause)
         if context.engine_usage is not None:
             tokens, cached, keys = usage.prompt_tokens, usage.cached_tokens, request.prefix_keys
             routing = self._fleet.routing(request.deployment_id)

@@ -88,15 +88,20 @@ async def acknowledged_keys_work(fleet: Fleet, load: Load) -> None:
     rows = await asyncio.to_thread(fleet.api(acting).list, "/v1/keys")
     lost = load.keys.keys() - {row["key_id"] for row in rows}
     assert not lost, f"keys are lost whose creation was acknowledged: {lost}"
+    ends: list[str] = []
     timeout = aiohttp.ClientTimeout(total=60.0)
     async with aiohttp.ClientSession(timeout=timeout) as http:
         for pop in CITIES:
             for key_id, key in load.keys.items():
 
                 async def works(pop: str = pop, key: str = key) -> bool:
-                    return (await one_stream(fleet, http, pop, 1, key)).how == "complete"
+                    ends.append((await one_stream(fleet, http, pop, 1, key)).how)
+                    return ends[-1] == "complete"
 
-                await until(f"router-{pop} accepts key {key_id}", works)
+                try:
+                    await until(f"router-{pop} accepts key {key_id}", works)
+                except AssertionError as error:
+                    raise AssertionError(f"{error}; the last requests: {ends[-5:]}") from error
 
 
 async def descriptors_are_as_before(fleet: Fleet) -> None:

@@ -7,10 +7,21 @@ from isochrone.wire.http.headers import PEER_REPLICAS_MAX, PeerReplica
 from isochrone.wire.ids import ReplicaId
 from router.decide.choice.peer_replicas import peer_of_ranked
 from router.decide.choice.ranking import RankedRoutes
+from router.decide.replicas.latency import GAIN_MAX, OVERHEAD_MS_MAX
 from router.decide.replicas.ranked_route import RankedRoute
 
 HANDOFF_MS_MIN: Final = 5.0
 """A request with less predicted queueing and prefill than this is not worth handing off."""
+
+
+def is_late_handoff(took_ms: float, expected_ms: float) -> bool:
+    """Return whether the first token of a handed-off request came so late that one of the two nodes
+    is at fault.
+
+    Its time teaches nothing about either replica, as it is not known which was slow. So it counts
+    as a failed handoff if it is more than what such a time could teach.
+    """
+    return took_ms > GAIN_MAX * expected_ms + OVERHEAD_MS_MAX
 
 
 def handoff_peers(

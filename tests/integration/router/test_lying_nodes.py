@@ -17,6 +17,7 @@ from router.dataplane import generated_text
 from router.dataplane.exchange import AttemptFailed, NodeRequest
 from router.decide.choice.deployment_routing import BYTES_PER_TOKEN_MAX
 from router.decide.liveness.outlier_ejection import FAILURES_MAX
+from router.decide.replicas.latency import OVERHEAD_MS_MAX
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import Bench, a_bench, a_route, a_table
 from tests.integration.router.test_serving import the_stream, until_idle, words
@@ -163,6 +164,25 @@ async def test_a_node_whose_handoffs_fail_may_hand_off_no_more_and_then_fails_al
         named = [headers.PEER_REPLICAS in one for one in names]
         assert named[: FAILURES_MAX + 1] == [True] * FAILURES_MAX + [False]
         await until_idle(bench)
+
+
+async def test_a_node_whose_handoffs_are_late_may_hand_off_no_more(tmp_path: Path) -> None:
+    """Else it would get more requests than others, and lose nothing by its delays."""
+    async with a_bench(tmp_path, 3, first_byte_timeout_s=60.0) as bench:
+        late, fleet = bench.nodes[0], bench.app.fleet
+        prefer(bench, 10.0)
+        late.handed_off_to, late.ttft_s = "r-n2", 2 * OVERHEAD_MS_MAX / 1000
+
+        async def a_late_stream(number: int) -> None:
+            async with bench.chat(f"{number} {LONG}", stream=True, max_tokens=2) as answer:
+                assert answer.status == 200
+                await answer.read()
+
+        await asyncio.gather(*[a_late_stream(number) for number in range(FAILURES_MAX)])
+        await until_idle(bench)
+        assert late.requests == FAILURES_MAX
+        assert fleet.handoff_health.unhealthy() == {"r-n1", "r-n2"}
+        assert not fleet.health.unhealthy()
 
 
 async def test_a_peer_that_a_lie_names_answers_when_no_other_replica_is_left(
