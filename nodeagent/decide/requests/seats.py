@@ -119,7 +119,7 @@ class Seats:
         request = SeatRequest(tenant, self._next_number, objective, yields=yields, item=item)
         self._next_number += 1
         self._waiting.setdefault(tenant, {})[request] = None
-        self._fill(now_s)
+        self.fill(now_s)
         return request
 
     def unread_item(self, request: SeatRequest, now_s: float) -> BatchItem | None:
@@ -149,11 +149,7 @@ class Seats:
         if not request.is_seated or request.has_started:
             return []
         self._end_start(request)
-        return self._fill(now_s)
-
-    def fill(self, now_s: float) -> list[SeatRequest]:
-        """Give an item the seat that it has waited for until `next_fill_s`."""
-        return self._fill(now_s)
+        return self.fill(now_s)
 
     def _end_start(self, request: SeatRequest) -> None:
         request.has_started = True
@@ -182,9 +178,11 @@ class Seats:
                 self._item_pace.record_end(request.item.began_s, now_s)
         elif request in self._waiting.get(request.tenant, ()):
             self._remove(request)
-        return self._fill(now_s)
+        return self.fill(now_s)
 
-    def _fill(self, now_s: float) -> list[SeatRequest]:
+    def fill(self, now_s: float) -> list[SeatRequest]:
+        """Give seats to the requests whose turn it is, also to an item that waits for the time
+        `next_fill_s`."""
         seated = []
         self.next_fill_s = None
         while ready := [tenant for tenant in self._waiting if self._may_start(tenant, now_s)]:

@@ -5,11 +5,11 @@ However a request ends, none of its sequences stays in the engine.
 
 import asyncio
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
+from uuid import uuid4
 
 from aiohttp import web
 
@@ -265,14 +265,15 @@ class GenerationServer(ModelServer):
         options, tool_use = prepared.options, prepared.tool_use
         call_id_chars = tool_use.call_format.call_id_chars if tool_use else 0
         return CompletionResponse(
-            id=f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            id=f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}",
             model=prepared.adapter.name if prepared.adapter else self.config.served_name,
             created_s=int(time.time()),
             chat=is_chat,
             include_usage=options.include_usage,
             logprobs=options.params.logprobs is not None,
             vocabulary=self.loaded.vocabulary,
-            new_call_id=lambda: _new_call_id(call_id_chars),
+            # OpenAI's form if the model takes any.
+            new_call_id=lambda: uuid4().hex[:call_id_chars] or f"call_{uuid4().hex[:24]}",
             choices=[
                 ResponseChoice(
                     index,
@@ -375,11 +376,6 @@ def _head_of(
     if TRACEPARENT in request.headers:
         head[ENGINE_TIMES] = format_times(clock.times(is_whole=is_whole))
     return head
-
-
-def _new_call_id(chars: int) -> str:
-    """Return a tool call id of `chars` characters; in OpenAI's form if the model takes any."""
-    return uuid.uuid4().hex[:chars] if chars else f"call_{uuid.uuid4().hex[:24]}"
 
 
 def _raise_failure(delta: GenerationDelta) -> None:
