@@ -21,6 +21,7 @@ Rule 6: items of batches begin, and end before their prompt is read, by the rule
 
 from collections import Counter
 from collections.abc import Set
+from dataclasses import dataclass
 from typing import Final
 
 from isochrone.ttft_order import TtftObjective
@@ -52,28 +53,18 @@ def spare_seats(seats: int) -> int:
     return max(1, int(SPARE_SHARE * seats)) if seats else 0
 
 
+@dataclass(slots=True, eq=False)
 class SeatRequest:
     """One generation that waits for a seat or has one. `number` gives the order of arrival."""
 
-    __slots__ = ("has_started", "is_seated", "item", "number", "objective", "tenant", "yields")
-
-    def __init__(
-        self,
-        tenant: str,
-        number: int,
-        objective: TtftObjective,
-        *,
-        yields: bool,
-        item: BatchItem | None,
-    ) -> None:
-        self.tenant = tenant
-        self.number = number
-        self.objective = objective
-        self.yields = yields
-        self.item = item
-        self.is_seated = False
-        self.has_started = False
-        """True once its first token has arrived, or should have."""
+    tenant: str
+    number: int
+    objective: TtftObjective
+    yields: bool
+    item: BatchItem | None
+    is_seated: bool = False
+    has_started: bool = False
+    """True once its first token has arrived, or should have."""
 
     @property
     def stays(self) -> bool:
