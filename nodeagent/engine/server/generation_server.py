@@ -136,7 +136,7 @@ class GenerationServer(ModelServer):
     def counts(self) -> Mapping[str, float]:
         """Return the counts of EngineStats that the step thread lacks, and further ones."""
         engine = self.loaded.engine
-        mover, speculation, transfers = engine.block_mover, engine.speculation, engine.kv_transfers
+        mover, speculation = engine.block_mover, engine.speculation
         return {
             "block_tokens": BLOCK_TOKENS,
             "open": self.inflight.in_flight,
@@ -148,7 +148,7 @@ class GenerationServer(ModelServer):
             "wakes_total": self.sleep.wakes_total,
             "wake_s": round(self.sleep.wake_s, 4),
             **(mover.counts() if mover is not None else {}),
-            **(transfers.counts() if transfers is not None else {}),
+            **engine.kv_transfers.counts(),
             **self.kv_receiver.counts(),
             **self.kv_sharing.counts(),
             **self.kv_windows.pool.counts(),
@@ -160,9 +160,8 @@ class GenerationServer(ModelServer):
         }
 
     def _has_transfers(self) -> bool:
-        transfers = self.loaded.engine.kv_transfers
-        holds = transfers is not None and transfers.held_blocks > 0
-        return holds or self.kv_sender.open_count > 0 or self.kv_receiver.is_waiting
+        is_held = self.loaded.engine.kv_transfers.held_blocks > 0
+        return is_held or self.kv_sender.open_count > 0 or self.kv_receiver.is_waiting
 
     @property
     def other_names(self) -> Sequence[str]:
