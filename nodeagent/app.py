@@ -122,7 +122,11 @@ async def serve(
             supervisor,
             peer_replicas,
             node.cache_salts,
-            kv_limits=_kv_limits(config),
+            kv_limits=KvRateLimits(
+                link=config.kv_share_bytes_per_s,
+                deployment=config.kv_share_deployment_bytes_per_s,
+                tenant=config.kv_share_tenant_bytes_per_s,
+            ),
             spans=_span_middleware(node, exporter),
         )
         app = _data_plane_app(server, artifacts, config, node, store.relay)
@@ -173,14 +177,6 @@ def _supervisor(
         memory_used=node.devices.used_by,
         device_memory=node.devices.memory,
         memory_peaks=MemoryPeaks(config.state, version_of),
-    )
-
-
-def _kv_limits(config: NodeConfig) -> KvRateLimits:
-    return KvRateLimits(
-        link=config.kv_share_bytes_per_s,
-        deployment=config.kv_share_deployment_bytes_per_s,
-        tenant=config.kv_share_tenant_bytes_per_s,
     )
 
 

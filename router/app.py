@@ -108,8 +108,8 @@ class RouterApp:
         add_catalog_routes(routes, self.surface, self.fleet)
         add_markdown_routes(routes, self.limiter, self.fleet)
         self.loops = {loop.name: loop for loop in self._create_loops()}
-        self.follower.on_change(self.on_table_change)
-        self.follower.on_withdrawn(self.loops["probe"].nudge)
+        self.follower.on_change = self.on_table_change
+        self.follower.on_withdrawn = self.loops["probe"].nudge
 
     def _create_control_link(self, worker: WorkerIdentity | None) -> None:
         """Create the source of route tables: the scheduler, or for a worker the main process."""

@@ -401,7 +401,7 @@ class AttemptRunner:
         """
         attempt.take(AttemptEvent.FAILED)
         route, peer, excluded = attempt.target.route, attempt.ranked.route, context.excluded
-        self._recorder.attempt_failed(context.request.deployment, peer)
+        self._recorder.trials.record_attempt(context.request.deployment, peer, failed=True)
         excluded.failed |= {route.replica_id}
         if attempt.is_handed_off:
             excluded.handed_off |= {peer.replica_id}

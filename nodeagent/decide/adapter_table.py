@@ -8,20 +8,19 @@ requests.
 
 from collections import OrderedDict
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Final
 
 REFUSALS_MAX: Final = 256
 """How many refused adapters are remembered, the newest."""
 
 
+@dataclass(slots=True)
 class _Loaded:
     """One adapter: the digest of its files, and how many requests use it."""
 
-    __slots__ = ("digest", "users")
-
-    def __init__(self, digest: str) -> None:
-        self.digest = digest
-        self.users = 0
+    digest: str
+    users: int = 0
 
 
 class AdapterTable:

@@ -11,7 +11,6 @@ from nodeagent.engine.architecture.decoder_shape import DecoderShape
 from nodeagent.engine.architecture.errors import CheckpointError
 from nodeagent.engine.chat.chat_template import ChatTemplate
 from nodeagent.engine.core.first_touch import FirstTouch, first_touch
-from nodeagent.engine.core.kv_transfers import KvTransfers
 from nodeagent.engine.core.model_runner import ModelRunner
 from nodeagent.engine.core.parked_model import ParkedModel
 from nodeagent.engine.core.step import EngineCore
@@ -225,5 +224,4 @@ def _build_core(
         speculation = Speculation(
             config.draft_tokens_max, config.batch_tokens_max, shard.draft_model
         )
-    transfers = KvTransfers(scheduler.pool, executor, mover)
-    return EngineCore(executor, scheduler, mover, speculation, transfers)
+    return EngineCore(executor, scheduler, mover, speculation)

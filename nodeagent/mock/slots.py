@@ -7,18 +7,17 @@ goes on later. So does the embedded engine.
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import count
 
 
+@dataclass(slots=True, eq=False)
 class MockPlace:
     """The place of one request: held, or waited for."""
 
-    __slots__ = ("granted", "number", "priority")
-
-    def __init__(self, priority: int, number: int) -> None:
-        self.priority = priority
-        self.number = number
-        self.granted = asyncio.Event()
+    priority: int
+    number: int
+    granted: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def order(self) -> tuple[int, int]:

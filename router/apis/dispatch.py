@@ -141,7 +141,10 @@ class ApiDispatcher:
         status, path = error.meaning.status, _openai_path(request.path)
         if is_workers_ai(path):
             body = encode_error_envelope(error.message, error.meaning.number)
-        elif is_messages(path) or _is_anthropics(request):
+        elif is_messages(path) or (
+            ANTHROPIC_VERSION in request.headers and not _is_inference(request.path)
+        ):
+            # Also for a client of Anthropic's API that uses a path without a surface.
             status, body = error_status(error), msgspec.json.encode(error_body(error, request_id))
             header_lines += f"{MESSAGES_REQUEST_ID}: {request_id}\r\n"
         else:
@@ -246,11 +249,6 @@ def _not_found(request: HttpRequest, routes: str) -> ApiError:
 
 async def _answer_preflight(path: str, client: ClientConnection) -> None:
     client.reply(HttpResponse(200, b"", allow_line(path) + PREFLIGHT_LINES))
-
-
-def _is_anthropics(request: HttpRequest) -> bool:
-    """Return whether a client of Anthropic's API sent a request to a path without a surface."""
-    return ANTHROPIC_VERSION in request.headers and not _is_inference(request.path)
 
 
 def _is_inference(path: str) -> bool:

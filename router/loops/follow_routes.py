@@ -99,16 +99,10 @@ class TableFollower:
         self._parts_refusal = ""
         self._refusal_logged_at_s = float("-inf")
         self._confirmed_at_s: float | None = None
-        self._on_change: Callable[[], None] | None = None
-        self._on_withdrawn: Callable[[], None] | None = None
-
-    def on_change(self, callback: Callable[[], None]) -> None:
-        """Call `callback` after every change of the table in use."""
-        self._on_change = callback
-
-    def on_withdrawn(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when a table leaves a deployment without the routes that it had."""
-        self._on_withdrawn = callback
+        self.on_change: Callable[[], None] = lambda: None
+        """Called after every change of the table in use."""
+        self.on_withdrawn: Callable[[], None] = lambda: None
+        """Called when a table leaves a deployment without the routes that it had."""
 
     def progress(self) -> Progress:
         """Return the cluster, generation and epoch of the table in use, for the scheduler."""
@@ -357,8 +351,8 @@ class TableFollower:
         self._accepted = table
         self._fleet.adopt(served, prepared.indexes if prepared is not None else None)
         self._after_adoption(served)
-        if has_lost_all and self._on_withdrawn is not None:
-            self._on_withdrawn()
+        if has_lost_all:
+            self.on_withdrawn()
 
     def _with_withdrawn(self, table: RouteTable, added: tuple[Route, ...]) -> RouteTable:
         """Return `table` with the routes `added`: those served now, if these are the same.
@@ -401,8 +395,7 @@ class TableFollower:
     def _after_adoption(self, table: RouteTable) -> None:
         self._metrics.table_generation.set(table.generation)
         self._metrics.table_routes.set(len(table.routes))
-        if self._on_change is not None:
-            self._on_change()
+        self.on_change()
 
     def _note_refusal(self, reason: str) -> None:
         """Log a refusal, but not each of many changes of a table that stays refused."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from isochrone.wire.ids import DeploymentId, PopId
-from isochrone.wire.peers.routes import DeploymentEntry, Route
+from isochrone.wire.peers.routes import Route
 from isochrone.wire.peers.usage import DemandRow, UsageRow
 from router.dataplane.usage_count import UsageCount
 from router.decide.routes.rollout import TrialCounter
@@ -110,10 +110,6 @@ class Recorder:
         demand.add_request(context.prompt_tokens_estimate, 0)
         if demand.no_replica == 1 and context.request.deployment_id not in self._unserved_before:
             self.on_unserved()
-
-    def attempt_failed(self, entry: DeploymentEntry, route: Route) -> None:
-        """Count a failed attempt for its replica's version, whichever one answers in the end."""
-        self.trials.record_attempt(entry, route, failed=True)
 
     def take_usage(self) -> tuple[tuple[UsageRow, ...], tuple[Path, ...]]:
         """Return the usage so far, and the journal files to remove once it is in a batch."""

@@ -1,47 +1,41 @@
 """The record of a traced request while it is served; `trace_spans.py` makes spans of it."""
 
+from dataclasses import dataclass, field
+
 from isochrone.wire.http.trace_context import TraceContext
 from router.decide.replicas.ranked_route import RankedRoute
 
 
+@dataclass(slots=True, eq=False)
 class AttemptTrace:
     """One attempt: the replica it was sent to, the one that answered, the times in monotonic
     seconds, and the error."""
 
-    __slots__ = (
-        "answered_by", "ended_at_s", "error", "first_token_at_s", "generated_before", "prefill_id",
-        "sent_at_s", "span_id", "target",
-    )  # fmt: skip
-
-    def __init__(
-        self, span_id: str, target: RankedRoute, sent_at_s: float, generated_before: int
-    ) -> None:
-        self.span_id = span_id
-        self.target = target
-        self.sent_at_s = sent_at_s
-        self.generated_before = generated_before
-        self.answered_by = target
-        self.prefill_id = ""
-        self.first_token_at_s = 0.0
-        self.ended_at_s = 0.0
-        self.error = ""
+    span_id: str
+    target: RankedRoute
+    answered_by: RankedRoute
+    sent_at_s: float
+    generated_before: int
+    prefill_id: str = ""
+    first_token_at_s: float = 0.0
+    ended_at_s: float = 0.0
+    error: str = ""
 
 
+@dataclass(slots=True, eq=False)
 class CapacityWait:
     """One wait in the admission queue, before the attempt of this index. Monotonic seconds.
 
     That for images is before the first.
     """
 
-    __slots__ = ("attempt_index", "began_s", "ended_s", "span_id")
-
-    def __init__(self, span_id: str, attempt_index: int, began_s: float, ended_s: float) -> None:
-        self.span_id = span_id
-        self.attempt_index = attempt_index
-        self.began_s = began_s
-        self.ended_s = ended_s
+    span_id: str
+    attempt_index: int
+    began_s: float
+    ended_s: float
 
 
+@dataclass(slots=True, eq=False)
 class RequestTrace:
     """The trace of one request.
 
@@ -50,16 +44,13 @@ class RequestTrace:
     the wait for the images that the request links to.
     """
 
-    __slots__ = ("attempts", "context", "error", "fetch", "link", "parent_id", "waits")
-
-    def __init__(self, context: TraceContext, parent_id: str, link: TraceContext | None) -> None:
-        self.context = context
-        self.parent_id = parent_id
-        self.link = link
-        self.attempts: list[AttemptTrace] = []
-        self.waits: list[CapacityWait] = []
-        self.fetch: CapacityWait | None = None
-        self.error = ""
+    context: TraceContext
+    parent_id: str
+    link: TraceContext | None
+    attempts: list[AttemptTrace] = field(default_factory=list)
+    waits: list[CapacityWait] = field(default_factory=list)
+    fetch: CapacityWait | None = None
+    error: str = ""
 
     @property
     def traceparent(self) -> str:

@@ -71,9 +71,9 @@ class RequestTracer:
         """Note an attempt that is sent now."""
         trace = context.trace
         if trace is not None:
-            generated = context.stream.generated.tokens
+            generated, target = context.stream.generated.tokens, attempt.target
             trace.attempts.append(
-                AttemptTrace(self._new_id(8), attempt.target, attempt.sent_at_s, generated)
+                AttemptTrace(self._new_id(8), target, target, attempt.sent_at_s, generated)
             )
 
     def add_wait(self, context: RequestContext, began_s: float) -> None:

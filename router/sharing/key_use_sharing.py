@@ -28,7 +28,6 @@ class KeyUseOutbox:
     """The use that the other routers do not know yet: one row for each key."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._rows: dict[KeyId, KeyUse] = {}
 
     def add(self, rows: Iterable[KeyUse]) -> None:

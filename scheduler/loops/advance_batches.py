@@ -132,7 +132,9 @@ class AdvanceBatches:
             task = asyncio.create_task(self._step(due[step.batch_id]))
             task.add_done_callback(self._on_step_end)
             self._steps[step.batch_id] = Step(step.tenant_id, task)
-        counts = BatchCounts(begun, ended, await self._delete_items(), await self._delete_files())
+        async with transaction(self._pool, by_index=True) as connection:
+            deleted = await delete_items(connection, DELETED_MAX)
+        counts = BatchCounts(begun, ended, deleted, await self._delete_files())
         if self._unix_clock() >= self._unfinished_due_at:
             self._unfinished_due_at = self._unix_clock() + UNFINISHED_INTERVAL_S
             # Not waited for: the disk may hang.
@@ -324,10 +326,6 @@ class AdvanceBatches:
         for file in results:
             if not file.size_bytes:
                 await self._folder.discard(file.file_id)
-
-    async def _delete_items(self) -> int:
-        async with transaction(self._pool, by_index=True) as connection:
-            return await delete_items(connection, DELETED_MAX)
 
     async def _delete_files(self) -> int:
         """Delete expired files, each with its row: one whose contents stay is tried again.

@@ -40,7 +40,6 @@ class KeyUseExchange:
     """Sums the use since the last turn."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._total: dict[KeyId, _Units] = {}
         self._by_router: dict[str, dict[KeyId, _Units]] = {}
 

@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from tests.builders import GIB
 from tests.engines.real_engines import MODEL, READY_S, VLLM_COMMANDS, group_members, needs_vllm
-from tests.engines.test_vllm_fleet import add_model, records
+from tests.engines.vendor_fleet import add_model, records
 from tests.system.harness import Fleet, a_fleet, until
 
 pytestmark = [

@@ -20,8 +20,8 @@ from isochrone.wire.peers.adapter import ADAPTER_FILES
 from tests.builders import GIB
 from tests.engines.lora import write_adapter
 from tests.engines.real_engines import MODEL, READY_S, VLLM_COMMANDS, needs_vllm
-from tests.engines.test_vllm_fleet import add_model, records
-from tests.system.harness import Fleet, a_fleet, until
+from tests.engines.vendor_fleet import NODE, ONE_REPLICA, a_vendor_fleet, records
+from tests.system.harness import Fleet, until
 
 pytestmark = [
     needs_vllm,
@@ -30,7 +30,6 @@ pytestmark = [
     pytest.mark.timeout(2 * READY_S),
 ]
 
-NODE: Final = "node-ams"
 PROMPT: Final = "Name the colours of the rainbow."
 RANK_MAX: Final = 8
 DEPLOYMENT: Final = {
@@ -42,24 +41,17 @@ DEPLOYMENT: Final = {
         "context_tokens_max": 512,
         "options": {"enable_lora": "true", "max_lora_rank": str(RANK_MAX)},
     },
-    "policy": {"replicas_min": 1, "replicas_max": 1, "allow": ["ams"]},
+    "policy": ONE_REPLICA,
 }
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def served() -> AsyncIterator[Fleet]:
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
     """A fleet with one vLLM that takes adapters."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", f"{VLLM_COMMANDS}:{os.environ['PATH']}")
-        async with a_fleet(comes_up=False, in_memory=False) as running:
-            running.settings[NODE] = {"cpu_memory_bytes": 8 * GIB, "engine_threads": 2}
-            folder = running.folder / "batches"
-            running.settings["scheduler-a"] = {"batch_folder": str(folder)}
-            await running.up()
-            await add_model(running, "smol", MODEL)
-            await running.ask("POST", "/v1/deployments", DEPLOYMENT)
-            await running.until_warm(READY_S)
-            yield running
+    folder = tmp_path_factory.mktemp("batches")
+    settings = {"scheduler-a": {"batch_folder": str(folder)}}
+    async with a_vendor_fleet(VLLM_COMMANDS, MODEL, DEPLOYMENT, 8, settings) as running:
+        yield running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

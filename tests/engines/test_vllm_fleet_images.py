@@ -5,7 +5,6 @@ The model is tiny, with random weights: what it says means nothing, but it reads
 
 import base64
 import io
-import os
 import zlib
 from collections.abc import AsyncIterator
 from typing import Any, Final, NamedTuple
@@ -16,10 +15,10 @@ import pytest
 import pytest_asyncio
 
 from tests.builders import GIB
-from tests.engines.real_engines import READY_S, VLLM_COMMANDS, needs_vllm
-from tests.engines.test_vllm_fleet import NODE, add_model
+from tests.engines.real_engines import VLLM_COMMANDS, needs_vllm
+from tests.engines.vendor_fleet import ONE_REPLICA, a_vendor_fleet
 from tests.engines.vision_model import write_vision_model
-from tests.system.harness import Fleet, a_fleet, until
+from tests.system.harness import Fleet
 
 pytestmark = [needs_vllm, pytest.mark.asyncio(loop_scope="session")]
 
@@ -27,7 +26,7 @@ DEPLOYMENT: Final = {
     "deployment_id": "see",
     "model_id": "see",
     "engine": {"driver": "vllm", "kv_memory_bytes": GIB // 4, "context_tokens_max": 2048},
-    "policy": {"replicas_min": 1, "replicas_max": 1, "allow": ["ams"]},
+    "policy": ONE_REPLICA,
 }
 
 
@@ -40,18 +39,10 @@ class Clients(NamedTuple):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", f"{VLLM_COMMANDS}:{os.environ['PATH']}")
-        model = await write_vision_model(tmp_path_factory.mktemp("models") / "see")
-        async with a_fleet(comes_up=False, in_memory=False) as running:
-            running.settings[NODE] = {"cpu_memory_bytes": 8 * GIB, "engine_threads": 2}
-            running.settings["router-ams"] = {"stream_idle_timeout_s": 30.0}
-            await running.up()
-            await add_model(running, "see", model)
-            await running.ask("POST", "/v1/deployments", DEPLOYMENT)
-            await until("the replica is warm", lambda: running.is_warm(1), READY_S)
-            await running.routers_know()
-            yield running
+    model = await write_vision_model(tmp_path_factory.mktemp("models") / "see")
+    settings = {"router-ams": {"stream_idle_timeout_s": 30.0}}
+    async with a_vendor_fleet(VLLM_COMMANDS, model, DEPLOYMENT, 8, settings) as running:
+        yield running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

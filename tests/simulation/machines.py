@@ -359,9 +359,9 @@ class SimRouter:
         )
         self.fleet, self.follower, self.link = fleet, follower, link
         persist = Loop("persist", follower.persist, 30.0)
-        follower.on_change(persist.nudge)
+        follower.on_change = persist.nudge
         probe = Loop("probe", self._probe, PROBE_S)
-        follower.on_withdrawn(probe.nudge)
+        follower.on_withdrawn = probe.nudge
         for job in (Loop("recheck", follower.recheck, RECHECK_INTERVAL_S), persist, probe):
             self.process.spawn(job.run())
         self.process.spawn(link.run())

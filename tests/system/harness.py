@@ -374,18 +374,18 @@ class Fleet:
         warm = [row["pop"] for row in rows if row["state"] == "warm" and not row["ending"]]
         return len(warm) >= replicas and set(warm).issuperset(cities)
 
-    async def until_warm(self, timeout_s: float) -> None:
-        """Wait until a replica is warm and the routers know it.
+    async def until_warm(self, timeout_s: float, replicas: int = 1) -> None:
+        """Wait until `replicas` are warm and the routers know them.
 
         While a large engine starts, a small machine has no time for the scheduler's database.
         """
 
         async def is_warm() -> bool:
             with suppress(AdminError):
-                return await self.is_warm(1)
+                return await self.is_warm(replicas)
             return False
 
-        await until("the replica is warm", is_warm, timeout_s)
+        await until(f"{replicas} warm", is_warm, timeout_s)
         await self.routers_know()
 
     async def routers_know(self) -> None:

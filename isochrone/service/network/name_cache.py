@@ -11,6 +11,7 @@ import socket
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from time import monotonic
 from typing import Final
 
@@ -38,18 +39,16 @@ async def look_up(host: str) -> Sequence[str]:
     return [str(address[0]) for *_, address in found]
 
 
+@dataclass(slots=True, eq=False)
 class KnownName:
     """The last known addresses of one name, and its lookup in progress."""
 
-    __slots__ = ("addresses", "fresh_until_s", "is_stale", "lookup", "started_s")
-
-    def __init__(self) -> None:
-        self.addresses: Sequence[str] = ()
-        self.fresh_until_s = float("-inf")
-        self.started_s = 0.0
-        self.lookup: asyncio.Task[None] | None = None
-        self.is_stale = False
-        """The last lookup failed or is late, which was logged."""
+    addresses: Sequence[str] = ()
+    fresh_until_s: float = float("-inf")
+    started_s: float = 0.0
+    lookup: asyncio.Task[None] | None = None
+    is_stale: bool = False
+    """The last lookup failed or is late, which was logged."""
 
 
 class NameCache:

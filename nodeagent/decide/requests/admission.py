@@ -15,6 +15,7 @@ from the elapsed time (`prompt_progress.py`).
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from isochrone.sequence_wait import sequence_wait_ms
@@ -313,50 +314,23 @@ class ReplicaAdmission:
             self._decode_tokens_by_router.pop(router, None)
 
 
+@dataclass(slots=True, eq=False)
 class TokenReservation:
     """The tokens that one request holds. Releasing it twice has no effect."""
 
-    __slots__ = (
-        "_admission",
-        "_began_s",
-        "_is_elsewhere",
-        "_is_prefilled",
-        "admitted_s",
-        "generates_for",
-        "item",
-        "on_first_token",
-        "output_tokens",
-        "pending_prefill_tokens",
-        "prefill_ms",
-        "prompt_tokens",
-        "router",
-    )
-
-    def __init__(
-        self,
-        admission: ReplicaAdmission,
-        *,
-        prompt_tokens: int,
-        output_tokens: int,
-        pending_prefill_tokens: int,
-        router: str,
-        generates_for: str | None,
-        prefill_ms: float,
-        admitted_s: float,
-        item: BatchItem | None,
-    ) -> None:
-        self._admission: ReplicaAdmission | None = admission
-        self._is_prefilled = self._is_elsewhere = False
-        self.prompt_tokens = prompt_tokens
-        self.output_tokens = output_tokens
-        self.pending_prefill_tokens = pending_prefill_tokens
-        self.router = router
-        self.generates_for = generates_for
-        self.prefill_ms = prefill_ms
-        self.admitted_s = admitted_s
-        self.item = item
-        self.on_first_token: Callable[[], None] = lambda: None
-        self._began_s: float | None = None
+    _admission: ReplicaAdmission | None
+    prompt_tokens: int
+    output_tokens: int
+    pending_prefill_tokens: int
+    router: str
+    generates_for: str | None
+    prefill_ms: float
+    admitted_s: float
+    item: BatchItem | None
+    on_first_token: Callable[[], None] = lambda: None
+    _is_prefilled: bool = False
+    _is_elsewhere: bool = False
+    _began_s: float | None = None
 
     @property
     def held_tokens(self) -> int:

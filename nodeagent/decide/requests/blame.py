@@ -7,6 +7,7 @@ ledger and never blamed. Requests that were sent to an engine after its failure,
 known, are not blamed either.
 """
 
+from dataclasses import dataclass
 from typing import Final
 
 EXIT_DELAY_S: Final = 1.0
@@ -14,24 +15,21 @@ EXIT_DELAY_S: Final = 1.0
 A process mostly closes the files of its devices last, which takes longest with a GPU."""
 
 
+@dataclass(slots=True, eq=False)
 class BlamableRequest:
     """One request that an engine is processing. `number` gives their order.
 
     `engine` is the process id of the engine.
     """
 
-    __slots__ = ("engine", "number")
-
-    def __init__(self, number: int, engine: int) -> None:
-        self.number = number
-        self.engine = engine
+    number: int
+    engine: int
 
 
 class BlameLedger:
     """The requests that a replica's engine is processing."""
 
     def __init__(self) -> None:
-        """Start with none."""
         self._next_number = 0
         self._on_trial: BlamableRequest | None = None
         # The verdict on the last failure, for all requests below this number: they were running.

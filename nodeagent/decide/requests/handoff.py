@@ -87,7 +87,8 @@ def choose_handoff(
     best = min(known, key=lambda r: estimated_ttft_ms(r, queued_tokens[r.replica_id]))
     if estimated_ttft_ms(best, queued_tokens[best.replica_id]) > limit_ms:
         return None
-    return Handoff(best, _queue_tokens_within(best, limit_ms))
+    queue_tokens_max = int(1000 * (limit_ms - best.prefill_ms) / max(1, best.token_us))
+    return Handoff(best, max(1, queue_tokens_max))
 
 
 def named_replicas(sent: Mapping[str, str], own: ReplicaId) -> dict[str, str]:
@@ -108,8 +109,3 @@ def named_replicas(sent: Mapping[str, str], own: ReplicaId) -> dict[str, str]:
     if target and holders:
         named[KV_HOLDERS] = format_peer_replicas(target + holders)
     return named
-
-
-def _queue_tokens_within(replica: PeerReplica, ttft_ms: float) -> int:
-    """Return the longest queue with which the replica starts within `ttft_ms`."""
-    return max(1, int(1000 * (ttft_ms - replica.prefill_ms) / max(1, replica.token_us)))

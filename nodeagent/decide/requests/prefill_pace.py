@@ -38,7 +38,6 @@ class PrefillPace:
     """
 
     def __init__(self) -> None:
-        """Start without a prompt."""
         self._prompts: deque[ReadPrompt] = deque(maxlen=PROMPTS_MAX)
         self._ended_s = 0.0
         self._ns_per_token = 0

@@ -21,6 +21,7 @@ Rule 6: items of batches begin, and end before their prompt is read, by the rule
 
 from collections import Counter
 from collections.abc import Set
+from dataclasses import dataclass
 from typing import Final
 
 from isochrone.ttft_order import TtftObjective
@@ -52,28 +53,18 @@ def spare_seats(seats: int) -> int:
     return max(1, int(SPARE_SHARE * seats)) if seats else 0
 
 
+@dataclass(slots=True, eq=False)
 class SeatRequest:
     """One generation that waits for a seat or has one. `number` gives the order of arrival."""
 
-    __slots__ = ("has_started", "is_seated", "item", "number", "objective", "tenant", "yields")
-
-    def __init__(
-        self,
-        tenant: str,
-        number: int,
-        objective: TtftObjective,
-        *,
-        yields: bool,
-        item: BatchItem | None,
-    ) -> None:
-        self.tenant = tenant
-        self.number = number
-        self.objective = objective
-        self.yields = yields
-        self.item = item
-        self.is_seated = False
-        self.has_started = False
-        """True once its first token has arrived, or should have."""
+    tenant: str
+    number: int
+    objective: TtftObjective
+    yields: bool
+    item: BatchItem | None
+    is_seated: bool = False
+    has_started: bool = False
+    """True once its first token has arrived, or should have."""
 
     @property
     def stays(self) -> bool:
@@ -119,7 +110,7 @@ class Seats:
         request = SeatRequest(tenant, self._next_number, objective, yields=yields, item=item)
         self._next_number += 1
         self._waiting.setdefault(tenant, {})[request] = None
-        self._fill(now_s)
+        self.fill(now_s)
         return request
 
     def unread_item(self, request: SeatRequest, now_s: float) -> BatchItem | None:
@@ -149,11 +140,7 @@ class Seats:
         if not request.is_seated or request.has_started:
             return []
         self._end_start(request)
-        return self._fill(now_s)
-
-    def fill(self, now_s: float) -> list[SeatRequest]:
-        """Give an item the seat that it has waited for until `next_fill_s`."""
-        return self._fill(now_s)
+        return self.fill(now_s)
 
     def _end_start(self, request: SeatRequest) -> None:
         request.has_started = True
@@ -182,9 +169,11 @@ class Seats:
                 self._item_pace.record_end(request.item.began_s, now_s)
         elif request in self._waiting.get(request.tenant, ()):
             self._remove(request)
-        return self._fill(now_s)
+        return self.fill(now_s)
 
-    def _fill(self, now_s: float) -> list[SeatRequest]:
+    def fill(self, now_s: float) -> list[SeatRequest]:
+        """Give seats to the requests whose turn it is, also to an item that waits for the time
+        `next_fill_s`."""
         seated = []
         self.next_fill_s = None
         while ready := [tenant for tenant in self._waiting if self._may_start(tenant, now_s)]:

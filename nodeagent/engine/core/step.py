@@ -121,15 +121,14 @@ class EngineCore:
 
     def __init__(
         self,
-        executor: ModelExecutor,
+        executor: WakenedExecutor,
         scheduler: BatchScheduler,
         block_mover: BlockMover | None = None,
         speculation: Speculation | None = None,
-        kv_transfers: KvTransfers | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.block_mover = block_mover
-        self.kv_transfers = kv_transfers
+        self.kv_transfers = KvTransfers(scheduler.pool, executor, block_mover)
         self.speculation = speculation
         self._executor = executor
         self._generations: dict[int, Generation] = {}
@@ -152,7 +151,7 @@ class EngineCore:
         """Queue a generation and its forks."""
         for submitted in (generation, *generation.forks):
             self._generations[submitted.number] = submitted
-        if generation.outgoing is not None and self.kv_transfers is not None:
+        if generation.outgoing is not None:
             self.kv_transfers.open_outgoing(generation.number, generation.outgoing)
         generation.sequence.forks = [fork.sequence for fork in generation.forks]
         self.scheduler.submit(generation.sequence)
@@ -188,8 +187,7 @@ class EngineCore:
         pool.forget_cached()
         executor = self._executor
         self._use_executor(SleepingExecutor())
-        if self.kv_transfers is not None:
-            self.kv_transfers.fall_asleep()
+        self.kv_transfers.fall_asleep()
         return DroppedModel(executor, kept)
 
     def wake_up(self, executor: "WakenedExecutor", kept: abc.Sequence[CachedBlock] = ()) -> None:
@@ -202,9 +200,9 @@ class EngineCore:
 
     def _use_executor(self, executor: "WakenedExecutor") -> None:
         self._executor = executor
-        for moving in (self.block_mover, self.kv_transfers):
-            if moving is not None:
-                moving.use_device(executor)
+        self.kv_transfers.use_device(executor)
+        if self.block_mover is not None:
+            self.block_mover.use_device(executor)
 
     def close(self) -> None:
         """Save the prefix cache of the device for the next process. Call after the last step."""
@@ -267,7 +265,7 @@ class EngineCore:
         """Free blocks that transfers hold, if nothing runs: then no sequence will free any."""
         if self._in_flight or self.scheduler.running or not self.scheduler.waiting:
             return False
-        return self.kv_transfers is not None and self.kv_transfers.let_go_of_prefix()
+        return self.kv_transfers.let_go_of_prefix()
 
     def _begin(self, batch: Batch) -> abc.Callable[[], Tensor] | None:
         """Begin to compute `batch`; return None if a more urgent request interrupted it."""
@@ -366,7 +364,7 @@ class EngineCore:
             added = append_samples(generation, sampled)
             accepted = max(sequence.output_tokens - output_before - 1, 0)
             self.scheduler.mark_computed(chunk, rejected_drafts=len(chunk.drafts) - accepted)
-            if generation.outgoing is not None and self.kv_transfers is not None:
+            if generation.outgoing is not None:
                 self.kv_transfers.hold_computed(sequence)
             if self.speculation is not None and generation.drafter is not None and sampled:
                 self.speculation.record_results(generation.drafter, sampled, len(chunk.drafts))
@@ -385,9 +383,8 @@ class EngineCore:
         if finish is FinishReason.ERROR:
             # Masked slots are multiplied by zero, and zero times NaN is NaN: the contents of its
             # blocks would spread to the sequences that get them next.
-            if self.kv_transfers is not None:
-                failed = frozenset(generation.sequence.blocks)
-                self.kv_transfers.let_go_of(generation.number, failed)
+            failed = frozenset(generation.sequence.blocks)
+            self.kv_transfers.let_go_of(generation.number, failed)
             blocks = self.scheduler.pool.uncache(generation.sequence.blocks)
             self._executor.clear(blocks)
         if finish is not None:

@@ -91,11 +91,6 @@ def embedding_inputs(body: EmbeddingBody) -> list[str] | list[list[int]]:
     return list(inputs)
 
 
-def document_texts(body: RerankBody) -> list[str]:
-    """Return the documents' texts."""
-    return [document if isinstance(document, str) else document.text for document in body.documents]
-
-
 def embeddings_body(rows: np.ndarray, model: str, tokens: int, *, is_base64: bool) -> bytes:
     """Return the response body with one vector per row of `rows`.
 

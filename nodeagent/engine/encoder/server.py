@@ -16,7 +16,6 @@ from nodeagent.engine.encoder.encoder_thread import EncoderThread, TokenizedText
 from nodeagent.engine.encoder.http_bodies import (
     classify_body,
     classify_decoder,
-    document_texts,
     embedding_decoder,
     embedding_inputs,
     embeddings_body,
@@ -100,7 +99,8 @@ class EncoderServer(ModelServer):
         self._check_kind("rerank")
         body = await self._decoded_body(request, rerank_decoder)
         self._check_model(body.model)
-        pairs = [(body.query, document) for document in document_texts(body)]
+        documents = [text if isinstance(text, str) else text.text for text in body.documents]
+        pairs = [(body.query, document) for document in documents]
         texts = await self._tokenise(pairs, "documents")
         rows = await self._encode(texts, "documents")
         # The logistic function of the model's one logit, between 0 and 1.

@@ -128,14 +128,12 @@ class TransferReader:
             else:
                 self._take_frame(kind, payload)
 
-    def _payload_bytes(self) -> int:
-        return int.from_bytes(self._frame[1:FRAME_HEAD_BYTES], "little")
-
     def _frame_bytes(self) -> int:
         """Return how many bytes of the frame must be there to go on. Raises WrongTransfer."""
         if len(self._frame) < FRAME_HEAD_BYTES:
             return FRAME_HEAD_BYTES
-        kind, length = self._frame[0], self._payload_bytes()
+        kind = self._frame[0]
+        length = int.from_bytes(self._frame[1:FRAME_HEAD_BYTES], "little")
         self._check_frame(kind, length)
         names = NAMES_BYTES if kind == BLOCK else length
         return FRAME_HEAD_BYTES + names

@@ -5,11 +5,11 @@ However a request ends, none of its sequences stays in the engine.
 
 import asyncio
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
+from uuid import uuid4
 
 from aiohttp import web
 
@@ -136,7 +136,7 @@ class GenerationServer(ModelServer):
     def counts(self) -> Mapping[str, float]:
         """Return the counts of EngineStats that the step thread lacks, and further ones."""
         engine = self.loaded.engine
-        mover, speculation, transfers = engine.block_mover, engine.speculation, engine.kv_transfers
+        mover, speculation = engine.block_mover, engine.speculation
         return {
             "block_tokens": BLOCK_TOKENS,
             "open": self.inflight.in_flight,
@@ -148,7 +148,7 @@ class GenerationServer(ModelServer):
             "wakes_total": self.sleep.wakes_total,
             "wake_s": round(self.sleep.wake_s, 4),
             **(mover.counts() if mover is not None else {}),
-            **(transfers.counts() if transfers is not None else {}),
+            **engine.kv_transfers.counts(),
             **self.kv_receiver.counts(),
             **self.kv_sharing.counts(),
             **self.kv_windows.pool.counts(),
@@ -160,9 +160,8 @@ class GenerationServer(ModelServer):
         }
 
     def _has_transfers(self) -> bool:
-        transfers = self.loaded.engine.kv_transfers
-        holds = transfers is not None and transfers.held_blocks > 0
-        return holds or self.kv_sender.open_count > 0 or self.kv_receiver.is_waiting
+        is_held = self.loaded.engine.kv_transfers.held_blocks > 0
+        return is_held or self.kv_sender.open_count > 0 or self.kv_receiver.is_waiting
 
     @property
     def other_names(self) -> Sequence[str]:
@@ -265,14 +264,15 @@ class GenerationServer(ModelServer):
         options, tool_use = prepared.options, prepared.tool_use
         call_id_chars = tool_use.call_format.call_id_chars if tool_use else 0
         return CompletionResponse(
-            id=f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            id=f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}",
             model=prepared.adapter.name if prepared.adapter else self.config.served_name,
             created_s=int(time.time()),
             chat=is_chat,
             include_usage=options.include_usage,
             logprobs=options.params.logprobs is not None,
             vocabulary=self.loaded.vocabulary,
-            new_call_id=lambda: _new_call_id(call_id_chars),
+            # OpenAI's form if the model takes any.
+            new_call_id=lambda: uuid4().hex[:call_id_chars] or f"call_{uuid4().hex[:24]}",
             choices=[
                 ResponseChoice(
                     index,
@@ -375,11 +375,6 @@ def _head_of(
     if TRACEPARENT in request.headers:
         head[ENGINE_TIMES] = format_times(clock.times(is_whole=is_whole))
     return head
-
-
-def _new_call_id(chars: int) -> str:
-    """Return a tool call id of `chars` characters; in OpenAI's form if the model takes any."""
-    return uuid.uuid4().hex[:chars] if chars else f"call_{uuid.uuid4().hex[:24]}"
 
 
 def _raise_failure(delta: GenerationDelta) -> None:

@@ -75,8 +75,8 @@ class _Schemas:
         types = [used for route in routes for used in self._types_of(route)]
         found, self.components = msgspec.json.schema_components(types, ref_template=REF)
         self._schemas = list(zip(types, found, strict=True))
-        for struct in _ERRORS.values():
-            self.components |= _components(struct)
+        _, of_errors = msgspec.json.schema_components(_ERRORS.values(), ref_template=REF)
+        self.components |= of_errors
         for deciding_field in FIELDS_OF_TASK:
             schema = input_schema(deciding_field, REF)
             self.components |= schema.pop("$defs")
@@ -143,11 +143,6 @@ def parameter_types(route: PublicRoute) -> dict[str, Any]:
     if isinstance(route.query, dict):
         return route.query
     return {field.encode_name: field.type for field in msgspec.structs.fields(route.query)}
-
-
-def _components(struct: type) -> dict[str, Any]:
-    _, components = msgspec.json.schema_components([struct], ref_template=REF)
-    return components
 
 
 def _path_item(path: str) -> dict[str, Any]:

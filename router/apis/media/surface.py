@@ -95,7 +95,8 @@ def read_media_request(openai: OpenAiSurface, request: HttpRequest, path: str) -
         deployment=deployment,
         path=path,
         body=request.body,
-        text_bytes=_expected_text_bytes(call, deployment),
+        # A sound is read in parts that fit.
+        text_bytes=min(call.text_bytes, 2 * deployment.context_tokens),
         answer_count=call.answer_count,
         output_tokens_max=_expected_output(call, route, deployment),
         is_stream=call.is_stream,
@@ -151,11 +152,6 @@ def _read_upload(path: str, content_type: str, body: bytes) -> _MediaCall:
         raise invalid_field(codec.describe(error), kind) from None
     audio_bytes = form.file_bytes // AUDIO_BYTES_PER_TEXT_BYTE
     return _MediaCall(read.model, 1 + audio_bytes, 1, read.stream, False)
-
-
-def _expected_text_bytes(call: _MediaCall, deployment: DeploymentEntry) -> int:
-    """Return the size of the input as if it were text; a sound is read in parts that fit."""
-    return min(call.text_bytes, 2 * deployment.context_tokens)
 
 
 def _expected_output(call: _MediaCall, route: MediaRoute, deployment: DeploymentEntry) -> int:

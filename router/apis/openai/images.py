@@ -295,7 +295,7 @@ def _gif_size(data: bytes, blocks: BlockCount) -> ImageSize | None:
     Raises IndexError if the data end before the frame.
     """
     width, height = (int.from_bytes(data[position : position + 2], "little") for position in (6, 8))
-    position = 13 + _gif_colour_bytes(data[10])
+    position = 13 + (3 << (data[10] & 7) + 1 if data[10] & _GIF_COLOURS else 0)
     while data[position] == _GIF_EXTENSION:
         if not data[position + 2] and data[position + 1] != _GIF_COMMENT:
             return None
@@ -312,10 +312,6 @@ def _gif_size(data: bytes, blocks: BlockCount) -> ImageSize | None:
         for place in range(position + 1, position + 9, 2)
     )
     return ImageSize(max(width, left + across), max(height, top + down))
-
-
-def _gif_colour_bytes(flags: int) -> int:
-    return 3 << (flags & 7) + 1 if flags & _GIF_COLOURS else 0
 
 
 def _jpeg_size(data: bytes, blocks: BlockCount) -> ImageSize | None:

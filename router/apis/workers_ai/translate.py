@@ -164,7 +164,11 @@ def to_openai(body: bytes, model: str) -> OpenAiCall:
     if run.stream:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
     if run.tools:
-        fields["tools"] = [_openai_tool(tool) for tool in run.tools]
+        # Workers AI allows OpenAI's envelope to be omitted.
+        fields["tools"] = [
+            tool if "function" in tool else {"type": "function", "function": tool}
+            for tool in run.tools
+        ]
     is_json = run.response_format is not None and run.response_format.type != "text"
     if run.response_format is not None and run.response_format.type == "json_schema":
         fields["response_format"] = _openai_format(run.response_format.json_schema)
@@ -377,11 +381,6 @@ def _json_value(text: str) -> Any:
         return msgspec.json.decode(text)
     except (ValueError, RecursionError):
         return text
-
-
-def _openai_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool in OpenAI's envelope, which Workers AI allows to be omitted."""
-    return tool if "function" in tool else {"type": "function", "function": tool}
 
 
 def _run_tool_call(function: dict[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,6 @@ class AuthenticationCache:
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self._keys = KeyTable()
         self._entries: dict[bytes, KeyEntry] = {}
 

@@ -34,7 +34,6 @@ class DeploymentRouting:
     """A deployment's replicas by slot, the prompts they have cached, and its bytes per token."""
 
     def __init__(self) -> None:
-        """Start without replicas."""
         self.replicas = ReplicaTable()
         self.prefill_replicas = PrefillReplicas()
         self.adapters = AdapterPlaces()

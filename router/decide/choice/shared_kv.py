@@ -149,7 +149,12 @@ def shared_kv_peers(
     if not slots:
         return NO_SHARED_KV_PEERS
     keeper = -1
-    subject = hash64(session) if session else _stable_key(keys)
+    subject = 0
+    if session:
+        subject = hash64(session)
+    elif len(keys.keys) > STABLE_KEY:
+        # A key that does not change as a conversation grows.
+        subject = keys.keys[STABLE_KEY]
     if subject:
         keeper = rendezvous_winner(subject, slots, table.hashes, table.weights)
     shares = [(matches.share_at(slot), slot) for slot in slots]
@@ -170,8 +175,3 @@ def shared_kv_peers(
     kept = table.routes[keeper] if keeper >= 0 else None
     held_share = holders[0][0] if holders else 0.0
     return SharedKvPeers(peers, kept.replica_id if kept is not None else "", own_share, held_share)
-
-
-def _stable_key(keys: PrefixKeys) -> int:
-    """Return a key that does not change as a conversation grows; 0 for a short prompt."""
-    return keys.keys[STABLE_KEY] if len(keys.keys) > STABLE_KEY else 0

@@ -23,7 +23,6 @@ class SlowStart:
     """The replicas in slow start, with the time it began."""
 
     def __init__(self) -> None:
-        """Start with no replica in slow start."""
         self._began_s: dict[ReplicaId, float] = {}
 
     def __len__(self) -> int:

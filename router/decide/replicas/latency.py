@@ -66,7 +66,6 @@ class RoundTripFilter:
     """The round trip to one node: moving average of the minimum of the last samples."""
 
     def __init__(self) -> None:
-        """Start without a measurement."""
         self._samples: deque[float] = deque(maxlen=RTT_SAMPLES)
         self.rtt_ms: float | None = None
 

@@ -64,7 +64,6 @@ class ReplicaTable:
     """The replicas of one deployment by slot, kept up to date one at a time."""
 
     def __init__(self) -> None:
-        """Start without replicas."""
         self.slots: dict[ReplicaId, int] = {}
         self.routes: list[Route | None] = []
         self.estimates = Estimates()

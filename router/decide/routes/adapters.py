@@ -31,7 +31,6 @@ class AdapterDirectory:
     """The adapters of the route table, by the names that a request may use."""
 
     def __init__(self) -> None:
-        """Start without adapters."""
         self._entries: tuple[AdapterEntry, ...] = ()
         self._by_id: dict[str, AdapterEntry] = {}
         self._by_name: dict[str, list[AdapterEntry]] = {}
@@ -103,7 +102,6 @@ class AdapterPlaces:
     """The replicas that have loaded each adapter of one deployment, as far as this router knows."""
 
     def __init__(self) -> None:
-        """Start knowing nothing."""
         self._loaded: dict[ReplicaId, set[str]] = {}
         self._replicas: dict[str, set[ReplicaId]] = {}
         self._ms_per_mib: float | None = None

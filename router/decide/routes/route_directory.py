@@ -28,7 +28,6 @@ class RouteDirectory:
     """Deployments, keys, routes and nodes of the current table."""
 
     def __init__(self) -> None:
-        """Start without a table."""
         self.table: RouteTable | None = None
         self.keys = KeyTable()
         self.adapters = AdapterDirectory()

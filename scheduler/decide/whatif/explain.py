@@ -215,7 +215,7 @@ def _what_it_would_save(draft: PlacementDraft, state: DeploymentState, node: Fle
     site = next((site for site in sites if site in needs.eligible_nodes), None)
     if site is None:
         return "its devices are too few or too small for this deployment"
-    failures = fleet.failures_on(needs.deployment_id, node.node_id)
+    failures = fleet.start_history.failures_on(needs.deployment_id, node.node_id)
     if failures:
         return f"{failures} of its replicas failed here recently: nodes with fewer are tried first"
     gain = draft.gain_at(state, site)

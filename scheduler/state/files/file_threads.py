@@ -84,7 +84,6 @@ class FileThreads:
     """The threads for calls."""
 
     def __init__(self) -> None:
-        """Start without calls."""
         self._turns = FairTurns(THREADS_MAX)
 
     async def run(self, holder: str, call: Callable[[], T], *, is_patient: bool = False) -> T:

@@ -12,7 +12,6 @@ class RelayTokens:
     """
 
     def __init__(self) -> None:
-        """Start without peers."""
         self._peers: dict[str, str] = {}
 
     def issue(self, peer: str) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nodeagent.engine.core.kv_transfers import KvTransfers
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool
 from nodeagent.engine.scheduler.batch import StepLimits
@@ -26,12 +25,12 @@ class Engine:
     def __init__(self) -> None:
         self.ended: set[int] = set()
         pool = BlockPool(BLOCKS)
-        self.transfers = KvTransfers(pool, Memory(BLOCKS), None)
         self.core = EngineCore(
             Script({}),  # type: ignore[arg-type]
             BatchScheduler(StepLimits(64, 8), pool),
-            kv_transfers=self.transfers,
         )
+        self.transfers = self.core.kv_transfers
+        self.transfers.use_device(Memory(BLOCKS))
 
     def digests(self, prompt: Sequence[int], blocks: int) -> list[bytes]:
         """Return the digests of the first blocks of a prompt."""

@@ -238,7 +238,8 @@ async def test_one_copy_is_made_between_two_steps_whatever_the_number_of_transfe
     """Where only the step thread may copy to the device."""
     worker: Any = Worker()
     form: Any = SimpleNamespace(block_bytes=BYTES, dtype=torch.uint8, shape=(BYTES,))
-    receiver = KvReceiver(form, worker, None, 4, staging=StagingMemory(64))
+    transfers: Any = SimpleNamespace(store_incoming=None)
+    receiver = KvReceiver(form, worker, transfers, 4, staging=StagingMemory(64))
     prompts = [WaitingPrompt(100, DIGESTS, DIGESTS) for _ in range(3)]
     content = ReceivedBlock(0, memoryview(bytearray(BYTES)))
     stores = [

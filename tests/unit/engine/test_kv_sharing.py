@@ -344,5 +344,5 @@ def test_what_is_held_is_whole_parts(block_bytes: int, held: int) -> None:
     form: Any = SimpleNamespace(block_bytes=block_bytes, dtype=torch.uint8, shape=(block_bytes,))
     windows = KvWindows(form, Path("unused"), StagingMemory(0))
     none: Any = None
-    sharing = KvSharing(form, none, None, None, windows, StagingMemory(0), 1.0)
+    sharing = KvSharing(form, none, none, None, windows, StagingMemory(0), 1.0)
     assert sharing._held_blocks == held

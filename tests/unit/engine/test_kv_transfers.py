@@ -294,9 +294,9 @@ def test_transfers_are_counted_while_the_step_thread_closes_some() -> None:
 def test_a_sleeping_engine_takes_no_blocks() -> None:
     """A copy that another replica sent ended it: there is no device to write to."""
     pool, memory = BlockPool(TOTAL), Memory(TOTAL)
-    transfers = KvTransfers(pool, memory, None)
     scheduler, model = BatchScheduler(StepLimits(16, 4), pool), cast(WakenedExecutor, memory)
-    core = EngineCore(model, scheduler, kv_transfers=transfers)
+    core = EngineCore(model, scheduler)
+    transfers = core.kv_transfers
     digests, contents = [digest("x", n) for n in range(3)], torch.ones(3, 1)
     assert core.fall_asleep(0.0, 0) == DroppedModel(model, [])
     assert transfers.keep_blocks_max == 0

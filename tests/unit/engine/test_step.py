@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nodeagent.engine.core.generation import Generation, GenerationDelta
-from nodeagent.engine.core.kv_transfers import KvTransfers, OutgoingBlocks
+from nodeagent.engine.core.kv_transfers import OutgoingBlocks
 from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.block_pool import BlockPool
 from nodeagent.engine.sampling.sampler import Sampler, SamplingParams
@@ -135,8 +135,9 @@ def test_all_forks_of_a_prompt_with_nan_end_and_their_blocks_are_cleared() -> No
 def engine_with_transfers(lines: dict[int, list[int]]) -> EngineCore:
     pool = BlockPool(16)
     scheduler = BatchScheduler(StepLimits(16, 4), pool)
-    transfers = KvTransfers(pool, Memory(16), None)
-    return EngineCore(Script(lines), scheduler, kv_transfers=transfers)  # type: ignore[arg-type]
+    core = EngineCore(Script(lines), scheduler)  # type: ignore[arg-type]
+    core.kv_transfers.use_device(Memory(16))
+    return core
 
 
 def test_what_is_being_sent_of_a_prompt_with_nan_is_cleared_and_not_found() -> None:

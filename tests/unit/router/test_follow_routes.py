@@ -207,7 +207,7 @@ async def test_a_replica_withdrawn_while_another_had_a_route_is_asked_once_none_
     bench: Bench,
 ) -> None:
     asked: list[str] = []
-    bench.follower.on_withdrawn(lambda: asked.append(is_asked(bench)))
+    bench.follower.on_withdrawn = lambda: asked.append(is_asked(bench))
     await bench.offer("ab", 1)
     bench.probe("ab", disowned="b")
     await bench.offer("a", 2)

@@ -30,7 +30,6 @@ from isochrone.wire.kv import kv_sharing, kv_transfer
 from isochrone.wire.kv.transfer_frames import WrongTransfer
 from nodeagent.engine.core.generation_thread import GenerationThread
 from nodeagent.engine.core.kv_transfers import HeldPrefix, KvTransfers
-from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.tier_setup import KvBlockForm
@@ -60,7 +59,7 @@ class KvReceiver:
         self,
         form: KvBlockForm,
         worker: GenerationThread,
-        transfers: KvTransfers | None,
+        transfers: KvTransfers,
         waiting_max: int,
         *,
         staging: StagingMemory,
@@ -112,7 +111,9 @@ class KvReceiver:
         try:
             # Calls keep their order, so the transfer is opened before anything is stored. The
             # description need not wait for that.
-            self._worker.call_beside_steps(lambda core: _open(core, transfer, waiting.digests))
+            self._worker.call_beside_steps(
+                lambda core: core.kv_transfers.open_incoming(transfer, waiting.digests)
+            )
             waiting.held = self._held(waiting.digests)
             # Before anything is awaited: another request may come with the same id.
             self._waiting[transfer] = waiting
@@ -132,7 +133,7 @@ class KvReceiver:
 
     def release(self, transfer: str) -> None:
         """Let go of the blocks: the sequence has been admitted, or is gone."""
-        self._worker.call_beside_steps(lambda core: _close(core, transfer, is_wrong=False))
+        self._worker.call_beside_steps(lambda core: core.kv_transfers.close_incoming(transfer))
 
     def counts(self) -> dict[str, float]:
         """Return the metrics, by name."""
@@ -188,7 +189,9 @@ class KvReceiver:
                 self.wrong_total += 1
                 shared = waiting.shared
                 self._worker.call_beside_steps(
-                    lambda core: _close(core, transfer, is_wrong=True, shared=shared)
+                    lambda core: core.kv_transfers.close_incoming(
+                        transfer, is_wrong=True, shared=shared
+                    )
                 )
                 waiting.may_begin.set()
                 raise ApiError(
@@ -309,10 +312,10 @@ class KvReceiver:
         if reserved is not None:
             is_stored = reserved.write(contents)
         else:
+            transfers = self._transfers
+            store = transfers.store_shared if is_shared else transfers.store_incoming
             with self._storing:
-                is_stored = self._worker.call(
-                    lambda core: _store(core, transfer, digests, contents, is_shared=is_shared)
-                ).result()
+                is_stored = self._worker.call(lambda _: store(transfer, digests, contents)).result()
         if is_stored and is_shared:
             waiting.shared += digests
             # Stored on the device, they follow what is cached there.
@@ -331,7 +334,7 @@ class KvReceiver:
         may, or where contents go to a tier below."""
         goes_to_device = not (is_shared and self._host_blocks is not None)
         transfers = self._transfers
-        if not (goes_to_device and transfers is not None and transfers.can_copy_beside_steps):
+        if not (goes_to_device and transfers.can_copy_beside_steps):
             yield None
             return
         reserved = ReservedBlocks(self._worker, transfers, transfer, digests, self._held_blocks_max)
@@ -349,8 +352,6 @@ class KvReceiver:
 
     def _held(self, digests: Sequence[bytes]) -> HeldPrefix:
         transfers = self._transfers
-        if transfers is None:
-            return HeldPrefix(0, 0)
         return HeldPrefix(transfers.count_on_device(digests), transfers.count_prefix(digests))
 
     def get(self, transfer: str) -> WaitingPrompt:
@@ -392,33 +393,6 @@ def _release(window: ReceivedWindow | None, blocks: Sequence[ReceivedBlock]) -> 
     """Release the slots of blocks that are on the device."""
     if window is not None:
         window.release(len(blocks))
-
-
-def _open(core: EngineCore, transfer: str, digests: Sequence[bytes]) -> None:
-    if core.kv_transfers is not None:
-        core.kv_transfers.open_incoming(transfer, digests)
-
-
-def _store(
-    core: EngineCore,
-    transfer: str,
-    digests: Sequence[bytes],
-    contents: torch.Tensor,
-    *,
-    is_shared: bool,
-) -> bool:
-    transfers = core.kv_transfers
-    if transfers is None:
-        return False
-    store = transfers.store_shared if is_shared else transfers.store_incoming
-    return store(transfer, digests, contents)
-
-
-def _close(
-    core: EngineCore, transfer: str, *, is_wrong: bool, shared: Sequence[bytes] = ()
-) -> None:
-    if core.kv_transfers is not None:
-        core.kv_transfers.close_incoming(transfer, is_wrong=is_wrong, shared=shared)
 
 
 def _unknown_transfer() -> ApiError:

@@ -26,7 +26,6 @@ from isochrone.wire.kv.transfer_frames import TransferEnd, TransferHead
 from nodeagent.engine.core.generation import GenerationDelta
 from nodeagent.engine.core.generation_thread import GenerationThread
 from nodeagent.engine.core.kv_transfers import KvTransfers, OutgoingBlocks
-from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.tier_setup import KvBlockForm
 from nodeagent.engine.sampling.sampler import SamplingParams
@@ -119,7 +118,7 @@ class OutgoingReader:
     def __init__(
         self,
         worker: GenerationThread,
-        transfers: KvTransfers | None,
+        transfers: KvTransfers,
         number: int,
         outgoing: OutgoingBlocks,
         computed: ComputedBlocks,
@@ -142,14 +141,20 @@ class OutgoingReader:
 
     def _read(self, first: int, destination: BlockDestination) -> Tensor:
         number, transfers = self._number, self._transfers
-        if transfers is not None and transfers.can_copy_beside_steps:
+        if transfers.can_copy_beside_steps:
             blocks = self._outgoing.numbers(first, destination.blocks)
             contents = transfers.read_held(blocks, destination.out)
             if self._outgoing.is_closed:
                 raise ConnectionResetError("the transfer was closed")
-            self._worker.call(lambda core: _release_outgoing(core, number, destination.blocks))
+            self._worker.call(
+                lambda core: core.kv_transfers.release_outgoing(number, destination.blocks)
+            )
             return contents
-        read = self._worker.call(lambda core: _read_outgoing(core, number, destination)).result()
+        read = self._worker.call(
+            lambda core: core.kv_transfers.read_outgoing(
+                number, destination.blocks, destination.out
+            )
+        ).result()
         if read is None:
             raise ConnectionResetError("the transfer was closed")
         return read
@@ -163,7 +168,7 @@ class KvSender:
         config: EngineConfig,
         form: KvBlockForm,
         worker: GenerationThread,
-        transfers: KvTransfers | None,
+        transfers: KvTransfers,
         open_requests: OpenRequests,
         windows: KvWindows,
         ensure_awake: Callable[[], Awaitable[None]],
@@ -229,7 +234,7 @@ class KvSender:
             finally:
                 self.open_count -= 1
                 self._open_requests.close(self._worker, opened)
-                self._worker.call(lambda core: _close_outgoing(core, number))
+                self._worker.call(lambda core: core.kv_transfers.close_outgoing(number))
 
     async def _stream(
         self,
@@ -292,20 +297,3 @@ async def _last_delta(opened: OpenRequest, computed: ComputedBlocks) -> Generati
     delta = await opened.deltas.get()
     computed.end()
     return delta
-
-
-def _close_outgoing(core: EngineCore, number: int) -> None:
-    if core.kv_transfers is not None:
-        core.kv_transfers.close_outgoing(number)
-
-
-def _release_outgoing(core: EngineCore, number: int, blocks: int) -> None:
-    if core.kv_transfers is not None:
-        core.kv_transfers.release_outgoing(number, blocks)
-
-
-def _read_outgoing(core: EngineCore, number: int, destination: BlockDestination) -> Tensor | None:
-    transfers = core.kv_transfers
-    if transfers is None:
-        return None
-    return transfers.read_outgoing(number, destination.blocks, destination.out)

@@ -31,7 +31,6 @@ from isochrone.wire.kv import kv_sharing, kv_transfer
 from isochrone.wire.kv.transfer_frames import TransferEnd, TransferHead, WrongTransfer
 from nodeagent.engine.core.generation_thread import GenerationThread
 from nodeagent.engine.core.kv_transfers import KvTransfers
-from nodeagent.engine.core.step import EngineCore
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.tier_setup import KvBlockForm
@@ -59,7 +58,7 @@ class KvSharing:
         self,
         form: KvBlockForm,
         worker: GenerationThread,
-        transfers: KvTransfers | None,
+        transfers: KvTransfers,
         files: FileTier | None,
         windows: KvWindows,
         staging: StagingMemory,
@@ -98,12 +97,11 @@ class KvSharing:
     async def _locate(self, request: web.Request) -> web.Response:
         """Answer how much of a chain's prefix this engine has."""
         digests = await read_query(request)
-        transfers = self._transfers
         fingerprint = await self._form.read_fingerprint()
         located = kv_sharing.LocatedBlocks(
-            blocks=self._count(digests),
+            blocks=self._transfers.count_prefix(digests),
             block_bytes=self._form.block_bytes,
-            keep_blocks_max=transfers.keep_blocks_max if transfers is not None else 0,
+            keep_blocks_max=self._transfers.keep_blocks_max,
             kv_format=fingerprint.hex(),
         )
         return json_response(located)
@@ -117,7 +115,7 @@ class KvSharing:
             raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use first block {sent[:40]!r}")
         fingerprint = await self._form.read_fingerprint()
         check_format(request.headers, fingerprint)
-        blocks = self._count(digests)
+        blocks = self._transfers.count_prefix(digests)
         if not blocks:
             raise ApiError(ErrorCode.NOT_FOUND, "cannot share these KV blocks: none is here")
         self._take_stream()
@@ -134,7 +132,9 @@ class KvSharing:
                 await writer.write_all(partial(self._read_all, writer, digests[:blocks]))
                 await writer.end(TransferEnd(cached_tokens=0))
             if kv_sharing.COPY not in request.headers:
-                self._worker.call_beside_steps(lambda core: _demote(core, digests[:blocks]))
+                self._worker.call_beside_steps(
+                    lambda core: core.kv_transfers.demote(digests[:blocks])
+                )
             return writer.response
         finally:
             self._streams -= 1
@@ -158,15 +158,14 @@ class KvSharing:
 
     def _hold(self, digests: Sequence[bytes], until: ExitStack) -> "Future[list[int]] | None":
         """Have the first of these blocks held that any thread may read; None if there are none."""
-        transfers = self._transfers
-        if transfers is None or not transfers.count_on_device(digests[:1]):
+        if not self._transfers.count_on_device(digests[:1]):
             return None
         return until.enter_context(self._held(digests[: self._held_blocks]))
 
     def _read_held(self, writer: BlockWriter, digests: Sequence[bytes], held: list[int]) -> int:
         """Read blocks that are held, while steps run; return how many that were."""
         read = 0
-        while self._transfers is not None and read < len(held):
+        while read < len(held):
             destination = writer.next_destination(len(held) - read)
             blocks = held[read : read + destination.blocks]
             contents = self._transfers.read_held(blocks, destination.out)
@@ -187,11 +186,10 @@ class KvSharing:
 
         Raises ConnectionResetError if the first is in no tier any more.
         """
-        transfers = self._transfers
-        if transfers is not None and transfers.count_on_device(digests[:1]):
+        if self._transfers.count_on_device(digests[:1]):
             with self._held(digests) as holding:
                 if held := holding.result():
-                    return transfers.read_held(held)
+                    return self._transfers.read_held(held)
         return self._read_between_steps(digests)
 
     @contextmanager
@@ -200,14 +198,16 @@ class KvSharing:
         the step thread has them."""
         reader = next(self._readers)
         try:
-            yield self._worker.call_beside_steps(lambda core: _open_reading(core, reader, digests))
+            yield self._worker.call_beside_steps(
+                lambda core: core.kv_transfers.open_reading(reader, digests)
+            )
         finally:
             # Calls keep their order: this one comes after the one above.
-            self._worker.call_beside_steps(lambda core: _close_reading(core, reader))
+            self._worker.call_beside_steps(lambda core: core.kv_transfers.close_reading(reader))
 
     def _read_between_steps(self, digests: Sequence[bytes]) -> Tensor:
         """Return the first of these blocks [blocks, ...], at least one."""
-        contents = self._worker.call(lambda core: _read_prefix(core, digests)).result()
+        contents = self._worker.call(lambda core: core.kv_transfers.read_prefix(digests)).result()
         if contents is not None:
             return contents
         content = self._files.read(digests[0]) if self._files is not None else None
@@ -253,15 +253,12 @@ class KvSharing:
         def store(arrived: Sequence[ReceivedBlock]) -> None:
             contents = contents_of(arrived, self._form)
             named = [digests[block.number] for block in arrived]
-            self._worker.call(lambda core: _keep(core, named, contents)).result()
+            self._worker.call(lambda core: core.kv_transfers.keep(named, contents)).result()
             self.kept_blocks_total += len(named)
 
         least = max(1, STORE_BYTES_MAX // self._form.block_bytes)
         await read_blocks(request.content, reader, self._part_blocks, store, least)
         return reader.next_block
-
-    def _count(self, digests: Sequence[bytes]) -> int:
-        return self._transfers.count_prefix(digests) if self._transfers is not None else 0
 
     def _take_stream(self) -> None:
         """Count a stream. Raises ApiError 429 if there are too many."""
@@ -282,26 +279,3 @@ async def read_query(request: web.Request) -> tuple[bytes, ...]:
         return _QUERY.decode(await request.read()).digests
     except msgspec.DecodeError as error:
         raise ApiError(ErrorCode.INVALID_REQUEST, f"cannot use this query: {error}") from error
-
-
-def _open_reading(core: EngineCore, reader: int, digests: Sequence[bytes]) -> list[int]:
-    return core.kv_transfers.open_reading(reader, digests) if core.kv_transfers is not None else []
-
-
-def _close_reading(core: EngineCore, reader: int) -> None:
-    if core.kv_transfers is not None:
-        core.kv_transfers.close_reading(reader)
-
-
-def _demote(core: EngineCore, digests: Sequence[bytes]) -> None:
-    if core.kv_transfers is not None:
-        core.kv_transfers.demote(digests)
-
-
-def _read_prefix(core: EngineCore, digests: Sequence[bytes]) -> Tensor | None:
-    return core.kv_transfers.read_prefix(digests) if core.kv_transfers is not None else None
-
-
-def _keep(core: EngineCore, digests: Sequence[bytes], contents: Tensor) -> None:
-    if core.kv_transfers is not None:
-        core.kv_transfers.keep(digests, contents)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from nodeagent.engine.core.generation_thread import GenerationThread
 from nodeagent.engine.core.kv_transfers import BlocksToWrite, KvTransfers
-from nodeagent.engine.core.step import EngineCore
 
 
 class ReservedBlocks:
@@ -73,20 +72,13 @@ class ReservedBlocks:
         transfer = self._transfer
         if not digests:
             return None
-        return self._worker.call_beside_steps(lambda core: _open_writing(core, transfer, digests))
+        return self._worker.call_beside_steps(
+            lambda core: core.kv_transfers.open_writing(transfer, digests)
+        )
 
     def _close_writing(self, written: int) -> None:
         # Calls keep their order: the request finds the blocks when it begins.
         transfer = self._transfer
-        self._worker.call_beside_steps(lambda core: _close_writing(core, transfer, written))
-
-
-def _open_writing(
-    core: EngineCore, transfer: str, digests: Sequence[bytes]
-) -> BlocksToWrite | None:
-    return core.kv_transfers.open_writing(transfer, digests) if core.kv_transfers else None
-
-
-def _close_writing(core: EngineCore, transfer: str, written: int) -> None:
-    if core.kv_transfers is not None:
-        core.kv_transfers.close_writing(transfer, written)
+        self._worker.call_beside_steps(
+            lambda core: core.kv_transfers.close_writing(transfer, written)
+        )

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from isochrone.wire.ids import DeploymentId, NodeId, PopId
+from isochrone.wire.ids import NodeId, PopId
 from isochrone.wire.models.model import CatalogModel, Deployment, PlacementPolicy
 from isochrone.wire.peers.routes import Pop
 from scheduler.decide.arrays import Floats
@@ -109,10 +109,6 @@ class FleetCapacity:
                 pop.pop for pop in self.pops.values() if residency_allows(policy, pop)
             )
         return self._allowed_pops[key]
-
-    def failures_on(self, deployment_id: DeploymentId, node_id: NodeId) -> int:
-        """Return how many replicas of a deployment failed on a node recently."""
-        return self.start_history.failures_on(deployment_id, node_id)
 
     def sites_with(self, nodes: Mapping[int, Sequence[FleetNode]]) -> EligibleSites:
         """Return these sites with the nodes of each, for one deployment alone."""

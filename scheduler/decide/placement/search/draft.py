@@ -138,20 +138,21 @@ class PlacementDraft:
 
     def take(self, state: DeploymentState, gain: Gain, reason: str = "") -> None:
         """Add a replica that this plan would start."""
-        self._add(self._planned(state, gain, reason, waits=False))
+        self.add(self._planned(state, gain, reason, waits=False))
 
     def take_when_released(self, state: DeploymentState, gain: Gain) -> None:
         """Add a replica that would start once the replica in its slot has ended."""
-        self._add(self._planned(state, gain, "", waits=True))
+        self.add(self._planned(state, gain, "", waits=True))
 
     def remove(self, replica: PlannedReplica) -> None:
         """Remove a replica that this plan would have started, or mark a running one to end."""
         self.release_slot(replica)
         replica.state.remove(replica)
 
-    def put_back(self, replica: PlannedReplica) -> None:
-        """Add a replica again that was removed."""
-        self._add(replica)
+    def add(self, replica: PlannedReplica) -> None:
+        """Add a replica that is new, or was removed."""
+        self.take_slot(replica)
+        replica.state.add(replica)
 
     def take_slot(self, replica: PlannedReplica) -> None:
         """Take the slot of a replica; of a running one, stop releasing it."""
@@ -174,10 +175,6 @@ class PlacementDraft:
     def savepoint(self, states: Iterable[DeploymentState] = ()) -> "Savepoint":
         """Return a savepoint of some states; more can be included before they are changed."""
         return Savepoint(self, states)
-
-    def _add(self, replica: PlannedReplica) -> None:
-        self.take_slot(replica)
-        replica.state.add(replica)
 
     def _gain(
         self, state: DeploymentState, site: int, count_releasing: bool, net_min: float

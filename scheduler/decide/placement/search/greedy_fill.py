@@ -63,7 +63,7 @@ def keep_first(draft: PlacementDraft, starts_max: int) -> None:
     while left and draft.has_starts_left:
         first = min(left, key=_entry_of)
         left.remove(first)
-        draft.put_back(first)
+        draft.add(first)
 
 
 class Known(Enum):

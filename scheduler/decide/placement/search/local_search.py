@@ -161,7 +161,7 @@ class LocalSearch:
                 leaving.placement and leaving.placement.age_s >= self._settle_s
             )
             if is_due and savepoint.lowered() > IMPROVEMENT_MIN + 2 * START:
-                draft.put_back(leaving)
+                draft.add(leaving)
             else:
                 savepoint.roll_back()
 

@@ -138,7 +138,7 @@ class SlotLedger:
         """Return the slot on given devices of one node; they have the memory for it."""
         queued = self._queued_bytes[node.node_id]
         start_s = self._fleet.start_times.start_s(node, needs.model, queued)
-        failures = self._fleet.failures_on(needs.deployment_id, node.node_id)
+        failures = self._fleet.start_history.failures_on(needs.deployment_id, node.node_id)
         return Candidate(
             slot=Slot(
                 parts=(SlotPart(node=node, device_ids=device_ids),),
@@ -213,7 +213,7 @@ class SlotLedger:
             if len(devices) < count:
                 continue
             start_s = fleet.start_times.start_s(node, model, self._queued_bytes[node.node_id])
-            failures = fleet.failures_on(deployment_id, node.node_id)
+            failures = fleet.start_history.failures_on(deployment_id, node.node_id)
             cost = start_cost(start_s) + FAILED_HERE * failures
             crowd = self.replicas_in_domain_of(node.node_id, deployment_id)
             memory_left = self.free[node.node_id, devices[0]] - needed
@@ -227,7 +227,8 @@ class SlotLedger:
         parts = tuple(SlotPart(node=node, device_ids=devices) for _, node, devices, _ in chosen)
         # A replica over several nodes is warm when its slowest part is.
         start_s = max(start_s for _, _, _, start_s in chosen)
-        failures = max(fleet.failures_on(deployment_id, part.node.node_id) for part in parts)
+        failures_on = fleet.start_history.failures_on
+        failures = max(failures_on(deployment_id, part.node.node_id) for part in parts)
         return Candidate(
             slot=Slot(
                 parts=parts, memory_bytes=needed, awake_bytes=awake_bytes, overcommit=overcommit
