@@ -7,6 +7,7 @@ a pipe on which its exit code is told. The nursery ends with the socket.
 
 import atexit
 import functools
+import gc
 import importlib
 import json
 import os
@@ -135,6 +136,10 @@ def _nursery(program: str) -> socket.socket:
 def serve(orders: socket.socket, program: str) -> None:
     """Fork a process for each order, until there are no more; in it, return when it ends."""
     modules = [importlib.import_module(name) for name in PROGRAMS[program]]
+    # A service begins with a collection (`run_service`). In each forked process it would walk all
+    # imported objects, and copy their pages.
+    gc.collect()
+    gc.freeze()
     ended, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
