@@ -34,7 +34,6 @@ from nodeagent.decide.requests.prefill_leg import (
     WaitingPromptSize,
     order_all,
     plan_prefill,
-    probe_timeout_s,
 )
 from nodeagent.disaggregation.transfer_leg import (
     ENDED,
@@ -42,6 +41,7 @@ from nodeagent.disaggregation.transfer_leg import (
     LegRefused,
     LegRequest,
     PrefillPeers,
+    ask_queues,
     prefill_span,
 )
 from nodeagent.drivers.handshake import (
@@ -165,8 +165,7 @@ class HandshakeLeg:
         request, size = self._request, self._size
         if len(request.replicas) < 2:
             return PrefillPlan(LegChoice.NO_CANDIDATE)
-        timeout_s = probe_timeout_s(request.replicas[0], size)
-        queues = await self._peers.queued_tokens(request.replicas[1:], timeout_s)
+        queues = await ask_queues(self._peers, request.replicas, size)
         if self._handshake.needs_prefill:
             return order_all(request.replicas, queues, size)
         load, now_s = request.load(), self._clock()

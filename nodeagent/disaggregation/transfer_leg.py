@@ -90,6 +90,17 @@ def prefill_span(candidate: PeerReplica) -> AnySpan:
     return span
 
 
+async def ask_queues(
+    peers: PrefillPeers, replicas: Sequence[PeerReplica], size: WaitingPromptSize
+) -> dict[ReplicaId, int]:
+    """Return the queues of the prefill replicas whose nodes answer in time.
+
+    `replicas` begins with the decode replica itself.
+    """
+    with child_span("ask prefill nodes", SpanKind.CLIENT):
+        return await peers.queued_tokens(replicas[1:], probe_timeout_s(replicas[0], size))
+
+
 class LegRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request at the decode replica: the fields sent to a prefill replica, and the candidates.
 
@@ -209,8 +220,7 @@ class TransferLeg:
             expected.held_blocks * expected.block_tokens,
             (expected.blocks - expected.held_blocks) * expected.block_tokens,
         )
-        timeout_s = probe_timeout_s(request.replicas[0], size)
-        queues = await self._peers.queued_tokens(request.replicas[1:], timeout_s)
+        queues = await ask_queues(self._peers, request.replicas, size)
         plan = plan_prefill(
             request.replicas, queues, size, request.load(), self._rate, self._clock()
         )

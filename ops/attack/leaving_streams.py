@@ -7,9 +7,8 @@ request is sent, with the head of the answer, in mid-stream, or at the end. The 
 table shows after each tenth the router's memory (rss; anon, its own) and descriptors. The run fails
 if requests are still in flight at a tenth, or if the memory grows by more than GROWTH_BYTES_MAX
 after the first half: by then as many prompts were sent as the router remembers of one replica
-(CAPACITY_DEFAULT of prefix_index). Among what grows after that are cycles of requests that ran
-during a garbage collection: the router frees them only once it has hundreds of thousands of objects
-(collect_garbage). The table that one run printed is in two_leg_kills.md.
+(CAPACITY_DEFAULT of prefix_index). What grows after that is mostly freed memory that the router
+keeps for large bodies (freed_memory). A table of one run is in two_leg_kills.md.
 """
 
 import asyncio

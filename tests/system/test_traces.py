@@ -38,6 +38,7 @@ WHOLE = {
     (REQUEST, "attempt"),
     SERVE,
     (*SERVE, "admission"),
+    (*SERVE, "ask prefill nodes"),
     (*SERVE, "prefill"),
     (*SERVE, "prefill", "transfer kv"),
     (*SERVE, "prefill", "serve"),

@@ -19,7 +19,7 @@ SETTINGS = Path(__file__).parents[3] / "ops" / "prometheus"
 
 OF_EVENTS = (
     *("router_errors", "router_refusals", "router_retries", "sleep_switch", "kv_found_tokens"),
-    "stall_seconds",
+    *("stall_seconds", "prefill_legs"),
 )
 """Their metrics have no series before the first event."""
 
