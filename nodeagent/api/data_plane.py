@@ -394,7 +394,7 @@ class DataPlaneServer:
             response.headers[headers.HANDOFF_REPLICA] = replica.spec.replica_id
         if headers.GENERATED_TOKENS in request.headers and replica.engine is not None:
             response.headers[headers.RESUMED] = replica.engine.resumes
-        grammar_error = replica.engine.grammar_error if replica.engine is not None else b""
+        grammar_error = replica.engine.record.command.grammar_error if replica.engine else b""
         first_chunk = await anext(chunks, b"")
         refuse_grammar(answer.status, first_chunk, grammar_error)
         current_span().set_elapsed(names.FIRST_CHUNK_S)
@@ -411,8 +411,7 @@ class DataPlaneServer:
         report_found(leg, response)
         add_prompt_tokens(response, first_chunk, is_counted=running.is_counted)
         counted = count_bytes(first_chunk, chunks, replica)
-        if grammar_error:
-            counted = with_grammar_blamed(counted, grammar_error)
+        counted = with_grammar_blamed(counted, grammar_error)
         counted = with_event_tokens(response, counted, is_counted=running.is_counted)
         counted = apply_leg(leg, response, counted)
         if replica.engine is not None and replica.engine.model_name:

@@ -115,6 +115,9 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     schema_recursion_max: int = 0
     """Refuse schemas and grammars with more (schema_recursion.py), and dead_grammars.py's; 0 for an
     engine that needs no such check."""
+    grammar_error: bytes = b""
+    """A part of its error of status 500 if no token can follow a request's grammar, b"" if that is
+    no error of its own."""
     functions_only: bool = False  # refuse tools that are no functions: it would answer 500
     fills_refusals: bool = False  # give messages that are a refusal alone their text as content
     field_limits: dict[str, int] = {}
@@ -165,10 +168,6 @@ class EngineDriver(ABC):
     counts_tokens: bool = False
     """Whether events of its streams say how many tokens there are, if CONTINUOUS_USAGE is set
     (request_body.py)."""
-
-    grammar_error: bytes = b""
-    """A part of its error of status 500 if no token can follow a request's grammar, b"" if that is
-    no error of its own."""
 
     kv_transfer: bool = False
     """Whether it sends the KV of a prompt over the nodes' API, and takes it."""

@@ -81,6 +81,8 @@ OWN_FIELDS: Final = (
 second names of fields that the router has checked, and would replace them; events of progress would
 look like first tokens. The others are how the server's own parts tell each other about a chat."""
 
+GRAMMAR_ERROR: Final = b"Unexpected empty grammar stack"
+
 LOGPROBS_MAX: Final = 20
 """As in OpenAI's API. For each token the server would write all of its vocabulary, and hold up all
 other requests."""
@@ -101,7 +103,6 @@ class LlamaCppDriver(EngineDriver):
     resumes = headers.INEXACT
     salted_paths: frozenset[str] = frozenset({CHAT_PATH, COMPLETIONS_PATH})
     sequences_option = "parallel"
-    grammar_error = b"Unexpected empty grammar stack"
 
     def missing(self) -> str:
         """Return an error message if llama-server is missing or cannot be used, else ""."""
@@ -159,6 +160,7 @@ class LlamaCppDriver(EngineDriver):
             may_force_tools=_knows_tools(model),
             stall_s=CPU_STALL_S if on_cpu else 0.0,
             schema_recursion_max=RECURSION_MAX,
+            grammar_error=GRAMMAR_ERROR,
             functions_only=True,
             fills_refusals=True,
             field_limits={

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 CHARS_MAX: Final = 32_768
-"""The limit on a grammar, or all patterns of a schema together. It takes up to 50 ms to check as many."""
+"""The limit on a grammar, or on all patterns of a schema. The check of as many takes 50 ms."""
 LAST_CHARACTER: Final = 0x10FFFF
 _CHARACTER: Final = r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\.|[^\\]"
 _CLASS: Final = r"(?P<class>\[(?:\\.|[^\]\\])*+(?:\]|\\?\Z))"

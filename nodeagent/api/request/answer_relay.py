@@ -78,10 +78,14 @@ def refuse_grammar(status: int, first_chunk: bytes, grammar_error: bytes) -> Non
         raise ApiError(ErrorCode.INVALID_REQUEST, GRAMMAR_MESSAGE)
 
 
-async def with_grammar_blamed(
+def with_grammar_blamed(chunks: AsyncIterator[bytes], grammar_error: bytes) -> AsyncIterator[bytes]:
+    """Return an answer whose event with `grammar_error` blames the request instead."""
+    return _with_grammar_blamed(chunks, grammar_error) if grammar_error else chunks
+
+
+async def _with_grammar_blamed(
     chunks: AsyncIterator[bytes], grammar_error: bytes
 ) -> AsyncIterator[bytes]:
-    """Yield the chunks of a stream; an event with `grammar_error` blames the request instead."""
     event = re.compile(rb'data: \{"error":[^\n]*' + re.escape(grammar_error) + rb"[^\n]*")
     async for chunk in chunks:
         yield event.sub(GRAMMAR_EVENT, chunk) if grammar_error in chunk else chunk

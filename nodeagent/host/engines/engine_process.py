@@ -151,11 +151,6 @@ class EngineProcess:
         return self._driver.counts_tokens
 
     @property
-    def grammar_error(self) -> bytes:
-        """A part of its error of status 500 that blames the request's grammar; b"" for none."""
-        return self._driver.grammar_error
-
-    @property
     def _ready_path(self) -> str:
         return self.record.command.ready_path or self._driver.health_path
 

@@ -1,9 +1,7 @@
 """The driver of llama.cpp: its command, its memory, its privacy, and GGUF headers."""
 
-import re
 import struct
 import sys
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,10 @@ from isochrone.wire.errors import ApiError
 from isochrone.wire.http import headers
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.models.model import EngineSettings
-from nodeagent.api.request.answer_relay import refuse_grammar, with_grammar_blamed
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import CHAT_PATH, EngineLaunch, UnknownOption
 from nodeagent.drivers.llama_cpp import ARGUMENTS, NO_CACHE, gguf_file
 from nodeagent.drivers.request_body import PLAIN, with_fields
-from router.dataplane.sse import classify, is_request_error
 from scheduler.api.admin.deployments import engine_problem
 from tests.builders import a_spec
 
@@ -247,78 +243,6 @@ def test_a_schema_that_overflows_the_stack_of_the_server_is_refused(
     with pytest.raises(ApiError, match=f"cannot use field '{param}'.* 1000 references") as refused:
         with_fields(data, {}, command)
     assert refused.value.param == param
-
-
-@pytest.mark.parametrize(
-    ("value", "problem"),
-    [
-        ({"minLength": 5, "maxLength": 2}, "minLength above its maxLength"),
-        ({"items": {"minItems": 2, "maxItems": 1}}, "minItems above its maxItems"),
-        ({"minLength": 2, "maxLength": 2, "maxItems": True}, ""),
-        ({"pattern": "^a{3,1}$"}, r"repetition {3,1} are in the wrong order"),
-        ({"pattern": r"^a\{3,1}{1,3}$"}, ""),
-        ({"pattern": r"^[^\x00-\U0010FFFF]$"}, "no character is in the class"),
-        ({"pattern": r"^[^\x00-\uFFFF]$"}, ""),
-        ({"pattern": r"^a\x00$"}, "no token has the character"),
-        ({"pattern": r"^a\\x00$"}, ""),
-        ({"pattern": '^"<[a-z]+> #1"$'}, ""),
-        ('root ::= "a" [^\\x00-\\U0010FFFF]', "no character is in the class"),
-        (r"root ::= [^\x00-b\x63-\U0010FFFF]", "no character is in the class"),
-        (r"root ::= [\x00]", "no character is in the class"),
-        ("root ::= [b-a]", "no character is in the class"),
-        (r"root ::= [\U00110000]", "no character is in the class"),
-        (r'root ::= "\x00"', "no token has the character"),
-        (r'root ::= "\U00110000"', "no token has the character"),
-        (r'root ::= "\U0010FFFF\\x00"', ""),
-        ('root ::= "' + r"\x00" * 1000, "no token has the character"),
-        ("root ::= " + "[" * 30_000, ""),
-        ("root ::= " + '"\\' * 15_000, ""),
-        ('root ::= "' + "a" * 32_768, "more than 32768 characters"),
-        ('root ::= "a" <[2]>', "names a token"),
-        ('root ::= "a" !<end>', "names a token"),
-        ('root ::= "a"{2, 1}', "in the wrong order"),
-        (r"""root ::= "\"" ([^"\\\x7F\x00-\x1F] | "\\" ["\\bfnrt])* "\"" # <a> [b-a]""", ""),
-        (r"root ::= [\t\]\-a-] [-] [^]", ""),
-    ],
-)
-def test_a_grammar_that_no_token_can_follow_is_refused(
-    tmp_path: Path, value: Any, problem: str
-) -> None:
-    """With `top_k` 1 such a request ended the server, and a wrong repetition took all memory."""
-    command = DRIVER.command(a_launch(tmp_path))
-    name = "grammar" if isinstance(value, str) else "json_schema"
-    data = msgspec.json.encode({name: value})
-    if not problem:
-        assert with_fields(data, {}, command) == data
-        return
-    with pytest.raises(ApiError, match=re.escape(f"cannot use field '{name}': ")) as refused:
-        with_fields(data, {}, command)
-    assert problem in refused.value.message
-    assert refused.value.param == name
-
-
-async def test_a_grammar_that_ends_an_answer_is_the_clients_fault() -> None:
-    """Routers tried all replicas, and took each for a failed one."""
-    stack = b"got exception: Unexpected empty grammar stack after accepting piece: . (30)"
-    error = b'{"error":{"code":500,"message":"%s","type":"server_error"}}' % stack
-    with pytest.raises(ApiError, match="no token fits it"):
-        refuse_grammar(500, error, DRIVER.grammar_error)
-    refuse_grammar(200, error, DRIVER.grammar_error)
-    refuse_grammar(500, b'{"error":{}}', DRIVER.grammar_error)
-    refuse_grammar(500, error, DRIVERS["vllm"].grammar_error)
-    token = b'data: {"choices":[]}\n\n'
-
-    async def chunks() -> AsyncIterator[bytes]:
-        yield token
-        yield token + b"data: " + error + b"\n\n"
-
-    sent = [chunk async for chunk in with_grammar_blamed(chunks(), DRIVER.grammar_error)]
-    assert sent[0] == token
-    assert sent[1].startswith(token + b"data: ")
-    assert sent[1].endswith(b"\n\n")
-    kind = classify(sent[1][len(token) :])
-    assert kind.is_error
-    assert is_request_error(kind.body)
 
 
 @pytest.mark.parametrize(
