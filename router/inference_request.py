@@ -46,6 +46,8 @@ class InferenceRequest:
     - `adapter` is the LoRA adapter of the deployment's model that the request names, if any.
     - `determinism` is `headers.GREEDY` or `headers.SEEDED` if every replica would generate the same
       tokens, else empty.
+    - `on_prompt_tokens` gets the engine's count of the prompt's tokens before a stream, if the
+      engine tells it then; None if that is not wanted.
     - `preemptions` is how often a node has preempted it, an item of a batch; -1 for other requests.
     - `content_type` is that of `body`. `is_media`: the answer is a sound, an image or what a sound
       says, of any content type. A stream of it is relayed unchanged and ends with its body.
@@ -56,10 +58,10 @@ class InferenceRequest:
     __slots__ = (
         "_price", "adapter", "answer_count", "arrived_s", "body", "build_resume_body",
         "client_request_id", "content_type", "deployment", "deployment_id", "determinism",
-        "encode_error_event", "fetch_images", "is_media", "is_stream", "key", "output_tokens_max",
-        "path", "preemptions", "prefix_keys", "regions", "reject_if_busy", "relayed_headers",
-        "request_id", "session", "started_at", "tenant_id", "text_bytes", "traceparent", "ttft_ms",
-        "wants_usage",
+        "encode_error_event", "fetch_images", "is_media", "is_stream", "key", "on_prompt_tokens",
+        "output_tokens_max", "path", "preemptions", "prefix_keys", "regions", "reject_if_busy",
+        "relayed_headers", "request_id", "session", "started_at", "tenant_id", "text_bytes",
+        "traceparent", "ttft_ms", "wants_usage",
     )  # fmt: skip
 
     def __init__(
@@ -120,6 +122,7 @@ class InferenceRequest:
         self.is_media = is_media
         self.ttft_ms = ttft_ms
         self.fetch_images = fetch_images
+        self.on_prompt_tokens: Callable[[int], None] | None = None
         self.preemptions = -1
         self._price = deployment.price
 

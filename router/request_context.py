@@ -266,6 +266,8 @@ class RequestContext:
         is_whole = self.request.answer_count == 1 and not self.stream.generated.tokens
         if is_whole and count.isdigit() and len(count) < 10:
             self.prompt_tokens_estimate = min(int(count), self.request.usage_tokens_max())
+            if self.request.on_prompt_tokens is not None:
+                self.request.on_prompt_tokens(self.prompt_tokens_estimate)
 
     @property
     def route(self) -> Route | None:

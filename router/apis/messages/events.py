@@ -74,6 +74,10 @@ class MessageEvents:
         self._stop_sequence: str | None = None
         self._usage: Any = None
 
+    def take_prompt_tokens(self, count: int) -> None:
+        """Take the tokens of the prompt before the first frame. Which are cached is not known."""
+        self._usage = {"prompt_tokens": count}
+
     def translate_frame(self, frame: bytes) -> bytes:
         """Return the events of one frame; comments and frames that are events stay unchanged."""
         data = sse.frame_data(frame)
@@ -105,8 +109,8 @@ class MessageEvents:
 
     def _first_events(self) -> bytes:
         self._has_started = True
-        # An engine counts the tokens at the end: `message_delta` has all of them.
-        usage = {**translate_usage(None), "service_tier": "standard"}
+        # `message_delta` has all counts, which an engine has at the end.
+        usage = {**translate_usage(self._usage), "service_tier": "standard"}
         end = {"stop_reason": None, "stop_sequence": None, "usage": usage}
         start = _event("message_start", {"message": {**self._head, "content": [], **end}})
         return start + _event("ping", {})

@@ -78,6 +78,7 @@ def read_messages_request(
     )
     chat = to_chat(given, fills_context=fills_context, may_link=openai.may_link)
     inference = openai.read_translated(request, chat, events.failed, "messages")
+    inference.on_prompt_tokens = events.take_prompt_tokens
     refuse = partial(translate_refusal, request_id=request.client_request_id)
     translating = TranslatingWriter(
         writer,

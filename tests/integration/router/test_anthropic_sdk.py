@@ -62,6 +62,20 @@ async def test_a_stream_is_read_to_its_last_event(tmp_path: Path) -> None:
         assert (final.usage.input_tokens, final.usage.cache_read_input_tokens) == (8, 3)
 
 
+async def test_a_stream_begins_with_the_tokens_of_the_prompt(tmp_path: Path) -> None:
+    """Some clients read them there only, as LangChain for JavaScript does."""
+    async with a_bench(tmp_path) as bench, a_client(bench) as client:
+        for told in (11, 0):
+            bench.nodes[0].prompt_tokens = told
+            async with client.messages.stream(model="tiny", max_tokens=4, messages=HELLO) as stream:
+                begun = await anext(aiter(stream))
+                assert begun.type == "message_start"
+                # Before the end of a stream nothing says how many of them were cached.
+                assert begun.message.usage.input_tokens == told
+                final = await stream.get_final_message()
+            assert (final.usage.input_tokens, final.usage.cache_read_input_tokens) == (8, 3)
+
+
 async def test_tokens_are_counted_and_cost_nothing(tmp_path: Path) -> None:
     limits = KeyLimits(requests_per_min=2, tokens_per_min=1_000_000)
     async with a_bench(tmp_path, limits=limits) as bench, a_client(bench) as client:

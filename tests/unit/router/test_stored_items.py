@@ -7,9 +7,10 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 
 from isochrone.wire.errors import ApiError
-from router.apis.responses.items import identified, input_of, parse_items, refuse_links
+from router.apis.responses.items import identified, input_of, parse_items
 from router.apis.responses.replay import closing_events, opening_events
 from router.apis.responses.stored import StoredResponses
+from router.apis.responses.translate import refuse_links
 from router.dataplane import sse
 
 EVENTS = {

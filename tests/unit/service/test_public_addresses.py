@@ -55,8 +55,8 @@ def test_what_is_not_routed_on_the_internet_is_refused(address: str) -> None:
         refuse_private(address)
 
 
-def is_in_a_cloud(address: ipaddress.IPv4Address) -> bool:
-    return any(address in ipaddress.IPv4Network(network) for network in CLOUDS)
+def is_in_a_cloud(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    return any(address in ipaddress.ip_network(network) for network in CLOUDS)
 
 
 @given(
