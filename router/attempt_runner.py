@@ -21,7 +21,7 @@ from router.dataplane.response_checks import check_status, read_usage
 from router.dataplane.upstream import Upstream
 from router.decide.attempt import AttemptEvent, FailureCause, event_of
 from router.decide.caches.prefix_index import NO_MATCHES
-from router.decide.choice.handoff import handoff_peers, is_late_handoff
+from router.decide.choice.handoff import handoff_peers
 from router.decide.choice.prefill_replicas import has_lost_all, without_slots
 from router.decide.choice.ranking import RankedRoutes, RouteQuery, rank
 from router.decide.choice.shared_kv import NO_SHARED_KV_PEERS, SharedKvPeers, shared_kv_peers
@@ -372,10 +372,9 @@ class AttemptRunner:
             self.record_failure(context, attempt, error.cause)
         attempt.release()
         self.forget_prefix(context, attempt)
-        request = context.request
-        if request.adapter is not None:
-            places = self._fleet.routing(request.deployment_id).adapters
-            places.record_failed(attempt.target.route.replica_id, request.adapter.adapter_id)
+        if (adapter := context.request.adapter) is not None:
+            places = self._fleet.routing(context.request.deployment_id).adapters
+            places.record_failed(attempt.target.route.replica_id, adapter.adapter_id)
         return is_refusal
 
     def _exclude_refusing(
@@ -433,9 +432,8 @@ class AttemptRunner:
         """Learn from an answer: bytes per token, the cached share, and where the session ran."""
         request, route, usage = context.request, attempt.ranked.route, context.usage()
         if attempt.is_handed_off and context.outcome is OUTCOME_COMPLETE:
-            took_ms, expected_ms = context.times.attempt_ttft_ms, attempt.target.ttft_ms
-            cause = FailureCause.SILENT if is_late_handoff(took_ms, expected_ms) else None
-            self._feedback.record_handoff_end(attempt.target.route, route, cause)
+            took_ms = context.times.attempt_ttft_ms
+            self._feedback.record_handoff_answer(attempt.target, route, took_ms)
         if context.engine_usage is not None:
             tokens, cached, keys = usage.prompt_tokens, usage.cached_tokens, request.prefix_keys
             routing = self._fleet.routing(request.deployment_id)

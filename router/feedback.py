@@ -7,6 +7,7 @@ from isochrone.wire.ids import DeploymentId, NodeId, ReplicaId
 from isochrone.wire.peers.routes import Route
 from router.decide.attempt import FailureCause
 from router.decide.caches.prefix_index import NO_KEYS, PrefixKeys, SentPrompt
+from router.decide.choice.handoff import is_late_handoff
 from router.decide.choice.prefill_replicas import PrefillReading
 from router.decide.replicas.full_replicas import RequestGroup
 from router.decide.replicas.ranked_route import RankedRoute
@@ -200,6 +201,11 @@ class AttemptFeedback:
         health, now_s = self._fleet.handoff_health, self._fleet.clock()
         for route in (target, peer):
             health.record_sent(route.replica_id, now_s)
+
+    def record_handoff_answer(self, target: RankedRoute, peer: Route, took_ms: float) -> None:
+        """Note the answer to a request that was handed off; its first token took `took_ms`."""
+        is_late = is_late_handoff(took_ms, target.ttft_ms)
+        self.record_handoff_end(target.route, peer, FailureCause.SILENT if is_late else None)
 
     def record_handoff_end(
         self, target: Route, peer: Route, cause: FailureCause | None = None

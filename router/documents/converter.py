@@ -5,6 +5,7 @@ its own, and loses its last ones if there are too many.
 """
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +25,10 @@ TIMEOUT_S: Final = 50.0
 OUTPUT_BYTES_MAX: Final = 64 * 1024 * 1024
 """More than the JSON of the longest Markdown. A process that a document has taken over may write
 without end."""
+
+VARIABLES: Final = ("PATH", "LANG", "LC_ALL", "TZ")
+"""What a process gets of the router's environment, with Python's own variables: others may be
+secrets, and a document may take its process over."""
 
 WAITING_BYTES_MAX: Final = 1 << 40
 """The router's limits on bodies bound the documents in memory."""
@@ -119,7 +124,11 @@ class DocumentConverter:
         pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         try:
             return await asyncio.create_subprocess_exec(
-                *self._command(extension), stdin=pipe, stdout=pipe, stderr=nothing
+                *self._command(extension),
+                stdin=pipe,
+                stdout=pipe,
+                stderr=nothing,
+                env=_environment(),
             )
         except OSError as error:
             # The machine has no memory, processes or descriptors left: not the document's fault.
@@ -162,6 +171,14 @@ def _busy() -> ApiError:
         "cannot convert the document now: too many of this tenant's documents wait",
         retry_after_s=BUSY_RETRY_AFTER_S,
     )
+
+
+def _environment() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in VARIABLES or name.startswith("PYTHON")
+    }
 
 
 def _child(extension: str) -> list[str]:

@@ -45,6 +45,7 @@ _FILE_RIGHTS: Final = (0, 13, 14, 15)
 _TCP_VERSION: Final = 4
 _TCP: Final = 3
 _SIGNAL_VERSION: Final = 6
+_ABSTRACT_SOCKETS: Final = 1
 _SIGNALS: Final = 2
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -70,8 +71,9 @@ def open_ruleset(rules: Iterable[FileRule], *, forbids_tcp: bool = False) -> int
     """Return the descriptor of a ruleset that allows only what the rules say.
 
     Paths that do not exist, and symbolic links, are left out. Signals to processes outside of the
-    confinement are forbidden from Linux 6.12 on, and TCP, if it is to be, from 6.7 on; an older
-    kernel allows them. Raises CannotConfine.
+    confinement are forbidden from Linux 6.12 on. With `forbids_tcp` so are TCP, from 6.7 on, and
+    abstract Unix sockets of processes outside, from 6.12 on. An older kernel allows them. Raises
+    CannotConfine.
     """
     version = landlock_version()
     if version < 1:
@@ -81,7 +83,7 @@ def open_ruleset(rules: Iterable[FileRule], *, forbids_tcp: bool = False) -> int
     if version >= _TCP_VERSION:
         fields.append(_TCP if forbids_tcp else 0)
     if version >= _SIGNAL_VERSION:
-        fields.append(_SIGNALS)
+        fields.append(_SIGNALS | (_ABSTRACT_SOCKETS if forbids_tcp else 0))
     attributes = struct.pack(f"={len(fields)}Q", *fields)
     ruleset = _checked(_libc.syscall(_CREATE_RULESET, attributes, len(attributes), 0))
     try:

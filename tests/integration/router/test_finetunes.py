@@ -169,7 +169,7 @@ async def test_bad_uploads_are_refused_in_words(bench: FinetuneBench) -> None:
         (CONFIG_FILE, config_file(r=64), 400, "the limit is 32"),
         (CONFIG_FILE, b"not json", 400, f"cannot read {CONFIG_FILE}"),
         (CONFIG_FILE, config_file(use_dora=True), 400, "use_dora"),
-        (WEIGHTS_FILE, b"GGUF" * 100, 400, "no safetensors file"),
+        (WEIGHTS_FILE, b"GGUF" * 100, 400, "no adapter in the safetensors format"),
         (WEIGHTS_FILE, weights_file()[:-1], 400, "the file has"),
         (WEIGHTS_FILE, bytes(300_000), 413, "more than 200000 bytes"),
         ("pytorch_model.bin", b"x", 400, CONFIG_FILE),

@@ -109,6 +109,40 @@ print(tried(lambda: open({str(secret)!r}).read()),
     assert output.decode().split()[3] in ("PermissionError", "ConnectionRefusedError")
 
 
+@pytest.mark.skipif(landlock_version() < 6, reason="needs Linux 6.12")
+async def test_a_confined_process_connects_to_no_abstract_socket(tmp_path: Path) -> None:
+    program = """
+import os, socket
+outside = socket.socket(socket.AF_UNIX)
+outside.bind("")
+outside.listen()
+from router.documents.sandbox import confine
+confine()
+try:
+    socket.socket(socket.AF_UNIX).connect(outside.getsockname())
+except PermissionError:
+    print("refused")
+"""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", program),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    output, _ = await process.communicate()
+    assert output == b"refused\n"
+
+
+async def test_a_converter_gets_no_secret_of_the_routers_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    program = "import json, os; print(json.dumps({'data': ' '.join(os.environ.values())}))"
+    converter = DocumentConverter(lambda _: [sys.executable, "-c", program])
+    converted = await converter.convert(TenantId("acme"), "a.txt", b"")
+    assert converted.data
+    assert "secret" not in converted.data
+
+
 async def test_a_converter_that_dies_or_babbles_is_an_error() -> None:
     for program in ("import os; os.abort()", "print('x' * 100)"):
         converter = DocumentConverter(lambda _, program=program: [sys.executable, "-c", program])  # type: ignore[misc]
