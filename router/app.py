@@ -48,7 +48,7 @@ from router.loops.follow_routes import TableFollower
 from router.loops.probe_nodes import NodeProber
 from router.loops.read_pop_loads import PopLoadPoller
 from router.loops.set_gauges import GaugeSetter
-from router.loops.share_prompts import PromptSharer
+from router.loops.share_outboxes import OutboxSharer
 from router.loops.ship_reports import ReportShipper
 from router.pipeline import RequestPipeline
 from router.poison_guard import PoisonGuard
@@ -214,16 +214,16 @@ class RouterApp:
             unix_clock=time.time,
             resend_s=self.config.usage_resend_s,
         )
-        self.sharer = PromptSharer(
-            self.fleet.prompt_outbox,
-            self.poison_guard.outbox,
-            self.parent,
-            self.workers,
-            self.fleet_suspicions,
-            self.link.send,
-            time.monotonic,
-            self.limiter.take_unshared,
-            self.key_use,
+        self.sharer = OutboxSharer(
+            prompts=self.fleet.prompt_outbox,
+            suspicions=self.poison_guard.outbox,
+            parent=self.parent,
+            workers=self.workers,
+            fleet_suspicions=self.fleet_suspicions,
+            send=self.link.send,
+            clock=time.monotonic,
+            take_key_use=self.limiter.take_unshared,
+            key_use=self.key_use,
         )
         self.garbage = CollectInTurns()
         self.gauges = GaugeSetter(

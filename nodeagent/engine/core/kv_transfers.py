@@ -13,6 +13,7 @@ first: sequences that each hold a part of their prompts would all wait for each 
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Container, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -26,18 +27,18 @@ OnComputed = Callable[[int, float], None]
 """Called on the step thread with the number of blocks that can be read or have been read."""
 
 
+@dataclass(slots=True, eq=False)
 class OutgoingBlocks:
     """The blocks of one prompt that are to be sent: from `first_block` on, `total` in all."""
 
-    def __init__(self, first_block: int, total: int, on_computed: OnComputed) -> None:
-        self.first_block = first_block
-        self.total = total
-        self.on_computed = on_computed
-        self.blocks: list[int] = []
-        """Those that are computed, on the device. The first `read` of them are no longer held."""
-        self.read = 0
-        self.is_closed = False
-        """Whether nothing is held any more: what is read from then on may be anything."""
+    first_block: int
+    total: int
+    on_computed: OnComputed
+    blocks: list[int] = field(default_factory=list)
+    """Those that are computed, on the device. The first `read` of them are no longer held."""
+    read: int = 0
+    is_closed: bool = False
+    """Whether nothing is held any more: what is read from then on may be anything."""
 
     @property
     def held(self) -> list[int]:

@@ -5,6 +5,7 @@ starts, each block of its content starts, grows and stops, and the message's end
 """
 
 import hashlib
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -29,14 +30,14 @@ _STOP_REASONS: Final = {
 """A message's stop reason, by the finish reason of its chat completion."""
 
 
+@dataclass(slots=True)
 class OpenBlock:
     """A block of content that is being generated: `text`, `thinking` or `tool_use`."""
 
-    def __init__(self, kind: str, fields: dict[str, Any], call_index: int = -1) -> None:
-        self.kind = kind
-        self.fields = fields
-        self.call_index = call_index
-        self.text = ""
+    kind: str
+    fields: dict[str, Any]
+    call_index: int = -1
+    text: str = ""
 
     def body(self) -> dict[str, Any]:
         """Return the complete block."""

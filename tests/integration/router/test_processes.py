@@ -27,7 +27,7 @@ from isochrone.wire.peers.usage import Usage
 from router import build, processes
 from router.app import SHARE_INTERVAL_S, open_router
 from router.decide.admission.limits import KeyLimiter
-from router.loops.share_prompts import PromptSharer
+from router.loops.share_outboxes import OutboxSharer
 from router.processes import WorkerIdentity, WorkerPipe, WorkerPool
 from router.recording.former_workers import adopt_usage
 from router.recording.usage_journal import UsageJournal
@@ -205,9 +205,16 @@ async def test_use_that_the_main_process_does_not_take_is_reported_again() -> No
     limiter = KeyLimiter()
     key = a_key(limits=KeyLimits(requests_per_min=60))
     busy: Any = BusyMainProcess()
-    sharer = PromptSharer(
-        *(PromptOutbox(), SuspicionOutbox(), busy, some_workers(), SuspicionOutbox()),
-        *(busy.send, lambda: 0.0, limiter.take_unshared, KeyUseOutbox()),
+    sharer = OutboxSharer(
+        prompts=PromptOutbox(),
+        suspicions=SuspicionOutbox(),
+        parent=busy,
+        workers=some_workers(),
+        fleet_suspicions=SuspicionOutbox(),
+        send=busy.send,
+        clock=lambda: 0.0,
+        take_key_use=limiter.take_unshared,
+        key_use=KeyUseOutbox(),
     )
     for turn in range(3):
         limiter.admit(key, 1, float(turn), 0.0)

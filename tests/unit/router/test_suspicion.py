@@ -8,7 +8,7 @@ from router.decide.admission.suspicion import (
     PROGRESS_TOKENS_MIN,
     SuspectTable,
 )
-from router.loops.share_prompts import PromptSharer
+from router.loops.share_outboxes import OutboxSharer
 from router.poison_guard import PoisonGuard
 from router.processes import WorkerPool
 from router.recording.metrics import Metrics
@@ -133,8 +133,14 @@ async def test_routers_tell_each_other_of_losses_whatever_their_clocks_say() -> 
 
     own, workers = SuspicionOutbox(), WorkerPool(0, send, lambda: None, lambda _: None, 1.0)
     now_s = 1000.0
-    sharer = PromptSharer(
-        *(PromptOutbox(), own, None, workers, first, send, lambda: now_s),
+    sharer = OutboxSharer(
+        prompts=PromptOutbox(),
+        suspicions=own,
+        parent=None,
+        workers=workers,
+        fleet_suspicions=first,
+        send=send,
+        clock=lambda: now_s,
         take_key_use=list,
         key_use=KeyUseOutbox(),
     )

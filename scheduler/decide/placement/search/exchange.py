@@ -26,9 +26,6 @@ from scheduler.decide.placement.search.swap import SlotSwap, in_order
 REPAIRS_MAX: Final = 2
 """How many times the touched deployments move, fill and swap after an exchange."""
 
-SWAPS_AFTER_MAX: Final = 3
-"""How many swaps may follow in each of these."""
-
 NODES_EFFORT: Final = 30
 REPLICAS_EFFORT: Final = 10
 CLEARING_EFFORT: Final = 30
@@ -208,7 +205,7 @@ class Exchange:
                 self._move(replica)
         self._draft.blocked.clear()
         fill(self._draft)
-        if self._swap.run_among_new(limit=SWAPS_AFTER_MAX):
+        if self._swap.run_among_new():
             fill(self._draft)
         return versions != [state.version for state in touched]
 

@@ -24,9 +24,6 @@ from scheduler.decide.placement.search.eviction import cheapest_evictions, new_h
 from scheduler.decide.placement.search.greedy_fill import fill
 from scheduler.decide.placement.search.swap import SlotSwap, in_order
 
-SWAPS_AFTER_MAX: Final = 3
-"""How many swaps may follow a forced move."""
-
 FORCED_OFF_EFFORT: Final = 30
 """The attempts that a replica forced off its site takes from the budget."""
 
@@ -134,7 +131,7 @@ class Perturbation:
         fill(draft)
         if self._place_evicted(evicted, savepoint):
             return True
-        if self._swap.run_among_new(limit=SWAPS_AFTER_MAX):
+        if self._swap.run_among_new():
             fill(draft)
         return savepoint.keep_if_improved()
 

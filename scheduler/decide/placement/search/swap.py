@@ -39,6 +39,9 @@ SITES_TRIED_MAX: Final = 8
 CHAIN_MAX: Final = 2
 """How many times a displaced replica may displace another."""
 
+SWAPS_AMONG_NEW_MAX: Final = 3
+"""At how many sites new replicas are swapped after an exchange or a forced move."""
+
 DISPLACED_SITES_MAX: Final = 4
 """At how many sites a displaced replica looks for others that it could displace."""
 
@@ -77,16 +80,16 @@ class SlotSwap:
             if (state := preemption.replica.state).warm_pops() or not state.has_replica_coming()
         ]
 
-    def run(self, limit: int | None = None) -> bool:
+    def run(self) -> bool:
         """Swap at full sites, the largest gain first; running replicas may be preempted.
 
-        At most `limit` sites are tried. Return whether anything was swapped.
+        Return whether anything was swapped.
         """
-        return self._run(partial(preemptable_holders, self._draft, self._settle_s), limit)
+        return self._run(partial(preemptable_holders, self._draft, self._settle_s), None)
 
-    def run_among_new(self, limit: int | None = None) -> bool:
-        """Swap at full sites as `run` does, but leave running replicas where they are."""
-        return self._run(partial(new_holders, self._draft), limit)
+    def run_among_new(self) -> bool:
+        """Swap at a few full sites as `run` does, but leave running replicas where they are."""
+        return self._run(partial(new_holders, self._draft), SWAPS_AMONG_NEW_MAX)
 
     def _run(self, read_holders: Callable[[], Holders], limit: int | None) -> bool:
         swapped = False

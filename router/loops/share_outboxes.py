@@ -1,6 +1,7 @@
-"""Shares with the other processes of this router which prompts were read where, and suspicions.
+"""Empties the outboxes of what processes share: prompts, suspicions, and the use of keys.
 
-Suspicions, and the use of keys, go to all other routers, too.
+Prompts go to the other processes of this router, suspicions to all other routers, too, and the use
+of keys only to those.
 """
 
 from collections.abc import Callable
@@ -12,14 +13,15 @@ from router.sharing.prompt_sharing import PromptOutbox, SharedPrompts
 from router.sharing.suspicion_sharing import SuspicionOutbox, to_fleet
 
 
-class PromptSharer:
+class OutboxSharer:
     """Sends the outboxes: a worker to the main process, which forwards it; the main process to all
     workers.
     """
 
     def __init__(
         self,
-        outbox: PromptOutbox,
+        *,
+        prompts: PromptOutbox,
         suspicions: SuspicionOutbox,
         parent: ParentLink | None,
         workers: WorkerPool,
@@ -37,7 +39,7 @@ class PromptSharer:
         """
         self._take_key_use = take_key_use
         self._key_use = key_use
-        self._outbox = outbox
+        self._prompts = prompts
         self._suspicions = suspicions
         self._parent = parent
         self._workers = workers
@@ -47,7 +49,7 @@ class PromptSharer:
 
     async def run_once(self) -> int:
         """Send the prompts since the last turn; return how many."""
-        rows, suspicions = self._outbox.take(), self._suspicions.take()
+        rows, suspicions = self._prompts.take(), self._suspicions.take()
         self._key_use.add(self._take_key_use())
         if self._parent is not None:
             use = self._key_use.take()
