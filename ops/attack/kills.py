@@ -7,9 +7,13 @@ import asyncio
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 Outcome = TypeVar("Outcome")
+
+BORDER: Final = 0.0005
+"""A sum of probabilities changes by at most this much if floats are rounded otherwise. A draw that
+knows nothing of the right text is so near by chance once in a thousand times."""
 
 
 class AttackFailed(Exception):
@@ -74,4 +78,17 @@ async def is_given_beside_others(
         together = await asyncio.gather(*map(ask, names))
         if any(answer.startswith(text) for answer in together):
             return True
+    return False
+
+
+def is_at_border(likeliest: Iterable[tuple[str, float]], token: str, point: float) -> bool:
+    """Return whether a draw at `point` gives this token, or nearly.
+
+    `likeliest` are the tokens and their probabilities, in the order in which they are drawn from.
+    """
+    before = 0.0
+    for other, probability in likeliest:
+        if other == token:
+            return before - BORDER <= point <= before + probability + BORDER
+        before += probability
     return False

@@ -2,7 +2,7 @@
 
     python -m ops.attack.leaving_fleet [--count 10000] [--seed 1]
 
-A scheduler, a router and four nodes, which run as services do; one node has a prefill replica and
+A scheduler, a router and four nodes, with their own processes; one node has a prefill replica and
 one a decode replica of a tiny model. The clients leave as in leaving_streams. The table
 shows after each tenth the memory of the router, of the agents of both nodes, and of one without a
 replica (rss; anon, its own; shmem, shared with engines), and their descriptors. The run fails if
@@ -22,7 +22,7 @@ from ops.attack.leaving_clients import GROWTH_BYTES_MAX
 from ops.attack.leaving_streams import LeavingStreams
 from ops.attack.often import FREE_S, in_mib, post_bytes, print_head, print_row, run_attack
 from ops.bench.memory_counts import process_sizes
-from tests.system.harness import Fleet, a_fleet, until
+from tests.system.harness import ROOT, Fleet, a_fleet, until
 from tests.system.test_roles import (
     NODES,
     deploy,
@@ -56,6 +56,9 @@ async def attack(count: int, seed: int) -> None:
     """Have `count` clients leave, and print the table. Raises AttackFailed."""
     async with a_fleet(comes_up=False) as fleet:
         agents = [process_of(f"ams-{number}") for number in NODES]
+        for name in (ROUTER, *agents):
+            # So that none is forked from a process of the tests, whose memory it would have, too.
+            fleet.environment[name] = {"PYTHONPATH": str(ROOT)}
         await start(fleet)
         await deploy(fleet)
         by_role = {role: process_of(node) for role, node in (await until_both(fleet)).items()}

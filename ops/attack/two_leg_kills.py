@@ -25,7 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
-from ops.attack.kills import AttackFailed, is_given_beside_others, run_attack
+import torch
+
+from ops.attack.kills import AttackFailed, is_at_border, is_given_beside_others, run_attack
 from ops.attack.two_leg_nodes import (
     DECODE,
     OUTPUT_TOKENS,
@@ -276,7 +278,25 @@ async def is_rounding(pair: Pair, request: NumberedRequest, text: str) -> bool:
         name = f"{request.seed} {tokens}"
         if await is_given_beside_others(text, ask, name, range(1, STREAMS + 1)):
             return True
-    return False
+    return await is_border_draw(pair, request, text)
+
+
+async def is_border_draw(pair: Pair, request: NumberedRequest, text: str) -> bool:
+    """Return whether the first other token of this text is next to the right one, and the draw at
+    their border: there are more ways to round than can be tried.
+
+    The engine draws from the tokens in the order of their probability.
+    """
+    alone = (await pair.ask(request, f"border {request.seed}")).text
+    pairs = enumerate(zip(alone, text, strict=False))
+    place = next((place for place, (right, other) in pairs if right != other), -1)
+    if place < 0:
+        return False
+    likeliest = await pair.likeliest(request, place)
+    generator = torch.Generator("cpu").manual_seed(request.seed)
+    for _ in range(place + 1):
+        point = float(torch.rand((), generator=generator, dtype=torch.float64))
+    return is_at_border(likeliest, text[place], point)
 
 
 async def attack(

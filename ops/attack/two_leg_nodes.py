@@ -5,6 +5,7 @@ Agents and engines are processes, with a tiny model, and can be killed.
 """
 
 import asyncio
+import math
 import os
 import random
 import re
@@ -38,6 +39,7 @@ HEAD_DIM: Final = 256
 KV_MEMORY_BYTES: Final = 64 * 1024**2
 PROMPT_TOKENS: Final = 200
 OUTPUT_TOKENS: Final = 48
+LOGPROBS: Final = 20
 ENGINE_KILLS_MAX: Final = 3
 """After this many crashes the agent is replaced: a replica that fails six times in ten minutes is
 given up, and the time until each restart doubles."""
@@ -250,6 +252,26 @@ class Pair:
         lines = [line for line in whole.split("\n") if line.endswith("}")]
         text = "".join(re.findall(r'"text":"((?:[^"\\]|\\.)*)"', "\n".join(lines)))
         return StreamedAnswer(text, "data: [DONE]" in whole, peer_tokens)
+
+    async def likeliest(self, request: NumberedRequest, place: int) -> list[tuple[str, float]]:
+        """Return the likeliest tokens at a place of the right answer, and their probabilities."""
+        body = {
+            "prompt": request.prompt,
+            "max_tokens": place + 1,
+            "temperature": 1.0,
+            "seed": request.seed,
+            "ignore_eos": True,
+            "logprobs": LOGPROBS,
+        }
+        sent = {headers.REPLICA: DECODE, headers.CACHE_SALT: f"likeliest {request.seed}"}
+        async with (
+            aiohttp.ClientSession(f"http://{self.engines[DECODE].node.address}") as http,
+            http.post("/v1/completions", json=body, headers=sent) as response,
+        ):
+            answer = await response.json()
+        found = answer["choices"][0]["logprobs"]["top_logprobs"][-1]
+        by_token = sorted(found.items(), key=lambda pair: -pair[1])
+        return [(token, math.exp(logprob)) for token, logprob in by_token]
 
     async def window_leases(self) -> int:
         """Return how often the engines have leased memory that another process maps."""
