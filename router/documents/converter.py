@@ -26,7 +26,7 @@ OUTPUT_BYTES_MAX: Final = 64 * 1024 * 1024
 """More than the JSON of the longest Markdown. A process that a document has taken over may write
 without end."""
 
-VARIABLES: Final = ("PATH", "LANG", "LC_ALL", "TZ")
+VARIABLES: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 """What a process gets of the router's environment, with Python's own variables: others may be
 secrets, and a document may take its process over."""
 
