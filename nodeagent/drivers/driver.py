@@ -113,8 +113,8 @@ class EngineCommand(msgspec.Struct, frozen=True, kw_only=True):
     strict_forced_tools: bool = False  # mark the tools `strict` of requests that require a call
     guided: GuidedDecoding | None = None  # translate the schemas of requests
     schema_recursion_max: int = 0
-    """Refuse schemas and grammars with more (schema_recursion.py), and dead_grammars.py's; 0 for an
-    engine that needs no such check."""
+    """Refuse schemas and grammars with more (schema_recursion.py), dead_grammars.py's, and strict
+    ones with unread_keywords.py's; 0 for an engine that needs no such check."""
     grammar_error: bytes = b""
     """A part of its error of status 500 if no token can follow a request's grammar, b"" if that is
     no error of its own."""

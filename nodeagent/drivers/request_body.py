@@ -1,6 +1,6 @@
 """Makes of a client's request body the one that an engine gets."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -9,6 +9,7 @@ from isochrone.wire.codec import describe
 from isochrone.wire.engines.dead_grammars import grammar_problem
 from isochrone.wire.engines.schema_numbers import NUMBER_MIN, has_low_number
 from isochrone.wire.engines.schema_recursion import recursion_of
+from isochrone.wire.engines.unread_keywords import unread_keyword
 from isochrone.wire.errors import ApiError, ErrorCode
 from isochrone.wire.http.json_body import check_json_body
 from nodeagent.drivers.driver import EngineCommand
@@ -52,6 +53,8 @@ def with_fields(
         _check_schemas(fields)
         _check_limits(fields, command.field_limits)
         _check_grammars(fields, command.schema_recursion_max)
+        if command.schema_recursion_max:
+            _check_strict_schemas(fields)
         if command.functions_only:
             _check_tools(msgspec.json.decode(fields.get("tools", b"null")))
     except (ValueError, RecursionError) as error:
@@ -119,6 +122,30 @@ def _check_grammars(fields: Mapping[str, msgspec.Raw], recursion_max: int) -> No
         if problem:
             message = f"cannot use field '{name}': {problem}"
             raise ApiError(ErrorCode.INVALID_REQUEST, message, param=name)
+
+
+def _check_strict_schemas(fields: Mapping[str, msgspec.Raw]) -> None:
+    for param, schema in _strict_schemas(fields):
+        if unread := unread_keyword(schema):
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST,
+                f"cannot hold an answer to {unread} of a 'strict' schema: the engine does not read"
+                " it; leave it out, or 'strict'",
+                param=param,
+            )
+
+
+def _strict_schemas(fields: Mapping[str, msgspec.Raw]) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas to which a client asks an engine to hold its answer, and their fields."""
+    form = msgspec.json.decode(fields.get("response_format", b"null"))
+    described = form.get("json_schema") if isinstance(form, dict) else None
+    if isinstance(described, dict) and described.get("strict") is True:
+        yield "response_format", described.get("schema")
+    tools = msgspec.json.decode(fields.get("tools", b"null"))
+    for tool in tools if isinstance(tools, list) else ():
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if isinstance(function, dict) and function.get("strict") is True:
+            yield "tools", function.get("parameters")
 
 
 def _check_tools(tools: Any) -> None:
