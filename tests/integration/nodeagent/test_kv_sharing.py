@@ -145,7 +145,7 @@ def spec_of(name: str, folder: Path) -> ReplicaSpec:
 
 @pytest.fixture(autouse=True)
 def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give nodes enough time to answer on a busy machine."""
+    """Give nodes enough time to answer, and to send, on a busy machine."""
     monkeypatch.setattr("nodeagent.api.peer_replicas.PROBE_TIMEOUT_S", 10.0)
     monkeypatch.setattr("nodeagent.decide.requests.kv_fetch.LOCATE_TIMEOUT_MIN_S", 10.0)
     monkeypatch.setattr("nodeagent.decide.requests.kv_fetch.LOCATE_TIMEOUT_MAX_S", 10.0)

@@ -299,7 +299,7 @@ async def check_trace(fleet: TwoLegs, spans: list[Span]) -> None:
     of = {(str(span.attributes.get(names.LEG, "")), span.name): span for span in spans}
     serve, other = of[("", "serve")], of[("prefill", "serve")]
     own = {span.name: span for span in spans if span.parent_id == serve.context.span_id}
-    assert [*sorted(own)] == ["admission", "decode", "prefill"]
+    assert [*sorted(own)] == ["admission", "ask prefill nodes", "decode", "prefill"]
     assert serve.parent_id == client.span_id
     assert other.parent_id == own["prefill"].context.span_id
     assert of[("", "transfer kv")].parent_id == own["prefill"].context.span_id
@@ -325,7 +325,8 @@ async def check_trace(fleet: TwoLegs, spans: list[Span]) -> None:
     (short,) = [span for span in spans if span.name == "serve"]
     assert short.attributes[names.PREFILL_OUTCOME] in ("short", "faster_here")
     engine = {f"engine {step}" for step in ("wait kv", "queue", "prefill", "decode")}
-    assert {span.name for span in spans} == {"serve", "admission", "decode", "relay", *engine}
+    ours = {"serve", "admission", "ask prefill nodes", "decode", "relay"}
+    assert {span.name for span in spans} == ours | engine
 
 
 async def check_choices(fleet: TwoLegs) -> None:
