@@ -155,8 +155,9 @@ async def test_an_agent_that_cannot_listen_stops_no_engine(
 
 @pytest.mark.parametrize(("device", "niceness"), [("cpu", NICENESS), ("gpu0", 0)])
 async def test_an_engine_on_processors_has_a_lower_priority_than_its_agent(
-    folder: Path, device: str, niceness: int
+    folder: Path, device: str, niceness: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(processes, "NICENESS", NICENESS)
     spec = a_spec("r-left", engine=SPEC.engine, device_ids=(DeviceId(device),))
     engine = await EngineProcesses(folder / "engines", 1).start(spec, folder)
     try:
