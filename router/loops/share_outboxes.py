@@ -69,8 +69,8 @@ class OutboxSharer:
         return len(rows)
 
     async def _tell_fleet(self) -> None:
-        """Send the prompts that the other routers do not know yet; keep them while no scheduler is
-        connected."""
+        """Send the suspicions and the use of keys that the other routers do not know yet; keep them
+        while no scheduler is connected."""
         suspicions = self._fleet_suspicions.take()
         if suspicions is not None and not await self._send(to_fleet(suspicions, self._clock())):
             self._fleet_suspicions.add(suspicions)
