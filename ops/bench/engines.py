@@ -261,7 +261,7 @@ async def compare(engines: Path, names: Sequence[str], rounds: int) -> None:
     found = {name: one for name, one in contestants(engines).items() if not names or name in names}
     print(f"Three figures are for {', '.join(map(str, CLIENTS))} clients.\n")
     print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|", flush=True)
-    async with a_fleet(comes_up=False) as fleet:
+    async with a_fleet(comes_up=False, in_memory=False) as fleet:
         fleet.settings[NODE] = {
             "cpu_memory_bytes": 12 * GIB,
             "engine_threads": os.cpu_count() or 1,
