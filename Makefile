@@ -7,6 +7,7 @@ STAMP := $(VENV)/.installed
 COMPILE := $(BIN)/python -m ops.packaging.compile_request_path
 SUITE := BIN=$(BIN) bash ops/suite.sh
 AGAIN :=
+CHECKED := .pytest_cache/static-checks
 JOBS := 3
 WORKERS := --workers 2
 SUITES := chaos-tests service-tests engine-tests static-checks control-tests system-tests interpreted-tests \
@@ -42,7 +43,8 @@ test: $(STAMP) ## Run every check and every test
 	@$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target $(SUITES)
 
 test-again: ## Run the checks and the tests that failed in `make test` once more, one suite at a time
-	@$(MAKE) --no-print-directory test AGAIN=--again JOBS=1
+	@$(MAKE) --no-print-directory test AGAIN=--again JOBS=1 \
+		SUITES='$(filter-out $(if $(wildcard $(CHECKED)),static-checks),$(SUITES))'
 
 chaos-tests: $(STAMP)
 	@$(COMPILE)
@@ -125,11 +127,13 @@ check: static-checks unit-tests ## Format, lint, import contracts, secrets, type
 
 # What mypy keeps for its next run takes a quarter of its time. CI's machine has no next run.
 static-checks: $(STAMP)
+	@rm -f $(CHECKED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m ops.secret_scan
 	$(BIN)/mypy $(if $(CI),--cache-dir /dev/null)
+	@mkdir -p $(dir $(CHECKED)) && touch $(CHECKED)
 
 compiled: $(STAMP) ## Compile the router's request path at its fastest (three or four minutes, with gcc), or fail
 	@$(COMPILE) --required --profile
