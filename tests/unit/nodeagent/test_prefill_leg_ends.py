@@ -229,6 +229,57 @@ async def test_a_leg_that_is_late_ends_before_its_deadline() -> None:
     assert (leg.received, leg.held_tokens) == (None, 48)
 
 
+class UnaskedPeers(HungPeers):
+    """Prefill replicas whose nodes may not be asked."""
+
+    async def queued_tokens(
+        self, replicas: Sequence[PeerReplica], timeout_s: float = 0.0
+    ) -> dict[ReplicaId, int]:
+        raise AssertionError("their queues decide nothing")
+
+
+@pytest.mark.parametrize(
+    ("decoding", "token_us", "outcome"), [(0, 100, "idle"), (8, 1, "short")], ids=("idle", "short")
+)
+async def test_a_prompt_that_is_read_here_whatever_the_queues_waits_for_no_node(
+    decoding: int, token_us: int, outcome: str
+) -> None:
+    """The engine of a short prompt waited for answers that could change nothing."""
+    before, posted = legs(outcome), asyncio.Event()
+
+    async def announce(replica_id: ReplicaId) -> None:
+        raise AssertionError("no replica may be tried")
+
+    @asynccontextmanager
+    async def post(body: bytes) -> AsyncIterator[Any]:
+        posted.set()
+        yield SimpleNamespace(status=200)
+
+    request = LegRequest(
+        transfer="f" * 32, path="/v1/completions", body=b"{}", sent={},
+        replicas=[
+            PeerReplica(ReplicaId(name), NodeId("n"), "http://n", 1000, 100, token_us)
+            for name in ("d", "p")
+        ],
+        load=lambda: DecodeLoad(0, decoding), announce=announce,
+    )  # fmt: skip
+    engine, peers, clock = DescribingEngine(0), cast(PrefillPeers, UnaskedPeers()), lambda: 0.0
+    embedded = TransferLeg(
+        cast(aiohttp.ClientSession, engine),
+        peers,
+        TransferRate(),
+        request,
+        clock,
+        cast(PrefixFetcher, None),
+    )
+    await embedded._task
+    await embedded.close()
+    async with HandshakeLeg(NixlHandshake(), peers, TransferRate(), request, clock).answer(post):
+        pass
+    assert (engine.has_begun, posted.is_set()) == (True, True)
+    assert legs(outcome) == before + 2
+
+
 @pytest.fixture
 def short_legs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give up legs within a millisecond."""
