@@ -152,7 +152,7 @@ class HandshakeLeg:
                 return answer
             outcome = FAILED if plan.candidates else plan.choice
         finally:
-            metrics.PREFILL_LEGS.labels(outcome).inc()
+            metrics.PREFILL_LEGS.labels(request.deployment, outcome).inc()
             span.set(names.PREFILL_OUTCOME, outcome)
         if plan.candidates:
             await request.announce(request.replicas[0].replica_id)

@@ -110,6 +110,8 @@ class LegRequest(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     transfer: str
+    deployment: str
+    """The name of the deployment, for metrics."""
     path: str
     body: bytes
     sent: Mapping[str, str]
@@ -209,7 +211,7 @@ class TransferLeg:
                 outcome = await self._read_elsewhere(expected)
         finally:
             if len(self._request.replicas) > 1:
-                metrics.PREFILL_LEGS.labels(outcome).inc()
+                metrics.PREFILL_LEGS.labels(self._request.deployment, outcome).inc()
                 current_span().set(names.PREFILL_OUTCOME, outcome)
             if self.received is None:
                 await self._begin_alone()

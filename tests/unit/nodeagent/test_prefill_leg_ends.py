@@ -75,7 +75,7 @@ def a_leg(engine: object) -> TransferLeg:
         raise AssertionError("no replica may be tried")
 
     request = LegRequest(
-        transfer="f" * 32, path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
         load=cast(Any, None), announce=announce,
     )  # fmt: skip
     return TransferLeg(
@@ -155,7 +155,7 @@ async def test_a_leg_whose_request_has_ended_orders_a_hung_engine_once() -> None
 
 def legs(outcome: str) -> float:
     """Return how many prefill legs have had an outcome."""
-    return float(metrics.PREFILL_LEGS.labels(outcome)._value.get())
+    return float(metrics.PREFILL_LEGS.labels("chat", outcome)._value.get())
 
 
 async def test_a_leg_whose_request_has_ended_is_not_counted_as_failed() -> None:
@@ -210,7 +210,7 @@ async def test_a_leg_that_is_late_ends_before_its_deadline() -> None:
         announced.append(replica_id)
 
     request = LegRequest(
-        transfer="f" * 32, path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
         load=lambda: DecodeLoad(0, 8), announce=announce, deadline_s=clock() + 0.4,
     )  # fmt: skip
     leg = TransferLeg(
@@ -256,7 +256,7 @@ async def test_a_prompt_that_is_read_here_whatever_the_queues_waits_for_no_node(
         yield SimpleNamespace(status=200)
 
     request = LegRequest(
-        transfer="f" * 32, path="/v1/completions", body=b"{}", sent={},
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={},
         replicas=[
             PeerReplica(ReplicaId(name), NodeId("n"), "http://n", 1000, 100, token_us)
             for name in ("d", "p")
@@ -307,7 +307,7 @@ async def test_a_leg_that_took_too_long_counts_with_its_time(peers: HungPeers) -
 
     engine, rate, seconds = DescribingEngine(0), TransferRate(), itertools.count(1.0)
     request = LegRequest(
-        transfer="f" * 32, path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
         load=lambda: DecodeLoad(0, 8), announce=announce,
     )  # fmt: skip
     leg = TransferLeg(
@@ -332,7 +332,7 @@ async def test_a_leg_of_another_vendor_whose_request_has_ended_is_not_counted_as
         tried.set()
 
     request = LegRequest(
-        transfer="f" * 32, path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
         load=lambda: DecodeLoad(0, 8), announce=announce,
     )  # fmt: skip
     peers = cast(PrefillPeers, HungPeers())
@@ -363,7 +363,7 @@ async def test_a_leg_of_another_vendor_that_ran_out_of_time_counts_with_it() -> 
 
     rate, seconds = TransferRate(), itertools.count(1.0)
     request = LegRequest(
-        transfer="f" * 32, path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
         load=lambda: DecodeLoad(0, 8), announce=announce,
     )  # fmt: skip
     peers = cast(PrefillPeers, HungPeers())
