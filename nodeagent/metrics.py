@@ -58,7 +58,7 @@ LEG_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 PREFILL_LEGS = Counter(
     "isochrone_node_prefill_legs",
     "Requests that a prefill replica could have read, by where and why they were read.",
-    ["outcome"],
+    ["deployment", "outcome"],
     registry=REGISTRY,
 )
 PREFILL_ATTEMPTS_FAILED = Counter(

@@ -33,7 +33,6 @@ from nodeagent.decide.requests.prefill_leg import (
     TransferRate,
     WaitingPromptSize,
     order_all,
-    plan_prefill,
 )
 from nodeagent.disaggregation.transfer_leg import (
     ENDED,
@@ -42,6 +41,7 @@ from nodeagent.disaggregation.transfer_leg import (
     LegRequest,
     PrefillPeers,
     ask_queues,
+    plan_leg,
     prefill_span,
 )
 from nodeagent.drivers.handshake import (
@@ -152,7 +152,7 @@ class HandshakeLeg:
                 return answer
             outcome = FAILED if plan.candidates else plan.choice
         finally:
-            metrics.PREFILL_LEGS.labels(outcome).inc()
+            metrics.PREFILL_LEGS.labels(request.deployment, outcome).inc()
             span.set(names.PREFILL_OUTCOME, outcome)
         if plan.candidates:
             await request.announce(request.replicas[0].replica_id)
@@ -165,11 +165,10 @@ class HandshakeLeg:
         request, size = self._request, self._size
         if len(request.replicas) < 2:
             return PrefillPlan(LegChoice.NO_CANDIDATE)
-        queues = await ask_queues(self._peers, request.replicas, size)
         if self._handshake.needs_prefill:
+            queues = await ask_queues(self._peers, request.replicas, size)
             return order_all(request.replicas, queues, size)
-        load, now_s = request.load(), self._clock()
-        return plan_prefill(request.replicas, queues, size, load, self._rate, now_s)
+        return await plan_leg(self._peers, request, size, self._rate, self._clock())
 
     async def _try_all(
         self, plan: PrefillPlan, fields: Fields, post: PostToEngine, stack: AsyncExitStack

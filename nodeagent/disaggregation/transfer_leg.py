@@ -34,6 +34,7 @@ from nodeagent.decide.requests.handoff import PeerReplicaLost
 from nodeagent.decide.requests.prefill_leg import (
     DecodeLoad,
     LegChoice,
+    PrefillPlan,
     TransferRate,
     WaitingPromptSize,
     plan_prefill,
@@ -109,6 +110,8 @@ class LegRequest(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     transfer: str
+    deployment: str
+    """The name of the deployment, for metrics."""
     path: str
     body: bytes
     sent: Mapping[str, str]
@@ -123,6 +126,27 @@ class LegRequest(msgspec.Struct, frozen=True, kw_only=True):
     set_waiting: Callable[[bool], None] = lambda is_waiting: None
     """Called with whether the engine waits for KV, and has nothing to compute for this request."""
     announce: Callable[[ReplicaId], Awaitable[None]]
+
+
+async def plan_leg(
+    peers: PrefillPeers,
+    request: LegRequest,
+    size: WaitingPromptSize,
+    rate: TransferRate,
+    now_s: float,
+) -> PrefillPlan:
+    """Decide where a prompt is read.
+
+    The prefill replicas' nodes are asked for their queues only if these matter: a prompt that is
+    read here even if no prefill replica has a queue waits for no answer.
+    """
+    replicas, load = request.replicas, request.load()
+    without_queues = {peer.replica_id: 0 for peer in replicas[1:]}
+    plan = plan_prefill(replicas, without_queues, size, load, rate, now_s)
+    if not plan.candidates:
+        return plan
+    queues = await ask_queues(peers, replicas, size)
+    return plan_prefill(replicas, queues, size, load, rate, now_s)
 
 
 class TransferLeg:
@@ -187,7 +211,7 @@ class TransferLeg:
                 outcome = await self._read_elsewhere(expected)
         finally:
             if len(self._request.replicas) > 1:
-                metrics.PREFILL_LEGS.labels(outcome).inc()
+                metrics.PREFILL_LEGS.labels(self._request.deployment, outcome).inc()
                 current_span().set(names.PREFILL_OUTCOME, outcome)
             if self.received is None:
                 await self._begin_alone()
@@ -220,10 +244,7 @@ class TransferLeg:
             expected.held_blocks * expected.block_tokens,
             (expected.blocks - expected.held_blocks) * expected.block_tokens,
         )
-        queues = await ask_queues(self._peers, request.replicas, size)
-        plan = plan_prefill(
-            request.replicas, queues, size, request.load(), self._rate, self._clock()
-        )
+        plan = await plan_leg(self._peers, request, size, self._rate, self._clock())
         if plan.candidates:
             self.held_tokens = size.cached_tokens
         for candidate in plan.candidates:

@@ -2,6 +2,7 @@
 
     python -m ops.bench.relay_instructions [--sizes 0 4 16 100 1024] [--replicas 8]
         [--requests 200] [--body prompt | ignored | same] [--callgrind [--keep FOLDER]] [--stream]
+        [--rate 1000000] [--prefill 0]
 
 One process has the whole request path, from the bytes of a client to the bytes for a node and back,
 over transports in memory. With `--callgrind` it runs under valgrind, which counts instructions:
@@ -12,6 +13,9 @@ is printed, in us.
 `prompt` is the work on the prompt itself. `--body same` always sends the same conversation.
 `--stream` sends one request, and measures a token of its answer, each of which comes alone;
 `--requests` is then the number of tokens.
+`--prefill N` makes the last N replicas prefill replicas, one of which reads each prompt: the
+difference to 0 is the router's part of two legs. `--rate` is how many prompt tokens a replica
+reads in a second; only prompts of some milliseconds have two legs.
 """
 
 import argparse
@@ -26,7 +30,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
+from isochrone.wire.http import headers
 from isochrone.wire.ids import BootId, PopId
+from isochrone.wire.peers.assignment import Role
+from isochrone.wire.peers.routes import RouteTable
 from ops.bench import backend
 from ops.bench.bench_router import KEY, route_table
 from ops.bench.relay import CONVERSATIONS, PATH, PLAIN, STREAM_OPTIONS, conversation
@@ -65,6 +74,8 @@ class MemoryTransport(asyncio.Transport):
         """Open the connection of `protocol`."""
         super().__init__()
         self.written = 0
+        self.answered = 0
+        """How much was written before the last answer."""
         self._protocol = protocol
         protocol.connection_made(self)
 
@@ -125,12 +136,21 @@ class MemoryLoop(asyncio.SelectorEventLoop):
         return transport, None
 
 
-def public_server(folder: Path, replicas: int) -> PublicServer:
+def table_with_roles(replicas: int, rate: float, prefill: int) -> RouteTable:
+    """Return a table whose last `prefill` replicas read prompts for the others."""
+    table = route_table(1, replicas, rate)
+    routes = list(table.routes)
+    for n in range(replicas - prefill, replicas):
+        routes[n] = msgspec.structs.replace(routes[n], role=Role.PREFILL)
+    return msgspec.structs.replace(table, routes=tuple(routes))
+
+
+def public_server(folder: Path, table: RouteTable) -> PublicServer:
     """Return the server of a router, composed as in `router/app.py`."""
     config = RouterConfig(state_folder=folder, parse_bytes_per_key_per_s=1 << 40)
     clock, metrics = time.monotonic, Metrics()
     fleet = FleetState(PopId("ams"), clock, "router-1")
-    fleet.adopt(route_table(1, replicas))
+    fleet.adopt(table)
     upstream = Upstream(config, Deadlines(clock), clock)
     pipeline = RequestPipeline(
         config=config,
@@ -193,31 +213,40 @@ STREAM_HEAD: Final = (
 )
 
 
+def answer_of(table: RouteTable) -> bytes:
+    """Return what a node sends: with prefill replicas, first which of them reads the prompt."""
+    last = table.routes[-1]
+    if last.role is not Role.PREFILL:
+        return ANSWER
+    named = f"HTTP/1.1 103 Early Hints\r\n{headers.PREFILL_REPLICA}: {last.replica_id}\r\n\r\n"
+    return named.encode() + ANSWER
+
+
 async def serve(
-    loop: MemoryLoop, client: MemoryTransport, requests: list[bytes], count: int
+    loop: MemoryLoop, client: MemoryTransport, requests: list[bytes], count: int, answer: bytes
 ) -> None:
     """Send `count` requests, one after the other, and answer each as a node."""
     for number in range(count):
-        before = {id(node): node.written for node in loop.nodes}
         client.deliver(requests[number % len(requests)])
-        node = _node_written_to(loop, before)
+        node = _node_asked(loop)
         for _ in range(DIAL_TURNS):
             if node is not None:
                 break
             # The first request to a node waits for its connection.
             await asyncio.sleep(0)
-            node = _node_written_to(loop, before)
+            node = _node_asked(loop)
         if node is None:
             raise SystemExit("cannot measure: a request was not sent to a node")
         written = client.written
-        node.deliver(ANSWER)
+        node.answered = node.written
+        node.deliver(answer)
         if client.written == written:
             raise SystemExit("cannot measure: a request was not answered")
 
 
-def _node_written_to(loop: MemoryLoop, before: dict[int, int]) -> MemoryTransport | None:
+def _node_asked(loop: MemoryLoop) -> MemoryTransport | None:
     for node in loop.nodes:
-        if node.written != before.get(id(node), 0):
+        if node.written != node.answered:
             return node
     return None
 
@@ -226,11 +255,11 @@ async def serve_stream(
     loop: MemoryLoop, client: MemoryTransport, requests: list[bytes], tokens: int
 ) -> None:
     """Send one request, and answer it with a stream of so many tokens, each on its own."""
-    before = {id(node): node.written for node in loop.nodes}
     client.deliver(requests[0])
-    node = _node_written_to(loop, before)
+    node = _node_asked(loop)
     if node is None:
         raise SystemExit("cannot measure: a request was not sent to a node")
+    node.answered = node.written
     node.deliver(STREAM_HEAD + backend.chunk(backend.FRAMES[0]))
     for number in range(tokens):
         node.deliver(backend.chunk(backend.FRAMES[number % len(backend.FRAMES)]))
@@ -243,10 +272,11 @@ async def serve_stream(
 async def measure(loop: MemoryLoop, arguments: argparse.Namespace, kib: int) -> float:
     """Return the CPU time of a request in us."""
     with tempfile.TemporaryDirectory() as name:
-        server = public_server(Path(name), arguments.replicas)
+        table = table_with_roles(arguments.replicas, arguments.rate, arguments.prefill)
+        server, answer = public_server(Path(name), table), answer_of(table)
         client = MemoryTransport(server.make_connection())
         requests = requests_of(kib, arguments.body)
-        await serve(loop, client, requests, WARM_UP_REQUESTS)
+        await serve(loop, client, requests, WARM_UP_REQUESTS, answer)
         streams = requests_of(kib, arguments.body, is_stream=True)
         mark = _mark_of(arguments.mark)
         best_s = 1e9
@@ -256,7 +286,7 @@ async def measure(loop: MemoryLoop, arguments: argparse.Namespace, kib: int) -> 
             if arguments.stream:
                 await serve_stream(loop, client, streams, arguments.requests)
             else:
-                await serve(loop, client, requests, arguments.requests)
+                await serve(loop, client, requests, arguments.requests, answer)
             mark()
             best_s = min(best_s, time.process_time() - began_s)
         requests_count: int = arguments.requests
@@ -278,6 +308,7 @@ def instructions(arguments: argparse.Namespace) -> list[float]:
         command += [f"--callgrind-out-file={name}/counts", sys.executable]
         command += ["-m", "ops.bench.relay_instructions", "--mark", str(library)]
         command += ["--replicas", str(arguments.replicas), "--requests", str(arguments.requests)]
+        command += ["--rate", str(arguments.rate), "--prefill", str(arguments.prefill)]
         command += ["--stream"] * arguments.stream
         command += ["--body", arguments.body, "--sizes", *map(str, arguments.sizes)]
         subprocess.run(command, capture_output=True, text=True, check=True)
@@ -303,6 +334,8 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[0, 4, 16, 100, 1024])
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--rate", type=float, default=1e6, help="prompt tokens/s of a replica")
+    parser.add_argument("--prefill", type=int, default=0, help="replicas that only read prompts")
     parser.add_argument("--body", choices=("prompt", "ignored", "same"), default="prompt")
     parser.add_argument("--callgrind", action="store_true", help="count instructions")
     parser.add_argument("--stream", action="store_true", help="count a token, not a request")

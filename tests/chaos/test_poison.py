@@ -68,8 +68,7 @@ async def test_a_poison_request_costs_two_engines_and_no_other_request(
     fleet: Fleet, at_token: int
 ) -> None:
     tenant = f"poisoner-{at_token}"
-    key = (await fleet.ask("POST", "/v1/keys", {"tenant_id": tenant}))["key"]
-    await fleet.routers_know()
+    key = await fleet.new_key(tenant)
     poison: dict[str, Any] = {"key": key, "mock": {"crash_at_token": at_token}}
 
     async def send(http: aiohttp.ClientSession, tokens: int) -> Ended:
@@ -82,7 +81,7 @@ async def test_a_poison_request_costs_two_engines_and_no_other_request(
     ):
         await wait_ended(load, 8)
         first = await send(http, 8)
-        assert first.how == ("error-event" if at_token else "refused")
+        assert first.how == ("error-event" if at_token else "refused"), first
         assert first.tokens == at_token
         for _ in range(3):
             again = await send(http, 8)
@@ -99,13 +98,12 @@ async def test_a_poison_request_costs_two_engines_and_no_other_request(
 
 
 async def test_what_one_router_refuses_the_others_refuse_soon(fleet: Fleet) -> None:
-    key = (await fleet.ask("POST", "/v1/keys", {"tenant_id": "wanderer"}))["key"]
-    await fleet.routers_know()
+    key = await fleet.new_key("wanderer")
     poison: dict[str, Any] = {"key": key, "mock": {"crash_at_token": 0}}
     async with counting_engines(fleet) as new_engines, aiohttp.ClientSession() as http:
         told_before = await losses_told(fleet, "sin")
         first = await one_stream(fleet, http, "ams", 8, **poison)
-        assert first.how == "refused"
+        assert first.how == "refused" and "2 engines failed" in first.detail, first
         await until("two warm engines", lambda: fleet.is_warm(REPLICAS))
 
         async def is_told() -> bool:
@@ -143,13 +141,12 @@ async def test_a_request_that_ran_beside_a_killed_engine_twice_is_not_refused() 
 async def kill_beside_load(fleet: Fleet) -> None:
     async with under_load(fleet, ["ams"], streams=4, tokens=20) as load:
         for number in (1, 2):
-            key = (await fleet.ask("POST", "/v1/keys", {"tenant_id": f"killer-{number}"}))["key"]
-            await fleet.routers_know()
+            key = await fleet.new_key(f"killer-{number}")
             await wait_ended(load, 4)
             async with aiohttp.ClientSession() as http:
                 fault = {"mock": {"crash_at_token": 0}}
                 ended = await one_stream(fleet, http, "ams", 8, key=key, **fault)
-            assert ended.how == "refused", ended
+            assert ended.how == "refused" and "2 engines failed" in ended.detail, ended
             await until("two warm engines", lambda: fleet.is_warm(REPLICAS))
             await wait_ended(load, 8)
     assert not load.failures(), load.failures()

@@ -100,8 +100,7 @@ async def test_a_backup_restored_under_a_running_scheduler_is_followed_by_all(
     kinds = {e["kind"] for e in (await fleet.ask("GET", "/v1/events"))["data"]}
     assert {"database.lost_history", "replica.adopted"} <= kinds
     # Routers refuse generations that they have seen: a new key proves that they follow.
-    fleet.key = (await fleet.ask("POST", "/v1/keys", {"tenant_id": "test"}))["key"]
-    await fleet.routers_know()
+    fleet.key = await fleet.new_key("test")
     await serves(fleet)
     assert fleet.engine_pids() == before
     assert fleet.engine_processes() == 2

@@ -388,8 +388,27 @@ class Fleet:
         await until(f"{replicas} warm", is_warm, timeout_s)
         await self.routers_know()
 
+    async def new_key(self, tenant: str) -> str:
+        """Create a key, and wait until every router knows it: it is published a moment later."""
+        key: str = (await self.ask("POST", "/v1/keys", {"tenant_id": tenant}))["key"]
+
+        async def is_known() -> bool:
+            async with aiohttp.ClientSession(headers={"authorization": f"Bearer {key}"}) as http:
+                for pop in CITIES:
+                    url = f"{self.endpoint(pop)}/v1/chat/completions"
+                    async with http.post(url, json={}) as response:
+                        if response.status == 401:
+                            return False
+            return True
+
+        await until("routers know the new key", is_known)
+        return key
+
     async def routers_know(self) -> None:
-        """Wait until every router has the route table that is published now."""
+        """Wait until every router has the route table that is published now.
+
+        What changed a moment ago may not be published yet.
+        """
         published = (await self.tell("GET", "/v1/status", None))["route_generation"]
 
         async def were_told() -> bool:

@@ -290,7 +290,7 @@ async def test_nodes_of_either_role_drain_are_lost_and_roll_out_without_a_lost_t
         await deploy(fleet)
         nodes = await until_both(fleet)
         await check_explained(fleet, nodes)
-        legs = 'isochrone_node_prefill_legs_total{outcome="prefill"}'
+        legs = 'isochrone_node_prefill_legs_total{deployment="counting",outcome="prefill"}'
         async with under_role_load(fleet) as load:
 
             async def are_read_elsewhere() -> bool:

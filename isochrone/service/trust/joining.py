@@ -19,7 +19,10 @@ from isochrone.service.trust.tls import verifying_context
 from isochrone.wire.peers.control import JoinReply, JoinRequest, PeerRole, join_token_command
 
 CONNECT_TIMEOUT_S: Final = 5.0
-JOIN_TIMEOUT_S: Final = 10.0
+JOIN_TIMEOUT_S: Final = 30.0
+"""Longer than a scheduler waits for its database, which it does for up to 10 s a statement: a peer
+that gives up before has used up its token and got no certificate."""
+
 RESPONSE_BYTES_MAX: Final = 256 * 1024
 IDENTITY_BYTES: Final = 16 * 1024
 """More than a stored identity takes."""

@@ -123,6 +123,7 @@ class PrefillLegs:
         expected = self._decoding.setdefault(own, ExpectedDecoding())
         leg_request = LegRequest(
             transfer=secrets.token_hex(16),
+            deployment=replica.spec.name,
             path=request.path,
             body=body,
             sent={name: request.headers[name] for name in sent_on if name in request.headers},
@@ -210,7 +211,7 @@ def _named_peers(
             holders = _only_store(request, own)
     readers = headers.parse_peer_replicas(named.get(headers.PREFILL_REPLICAS, ""))
     if len(readers) > 1 and is_too_short(readers[0]) and not needs_prefill:
-        metrics.PREFILL_LEGS.labels(LegChoice.SHORT).inc()
+        metrics.PREFILL_LEGS.labels(replica.spec.name, LegChoice.SHORT).inc()
         current_span().set(names.PREFILL_OUTCOME, LegChoice.SHORT.value)
         readers = []
     if len(readers) < 2 and holders is None and not needs_prefill:

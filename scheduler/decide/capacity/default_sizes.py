@@ -18,7 +18,7 @@ from isochrone.wire.digits import parse_digits
 from isochrone.wire.engines.engine_capabilities import capabilities_of, copies_of
 from isochrone.wire.engines.engine_options import read_size
 from isochrone.wire.models.model import CatalogModel, EngineSettings
-from scheduler.decide.capacity.device_classes import GIB, class_of
+from scheduler.decide.capacity.device_classes import CPU, GIB, class_of
 from scheduler.decide.capacity.replica_capacity import (
     CannotFit,
     ReplicaCapacity,
@@ -45,7 +45,12 @@ are limited by tokens in flight."""
 
 SEQUENCES_UNKNOWN: Final = 16
 STEP_TOKENS_UNKNOWN: Final = 256
-"""The sizes where neither rates nor the KV of a token are known: those of a few CPU cores."""
+"""The sizes on a CPU, whose rates are not known: those of a few cores."""
+
+GPU_SEQUENCES_UNKNOWN: Final = 256
+GPU_STEP_TOKENS_UNKNOWN: Final = 2048
+"""The sizes on a GPU where rates cannot be estimated, because its class is not listed or the model
+has no dimensions: vLLM's own defaults for GPUs of less than 70 GiB."""
 
 STEP_TARGET_S: Final = 0.25
 STEP_TOKENS_MIN: Final = 256
@@ -122,7 +127,7 @@ def replica_sizes(
     rates = capacity if isinstance(capacity, ReplicaCapacity) else None
     given_sequences = parse_digits(engine.options.get(names.sequences_option, "")) or 0
     given_tokens = parse_digits(engine.options.get(names.step_tokens_option, "")) or 0
-    sequences, step_tokens = ceil(sequences / copies), _step_tokens(rates, copies)
+    sequences, step_tokens = ceil(sequences / copies), _step_tokens(rates, device_class, copies)
     # Engines do not start with fewer tokens a step than sequences: what is open follows the other.
     if given_tokens:
         sequences = min(sequences, max(1, given_tokens - 1))
@@ -223,8 +228,11 @@ def _largest_batch(
 ) -> int:
     """Return the largest batch of all copies within the ITL target and `kv_tokens` of KV cache."""
     kind = class_of(device_class)
-    if kind is None or not isinstance(capacity, ReplicaCapacity):
+    if device_class == CPU:
         return copies_of(engine) * SEQUENCES_UNKNOWN
+    if kind is None or not isinstance(capacity, ReplicaCapacity):
+        most = copies_of(engine) * GPU_SEQUENCES_UNKNOWN
+        return int(max(copies_of(engine), min(most, kv_tokens / context_tokens)))
     copies = whole_copies(model, engine)
     kv_of_token = stored_kv_bytes_per_token(model, engine, device_class)
     step = StepTime(model, kind, capacity.split, engine.nodes, kv_of_token, context_tokens)
@@ -232,10 +240,10 @@ def _largest_batch(
     return copies * min(BATCH_MAX, of_copy)
 
 
-def _step_tokens(rates: ReplicaCapacity | None, copies: int) -> int:
+def _step_tokens(rates: ReplicaCapacity | None, device_class: str, copies: int) -> int:
     """Return the largest power of two that a copy's devices prefill in STEP_TARGET_S."""
     if rates is None:
-        return STEP_TOKENS_UNKNOWN
+        return STEP_TOKENS_UNKNOWN if device_class == CPU else GPU_STEP_TOKENS_UNKNOWN
     tokens = int(rates.prefill_tokens_per_s / copies * STEP_TARGET_S)
     if tokens < STEP_TOKENS_MIN:
         return STEP_TOKENS_MIN

@@ -95,6 +95,13 @@ def _chip_and_size(name: str) -> tuple[str, int]:
 
 
 def is_named_by(device_class: str, names: Iterable[str]) -> bool:
-    """Return whether one of `names` is a device class or its chip: `h100-80g`, or any `H100`."""
-    lowered = {name.lower() for name in names}
-    return bool({device_class.lower(), _chip_and_size(device_class.lower())[0]} & lowered)
+    """Return whether one of `names` is a device class or its chip: `h100-80g`, or any `H100`.
+
+    An H100 of 80 GB reports its memory as `h100-86g`, and is named by its class here, too.
+    """
+    reported = device_class.lower()
+    chip, size_gb = _chip_and_size(reported)
+    listed = class_of(reported)
+    is_of_size = listed is not None and size_gb == round(listed.memory_bytes / GB)
+    own = {reported, chip} | ({listed.name} if listed is not None and is_of_size else set())
+    return bool(own.intersection(name.lower() for name in names))

@@ -166,6 +166,26 @@ async def test_kv_moves_between_engines_of_other_widths(
         end(process)
 
 
+async def test_fp8_kv_stays_fp8_on_the_wire(pair: Pair, tmp_path: Path, short_folder: Path) -> None:
+    """A byte for each number, and a scale for each head; the same answer as without a transfer."""
+    tiny.write_folder(tmp_path, "qwen3")
+    tiny.write_tokenizer(tmp_path)
+    process = start(short_folder, "f", model_path=str(tmp_path), kv_dtype="fp8")
+    try:
+        engine = await asyncio.to_thread(wait_ready, process, short_folder / "f")
+        async with engine.session() as http:
+            expected, _ = await complete(pair.other, a_salt())
+            both = pair._replace(prefill=pair.other, decode=http)
+            answer, result = await transferred(both, a_salt())
+            assert answer == (expected, BLOCKS * 16)
+            token_bytes = 2 * tiny.LAYERS * tiny.KV_HEADS * (tiny.HEAD_DIM + 4)
+            assert result["transfer_bytes"] == BLOCKS * 16 * token_bytes
+            sent = await stream_of(pair.other, secrets.token_hex(16))
+            assert len(sent) < 1.2 * BLOCKS * 16 * token_bytes
+    finally:
+        end(process)
+
+
 async def test_what_the_decode_engine_has_is_not_sent_again(pair: Pair) -> None:
     salt = a_salt()
     first, _ = await transferred(pair, salt)

@@ -24,7 +24,13 @@ from isochrone.wire.kv.kv_transfer import WINDOW_SOCKET_NAME
 from nodeagent import metrics
 from ops.golden import tiny
 from tests.integration.nodeagent.test_data_plane import Node, a_node
-from tests.integration.nodeagent.test_two_legs import a_prompt, artifact_of, is_warm, spec_of
+from tests.integration.nodeagent.test_two_legs import (
+    a_prompt,
+    artifact_of,
+    is_warm,
+    prefilled,
+    spec_of,
+)
 from tests.system.harness import until
 
 TOKENS = 12
@@ -85,13 +91,13 @@ class TwoEngines(NamedTuple):
 
     async def prefilled(self, tenant: str = "t") -> None:
         """Have `p` read a new prompt, and compare the answer with that of `d` alone."""
-        prompt, before = a_prompt(), metrics.PREFILL_LEGS.labels("prefill")._value.get()
+        prompt, before = a_prompt(), prefilled()
         alone, _ = await self.ask(prompt, tenant="alone")
         text, _ = await self.ask(
             prompt, tenant=tenant, **{headers.PREFILL_REPLICAS: self.peers("d", "p")}
         )
         assert text == alone != ""
-        assert metrics.PREFILL_LEGS.labels("prefill")._value.get() == before + 1
+        assert prefilled() == before + 1
 
     async def is_clean(self) -> bool:
         found = [await self.stats(name) for name in ("d", "p")]

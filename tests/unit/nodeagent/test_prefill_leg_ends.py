@@ -75,7 +75,7 @@ def a_leg(engine: object) -> TransferLeg:
         raise AssertionError("no replica may be tried")
 
     request = LegRequest(
-        transfer="f" * 32, path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
         load=cast(Any, None), announce=announce,
     )  # fmt: skip
     return TransferLeg(
@@ -155,7 +155,7 @@ async def test_a_leg_whose_request_has_ended_orders_a_hung_engine_once() -> None
 
 def legs(outcome: str) -> float:
     """Return how many prefill legs have had an outcome."""
-    return float(metrics.PREFILL_LEGS.labels(outcome)._value.get())
+    return float(metrics.PREFILL_LEGS.labels("chat", outcome)._value.get())
 
 
 async def test_a_leg_whose_request_has_ended_is_not_counted_as_failed() -> None:
@@ -210,7 +210,7 @@ async def test_a_leg_that_is_late_ends_before_its_deadline() -> None:
         announced.append(replica_id)
 
     request = LegRequest(
-        transfer="f" * 32, path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
         load=lambda: DecodeLoad(0, 8), announce=announce, deadline_s=clock() + 0.4,
     )  # fmt: skip
     leg = TransferLeg(
@@ -227,6 +227,57 @@ async def test_a_leg_that_is_late_ends_before_its_deadline() -> None:
     assert (announced, engine.has_begun) == (["p", "d"], True)
     # What may have arrived before that is no cached part of the prompt.
     assert (leg.received, leg.held_tokens) == (None, 48)
+
+
+class UnaskedPeers(HungPeers):
+    """Prefill replicas whose nodes may not be asked."""
+
+    async def queued_tokens(
+        self, replicas: Sequence[PeerReplica], timeout_s: float = 0.0
+    ) -> dict[ReplicaId, int]:
+        raise AssertionError("their queues decide nothing")
+
+
+@pytest.mark.parametrize(
+    ("decoding", "token_us", "outcome"), [(0, 100, "idle"), (8, 1, "short")], ids=("idle", "short")
+)
+async def test_a_prompt_that_is_read_here_whatever_the_queues_waits_for_no_node(
+    decoding: int, token_us: int, outcome: str
+) -> None:
+    """The engine of a short prompt waited for answers that could change nothing."""
+    before, posted = legs(outcome), asyncio.Event()
+
+    async def announce(replica_id: ReplicaId) -> None:
+        raise AssertionError("no replica may be tried")
+
+    @asynccontextmanager
+    async def post(body: bytes) -> AsyncIterator[Any]:
+        posted.set()
+        yield SimpleNamespace(status=200)
+
+    request = LegRequest(
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={},
+        replicas=[
+            PeerReplica(ReplicaId(name), NodeId("n"), "http://n", 1000, 100, token_us)
+            for name in ("d", "p")
+        ],
+        load=lambda: DecodeLoad(0, decoding), announce=announce,
+    )  # fmt: skip
+    engine, peers, clock = DescribingEngine(0), cast(PrefillPeers, UnaskedPeers()), lambda: 0.0
+    embedded = TransferLeg(
+        cast(aiohttp.ClientSession, engine),
+        peers,
+        TransferRate(),
+        request,
+        clock,
+        cast(PrefixFetcher, None),
+    )
+    await embedded._task
+    await embedded.close()
+    async with HandshakeLeg(NixlHandshake(), peers, TransferRate(), request, clock).answer(post):
+        pass
+    assert (engine.has_begun, posted.is_set()) == (True, True)
+    assert legs(outcome) == before + 2
 
 
 @pytest.fixture
@@ -256,7 +307,7 @@ async def test_a_leg_that_took_too_long_counts_with_its_time(peers: HungPeers) -
 
     engine, rate, seconds = DescribingEngine(0), TransferRate(), itertools.count(1.0)
     request = LegRequest(
-        transfer="f" * 32, path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
         load=lambda: DecodeLoad(0, 8), announce=announce,
     )  # fmt: skip
     leg = TransferLeg(
@@ -281,7 +332,7 @@ async def test_a_leg_of_another_vendor_whose_request_has_ended_is_not_counted_as
         tried.set()
 
     request = LegRequest(
-        transfer="f" * 32, path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
         load=lambda: DecodeLoad(0, 8), announce=announce,
     )  # fmt: skip
     peers = cast(PrefillPeers, HungPeers())
@@ -312,7 +363,7 @@ async def test_a_leg_of_another_vendor_that_ran_out_of_time_counts_with_it() -> 
 
     rate, seconds = TransferRate(), itertools.count(1.0)
     request = LegRequest(
-        transfer="f" * 32, path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
         load=lambda: DecodeLoad(0, 8), announce=announce,
     )  # fmt: skip
     peers = cast(PrefillPeers, HungPeers())

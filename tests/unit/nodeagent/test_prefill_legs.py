@@ -1,9 +1,9 @@
 """An answer of two legs: what its node counts of it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from time import monotonic
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from aiohttp import web
@@ -63,32 +63,64 @@ async def test_blocks_of_a_broken_transfer_are_not_in_the_usage() -> None:
     assert "content-length" not in response.headers
 
 
-async def test_the_deadline_counts_from_the_admission(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A leg that was late left no time to read the prompt here if the request had waited for a
-    seat before it."""
-    opened: list[LegRequest] = []
-    monkeypatch.setattr(
-        "nodeagent.api.request.prefill_legs.TransferLeg",
-        lambda http, peers, rate, leg_request, *others: opened.append(leg_request),
-    )
-    nothing: Any = None
+NOTHING: Any = None
+NO_HEADERS: Final[Mapping[str, str]] = {}
+
+
+def open_leg(
+    deployment: str,
+    prefill_ms: int,
+    admitted_s: float,
+    more: Mapping[str, str] = NO_HEADERS,
+) -> None:
+    """Open the leg of a request that takes so long to read here."""
     readers = [
-        PeerReplica(ReplicaId(name), NodeId("n"), "n:1", 100, 4000, 20_000) for name in ("r1", "p")
+        PeerReplica(ReplicaId(name), NodeId("n"), "n:1", 100, prefill_ms, 20_000)
+        for name in ("r1", "p")
     ]
-    request: Any = SimpleNamespace(
-        path="/v1/completions",
-        headers={
-            headers.REPLICA: "r1",
-            headers.PREFILL_REPLICAS: headers.format_peer_replicas(readers),
-            headers.DEADLINE_MS: "9000",
-        },
-    )
+    named = {
+        headers.REPLICA: "r1",
+        headers.PREFILL_REPLICAS: headers.format_peer_replicas(readers),
+    }
+    request: Any = SimpleNamespace(path="/v1/completions", headers={**named, **more})
     admission = ReplicaAdmission(10_000)
-    replica: Any = SimpleNamespace(spec=a_spec("r1"), admission=admission)
+    replica: Any = SimpleNamespace(spec=a_spec("r1", name=deployment), admission=admission)
     engine: Any = SimpleNamespace(handshake=None, sends_kv=True, http=None)
-    admitted_s = monotonic() - 8.0
     reservation = admission.admit(100, 8, now_s=admitted_s)
     assert reservation is not None
-    legs = PrefillLegs(nothing, KvQuota(NO_KV_LIMITS), nothing)
+    legs = PrefillLegs(NOTHING, KvQuota(NO_KV_LIMITS), NOTHING)
     legs.open(request, replica, engine, b"{}", reservation, ())
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[LegRequest]:
+    """The legs that are opened."""
+    requests: list[LegRequest] = []
+    monkeypatch.setattr(
+        "nodeagent.api.request.prefill_legs.TransferLeg",
+        lambda http, peers, rate, leg_request, *others: requests.append(leg_request),
+    )
+    return requests
+
+
+async def test_the_deadline_counts_from_the_admission(opened: list[LegRequest]) -> None:
+    """A leg that was late left no time to read the prompt here if the request had waited for a
+    seat before it."""
+    admitted_s = monotonic() - 8.0
+    open_leg("chat", 4000, admitted_s, {headers.DEADLINE_MS: "9000"})
     assert [leg.deadline_s for leg in opened] == [admitted_s + 9.0]
+
+
+def test_prompts_are_counted_by_deployment(opened: list[LegRequest]) -> None:
+    """With two of them nobody could tell which one's prompts were read where."""
+
+    def counts() -> list[float]:
+        labels = metrics.PREFILL_LEGS.labels
+        return [labels(name, "short")._value.get() for name in ("chat", "code")]
+
+    before = counts()
+    for deployment in ("code", "chat", "code"):
+        open_leg(deployment, 1, monotonic())
+    assert counts() == [before[0] + 1, before[1] + 2]
+    open_leg("code", 4000, monotonic())
+    assert [leg.deployment for leg in opened] == ["code"]

@@ -138,6 +138,18 @@ def test_a_cpu_without_rates_gets_sixteen_sequences() -> None:
     assert "rates are measured" in in_words(sizes)
 
 
+def test_a_gpu_that_is_not_listed_is_not_sized_like_a_cpu() -> None:
+    """It was given 16 sequences, and so a tenth of the KV that it has space for."""
+    engine = msgspec.structs.replace(VLLM, context_tokens_max=4096)
+    sizes = replica_sizes(LLAMA, engine, "a6000-52g", 45 * GIB)
+    assert sizes.memory_bytes == 45 * GIB
+    assert sizes.tokens_in_flight == sizes.kv_tokens > 200_000
+    assert (sizes.sequences, sizes.step_tokens) == (256, 2048)
+    small = replica_sizes(LLAMA, engine, "5060-17g", 18 * GIB)
+    assert 1 <= small.sequences < 256
+    assert small.sequences * 512 <= small.kv_tokens
+
+
 @pytest.mark.parametrize(("tokens", "is_told"), [(4095, True), (4096, False)])
 def test_a_kv_cache_smaller_than_a_context_is_told(tokens: int, is_told: bool) -> None:
     """Engines refuse to start with it, or requests longer than it: `deploy` named the context."""

@@ -186,6 +186,11 @@ def test_a_name_is_a_class_or_a_chip() -> None:
     assert is_named_by("h100-80g", ["l4", "h100-80g"])
     assert not is_named_by("h100-80g", ["h100-94g", "H200"])
     assert not is_named_by("h100-80g", [])
+    # As devices report themselves.
+    assert is_named_by("h100-86g", ["h100-80g"])
+    assert is_named_by("a100-sxm4-80gb-86g", ["a100-80g"])
+    assert not is_named_by("a100-pcie-40gb-43g", ["a100-80g"])
+    assert not is_named_by("h100-nvl-101g", ["h100-80g"])
     assert is_named_by("cpu", ["CPU"])
 
 
