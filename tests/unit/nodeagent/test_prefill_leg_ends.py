@@ -75,8 +75,8 @@ def a_leg(engine: object) -> TransferLeg:
         raise AssertionError("no replica may be tried")
 
     request = LegRequest(
-        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
-        load=cast(Any, None), announce=announce,
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={},
+        replicas=REPLICAS, load=cast(Any, None), announce=announce,
     )  # fmt: skip
     return TransferLeg(
         cast(aiohttp.ClientSession, engine),
@@ -210,8 +210,9 @@ async def test_a_leg_that_is_late_ends_before_its_deadline() -> None:
         announced.append(replica_id)
 
     request = LegRequest(
-        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
-        load=lambda: DecodeLoad(0, 8), announce=announce, deadline_s=clock() + 0.4,
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={},
+        replicas=REPLICAS, load=lambda: DecodeLoad(0, 8), announce=announce,
+        deadline_s=clock() + 0.4,
     )  # fmt: skip
     leg = TransferLeg(
         cast(aiohttp.ClientSession, engine),
@@ -307,8 +308,8 @@ async def test_a_leg_that_took_too_long_counts_with_its_time(peers: HungPeers) -
 
     engine, rate, seconds = DescribingEngine(0), TransferRate(), itertools.count(1.0)
     request = LegRequest(
-        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
-        load=lambda: DecodeLoad(0, 8), announce=announce,
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={},
+        replicas=REPLICAS, load=lambda: DecodeLoad(0, 8), announce=announce,
     )  # fmt: skip
     leg = TransferLeg(
         cast(aiohttp.ClientSession, engine),
@@ -332,8 +333,8 @@ async def test_a_leg_of_another_vendor_whose_request_has_ended_is_not_counted_as
         tried.set()
 
     request = LegRequest(
-        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
-        load=lambda: DecodeLoad(0, 8), announce=announce,
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={},
+        replicas=REPLICAS, load=lambda: DecodeLoad(0, 8), announce=announce,
     )  # fmt: skip
     peers = cast(PrefillPeers, HungPeers())
     leg = HandshakeLeg(NixlHandshake(), peers, TransferRate(), request, lambda: 0.0)
@@ -363,8 +364,8 @@ async def test_a_leg_of_another_vendor_that_ran_out_of_time_counts_with_it() -> 
 
     rate, seconds = TransferRate(), itertools.count(1.0)
     request = LegRequest(
-        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
-        load=lambda: DecodeLoad(0, 8), announce=announce,
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={},
+        replicas=REPLICAS, load=lambda: DecodeLoad(0, 8), announce=announce,
     )  # fmt: skip
     peers = cast(PrefillPeers, HungPeers())
     leg = HandshakeLeg(NixlHandshake(), peers, rate, request, lambda: next(seconds))
