@@ -281,6 +281,29 @@ async def test_a_prompt_that_is_read_here_whatever_the_queues_waits_for_no_node(
     assert legs(outcome) == before + 2
 
 
+async def test_a_leg_of_another_vendor_that_is_late_ends_before_its_deadline() -> None:
+    clock, announced = asyncio.get_running_loop().time, []
+
+    async def announce(replica_id: ReplicaId) -> None:
+        announced.append(replica_id)
+
+    @asynccontextmanager
+    async def post(body: bytes) -> AsyncIterator[Any]:
+        yield SimpleNamespace(status=200)
+
+    request = LegRequest(
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={},
+        replicas=REPLICAS, load=lambda: DecodeLoad(0, 8), announce=announce,
+        deadline_s=clock() + 0.4,
+    )  # fmt: skip
+    peers = cast(PrefillPeers, HungPeers())
+    leg = HandshakeLeg(NixlHandshake(), peers, TransferRate(), request, clock)
+    async with asyncio.timeout(1.5), leg.answer(post) as answer:
+        assert answer.status == 200
+    assert announced == ["p", "d"]
+    assert leg.received is None
+
+
 @pytest.fixture
 def short_legs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give up legs within a millisecond."""
