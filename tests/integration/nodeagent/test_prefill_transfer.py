@@ -129,6 +129,7 @@ async def transferred(engine: EngineStandIn, faults: Sequence[str]) -> TransferL
         ]
         request = LegRequest(
             transfer=TRANSFER,
+            deployment="chat",
             path="/v1/completions",
             body=b"{}",
             sent={},

@@ -20,14 +20,20 @@ import pytest
 
 from isochrone.wire.engines.engine_capabilities import capabilities_of
 from isochrone.wire.http import headers
-from isochrone.wire.ids import DeviceId
+from isochrone.wire.ids import DeviceId, Generation, ReplicaId
 from isochrone.wire.models.model import EngineSettings
-from isochrone.wire.peers.assignment import ReplicaSpec, Role
+from isochrone.wire.peers.assignment import ReplicaSpec, Role, Tombstone
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import EngineCommand, EngineDriver, EngineLaunch
 from tests.builders import a_spec
 from tests.integration.nodeagent.test_data_plane import a_node
-from tests.integration.nodeagent.test_two_legs import NAMES, TwoLegs, is_warm, outcomes
+from tests.integration.nodeagent.test_two_legs import (
+    NAMES,
+    TwoLegs,
+    is_stopped,
+    is_warm,
+    outcomes,
+)
 from tests.system.harness import until
 
 PROGRAM: Final = Path(__file__).parent / "vendor_engine.py"
@@ -143,6 +149,7 @@ async def test_two_legs_of_a_vendor_answer_as_one_engine_whatever_fails(vendor: 
     await check_failures(vendor)
     if not capabilities_of(vendor.driver).needs_prefill:
         await check_several_sequences(vendor)
+    await check_drain(vendor)
 
 
 async def check_answers(vendor: Vendor) -> None:
@@ -212,6 +219,27 @@ async def check_cancel(vendor: Vendor) -> None:
 
         await until("both legs have ended", is_ended, 10.0)
     vendor.break_replicas()
+    await until("tokens are released", vendor.legs.is_idle, 10.0)
+
+
+async def check_drain(vendor: Vendor) -> None:
+    """A replica of either role that is to end finishes its leg, and takes nothing more."""
+    whole = [str(number) for number in range(TOKENS)]
+    await until("p1 is warm again", partial(is_warm, vendor.legs.nodes[1]), 60.0)
+    for victim, reader in (("p2", "p2"), ("d", "p1")):
+        supervisor = vendor.legs.nodes[NAMES.index(victim)].supervisor
+        replica = supervisor.replicas[ReplicaId(victim)]
+        asking = asyncio.create_task(vendor.legs.ask(a_prompt(), reader, stream=True))
+        while not (replica.admission.running or asking.done()):
+            await asyncio.sleep(0)
+        tombstone = Tombstone(replica_id=ReplicaId(victim), generation=Generation(9), reason="test")
+        supervisor.end(tombstone)
+        answer = await asking
+        assert (answer.heads[-2:], text_of(answer.text)) == ([reader, "200"], whole), victim
+        await until("stopped", partial(is_stopped, replica), 60.0)
+        late = await vendor.legs.ask(a_prompt(), reader)
+        reads_alone = victim != "d" and not capabilities_of(vendor.driver).needs_prefill
+        assert late.heads[-1] == ("200" if reads_alone else "503"), late
     await until("tokens are released", vendor.legs.is_idle, 10.0)
 
 

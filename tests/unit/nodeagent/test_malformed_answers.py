@@ -113,6 +113,7 @@ async def announce(replica_id: ReplicaId) -> None:
 def a_request() -> LegRequest:
     return LegRequest(
         transfer="f" * 32,
+        deployment="chat",
         path="/v1/completions",
         body=b'{"prompt":"x"}',
         sent={},

@@ -75,8 +75,8 @@ def a_leg(engine: object) -> TransferLeg:
         raise AssertionError("no replica may be tried")
 
     request = LegRequest(
-        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
-        load=cast(Any, None), announce=announce,
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={},
+        replicas=REPLICAS, load=cast(Any, None), announce=announce,
     )  # fmt: skip
     return TransferLeg(
         cast(aiohttp.ClientSession, engine),
@@ -210,8 +210,9 @@ async def test_a_leg_that_is_late_ends_before_its_deadline() -> None:
         announced.append(replica_id)
 
     request = LegRequest(
-        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
-        load=lambda: DecodeLoad(0, 8), announce=announce, deadline_s=clock() + 0.4,
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={},
+        replicas=REPLICAS, load=lambda: DecodeLoad(0, 8), announce=announce,
+        deadline_s=clock() + 0.4,
     )  # fmt: skip
     leg = TransferLeg(
         cast(aiohttp.ClientSession, engine),
@@ -280,6 +281,29 @@ async def test_a_prompt_that_is_read_here_whatever_the_queues_waits_for_no_node(
     assert legs(outcome) == before + 2
 
 
+async def test_a_leg_of_another_vendor_that_is_late_ends_before_its_deadline() -> None:
+    clock, announced = asyncio.get_running_loop().time, []
+
+    async def announce(replica_id: ReplicaId) -> None:
+        announced.append(replica_id)
+
+    @asynccontextmanager
+    async def post(body: bytes) -> AsyncIterator[Any]:
+        yield SimpleNamespace(status=200)
+
+    request = LegRequest(
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={},
+        replicas=REPLICAS, load=lambda: DecodeLoad(0, 8), announce=announce,
+        deadline_s=clock() + 0.4,
+    )  # fmt: skip
+    peers = cast(PrefillPeers, HungPeers())
+    leg = HandshakeLeg(NixlHandshake(), peers, TransferRate(), request, clock)
+    async with asyncio.timeout(1.5), leg.answer(post) as answer:
+        assert answer.status == 200
+    assert announced == ["p", "d"]
+    assert leg.received is None
+
+
 @pytest.fixture
 def short_legs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give up legs within a millisecond."""
@@ -307,8 +331,8 @@ async def test_a_leg_that_took_too_long_counts_with_its_time(peers: HungPeers) -
 
     engine, rate, seconds = DescribingEngine(0), TransferRate(), itertools.count(1.0)
     request = LegRequest(
-        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
-        load=lambda: DecodeLoad(0, 8), announce=announce,
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={},
+        replicas=REPLICAS, load=lambda: DecodeLoad(0, 8), announce=announce,
     )  # fmt: skip
     leg = TransferLeg(
         cast(aiohttp.ClientSession, engine),
@@ -332,8 +356,8 @@ async def test_a_leg_of_another_vendor_whose_request_has_ended_is_not_counted_as
         tried.set()
 
     request = LegRequest(
-        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
-        load=lambda: DecodeLoad(0, 8), announce=announce,
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={},
+        replicas=REPLICAS, load=lambda: DecodeLoad(0, 8), announce=announce,
     )  # fmt: skip
     peers = cast(PrefillPeers, HungPeers())
     leg = HandshakeLeg(NixlHandshake(), peers, TransferRate(), request, lambda: 0.0)
@@ -363,8 +387,8 @@ async def test_a_leg_of_another_vendor_that_ran_out_of_time_counts_with_it() -> 
 
     rate, seconds = TransferRate(), itertools.count(1.0)
     request = LegRequest(
-        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={}, replicas=REPLICAS,
-        load=lambda: DecodeLoad(0, 8), announce=announce,
+        transfer="f" * 32, deployment="chat", path="/v1/completions", body=b"{}", sent={},
+        replicas=REPLICAS, load=lambda: DecodeLoad(0, 8), announce=announce,
     )  # fmt: skip
     peers = cast(PrefillPeers, HungPeers())
     leg = HandshakeLeg(NixlHandshake(), peers, rate, request, lambda: next(seconds))
