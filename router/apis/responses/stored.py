@@ -119,10 +119,7 @@ class StoredResponses:
         try:
             assert request.key is not None
             self.charge(request.key, len(begun.context_items))
-            context_items = msgspec.json.decode(begun.context_items, type=list[msgspec.Raw])
-            earlier = parse_items(context_items, "previous_response_id")
-            whole = msgspec.structs.replace(given, input=[*earlier, *parse_items(items, "input")])
-            chat = to_chat(whole)
+            chat = _whole_chat(given, begun.context_items, items)
             inference = self.openai.read_translated(request, chat, events.failed, "input")
         except ApiError:
             if is_stored:
@@ -261,16 +258,20 @@ def read_background(
 ) -> tuple[InferenceRequest, ResponseWriter, ResponseEvents]:
     """Return the inference request of a background response, and the translator of its answer."""
     given = msgspec.structs.replace(decode(request.body, RESPONSES_REQUEST), stream=None)
-    earlier = msgspec.json.decode(leased.context_items, type=list[msgspec.Raw])
-    items = input_of(request.body, "in")
-    whole = msgspec.structs.replace(
-        given,
-        input=[*parse_items(earlier, "previous_response_id"), *parse_items(items, "input")],
-    )
+    chat = _whole_chat(given, leased.context_items, input_of(request.body, "in"))
     response = {**msgspec.json.decode(leased.body), "status": "in_progress"}
     events = ResponseEvents(given, response)
-    inference = openai.read_translated(request, to_chat(whole), events.failed, "input")
+    inference = openai.read_translated(request, chat, events.failed, "input")
     return inference, responses_writer(writer, events), events
+
+
+def _whole_chat(
+    given: ResponsesRequest, context_items: bytes, items: list[dict[str, Any]]
+) -> bytes:
+    """Return a request as a chat, with the stored items that it builds on before its own."""
+    stored = msgspec.json.decode(context_items, type=list[msgspec.Raw])
+    earlier, own = parse_items(stored, "previous_response_id"), parse_items(items, "input")
+    return to_chat(msgspec.structs.replace(given, input=[*earlier, *own]))
 
 
 async def _result_of(task: asyncio.Task[bool]) -> bool:
