@@ -273,7 +273,7 @@ class Supervisor:
 
     async def _watch_engine(self, replica: ManagedReplica, engine: EngineProcess) -> str:
         """Observe the engine every second until it exits or must be killed; return the reason."""
-        watch = health.EngineWatch()
+        watch, silent_s = health.EngineWatch(), engine.record.command.stall_s
         leader = LeaderWatch(replica.spec, engine.pid, is_adopted=engine.is_adopted)
         next_canary_s = self._clock() + self._config.canary_interval_s
         while True:
@@ -302,7 +302,7 @@ class Supervisor:
             running = replica.admission.in_engine if is_awake else 0
             watch = health.observe(
                 watch,
-                answered=stats is not None or (running > 0 and engine.stall_s > 0),
+                answered=stats is not None or (running > 0 and silent_s > 0),
                 steps=stats.steps_total + stats.layers_computed_total if stats else 0,
                 bytes_out=replica.bytes_out,
                 in_flight=running,
@@ -315,7 +315,7 @@ class Supervisor:
                     succeeded = await engine.canary(stats.kind)
                 if succeeded or not engine.lacks_descriptors:
                     watch = health.after_canary(watch, succeeded=succeeded)
-            stall_s = max(engine.stall_s or self._config.stall_s, engine.step_limit_s)
+            stall_s = max(silent_s or self._config.stall_s, engine.record.step_limit_s)
             problem = health.kill_reason(watch, stall_s=stall_s, in_flight=running)
             if problem:
                 return f"{problem}: {engine.canary_problem}" if engine.canary_problem else problem

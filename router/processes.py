@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -155,39 +156,31 @@ class WorkerPipe:
             self._streams[1].close()
 
 
+@dataclass(eq=False)
 class WorkerPool:
-    """The main process's side: keeps a number of workers running."""
+    """The main process's side: keeps `count` workers running that serve `table()`.
 
-    def __init__(
-        self,
-        count: int,
-        send: Send,
-        table: Callable[[], RouteTable | None],
-        learn: Callable[[Shared | OwnKeyUse], None],
-        end_timeout_s: float,
-    ) -> None:
-        """Keep `count` workers that serve `table()`, and forward their reports with `send`.
+    It forwards their reports with `send`. Messages that a worker shares go to `learn` and to the
+    other workers. A worker has `end_timeout_s` to finish its requests when it is stopped.
+    """
 
-        Messages that a worker shares go to `learn` and to the other workers. A worker has
-        `end_timeout_s` to finish its requests when it is stopped.
-        """
-        self._learn = learn
-        self._count = count
-        self._send = send
-        self._table = table
-        self._end_timeout_s = end_timeout_s
-        self._sent_tables: dict[WorkerPipe, RouteTable | None] = {}
-        """The pipe to each worker, with the last table that it was sent."""
+    count: int
+    send: Send
+    table: Callable[[], RouteTable | None]
+    learn: Callable[[Shared | OwnKeyUse], None]
+    end_timeout_s: float
+    _sent_tables: dict[WorkerPipe, RouteTable | None] = field(default_factory=dict, init=False)
+    """The pipe to each worker, with the last table that it was sent."""
 
     async def run(self, port: int) -> None:
         """Keep the workers running on `port` until cancelled, then end them."""
         async with asyncio.TaskGroup() as tasks:
-            for number in range(1, self._count + 1):
+            for number in range(1, self.count + 1):
                 tasks.create_task(self._keep_running(number, port), name=f"worker-{number}")
 
     async def send_table(self) -> int:
         """Send the table in use to the workers that have another; return how many took it."""
-        table = self._table()
+        table = self.table()
         if table is None:
             return 0
         behind = {pipe: sent for pipe, sent in self._sent_tables.items() if sent is not table}
@@ -248,12 +241,12 @@ class WorkerPool:
             while (message := await _next_message(pipe)) is not None:
                 if isinstance(message, OwnKeyUse):
                     # The other processes have shares of their own.
-                    self._learn(message)
+                    self.learn(message)
                 elif not isinstance(message, Shared):
                     # Reports that are not forwarded are not acknowledged: the worker resends them.
-                    await self._send(message)
+                    await self.send(message)
                 elif not isinstance(message, SharedPrompts) or message.rows:
-                    self._learn(message)
+                    self.learn(message)
                     self.broadcast(message, sender=pipe)
         finally:
             del self._sent_tables[pipe]
@@ -264,7 +257,7 @@ class WorkerPool:
             with suppress(ProcessLookupError):
                 process.terminate()
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._end_timeout_s):
+                async with asyncio.timeout(self.end_timeout_s):
                     await process.wait()
         finally:
             if process.returncode is None:

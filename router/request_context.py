@@ -23,6 +23,7 @@ from router.dataplane.usage import UsageCount
 from router.decide.attempt import FAULTY, TRANSITIONS, AttemptEvent, AttemptState, after
 from router.decide.caches.prefix_index import SentPrompt
 from router.decide.choice.prefill_replicas import PrefillReading
+from router.decide.choice.ranking import QUEUE_REFUSALS_MAX
 from router.decide.choice.shared_kv import NO_SHARED_KV_PEERS
 from router.decide.replicas.full_replicas import RequestGroup
 from router.decide.replicas.ranked_route import RankedRoute
@@ -44,9 +45,6 @@ OUTCOME_COMPLETE: Final = RequestOutcome.COMPLETE
 OUTCOME_REFUSED: Final = RequestOutcome.REFUSED
 OUTCOME_CANCELLED: Final = RequestOutcome.CANCELLED
 RANKED: Final = AttemptState.RANKED
-
-QUEUE_REFUSALS_MAX: Final = 12
-"""How often nodes may refuse a request because more waits there than the router knew."""
 
 FAILOVERS_MAX: Final = 8
 """How many replicas may fail during one stream before the client gets an error."""

@@ -311,7 +311,7 @@ class DataPlaneServer:
             raise RequestRefused("draining")
         if replica.state is not ReplicaState.WARM or replica.engine is None:
             raise RequestRefused("loading", 503)
-        if headers.GENERATED_TOKENS in request.headers and not replica.engine.resumes:
+        if headers.GENERATED_TOKENS in request.headers and not replica.engine.driver.resumes:
             raise RequestRefused(headers.CANNOT_RESUME, 501)
         return replica
 
@@ -328,7 +328,7 @@ class DataPlaneServer:
         assert engine is not None
         if not running.is_sent_to(engine):
             raise RequestRefused("loading", 503)
-        if request.path == TOKENIZE_PATH and not engine.tokenize_path:
+        if request.path == TOKENIZE_PATH and not engine.driver.tokenize_path:
             raise ApiError(
                 ErrorCode.INVALID_REQUEST,
                 "cannot count tokens: this engine offers no count; see `usage` of an answer",
@@ -337,9 +337,9 @@ class DataPlaneServer:
         salt, priority = sent[headers.CACHE_SALT], sent.get(headers.PRIORITY, "")
         body = with_adapter(body, running.adapter)
         running.is_counted = is_counted(engine, body)
-        if engine.model_name:
+        if name := engine.record.command.model_name:
             content_type = request.headers.get("content-type", "")
-            body = with_model_name(body, content_type, engine.model_name)
+            body = with_model_name(body, content_type, name)
 
         def post(body: bytes, sent: Mapping[str, str]) -> AnswerContext:
             data = request_data(engine.salted(request.path, body, salt, priority))
@@ -393,7 +393,7 @@ class DataPlaneServer:
         if replica.spec.replica_id != request.headers.get(headers.REPLICA):
             response.headers[headers.HANDOFF_REPLICA] = replica.spec.replica_id
         if headers.GENERATED_TOKENS in request.headers and replica.engine is not None:
-            response.headers[headers.RESUMED] = replica.engine.resumes
+            response.headers[headers.RESUMED] = replica.engine.driver.resumes
         grammar_error = replica.engine.record.command.grammar_error if replica.engine else b""
         first_chunk = await anext(chunks, b"")
         refuse_grammar(answer.status, first_chunk, grammar_error)
@@ -414,8 +414,7 @@ class DataPlaneServer:
         counted = with_grammar_blamed(counted, grammar_error)
         counted = with_event_tokens(response, counted, is_counted=running.is_counted)
         counted = apply_leg(leg, response, counted)
-        if replica.engine is not None and replica.engine.model_name:
-            name = replica.engine.model_name
+        if replica.engine is not None and (name := replica.engine.record.command.model_name):
             counted = with_deployment_name(response, counted, name, replica.spec.name)
         with child_span("relay"):
             await relay_body(request, response, counted, "answered", running)

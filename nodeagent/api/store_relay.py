@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Final
 
 import aiohttp
@@ -40,22 +41,18 @@ def dial_through(peers: PeerReplicaClient) -> Dial:
     return lambda place: peers.socket(place.node_id, place.address, MASTER_PATH, HEARTBEAT_S)
 
 
+@dataclass(eq=False)
 class StoreRelay:
-    """Listens on loopback for this node's engines, and on the nodes' API for other agents."""
+    """Listens on loopback for this node's engines, and on the nodes' API for other agents.
 
-    def __init__(
-        self,
-        node_id: NodeId,
-        place: Callable[[], StoreMasterPlace | None],
-        local_port: Callable[[], int],
-        dial: Dial,
-    ) -> None:
-        """`local_port` is that of this node's own master, 0 if it runs none."""
-        self._node_id = node_id
-        self._place = place
-        self._local_port = local_port
-        self._dial = dial
-        self._relayed: dict[asyncio.Task[None], StoreMasterPlace] = {}
+    `local_port` is that of this node's own master, 0 if it runs none.
+    """
+
+    node_id: NodeId
+    place: Callable[[], StoreMasterPlace | None]
+    local_port: Callable[[], int]
+    dial: Dial
+    _relayed: dict[asyncio.Task[None], StoreMasterPlace] = field(default_factory=dict, init=False)
 
     def attach(self, app: web.Application) -> None:
         """Add the route for other nodes."""
@@ -73,7 +70,7 @@ class StoreRelay:
 
     async def drop_stale(self) -> int:
         """Cut connections to a master that has moved; return how many."""
-        place = self._place()
+        place = self.place()
         stale = [task for task, target in self._relayed.items() if target != place]
         await self._cut(stale)
         return len(stale)
@@ -87,15 +84,15 @@ class StoreRelay:
     async def _serve_engine(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        place, task = self._place(), asyncio.current_task()
+        place, task = self.place(), asyncio.current_task()
         try:
             if place is None or task is None or len(self._relayed) >= CONNECTIONS_MAX:
                 return
             self._relayed[task] = place
-            if place.node_id == self._node_id:
+            if place.node_id == self.node_id:
                 await self._relay_here(reader, writer)
             else:
-                async with self._dial(place) as socket:
+                async with self.dial(place) as socket:
                     await _relay_socket(socket, reader, writer)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             log.info("cannot reach the KV store's master", extra={"fields": {"reason": str(error)}})
@@ -108,7 +105,7 @@ class StoreRelay:
             writer.close()
 
     async def _relay_here(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        port = self._local_port()
+        port = self.local_port()
         if not port:
             return
         answers, requests = await asyncio.open_connection("127.0.0.1", port)
@@ -118,7 +115,7 @@ class StoreRelay:
             requests.close()
 
     async def _serve_node(self, request: web.Request) -> web.StreamResponse:
-        port = self._local_port()
+        port = self.local_port()
         if not port:
             raise ApiError(ErrorCode.NOT_FOUND, "cannot share KV: its master does not run here")
         socket = web.WebSocketResponse(heartbeat=HEARTBEAT_S, max_msg_size=MESSAGE_BYTES_MAX)

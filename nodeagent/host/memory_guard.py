@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from isochrone.wire.ids import DeviceId
@@ -20,23 +21,21 @@ class RunningReplica(NamedTuple):
     pid: int
 
 
+@dataclass(eq=False)
 class MemoryGuard:
-    """Says which replica must end for the others."""
+    """Says which replica must end for the others.
 
-    def __init__(
-        self,
-        memory: Callable[[Sequence[DeviceId]], DeviceMemory | None],
-        used_by: Callable[[int, Sequence[DeviceId]], int],
-    ) -> None:
-        """`memory` returns the memory of devices, and `used_by` what a process group takes."""
-        self._memory = memory
-        self._used_by = used_by
+    `memory` returns the memory of devices, and `used_by` what a process group takes.
+    """
+
+    memory: Callable[[Sequence[DeviceId]], DeviceMemory | None]
+    used_by: Callable[[int, Sequence[DeviceId]], int]
 
     async def problem(self, replica: ReplicaSpec, running: Collection[RunningReplica]) -> str:
         """Return why a replica must end so that the others keep their memory, or ""."""
         if CPU not in replica.device_ids:
             return ""
-        memory = self._memory((CPU,))
+        memory = self.memory((CPU,))
         if memory is None or not is_short(memory.free_bytes, memory.total_bytes):
             return ""
         found = await asyncio.to_thread(self._to_end, running)
@@ -50,7 +49,7 @@ class MemoryGuard:
 
     def _to_end(self, running: Collection[RunningReplica]) -> ReplicaMemory | None:
         measured = [
-            ReplicaMemory(spec.replica_id, spec.memory_bytes, self._used_by(pid, (CPU,)))
+            ReplicaMemory(spec.replica_id, spec.memory_bytes, self.used_by(pid, (CPU,)))
             for spec, pid in running
             if CPU in spec.device_ids and spec.memory_bytes
         ]

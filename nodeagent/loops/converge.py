@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from isochrone.wire.ids import ReplicaId
@@ -38,78 +39,69 @@ class _TimedRefusal(NamedTuple):
     refusal: Refusal
 
 
+@dataclass(eq=False)
 class ConvergeJob:
-    """Makes the running replicas match the assignment."""
+    """Makes the running replicas match the assignment.
 
-    def __init__(
-        self,
-        node: NodeState,
-        supervisor: Supervisor,
-        clock: Callable[[], float],
-        rank_ports: tuple[int, int] | None,
-        commands: Mapping[str, ConfiguredCommand],
-        *,
-        has_store_ports: bool,
-    ) -> None:
-        """`commands` are the operator's own servers, by name.
+    `commands` are the operator's own servers, by name.
+    `has_store_ports` says whether this node may take part in a store of KV.
+    """
 
-        `has_store_ports` says whether this node may take part in a store of KV.
-        """
-        self._has_store_ports = has_store_ports
-        self._commands = commands
-        self._node = node
-        self._supervisor = supervisor
-        self._clock = clock
-        self._rank_ports = rank_ports
-        self._refusals: dict[ReplicaId, _TimedRefusal] = {}
+    node: NodeState
+    supervisor: Supervisor
+    clock: Callable[[], float]
+    rank_ports: tuple[int, int] | None
+    commands: Mapping[str, ConfiguredCommand]
+    has_store_ports: bool = field(kw_only=True)
+    _refusals: dict[ReplicaId, _TimedRefusal] = field(default_factory=dict, init=False)
 
     async def run_once(self) -> ConvergeCounts:
         """Reconcile once and apply the steps."""
-        await self._node.retry_unsaved()
-        assignment = self._node.assignment
+        await self.node.retry_unsaved()
+        assignment = self.node.assignment
         if assignment is None:
             return ConvergeCounts()
-        devices = await self._node.read_devices()
+        devices = await self.node.read_devices()
         steps = reconcile(
             assignment,
-            self._supervisor.states(),
+            self.supervisor.states(),
             {device.device_id: device.memory_bytes for device in devices if device.healthy},
             await asyncio.to_thread(self._lacking_parts),
-            self._rank_ports,
+            self.rank_ports,
             [
                 replica.spec
-                for replica in self._supervisor.replicas.values()
+                for replica in self.supervisor.replicas.values()
                 if replica.state not in WITHOUT_ENGINE
             ],
         )
         for tombstone in steps.stops:
-            self._supervisor.end(tombstone)
+            self.supervisor.end(tombstone)
         for spec in steps.starts:
-            self._supervisor.start(spec)
+            self.supervisor.start(spec)
         self._update_refusals(steps.refusals)
         return ConvergeCounts(len(steps.starts), len(steps.stops), len(steps.refusals))
 
     def _lacking_parts(self) -> LackingParts:
         """Return what engines lack on this node; they may be installed at any time. Blocks."""
-        ports = "" if self._has_store_ports else "plaintext_kv_store_ports is not set on this node"
+        ports = "" if self.has_store_ports else "plaintext_kv_store_ports is not set on this node"
         return LackingParts(
             by_driver={name: driver.missing() for name, driver in DRIVERS.items()},
-            by_command={name: command.missing() for name, command in self._commands.items()},
+            by_command={name: command.missing() for name, command in self.commands.items()},
             store=ports or missing_master(),
             store_client={"embedded": missing_package(STORE_PACKAGE)},
         )
 
     def _update_refusals(self, refusals: tuple[Refusal, ...]) -> None:
         """Report these refusals, and those of the last REFUSAL_REPORT_S."""
-        now = self._clock()
+        now = self.clock()
         self._refusals |= {r.replica_id: _TimedRefusal(now, r) for r in refusals}
-        running = self._supervisor.replicas
+        running = self.supervisor.replicas
         self._refusals = {
             replica_id: timed
             for replica_id, timed in self._refusals.items()
             if now - timed.at_s < REFUSAL_REPORT_S and replica_id not in running
         }
         reported = tuple(timed.refusal for timed in self._refusals.values())
-        if reported != self._node.refusals:
-            self._node.refusals = reported
-            self._node.nudge_report()
+        if reported != self.node.refusals:
+            self.node.refusals = reported
+            self.node.nudge_report()

@@ -6,34 +6,31 @@ every request first fetches the missing files.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from nodeagent.host.artifacts.artifact_store import ArtifactStore
 from nodeagent.supervisor import Supervisor
 
 
+@dataclass(eq=False)
 class DeleteIdleAdapters:
-    """Deletes idle files, except those that a request uses now or that are a replica's model."""
+    """Deletes idle files, except those that a request uses now or that are a replica's model.
 
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        artifacts: ArtifactStore,
-        idle_s: float,
-        unix_clock: Callable[[], float],
-    ) -> None:
-        """Delete what was not used for `idle_s`; nothing if that is 0."""
-        self._supervisor = supervisor
-        self._artifacts = artifacts
-        self._idle_s = idle_s
-        self._unix_clock = unix_clock
+    Files are idle that were not used for `idle_s`; none are if that is 0.
+    """
+
+    supervisor: Supervisor
+    artifacts: ArtifactStore
+    idle_s: float
+    unix_clock: Callable[[], float]
 
     async def run_once(self) -> int:
         """Delete the files of each idle adapter; return how many adapters these were."""
-        if not self._idle_s:
+        if not self.idle_s:
             return 0
-        replicas = self._supervisor.replicas.values()
+        replicas = self.supervisor.replicas.values()
         in_use = {replica.spec.artifact.digest for replica in replicas}
         for replica in replicas:
             in_use.update(replica.adapters.requested)
-        used_before = self._unix_clock() - self._idle_s
-        return await self._artifacts.delete_idle_adapters(in_use, used_before)
+        used_before = self.unix_clock() - self.idle_s
+        return await self.artifacts.delete_idle_adapters(in_use, used_before)

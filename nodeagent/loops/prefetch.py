@@ -6,6 +6,7 @@ the prefetch resumes from the bytes that were fetched.
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from isochrone.wire.peers.assignment import ArtifactPrefetch
@@ -27,19 +28,19 @@ class PrefetchCounts(NamedTuple):
     is_suspended: bool = False
 
 
+@dataclass(eq=False)
 class PrefetchJob:
     """Fetches the artifacts that the assignment lists. A failed one does not stop the others."""
 
-    def __init__(self, node: NodeState, supervisor: Supervisor, artifacts: ArtifactStore) -> None:
-        self._node = node
-        self._supervisor = supervisor
-        self._artifacts = artifacts
+    node: NodeState
+    supervisor: Supervisor
+    artifacts: ArtifactStore
 
     async def run_once(self) -> PrefetchCounts:
         """Fetch every listed artifact that is missing. A turn takes as long as the transfers do."""
         fetched = failed = 0
-        for prefetch in self._node.prefetches():
-            if prefetch.artifact.digest in await asyncio.to_thread(self._artifacts.digests):
+        for prefetch in self.node.prefetches():
+            if prefetch.artifact.digest in await asyncio.to_thread(self.artifacts.digests):
                 continue
             if not self._may_continue(prefetch):
                 return PrefetchCounts(fetched, failed, is_suspended=True)
@@ -51,18 +52,18 @@ class PrefetchJob:
                 log.warning("prefetch failed", extra={"fields": {"reason": str(error)}})
             else:
                 fetched += 1
-                self._node.nudge_report()
+                self.node.nudge_report()
         return PrefetchCounts(fetched, failed)
 
     async def _fetch(self, prefetch: ArtifactPrefetch) -> bool:
         """Fetch one artifact; return False if it was suspended. Raises ArtifactError."""
 
         def pinned() -> set[str]:
-            listed = {prefetch.artifact.digest for prefetch in self._node.prefetches()}
-            return listed | set(self._supervisor.pinned())
+            listed = {prefetch.artifact.digest for prefetch in self.node.prefetches()}
+            return listed | set(self.supervisor.pinned())
 
         fetch = asyncio.create_task(
-            self._artifacts.ensure(
+            self.artifacts.ensure(
                 prefetch.artifact,
                 pinned,
                 lambda _: None,
@@ -81,4 +82,4 @@ class PrefetchJob:
             await asyncio.gather(fetch, return_exceptions=True)
 
     def _may_continue(self, prefetch: ArtifactPrefetch) -> bool:
-        return not self._supervisor.is_fetching() and prefetch in self._node.prefetches()
+        return not self.supervisor.is_fetching() and prefetch in self.node.prefetches()

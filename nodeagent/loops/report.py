@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from isochrone import __version__
@@ -34,67 +35,59 @@ class DiskState(NamedTuple):
     bytes_per_s: float = 0.0
 
 
+@dataclass(eq=False, kw_only=True)
 class ReportJob:
     """Sends the full report on every change and every ten seconds."""
 
-    def __init__(
-        self,
-        *,
-        config: NodeConfig,
-        node: NodeState,
-        supervisor: Supervisor,
-        artifacts: ArtifactStore,
-        link: ControlLink,
-    ) -> None:
-        self._config = config
-        self._node = node
-        self._supervisor = supervisor
-        self._artifacts = artifacts
-        self._disk = DiskState()
-        self._disk_problem = ""
-        self._link = link
-        self._seq = 0
+    config: NodeConfig
+    node: NodeState
+    supervisor: Supervisor
+    artifacts: ArtifactStore
+    link: ControlLink
+    _disk: DiskState = field(default_factory=DiskState, init=False)
+    _disk_problem: str = field(default="", init=False)
+    _seq: int = field(default=0, init=False)
 
     async def run_once(self) -> ReportCounts:
         """Send a report, then forget the replicas that it reported as stopped."""
-        metrics.CONNECTED.set(self._link.connected)
-        if not self._link.connected:
-            return ReportCounts(len(self._supervisor.replicas), False)
+        metrics.CONNECTED.set(self.link.connected)
+        if not self.link.connected:
+            return ReportCounts(len(self.supervisor.replicas), False)
         report = await self._report()
-        sent = await self._link.send(report)
+        sent = await self.link.send(report)
         if sent:
             stopped = [
                 replica.spec.replica_id
                 for replica in report.replicas
                 if replica.state is ReplicaState.STOPPED
             ]
-            self._supervisor.forget(stopped)
+            self.supervisor.forget(stopped)
         return ReportCounts(len(report.replicas), sent)
 
     async def _report(self) -> Report:
         self._seq += 1
-        progress = self._node.progress()
-        devices = await self._node.read_devices()
-        needed = {prefetch.artifact.digest for prefetch in self._node.prefetches()}
-        pinned = needed | set(self._supervisor.pinned())
+        progress = self.node.progress()
+        devices = await self.node.read_devices()
+        needed = {prefetch.artifact.digest for prefetch in self.node.prefetches()}
+        pinned = needed | set(self.supervisor.pinned())
         disk = await self._read_disk(pinned)
         return Report(
-            node_id=self._node.node_id,
-            boot_id=self._node.boot_id,
+            node_id=self.node.node_id,
+            boot_id=self.node.boot_id,
             seq=self._seq,
             generation=progress.generation,
             epoch=progress.epoch,
-            address=self._config.address,
+            address=self.config.address,
             devices=tuple(devices),
-            replicas=tuple(r.report() for r in list(self._supervisor.replicas.values())),
-            refusals=self._node.refusals,
+            replicas=tuple(r.report() for r in list(self.supervisor.replicas.values())),
+            refusals=self.node.refusals,
             artifacts=disk.artifacts,
             in_host_memory=disk.in_host_memory,
             disk_free_bytes=disk.free_bytes,
             disk_bytes_per_s=disk.bytes_per_s,
-            fetch_bytes_per_s=self._artifacts.link.measured_bytes_per_s,
-            failure_domain=self._config.failure_domain,
-            rank_ports=self._config.plaintext_rank_ports,
+            fetch_bytes_per_s=self.artifacts.link.measured_bytes_per_s,
+            failure_domain=self.config.failure_domain,
+            rank_ports=self.config.plaintext_rank_ports,
             version=__version__,
         )
 
@@ -115,7 +108,7 @@ class ReportJob:
 
     def _examine_disk(self, pinned: Collection[str]) -> DiskState:
         files_by_digest = {
-            digest: self._artifacts.files_of(digest) for digest in self._artifacts.digests()
+            digest: self.artifacts.files_of(digest) for digest in self.artifacts.digests()
         }
         rate = self._disk.bytes_per_s
         if not rate:
@@ -133,29 +126,29 @@ class ReportJob:
                 for digest, files in files_by_digest.items()
                 if tiers.is_in_host_memory(files, was=digest in self._disk.in_host_memory)
             ),
-            self._artifacts.disk_free_bytes(pinned),
+            self.artifacts.disk_free_bytes(pinned),
             rate,
         )
 
 
+@dataclass(eq=False)
 class PulseJob:
     """Sends a pulse, the node's sign of life, every two seconds."""
 
-    def __init__(self, node: NodeState, link: ControlLink, unix_clock: Callable[[], float]) -> None:
-        self._node = node
-        self._link = link
-        self._unix_clock = unix_clock
-        self._seq = 0
+    node: NodeState
+    link: ControlLink
+    unix_clock: Callable[[], float]
+    _seq: int = field(default=0, init=False)
 
     async def run_once(self) -> bool:
         """Send one pulse; return whether it was sent. A lost pulse is not repeated."""
         self._seq += 1
         pulse = Pulse(
-            node_id=self._node.node_id,
-            boot_id=self._node.boot_id,
+            node_id=self.node.node_id,
+            boot_id=self.node.boot_id,
             seq=self._seq,
-            generation=self._node.progress().generation,
-            assignment_refusal=self._node.assignment_refusal,
-            sent_at=self._unix_clock(),
+            generation=self.node.progress().generation,
+            assignment_refusal=self.node.assignment_refusal,
+            sent_at=self.unix_clock(),
         )
-        return await self._link.send(pulse)
+        return await self.link.send(pulse)

@@ -5,6 +5,7 @@ of keys only to those.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from isochrone.wire.client_keys.key_use import KeyUse
 from router.processes import ParentLink, Send, WorkerPool
@@ -13,67 +14,54 @@ from router.sharing.prompt_sharing import PromptOutbox, SharedPrompts
 from router.sharing.suspicion_sharing import SuspicionOutbox, to_fleet
 
 
+@dataclass(eq=False, kw_only=True)
 class OutboxSharer:
     """Sends the outboxes: a worker to the main process, which forwards it; the main process to all
     workers.
+
+    A worker process has a `parent`; the main process has `workers`. The main process sends
+    `fleet_suspicions` and `key_use` to the scheduler with `send`, a worker `key_use` to the main
+    process. `take_key_use` returns what this process has to add to it. `clock` returns monotonic
+    seconds.
     """
 
-    def __init__(
-        self,
-        *,
-        prompts: PromptOutbox,
-        suspicions: SuspicionOutbox,
-        parent: ParentLink | None,
-        workers: WorkerPool,
-        fleet_suspicions: SuspicionOutbox,
-        send: Send,
-        clock: Callable[[], float],
-        take_key_use: Callable[[], list[KeyUse]],
-        key_use: KeyUseOutbox,
-    ) -> None:
-        """A worker process has a `parent`; the main process has `workers`.
-
-        The main process sends `fleet_suspicions` and `key_use` to the scheduler with `send`, a
-        worker `key_use` to the main process. `take_key_use` returns what this process has to add to
-        it. `clock` returns monotonic seconds.
-        """
-        self._take_key_use = take_key_use
-        self._key_use = key_use
-        self._prompts = prompts
-        self._suspicions = suspicions
-        self._parent = parent
-        self._workers = workers
-        self._fleet_suspicions = fleet_suspicions
-        self._send = send
-        self._clock = clock
+    prompts: PromptOutbox
+    suspicions: SuspicionOutbox
+    parent: ParentLink | None
+    workers: WorkerPool
+    fleet_suspicions: SuspicionOutbox
+    send: Send
+    clock: Callable[[], float]
+    take_key_use: Callable[[], list[KeyUse]]
+    key_use: KeyUseOutbox
 
     async def run_once(self) -> int:
         """Send the prompts since the last turn; return how many."""
-        rows, suspicions = self._prompts.take(), self._suspicions.take()
-        self._key_use.add(self._take_key_use())
-        if self._parent is not None:
-            use = self._key_use.take()
-            if use is not None and not await self._parent.send(OwnKeyUse(use.rows)):
-                self._key_use.add(use.rows)
+        rows, suspicions = self.prompts.take(), self.suspicions.take()
+        self.key_use.add(self.take_key_use())
+        if self.parent is not None:
+            use = self.key_use.take()
+            if use is not None and not await self.parent.send(OwnKeyUse(use.rows)):
+                self.key_use.add(use.rows)
             if suspicions is not None:
-                await self._parent.send(suspicions)
+                await self.parent.send(suspicions)
             # Sent even if empty: the main process replaces a worker that sends nothing.
-            await self._parent.send(SharedPrompts(rows))
+            await self.parent.send(SharedPrompts(rows))
         else:
             if suspicions is not None:
-                self._workers.broadcast(suspicions)
-                self._fleet_suspicions.add(suspicions)
+                self.workers.broadcast(suspicions)
+                self.fleet_suspicions.add(suspicions)
             if rows:
-                self._workers.broadcast(SharedPrompts(rows))
+                self.workers.broadcast(SharedPrompts(rows))
             await self._tell_fleet()
         return len(rows)
 
     async def _tell_fleet(self) -> None:
         """Send the suspicions and the use of keys that the other routers do not know yet; keep them
         while no scheduler is connected."""
-        suspicions = self._fleet_suspicions.take()
-        if suspicions is not None and not await self._send(to_fleet(suspicions, self._clock())):
-            self._fleet_suspicions.add(suspicions)
-        use = self._key_use.take()
-        if use is not None and not await self._send(use):
-            self._key_use.add(use.rows)
+        suspicions = self.fleet_suspicions.take()
+        if suspicions is not None and not await self.send(to_fleet(suspicions, self.clock())):
+            self.fleet_suspicions.add(suspicions)
+        use = self.key_use.take()
+        if use is not None and not await self.send(use):
+            self.key_use.add(use.rows)

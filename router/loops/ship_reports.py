@@ -7,6 +7,7 @@ billed: it is on disk before it is sent, and stays there until the store has it.
 
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import msgspec
@@ -51,43 +52,32 @@ class _DemandWindow(NamedTuple):
     sent_at_s: float = _NEVER_S
 
 
+@dataclass(eq=False, kw_only=True)
 class ReportShipper:
-    """The periodic jobs that send reports to the scheduler."""
+    """The periodic jobs that send reports to the scheduler.
 
-    def __init__(
-        self,
-        *,
-        router_id: RouterId,
-        boot_id: BootId,
-        fleet: FleetState,
-        table_refusal: Callable[[], str],
-        recorder: Recorder,
-        metrics: Metrics,
-        spool: UsageSpool,
-        send: Send,
-        clock: Callable[[], float],
-        unix_clock: Callable[[], float],
-        resend_s: float,
-    ) -> None:
-        """Send by `send`, which returns False if there is no connection.
+    `send` returns False if there is no connection.
+    `table_refusal` says why the router serves no newer route table, empty if it follows.
+    """
 
-        `table_refusal` says why the router serves no newer route table, empty if it follows.
-        """
-        self._table_refusal = table_refusal
-        self._router_id = router_id
-        self._boot_id = boot_id
-        self._fleet = fleet
-        self._recorder = recorder
-        self._metrics = metrics
-        self._spool = spool
-        self._send = send
-        self._clock = clock
-        self._unix_clock = unix_clock
-        self._resend_s = resend_s
-        self._seq = 0
-        self._window_began_s = clock()
-        self._batch_sent_at_s: dict[str, float] = {}
-        self._windows: dict[int, _DemandWindow] = {}
+    router_id: RouterId
+    boot_id: BootId
+    fleet: FleetState
+    table_refusal: Callable[[], str]
+    recorder: Recorder
+    metrics: Metrics
+    spool: UsageSpool
+    send: Send
+    clock: Callable[[], float]
+    unix_clock: Callable[[], float]
+    resend_s: float
+    _seq: int = field(default=0, init=False)
+    _window_began_s: float = field(init=False)
+    _batch_sent_at_s: dict[str, float] = field(default_factory=dict, init=False)
+    _windows: dict[int, _DemandWindow] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._window_began_s = self.clock()
 
     async def ship_demand(self) -> int:
         """End the current window, and send all unacknowledged ones; return the window's rows.
@@ -95,15 +85,15 @@ class ReportShipper:
         The newest window is sent first, so that after an outage the scheduler knows current demand
         before past demand.
         """
-        now_s = self._clock()
+        now_s = self.clock()
         window_s, self._window_began_s = now_s - self._window_began_s, now_s
-        rows, trials = self._recorder.take_demand(), self._recorder.trials.take()
+        rows, trials = self.recorder.take_demand(), self.recorder.trials.take()
         for start in range(0, max(1, len(rows)), DEMAND_ROWS_PER_BATCH_MAX):
             self._seq += 1
             self._windows[self._seq] = _DemandWindow(
                 Demand(
-                    router_id=self._router_id,
-                    boot_id=self._boot_id,
+                    router_id=self.router_id,
+                    boot_id=self.boot_id,
                     seq=self._seq,
                     window_s=window_s,
                     rows=rows[start : start + DEMAND_ROWS_PER_BATCH_MAX],
@@ -114,10 +104,10 @@ class ReportShipper:
         self._drop_old_windows(now_s)
         sent = 0
         for seq, window in list(reversed(self._windows.items())):
-            if now_s - window.sent_at_s < self._resend_s:
+            if now_s - window.sent_at_s < self.resend_s:
                 continue
-            age_s = self._clock() - window.ended_at_s
-            if sent >= BATCHES_PER_TURN_MAX or not await self._send(
+            age_s = self.clock() - window.ended_at_s
+            if sent >= BATCHES_PER_TURN_MAX or not await self.send(
                 self._stamped(window.demand, age_s)
             ):
                 break
@@ -129,62 +119,60 @@ class ReportShipper:
 
     async def ship_round_trips(self) -> int:
         """Send the measured round trips; return how many."""
-        rows = self._fleet.nodes.round_trips()
+        rows = self.fleet.nodes.round_trips()
         if rows:
-            await self._send(RoundTrips(router_id=self._router_id, rows=rows))
+            await self.send(RoundTrips(router_id=self.router_id, rows=rows))
         return len(rows)
 
     async def ship_usage(self) -> ShippedUsage:
         """Write new usage to disk, then send the batches that are not acknowledged."""
         rows = await self.spool_usage()
         sent = 0
-        now_s = self._clock()
-        for batch_id in self._spool.batch_ids:
-            if now_s - self._batch_sent_at_s.get(batch_id, _NEVER_S) < self._resend_s:
+        now_s = self.clock()
+        for batch_id in self.spool.batch_ids:
+            if now_s - self._batch_sent_at_s.get(batch_id, _NEVER_S) < self.resend_s:
                 continue
-            batch = await run_to_completion(self._spool.read, batch_id)
+            batch = await run_to_completion(self.spool.read, batch_id)
             if batch is None:
                 continue
-            if not await self._send(batch):
+            if not await self.send(batch):
                 break
             self._batch_sent_at_s[batch_id] = now_s
             sent += 1
             if sent >= BATCHES_PER_TURN_MAX:
                 break
-        return ShippedUsage(rows, sent, len(self._spool.batch_ids))
+        return ShippedUsage(rows, sent, len(self.spool.batch_ids))
 
     async def spool_usage(self) -> int:
         """Write new usage to disk; return how many rows were new."""
-        taken, journal_files = self._recorder.take_usage()
+        taken, journal_files = self.recorder.take_usage()
         left = taken
         try:
             while left:
                 rows = left[:BATCH_ROWS_MAX]
                 self._seq += 1
-                batch_id = (
-                    f"{round(self._unix_clock() * 1000):013d}-{self._boot_id}-{self._seq:06d}"
-                )
-                batch = Usage(router_id=self._router_id, batch_id=batch_id, rows=rows)
+                batch_id = f"{round(self.unix_clock() * 1000):013d}-{self.boot_id}-{self._seq:06d}"
+                batch = Usage(router_id=self.router_id, batch_id=batch_id, rows=rows)
                 try:
-                    dropped = await run_to_completion(self._spool.add, batch)
+                    dropped = await run_to_completion(self.spool.add, batch)
                 finally:
                     # Even if cancelled: rows that are on disk are not kept in memory too.
-                    if batch_id in self._spool.batch_ids:
+                    if batch_id in self.spool.batch_ids:
                         left = left[len(rows) :]
-                self._metrics.usage_dropped.inc(dropped)
+                self.metrics.usage_dropped.inc(dropped)
         finally:
             # Rows that a full disk did not take stay in memory for the next turn.
-            self._recorder.put_back(left)
-            self._metrics.usage_spooled.set(self._spool.bytes)
+            self.recorder.put_back(left)
+            self.metrics.usage_spooled.set(self.spool.bytes)
         if journal_files and not left:
-            await run_to_completion(self._recorder.journal.remove, journal_files)
+            await run_to_completion(self.recorder.journal.remove, journal_files)
         return len(taken)
 
     async def on_ack(self, ack: UsageAck) -> None:
         """Drop a batch or window that the store has, or has refused for good."""
-        is_ours = ack.demand_boot == self._boot_id or ack.batch_id in self._spool.batch_ids
+        is_ours = ack.demand_boot == self.boot_id or ack.batch_id in self.spool.batch_ids
         if ack.refused and is_ours:
-            self._metrics.rows_refused.inc(ack.refused)
+            self.metrics.rows_refused.inc(ack.refused)
             fields = {"rows": ack.refused, "reason": ack.reason}
             log.error("the scheduler refuses rows", extra={"fields": fields})
         if not ack.batch_id:
@@ -192,8 +180,8 @@ class ReportShipper:
                 self._windows.pop(ack.demand_seq, None)
             return
         self._batch_sent_at_s.pop(ack.batch_id, None)
-        await run_to_completion(self._spool.remove, ack.batch_id)
-        self._metrics.usage_spooled.set(self._spool.bytes)
+        await run_to_completion(self.spool.remove, ack.batch_id)
+        self.metrics.usage_spooled.set(self.spool.bytes)
 
     def on_welcome(self) -> None:
         """Send everything again: what was sent on the last connection may be lost."""
@@ -203,13 +191,13 @@ class ReportShipper:
 
     def _stamped(self, demand: Demand, age_s: float) -> Demand:
         """Return `demand` with its age, the time, and the route table that is served now."""
-        table = self._fleet.directory.table
+        table = self.fleet.directory.table
         return msgspec.structs.replace(
             demand,
             age_s=age_s,
             table_generation=Generation(0) if table is None else table.generation,
-            table_refusal=self._table_refusal(),
-            sent_at=self._unix_clock(),
+            table_refusal=self.table_refusal(),
+            sent_at=self.unix_clock(),
         )
 
     def _drop_old_windows(self, now_s: float) -> None:
@@ -220,4 +208,4 @@ class ReportShipper:
             if age_s <= DEMAND_KEPT_S and len(self._windows) <= DEMAND_WINDOWS_MAX:
                 return
             dropped = self._windows.pop(oldest)
-            self._metrics.demand_dropped.inc(len(dropped.demand.rows))
+            self.metrics.demand_dropped.inc(len(dropped.demand.rows))

@@ -6,6 +6,7 @@ links to.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from isochrone.service.tracing import names
@@ -24,29 +25,21 @@ OPERATIONS: Final = {
 """OpenTelemetry's names; every other route is named by the last part of its path."""
 
 
+@dataclass(eq=False)
 class RequestTracer:
-    """Begins and ends the traces of a router's requests."""
+    """Begins and ends the traces of a router's requests.
 
-    def __init__(
-        self,
-        sampling: Sampling,
-        pop: PopId,
-        export: Callable[[Sequence[Span]], None],
-        clock: Callable[[], float],
-        unix_clock: Callable[[], float],
-        draw: Callable[[], float],
-        new_id: Callable[[int], str],
-    ) -> None:
-        """`draw` returns a random number from 0 up to 1, `new_id(n)` `n` random bytes in
-        hexadecimal; `clock` is monotonic.
-        """
-        self._sampling = sampling
-        self._pop = pop
-        self._export = export
-        self._clock = clock
-        self._unix_clock = unix_clock
-        self._draw = draw
-        self._new_id = new_id
+    `draw` returns a random number from 0 up to 1, `new_id(n)` `n` random bytes in hexadecimal;
+    `clock` is monotonic.
+    """
+
+    sampling: Sampling
+    pop: PopId
+    export: Callable[[Sequence[Span]], None]
+    clock: Callable[[], float]
+    unix_clock: Callable[[], float]
+    draw: Callable[[], float]
+    new_id: Callable[[int], str]
 
     def begin(self, request: InferenceRequest) -> RequestTrace | None:
         """Return the trace of a request, None if it is not traced.
@@ -56,16 +49,16 @@ class RequestTracer:
         follow it.
         """
         client = parse_traceparent(request.traceparent) if request.traceparent else None
-        sampling = self._sampling
-        if not sampling.includes(client, self._draw()):
+        sampling = self.sampling
+        if not sampling.includes(client, self.draw()):
             if client is not None and client.is_sampled:
-                unsampled = TraceContext(client.trace_id, self._new_id(8), is_sampled=False)
+                unsampled = TraceContext(client.trace_id, self.new_id(8), is_sampled=False)
                 request.traceparent = unsampled.traceparent
             return None
-        span_id = self._new_id(8)
+        span_id = self.new_id(8)
         if client is not None and sampling.follows_clients:
             return RequestTrace(TraceContext(client.trace_id, span_id), client.span_id, None)
-        return RequestTrace(TraceContext(self._new_id(16), span_id), "", client)
+        return RequestTrace(TraceContext(self.new_id(16), span_id), "", client)
 
     def begin_attempt(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
         """Note an attempt that is sent now."""
@@ -73,7 +66,7 @@ class RequestTracer:
         if trace is not None:
             generated, target = context.stream.generated.tokens, attempt.target
             trace.attempts.append(
-                AttemptTrace(self._new_id(8), target, target, attempt.sent_at_s, generated)
+                AttemptTrace(self.new_id(8), target, target, attempt.sent_at_s, generated)
             )
 
     def add_wait(self, context: RequestContext, began_s: float) -> None:
@@ -81,17 +74,17 @@ class RequestTracer:
         trace = context.trace
         if trace is None:
             return
-        attempt_index, now_s = len(trace.attempts), self._clock()
+        attempt_index, now_s = len(trace.attempts), self.clock()
         if trace.waits and trace.waits[-1].attempt_index == attempt_index:
             trace.waits[-1].ended_s = now_s
         else:
-            wait = CapacityWait(self._new_id(8), attempt_index, began_s, now_s)
+            wait = CapacityWait(self.new_id(8), attempt_index, began_s, now_s)
             trace.waits.append(wait)
 
     def add_fetch(self, context: RequestContext, began_s: float) -> None:
         """Note that the images which a request links to were fetched until now."""
         if context.trace is not None:
-            context.trace.fetch = CapacityWait(self._new_id(8), 0, began_s, self._clock())
+            context.trace.fetch = CapacityWait(self.new_id(8), 0, began_s, self.clock())
 
     def end_attempt(
         self, context: RequestContext, attempt: ReplicaAttempt, error: str = ""
@@ -102,7 +95,7 @@ class RequestTracer:
             return
         ended = trace.attempts[-1]
         ended.answered_by, ended.prefill_id = attempt.ranked, attempt.prefill_id or ""
-        ended.ended_at_s, ended.error = self._clock(), error
+        ended.ended_at_s, ended.error = self.clock(), error
         if context.times.attempt_token_at_s >= ended.sent_at_s:
             ended.first_token_at_s = context.times.attempt_token_at_s
 
@@ -113,9 +106,9 @@ class RequestTracer:
             return
         if context.attempt is not None:
             self.end_attempt(context, context.attempt)
-        now_s = self._clock()
-        offset_s = self._unix_clock() - now_s
-        self._export(request_spans(context, trace, self._pop, now_s, offset_s))
+        now_s = self.clock()
+        offset_s = self.unix_clock() - now_s
+        self.export(request_spans(context, trace, self.pop, now_s, offset_s))
 
 
 def request_spans(

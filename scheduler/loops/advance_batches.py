@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from isochrone.service.failure_log import error_text
@@ -91,31 +92,24 @@ class Step(NamedTuple):
     task: asyncio.Task[tuple[int, int]]
 
 
+@dataclass(eq=False, kw_only=True)
 class AdvanceBatches:
-    """The periodic job of the acting scheduler."""
+    """The periodic job of the acting scheduler.
 
-    def __init__(
-        self,
-        *,
-        pool: Pool,
-        lease: LeaseState,
-        folder: BatchFolder,
-        limits: BatchLimits,
-        nudge: Callable[[], None],
-        unix_clock: Callable[[], float] = time.time,
-    ) -> None:
-        """`nudge` asks for another turn: a step has ended, and another may start."""
-        self._pool = pool
-        self._lease = lease
-        self._folder = folder
-        self._limits = limits
-        self._nudge = nudge
-        self._unix_clock = unix_clock
-        self._steps: dict[str, Step] = {}
-        self._failed: dict[str, FailedStep] = {}
-        self._unfinished_due_at = 0.0
-        self._expired_after = ""
-        """The id of the expired file that could not be deleted, in the last turn."""
+    `nudge` asks for another turn: a step has ended, and another may start.
+    """
+
+    pool: Pool
+    lease: LeaseState
+    folder: BatchFolder
+    limits: BatchLimits
+    nudge: Callable[[], None]
+    unix_clock: Callable[[], float] = time.time
+    _steps: dict[str, Step] = field(default_factory=dict, init=False)
+    _failed: dict[str, FailedStep] = field(default_factory=dict, init=False)
+    _unfinished_due_at: float = field(default=0.0, init=False)
+    _expired_after: str = field(default="", init=False)
+    """The id of the expired file that could not be deleted, in the last turn."""
 
     async def run_once(self) -> BatchCounts:
         """Start steps of open batches, then delete what is no longer needed.
@@ -123,7 +117,7 @@ class AdvanceBatches:
         Raises the error of a step that failed since the last turn.
         """
         begun, ended, errors = self._ended_steps()
-        if not self._lease.is_acting:
+        if not self.lease.is_acting:
             await self.close()
             return BatchCounts(begun, ended, 0, 0)
         due = await self._due()
@@ -132,13 +126,13 @@ class AdvanceBatches:
             task = asyncio.create_task(self._step(due[step.batch_id]))
             task.add_done_callback(self._on_step_end)
             self._steps[step.batch_id] = Step(step.tenant_id, task)
-        async with transaction(self._pool, by_index=True) as connection:
+        async with transaction(self.pool, by_index=True) as connection:
             deleted = await delete_items(connection, DELETED_MAX)
         counts = BatchCounts(begun, ended, deleted, await self._delete_files())
-        if self._unix_clock() >= self._unfinished_due_at:
-            self._unfinished_due_at = self._unix_clock() + UNFINISHED_INTERVAL_S
+        if self.unix_clock() >= self._unfinished_due_at:
+            self._unfinished_due_at = self.unix_clock() + UNFINISHED_INTERVAL_S
             # Not waited for: the disk may hang.
-            self._folder.release(self._folder.delete_unfinished)
+            self.folder.release(self.folder.delete_unfinished)
         if errors:
             raise errors[0]
         return counts
@@ -154,7 +148,7 @@ class AdvanceBatches:
     def _on_step_end(self, task: asyncio.Task[tuple[int, int]]) -> None:
         # A step that failed is repeated when the next turn is due, not at once.
         if not task.cancelled() and task.exception() is None:
-            self._nudge()
+            self.nudge()
 
     def _ended_steps(self) -> tuple[int, int, list[BaseException]]:
         """Forget the steps that have ended; return their counts and errors."""
@@ -179,7 +173,7 @@ class AdvanceBatches:
         earlier = self._failed.get(batch_id)
         failures = earlier.failures + 1 if earlier is not None else 1
         wait_s = min(RETRY_MAX_S, RETRY_MIN_S * 2.0 ** min(failures - 1, 10))
-        self._failed[batch_id] = FailedStep(failures, self._unix_clock() + wait_s)
+        self._failed[batch_id] = FailedStep(failures, self.unix_clock() + wait_s)
         fields = {"batch": batch_id, "reason": error_text(error)}
         log.warning(
             "cannot read or write the files of a batch: this is repeated", extra={"fields": fields}
@@ -187,16 +181,16 @@ class AdvanceBatches:
 
     async def _due(self) -> dict[str, StoredBatch]:
         """Return the batches of which a file is to be read or written, in the order of creation."""
-        now = self._unix_clock()
+        now = self.unix_clock()
         self._failed = {
             batch_id: failed
             for batch_id, failed in self._failed.items()
             if failed.repeat_at + FORGET_FAILED_S > now
         }
         waiting = [batch_id for batch_id, failed in self._failed.items() if failed.repeat_at > now]
-        async with using(self._pool) as connection:
+        async with using(self.pool) as connection:
             # Batches that are not read yet wait: their items would be too many for the database.
-            full = await full_tenants(connection, self._limits.tenant_items_max)
+            full = await full_tenants(connection, self.limits.tenant_items_max)
             batches = await due_batches(
                 connection,
                 now=now,
@@ -228,20 +222,20 @@ class AdvanceBatches:
 
     async def _read_input(self, batch: StoredBatch) -> bool:
         """Store the items of a new batch; fail the batch if its input cannot be used."""
-        async with using(self._pool) as connection:
+        async with using(self.pool) as connection:
             file = await read_file(connection, batch.tenant_id, batch.input_file_id)
             known = await deployment_names(connection)
         if file is None:
             await self._fail(batch, "file_not_found", "the input file was deleted")
             return False
         # A file that has a row but no contents is one of a folder that is not mounted: repeated.
-        folder = self._folder.of_tenant(batch.tenant_id)
+        folder = self.folder.of_tenant(batch.tenant_id)
         opening = folder.local(batch.input_file_id)
         source = await folder.run(opening.__enter__)
         try:
             # Counted before anything is stored: a refused line never reaches the database.
-            if await folder.run(has_more_lines, source, self._limits.items_max):
-                message = f"the input file has more than {self._limits.items_max} lines"
+            if await folder.run(has_more_lines, source, self.limits.items_max):
+                message = f"the input file has more than {self.limits.items_max} lines"
                 await self._fail(batch, "too_many_lines", message)
                 return False
             await folder.run(source.seek, 0)
@@ -253,8 +247,8 @@ class AdvanceBatches:
     async def _add_items(self, batch: StoredBatch, lines: BatchInput, size_bytes: int) -> bool:
         """Store the items of an input file of `size_bytes`, all or none."""
         try:
-            async with transaction(self._pool, by_index=True) as connection:
-                folder = self._folder.of_tenant(batch.tenant_id)
+            async with transaction(self.pool, by_index=True) as connection:
+                folder = self.folder.of_tenant(batch.tenant_id)
                 while items := await folder.run(lines.next_items):
                     await add_items(connection, batch.batch_id, items)
                 if lines.bytes_read != size_bytes:
@@ -280,13 +274,13 @@ class AdvanceBatches:
         return True
 
     async def _fail(self, batch: StoredBatch, code: str, message: str) -> None:
-        async with transaction(self._pool) as connection:
+        async with transaction(self.pool) as connection:
             error = {"code": code, "message": message, "line": None, "param": None}
             await fail_batch(connection, batch.batch_id, [error])
 
     async def _begin_end(self, batch: StoredBatch) -> StoredBatch | None:
         """Begin the end of a batch whose time has come; return it as it is then."""
-        async with transaction(self._pool, by_index=True) as connection:
+        async with transaction(self.pool, by_index=True) as connection:
             # Leased items may still be finished: routers return them, or let go of them.
             if batch.status == "cancelling" and await leased_items(connection, batch.batch_id):
                 return None
@@ -298,12 +292,12 @@ class AdvanceBatches:
         Files that hold answers are never deleted here, whatever fails: the batch may have ended
         although the answer to the commit is lost, or by another scheduler, which wrote the same.
         """
-        folder = self._folder.of_tenant(batch.tenant_id)
-        results = await write_results(self._pool, folder, batch)
+        folder = self.folder.of_tenant(batch.tenant_id)
+        results = await write_results(self.pool, folder, batch)
         # Clients that queued runs of Workers AI know nothing of files.
         expires_after_s = RUN_RESULTS_S if batch.endpoint.startswith(RUN_PREFIX) else None
         file_ids: list[str | None] = [file.file_id if file.size_bytes else None for file in results]
-        async with transaction(self._pool) as connection:
+        async with transaction(self.pool) as connection:
             for file in results:
                 if file.size_bytes:
                     await add_file(
@@ -325,7 +319,7 @@ class AdvanceBatches:
                 raise BatchChanged
         for file in results:
             if not file.size_bytes:
-                await self._folder.discard(file.file_id)
+                await self.folder.discard(file.file_id)
 
     async def _delete_files(self) -> int:
         """Delete expired files, each with its row: one whose contents stay is tried again.
@@ -334,12 +328,12 @@ class AdvanceBatches:
         """
         for deleted in range(FILES_DELETED_MAX):
             after, self._expired_after = self._expired_after, ""
-            async with transaction(self._pool) as connection:
+            async with transaction(self.pool) as connection:
                 file_id = await delete_expired_file(connection, after)
                 if file_id is None:
                     return deleted
                 self._expired_after = file_id
-                await self._folder.delete(file_id)
+                await self.folder.delete(file_id)
         return FILES_DELETED_MAX
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from scheduler import metrics
 from scheduler.decide.history_time import BEHIND_S, advance
@@ -12,28 +13,28 @@ from scheduler.store.pool import Pool, transaction
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, kw_only=True)
 class AdvanceHistory:
     """Adds the time that this process has seen passing since its last turn."""
 
-    def __init__(self, *, pool: Pool, lease: LeaseState, unix_clock: Callable[[], float]) -> None:
-        self._pool = pool
-        self._lease = lease
-        self._unix_clock = unix_clock
-        self._turned_at: float | None = None
-        self._is_behind = False
+    pool: Pool
+    lease: LeaseState
+    unix_clock: Callable[[], float]
+    _turned_at: float | None = field(default=None, init=False)
+    _is_behind: bool = field(default=False, init=False)
 
     async def run_once(self) -> float:
         """Advance the stored time, up to the earlier wall clock; return the seconds that lack."""
-        if not self._lease.is_acting:
+        if not self.lease.is_acting:
             self._turned_at = None
             return 0.0
-        now = self._lease.clock()
+        now = self.lease.clock()
         elapsed_s = 0.0 if self._turned_at is None else now - self._turned_at
-        async with transaction(self._pool) as connection:
+        async with transaction(self.pool) as connection:
             stored = await read_history_clock(connection)
-            wall_s = min(stored.database_s, self._unix_clock())
+            wall_s = min(stored.database_s, self.unix_clock())
             at_s = advance(stored.at_s, elapsed_s, wall_s)
-            await write_history_clock(connection, self._lease.epoch, at_s)
+            await write_history_clock(connection, self.lease.epoch, at_s)
         self._turned_at = now
         behind_s = wall_s - at_s
         metrics.HISTORY_BEHIND_S.set(max(0.0, behind_s))

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from scheduler.decide.rollout import Rollout, RolloutVerdict, apply_event, judge_rollout
@@ -22,28 +23,21 @@ class RolloutCounts(NamedTuple):
     changed: int = 0
 
 
+@dataclass(eq=False, kw_only=True)
 class AdvanceRollouts:
     """A rollout's whole state is its row, so any scheduler that acts later continues from it."""
 
-    def __init__(
-        self,
-        *,
-        pool: Pool,
-        lease: LeaseState,
-        routes: PublishedRoutes,
-        nudge_place: Callable[[], None],
-    ) -> None:
-        self._pool = pool
-        self._lease = lease
-        self._routes = routes
-        self._nudge_place = nudge_place
+    pool: Pool
+    lease: LeaseState
+    routes: PublishedRoutes
+    nudge_place: Callable[[], None]
 
     async def run_once(self) -> RolloutCounts:
         """Judge every active rollout; store each change with one event."""
-        if not self._lease.is_acting:
+        if not self.lease.is_acting:
             return RolloutCounts()
         changed = 0
-        async with transaction(self._pool, isolation="repeatable_read") as connection:
+        async with transaction(self.pool, isolation="repeatable_read") as connection:
             judged = [
                 (
                     rollout,
@@ -51,7 +45,7 @@ class AdvanceRollouts:
                         rollout,
                         await read_strata(connection, rollout),
                         await read_starts(connection, rollout),
-                        self._lease.acting_for_s,
+                        self.lease.acting_for_s,
                     ),
                 )
                 for rollout in await active_rollouts(connection)
@@ -60,14 +54,14 @@ class AdvanceRollouts:
             if verdict is not None and await self._write(rollout, verdict):
                 changed += 1
         if changed:
-            self._nudge_place()
-            self._routes.mark_changed()
+            self.nudge_place()
+            self.routes.mark_changed()
         return RolloutCounts(len(judged), changed)
 
     async def _write(self, rollout: Rollout, verdict: RolloutVerdict) -> bool:
         new = apply_event(rollout, verdict.event, verdict.reason)
-        async with transaction(self._pool) as connection:
-            await assert_epoch(connection, self._lease.epoch)
+        async with transaction(self.pool) as connection:
+            await assert_epoch(connection, self.lease.epoch)
             if not await write_rollout(connection, rollout, new):
                 return False
             await record_event(

@@ -9,6 +9,7 @@ many connections have closed as are open, and otherwise every few hours. Automat
 """
 
 import gc
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from scheduler.state.peers.peer_registry import PeerRegistry
@@ -26,21 +27,21 @@ class GarbageCounts(NamedTuple):
     walked: bool = False
 
 
+@dataclass(eq=False)
 class CollectGarbage:
     """Runs on a standby too: it may still hold what it had while it acted."""
 
-    def __init__(self, peers: PeerRegistry) -> None:
-        self._peers = peers
-        self._closed_at_walk = 0
-        self._turns = 0
+    peers: PeerRegistry
+    _closed_at_walk: int = field(default=0, init=False)
+    _turns: int = field(default=0, init=False)
 
     async def run_once(self) -> GarbageCounts:
         """Collect the objects made since the last turn, then freeze the others."""
         self._turns += 1
-        closed = self._peers.closed_count - self._closed_at_walk
-        walks = closed > max(CLOSED_MIN, len(self._peers)) or self._turns > TURNS_MAX
+        closed = self.peers.closed_count - self._closed_at_walk
+        walks = closed > max(CLOSED_MIN, len(self.peers)) or self._turns > TURNS_MAX
         if walks:
-            self._closed_at_walk, self._turns = self._peers.closed_count, 0
+            self._closed_at_walk, self._turns = self.peers.closed_count, 0
             gc.unfreeze()
         collected = gc.collect()
         gc.freeze()

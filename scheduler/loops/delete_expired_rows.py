@@ -1,6 +1,7 @@
 """Deletes rows past their retention, in batches."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from isochrone.service.clock import JumpFreeClock
@@ -12,33 +13,26 @@ BATCH_ROWS: Final = 5_000
 BATCHES_MAX: Final = 40
 
 
+@dataclass(eq=False, kw_only=True)
 class DeleteExpiredRows:
     """Each batch is its own transaction, so no table is locked for long."""
 
-    def __init__(
-        self,
-        *,
-        pool: Pool,
-        lease: LeaseState,
-        rules: Sequence[RetentionRule],
-        clock: JumpFreeClock,
-    ) -> None:
-        self._pool = pool
-        self._clock = clock
-        self._lease = lease
-        self._rules = rules
+    pool: Pool
+    lease: LeaseState
+    rules: Sequence[RetentionRule]
+    clock: JumpFreeClock
 
     async def run_once(self) -> int:
         """Apply each rule until a batch is not full, at most BATCHES_MAX times; return the rows."""
-        return sum([await self._apply(rule) for rule in self._rules])
+        return sum([await self._apply(rule) for rule in self.rules])
 
     async def _apply(self, rule: RetentionRule) -> int:
         rows = 0
         for _ in range(BATCHES_MAX):
-            if not self._lease.is_acting:
+            if not self.lease.is_acting:
                 break
-            async with transaction(self._pool) as connection:
-                deleted = await delete_expired(connection, rule, self._clock.now(), BATCH_ROWS)
+            async with transaction(self.pool) as connection:
+                deleted = await delete_expired(connection, rule, self.clock.now(), BATCH_ROWS)
             rows += deleted
             if deleted < BATCH_ROWS:
                 break

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from scheduler.decide.response_items import ended_body
@@ -17,38 +18,32 @@ from scheduler.store.pool import Pool, transaction
 BATCH_ROWS: Final = 100
 
 
+@dataclass(eq=False, kw_only=True)
 class EndResponses:
     """Background responses are not ended but leased again, by another router.
 
     While the database or the scheduler does not answer, no router can renew its leases. So a
     response ends only if its lease could have been renewed for a whole lease before.
+
+    `clock` gives monotonic seconds.
     """
 
-    def __init__(
-        self,
-        *,
-        pool: Pool,
-        lease: LeaseState,
-        limits: ResponseLimits,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`clock` gives monotonic seconds."""
-        self._pool = pool
-        self._lease = lease
-        self._limits = limits
-        self._clock = clock
-        self._renewable_since_s: float | None = None
+    pool: Pool
+    lease: LeaseState
+    limits: ResponseLimits
+    clock: Callable[[], float] = time.monotonic
+    _renewable_since_s: float | None = field(default=None, init=False)
 
     async def run_once(self) -> int:
         """Let up to BATCH_ROWS responses fail whose lease has run out; return how many."""
         since_s, self._renewable_since_s = self._renewable_since_s, None
-        if not self._lease.is_acting:
+        if not self.lease.is_acting:
             return 0
-        now_s = self._clock()
+        now_s = self.clock()
         since_s = now_s if since_s is None else since_s
-        async with transaction(self._pool) as connection:
+        async with transaction(self.pool) as connection:
             response_ids = await abandoned_responses(connection, BATCH_ROWS)
-            if now_s - since_s < self._limits.lease_s:
+            if now_s - since_s < self.limits.lease_s:
                 response_ids = []
             for response_id in response_ids:
                 # One at a time: each may have megabytes.

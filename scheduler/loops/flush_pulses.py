@@ -1,5 +1,6 @@
 """Stores the signs of life that have arrived since the last turn."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from scheduler import metrics
@@ -17,31 +18,29 @@ class PulseCounts(NamedTuple):
     routers: int = 0
 
 
+@dataclass(eq=False, kw_only=True)
 class FlushPulses:
     """Uses the reserved connections: a busy pool must not make live nodes look dead."""
 
-    def __init__(
-        self, *, reserved: Pool, lease: LeaseState, peers: PeerRegistry, pulses: PulseBuffer
-    ) -> None:
-        self._reserved = reserved
-        self._lease = lease
-        self._peers = peers
-        self._pulses = pulses
+    reserved: Pool
+    lease: LeaseState
+    peers: PeerRegistry
+    pulses: PulseBuffer
 
     async def run_once(self) -> PulseCounts:
         """Store a batch. A batch that fails is lost; newer pulses replace it."""
-        if not self._lease.is_acting:
+        if not self.lease.is_acting:
             return PulseCounts()
-        pulses = self._pulses.take()
-        routers = [(peer.name, peer.generation) for peer in self._peers.routers()]
+        pulses = self.pulses.take()
+        routers = [(peer.name, peer.generation) for peer in self.peers.routers()]
         try:
-            async with transaction(self._reserved) as connection:
+            async with transaction(self.reserved) as connection:
                 if pulses:
                     await record_pulses(connection, pulses)
                 if routers:
                     await record_routers_seen(connection, routers)
         except UNAVAILABLE:
-            self._peers.forget_stored_reports()
+            self.peers.forget_stored_reports()
             raise
         metrics.PULSES.inc(len(pulses))
         return PulseCounts(len(pulses), len(routers))

@@ -9,6 +9,7 @@ published.
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from isochrone.wire.ids import ClusterId, Epoch, Generation
@@ -57,90 +58,78 @@ class _Counters(NamedTuple):
         )
 
 
+@dataclass(eq=False, kw_only=True)
 class HoldLease:
     """Leader election, over reserved connections."""
 
-    def __init__(
-        self,
-        *,
-        reserved: Pool,
-        cluster_id: ClusterId,
-        renew_s: float,
-        lease: LeaseState,
-        leadership: Leadership,
-        admission: PeerAdmission,
-        routes: PublishedRoutes,
-        assignments: AssignmentOutbox,
-        nudge_place: Callable[[], None],
-    ) -> None:
-        self._reserved = reserved
-        self._cluster_id = cluster_id
-        self._renew_s = renew_s
-        self._lease = lease
-        self._leadership = leadership
-        self._admission = admission
-        self._routes = routes
-        self._assignments = assignments
-        self._nudge_place = nudge_place
-        self._newest = _Counters()
+    reserved: Pool
+    cluster_id: ClusterId
+    renew_s: float
+    lease: LeaseState
+    leadership: Leadership
+    admission: PeerAdmission
+    routes: PublishedRoutes
+    assignments: AssignmentOutbox
+    nudge_place: Callable[[], None]
+    _newest: _Counters = field(default_factory=_Counters, init=False)
 
     async def run_once(self) -> LeaseOutcome:
         """Ask the database for the lease. After an error the remaining trust runs out by itself."""
-        state = self._lease
+        state = self.lease
         requested_at = state.last_attempt_at = state.clock()
         # Read before the store: a generation handed out meanwhile may be newer than the stored one.
         known = self._known_counters()
-        async with using(self._reserved) as connection:
+        async with using(self.reserved) as connection:
             cluster = await read_cluster_row(connection)
             # Checked first: the lease would be kept from the schedulers of that cluster.
             self._require_own(cluster)
             lease = await acquire_or_renew_lease(connection, state.holder, state.ttl_s)
             if lease is not None:
-                self._admission.fleet_size = await count_peers(connection)
+                self.admission.fleet_size = await count_peers(connection)
             else:
                 remaining_s = await read_lease_remaining_s(connection)
         if lease is None:
-            await self._leadership.step_down()
-            is_late = remaining_s < state.ttl_s - self._renew_s - LATE_S
+            await self.leadership.step_down()
+            is_late = remaining_s < state.ttl_s - self.renew_s - LATE_S
             state.free_at = requested_at + remaining_s if is_late else float("-inf")
             return LeaseOutcome(False, 0)
         stored = _Counters(lease.epoch, cluster.generation, cluster.route_generation)
         self._newest = known.highest(stored)
         if self._newest != stored:
             lease = await self._begin_after_loss(lease, stored)
-        if self._leadership.take(lease, requested_at):
+        if self.leadership.take(lease, requested_at):
             # Assignments follow each node's next report; nothing here may take long.
-            self._routes.mark_changed()
-            self._nudge_place()
+            self.routes.mark_changed()
+            self.nudge_place()
         return LeaseOutcome(True, lease.epoch)
 
     def _require_own(self, cluster: ClusterRow) -> None:
         """Raise RuntimeError if the database has become that of another cluster."""
-        if cluster.cluster_id != self._cluster_id:
+        if cluster.cluster_id != self.cluster_id:
             raise RuntimeError(
                 f"cannot act: the database belongs to cluster {cluster.cluster_id}, this process "
-                f"started with {self._cluster_id}; restart it if the database was replaced"
+                f"started with {self.cluster_id}; restart it if the database was replaced"
             )
 
     def _known_counters(self) -> _Counters:
         """Return the counters that the store must not be behind."""
-        newest, table = self._newest, self._routes.table
+        newest, table = self._newest, self.routes.table
         return _Counters(
-            max(newest.epoch, self._lease.newest_epoch),
-            max(newest.generation, self._assignments.newest_generation),
+            max(newest.epoch, self.lease.newest_epoch),
+            max(newest.generation, self.assignments.newest_generation),
             max(newest.route_generation, Generation(0) if table is None else table.generation),
         )
 
     async def _begin_after_loss(self, lease: Lease, stored: _Counters) -> Lease:
         """Raise the store's counters above the known ones; return the lease of a new term."""
-        newest, state = self._newest, self._lease
+        newest, state = self._newest, self.lease
         reason = (
             f"epoch {stored.epoch}, generations {stored.generation} and "
             f"{stored.route_generation} after {newest.epoch}, {newest.generation} and "
             f"{newest.route_generation}: was a backup restored?"
         )
         log.error("the database has lost history", extra={"fields": {"reason": reason}})
-        async with transaction(self._reserved) as connection:
+        async with transaction(self.reserved) as connection:
             await raise_epoch_and_generation(
                 connection,
                 holder=state.holder,
@@ -152,7 +141,7 @@ class HoldLease:
                 connection,
                 actor="scheduler",
                 kind="database.lost_history",
-                subject=self._cluster_id,
+                subject=self.cluster_id,
                 reason=reason,
             )
             renewed = await acquire_or_renew_lease(connection, state.holder, state.ttl_s)

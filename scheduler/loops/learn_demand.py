@@ -1,6 +1,7 @@
 """Has the planner learn each ten minutes of demand once they have ended, and forecast from them."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from scheduler.planner.client import PlannerClient
@@ -18,36 +19,30 @@ class DemandCounts(NamedTuple):
     saved: int = 0
 
 
+@dataclass(eq=False, kw_only=True)
 class LearnDemand:
-    """The forecast itself lives in the planner's process (`planner/demand_forecaster.py`)."""
+    """The forecast itself lives in the planner's process (`planner/demand_forecaster.py`).
 
-    def __init__(
-        self,
-        *,
-        planner: PlannerClient,
-        lease: LeaseState,
-        nudge_place: Callable[[], None],
-        nudge_prefetch: Callable[[], None],
-        nudge_learn: Callable[[], None],
-    ) -> None:
-        """`nudge_learn` asks for another turn of this job."""
-        self._planner = planner
-        self._lease = lease
-        self._nudge_place = nudge_place
-        self._nudge_prefetch = nudge_prefetch
-        self._nudge_learn = nudge_learn
+    `nudge_learn` asks for another turn of this job.
+    """
+
+    planner: PlannerClient
+    lease: LeaseState
+    nudge_place: Callable[[], None]
+    nudge_prefetch: Callable[[], None]
+    nudge_learn: Callable[[], None]
 
     async def run_once(self) -> DemandCounts:
         """Have a part of the ended slots learned; nudge the jobs that use a new forecast.
 
         The loop rests before the next part, so that the planner has time for plans.
         """
-        if not self._lease.is_acting:
+        if not self.lease.is_acting:
             return DemandCounts()
-        learned = await self._planner.learn(self._lease.epoch)
+        learned = await self.planner.learn(self.lease.epoch)
         if learned.is_new:
-            self._nudge_place()
-            self._nudge_prefetch()
+            self.nudge_place()
+            self.nudge_prefetch()
         if learned.is_behind:
-            self._nudge_learn()
+            self.nudge_learn()
         return DemandCounts(learned.slots, learned.series, learned.saved)

@@ -6,6 +6,7 @@ The planner reads the cluster and decides, in a process of its own (`scheduler/p
 import logging
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -39,74 +40,61 @@ class PlacementCounts(NamedTuple):
     frozen: str = ""
 
 
+@dataclass(eq=False, kw_only=True)
 class PlaceReplicas:
     """The scheduler's main job."""
 
-    def __init__(
-        self,
-        *,
-        pool: Pool,
-        planner: PlannerClient,
-        authority: Authority,
-        lease: LeaseState,
-        heartbeats: Heartbeats,
-        assignments: AssignmentOutbox,
-        routes: PublishedRoutes,
-        first_reports: FirstReports,
-        status: PlacementStatus,
-        nudge_place: Callable[[], None],
-    ) -> None:
-        self._pool = pool
-        self._planner = planner
-        self._authority = authority
-        self._lease = lease
-        self._heartbeats = heartbeats
-        self._assignments = assignments
-        self._routes = routes
-        self._first_reports = first_reports
-        self._status = status
-        self._nudge_place = nudge_place
-        self._is_late = False
-        """Whether the last plan was not committed, because the cluster had changed meanwhile. The
+    pool: Pool
+    planner: PlannerClient
+    authority: Authority
+    lease: LeaseState
+    heartbeats: Heartbeats
+    assignments: AssignmentOutbox
+    routes: PublishedRoutes
+    first_reports: FirstReports
+    status: PlacementStatus
+    nudge_place: Callable[[], None]
+    _is_late: bool = field(default=False, init=False)
+    """Whether the last plan was not committed, because the cluster had changed meanwhile. The
         next one is a quick one: changes may come faster than thorough plans."""
 
     async def run_once(self) -> PlacementCounts:
         """Plan, commit, and send the nodes concerned their assignments."""
-        if not self._lease.is_acting:
+        if not self.lease.is_acting:
             return PlacementCounts()
         # If a new term begins meanwhile, the commit fails: this plan has not waited for its first
         # reports.
-        epoch = self._lease.epoch
-        if await self._first_reports.must_placement_wait(self._pool):
+        epoch = self.lease.epoch
+        if await self.first_reports.must_placement_wait(self.pool):
             return PlacementCounts(frozen="waiting for every node's first report")
         try:
-            plan = await self._planner.plan(self._heartbeats.observed(), is_quick=self._is_late)
+            plan = await self.planner.plan(self.heartbeats.observed(), is_quick=self._is_late)
         except PlannerFailed as error:
-            self._status.fail(str(error), epoch)
+            self.status.fail(str(error), epoch)
             raise
         self._show(plan, epoch)
         if plan.is_empty:
             self._is_late = False
             return PlacementCounts(unmet=len(plan.unmet), frozen=plan.frozen)
         with_secrets = (with_secret(start, secrets.token_hex(16)) for start in plan.starts)
-        starts = tuple(_sealed(start, self._authority) for start in with_secrets)
+        starts = tuple(_sealed(start, self.authority) for start in with_secrets)
         plan = msgspec.structs.replace(plan, starts=starts)
-        with self._assignments.resend_on_error(plan.node_ids):
-            async with transaction(self._pool) as connection:
+        with self.assignments.resend_on_error(plan.node_ids):
+            async with transaction(self.pool) as connection:
                 committed = await commit_plan(connection, plan, epoch)
             self._is_late = not committed
             if committed:
                 await self._announce(plan)
         if not committed:
-            self._nudge_place()
+            self.nudge_place()
         return PlacementCounts(
             len(plan.starts), len(plan.endings), len(plan.unmet), committed=committed
         )
 
     def _show(self, plan: PlacementPlan, epoch: Epoch) -> None:
-        if plan.frozen != self._status.frozen:
+        if plan.frozen != self.status.frozen:
             log.warning("placement freeze", extra={"fields": {"reason": plan.frozen or "over"}})
-        self._status.show(plan, epoch)
+        self.status.show(plan, epoch)
         metrics.GENERATION.set(plan.based_on)
 
     async def _announce(self, plan: PlacementPlan) -> None:
@@ -117,8 +105,8 @@ class PlaceReplicas:
             fields = {"replica": replica_id, "node": start.node_id, "reason": start.reason}
             log.info("placed", extra={"fields": fields})
         metrics.MOVES.labels("role").inc(len(plan.role_changes))
-        await self._assignments.send_to(plan.node_ids)
-        self._routes.mark_changed()
+        await self.assignments.send_to(plan.node_ids)
+        self.routes.mark_changed()
 
 
 def _sealed(start: ReplicaStart, authority: Authority) -> ReplicaStart:

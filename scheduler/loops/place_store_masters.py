@@ -5,6 +5,7 @@ and this job keeps only what it has sent.
 """
 
 import logging
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from isochrone.wire.ids import NodeId
@@ -25,21 +26,21 @@ class StoreMasterCounts(NamedTuple):
     sent: int = 0
 
 
+@dataclass(eq=False, kw_only=True)
 class PlaceStoreMasters:
     """Follows losses, drains and ends of replicas, which are other jobs' decisions."""
 
-    def __init__(self, *, pool: Pool, lease: LeaseState, assignments: AssignmentOutbox) -> None:
-        self._pool = pool
-        self._lease = lease
-        self._assignments = assignments
-        self._sent: dict[NodeId, StoreMasterPlace | None] = {}
+    pool: Pool
+    lease: LeaseState
+    assignments: AssignmentOutbox
+    _sent: dict[NodeId, StoreMasterPlace | None] = field(default_factory=dict, init=False)
 
     async def run_once(self) -> StoreMasterCounts:
         """Compare each member's place of the master with the last one sent."""
-        if not self._lease.is_acting:
+        if not self.lease.is_acting:
             self._sent = {}
             return StoreMasterCounts()
-        async with transaction(self._pool, isolation="repeatable_read") as connection:
+        async with transaction(self.pool, isolation="repeatable_read") as connection:
             members = await read_store_members(connection)
         places = store_masters(members)
         master_places = {member.node_id: places.get(member.pop) for member in members}
@@ -54,6 +55,6 @@ class PlaceStoreMasters:
             place = master_places.get(node_id)
             fields = {"node": node_id, "master_at": place.node_id if place else ""}
             log.info("the KV store's master is placed", extra={"fields": fields})
-        sent = await self._assignments.send_to(sorted(moved))
+        sent = await self.assignments.send_to(sorted(moved))
         self._sent = master_places
         return StoreMasterCounts(len(places), sent)

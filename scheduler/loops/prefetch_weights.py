@@ -1,5 +1,6 @@
 """Has nodes fetch weights before a forecast peak, some hours ahead."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from scheduler.decide.placement import PrefetchDecision
@@ -19,34 +20,26 @@ class WeightPrefetchCounts(NamedTuple):
     ended: int = 0
 
 
+@dataclass(eq=False, kw_only=True)
 class PrefetchWeights:
     """Starts no replica: a later start finds its weights on disk, which the planner knows."""
 
-    def __init__(
-        self,
-        *,
-        pool: Pool,
-        planner: PlannerClient,
-        lease: LeaseState,
-        heartbeats: Heartbeats,
-        assignments: AssignmentOutbox,
-    ) -> None:
-        self._pool = pool
-        self._planner = planner
-        self._lease = lease
-        self._heartbeats = heartbeats
-        self._assignments = assignments
+    pool: Pool
+    planner: PlannerClient
+    lease: LeaseState
+    heartbeats: Heartbeats
+    assignments: AssignmentOutbox
 
     async def run_once(self) -> WeightPrefetchCounts:
         """Ask the planner, store the changes, and send the nodes concerned their assignments."""
-        if not self._lease.is_acting:
+        if not self.lease.is_acting:
             return WeightPrefetchCounts()
-        decision = await self._planner.plan_prefetch(self._heartbeats.observed())
+        decision = await self.planner.plan_prefetch(self.heartbeats.observed())
         if decision != PrefetchDecision():
             node_ids = {prefetch.node_id for prefetch in decision.new}
             node_ids |= {ended.target.node_id for ended in decision.ended}
-            with self._assignments.resend_on_error(node_ids):
-                async with transaction(self._pool) as connection:
-                    await record_prefetch_changes(connection, self._lease.epoch, decision)
-                await self._assignments.send_to(sorted(node_ids))
+            with self.assignments.resend_on_error(node_ids):
+                async with transaction(self.pool) as connection:
+                    await record_prefetch_changes(connection, self.lease.epoch, decision)
+                await self.assignments.send_to(sorted(node_ids))
         return WeightPrefetchCounts(len(decision.new), len(decision.arrived), len(decision.ended))

@@ -14,6 +14,7 @@ to find changes that were not announced.
 """
 
 from collections.abc import Set
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import msgspec
@@ -76,68 +77,56 @@ class PublishCounts(NamedTuple):
     nodes: int = 0
 
 
+@dataclass(eq=False, kw_only=True)
 class PublishRoutes:
     """Sends each router the change to the table it has, or the whole table."""
 
-    def __init__(
-        self,
-        *,
-        pool: Pool,
-        interval_s: float,
-        limits: LivenessLimits,
-        lease: LeaseState,
-        peers: PeerRegistry,
-        heartbeats: Heartbeats,
-        routes: PublishedRoutes,
-        reports: NodeReportCache,
-        first_reports: FirstReports,
-    ) -> None:
-        self._pool = pool
-        self._interval_s = interval_s
-        self._limits = limits
-        self._lease = lease
-        self._peers = peers
-        self._heartbeats = heartbeats
-        self._routes = routes
-        self._reports = reports
-        self._first_reports = first_reports
-        self._fleet: ClusterState | None = None
-        self._group_nodes: Set[NodeId] = frozenset()
-        self._departures: DeparturesByReplica = {}
-        self._whole_due_at = float("-inf")
-        self._compared_until = KeyId("")
-        self._seen_events: set[int] = set()
+    pool: Pool
+    interval_s: float
+    limits: LivenessLimits
+    lease: LeaseState
+    peers: PeerRegistry
+    heartbeats: Heartbeats
+    routes: PublishedRoutes
+    reports: NodeReportCache
+    first_reports: FirstReports
+    _fleet: ClusterState | None = field(default=None, init=False)
+    _group_nodes: Set[NodeId] = field(default_factory=frozenset, init=False)
+    _departures: DeparturesByReplica = field(default_factory=dict, init=False)
+    _whole_due_at: float = field(default=float("-inf"), init=False)
+    _compared_until: KeyId = field(default=KeyId(""), init=False)
+    _seen_events: set[int] = field(default_factory=set, init=False)
 
     async def run_once(self) -> PublishCounts:
         """Build the table, compare it with the published one, number and send what changed."""
-        if not self._lease.is_acting:
+        if not self.lease.is_acting:
             return PublishCounts()
         # A new term may begin while this turn reads, and must not publish what was read before.
-        epoch = self._lease.epoch
-        has_no_routes = self._routes.table is None or self._routes.table.keys_only
-        waits = has_no_routes and await self._first_reports.must_routes_wait(self._pool)
-        if self._routes.table is None:
+        epoch = self.lease.epoch
+        has_no_routes = self.routes.table is None or self.routes.table.keys_only
+        waits = has_no_routes and await self.first_reports.must_routes_wait(self.pool)
+        if self.routes.table is None:
             # Keys that change while they are read are in the next turn.
-            self._routes.keys = await read_all_keys(self._pool, self._routes.keys)
+            self.routes.keys = await read_all_keys(self.pool, self.routes.keys)
             if waits:
                 return await self._publish_keys_first(epoch)
-        changed, changed_keys = self._routes.take_changed(), frozenset[KeyId]()
+        changed, changed_keys = self.routes.take_changed(), frozenset[KeyId]()
         try:
-            if self._routes.table is not None:
-                changed_keys = self._routes.take_changed_keys(KEYS_PER_DELTA)
-            if changed_keys and self._routes.table is not None:
-                await self._publish_keys(self._routes.table, changed_keys)
+            if self.routes.table is not None:
+                changed_keys = self.routes.take_changed_keys(KEYS_PER_DELTA)
+            if changed_keys and self.routes.table is not None:
+                await self._publish_keys(self.routes.table, changed_keys)
             if waits:
-                self._routes.restore_all(())
+                self.routes.restore_all(())
                 return PublishCounts()
             return await self._publish(epoch, changed)
         except BaseException:
-            self._routes.restore_all(changed_keys)
+            self.routes.restore_all(changed_keys)
             raise
 
     async def _publish_keys_first(self, epoch: Epoch) -> PublishCounts:
         """Publish a table of keys alone, which routers use with the routes that they have."""
-        async with transaction(self._pool) as connection:
+        async with transaction(self.pool) as connection:
             revoked = await revoked_keys(connection)
             generation = await next_route_generation(
                 connection, epoch, Generation(0), keys_only=True
@@ -148,13 +137,13 @@ class PublishRoutes:
             generation=generation,
             epoch=epoch,
             keys_only=True,
-            keys=self._routes.keys,
+            keys=self.routes.keys,
             keys_revoked=revoked,
         )
         return PublishCounts(generation, routers=self._send(None, table))
 
     async def _publish(self, epoch: Epoch, changed: set[NodeId] | None) -> PublishCounts:
-        latest, fleet = self._routes.table, self._fleet
+        latest, fleet = self.routes.table, self._fleet
         before = None if latest is None or latest.keys_only else latest
         if before is None or fleet is None or changed is None or self._needs_whole_read(changed):
             table = keep_unchanged_rates(before, await self._read_whole(epoch))
@@ -168,12 +157,12 @@ class PublishRoutes:
             nodes_read = len(changed)
         else:
             return PublishCounts(before.generation, len(before.routes))
-        now = self._lease.clock()
+        now = self.lease.clock()
         table, waiting, departures = damp_flaps(before, table, self._departures, now)
-        self._routes.postpone(set(waiting))
+        self.routes.postpone(set(waiting))
         if before is not None and (table is before or table == before):
             return PublishCounts(before.generation, len(before.routes), nodes=nodes_read)
-        async with transaction(self._pool) as connection:
+        async with transaction(self.pool) as connection:
             published = Generation(0) if latest is None else latest.generation
             generation = await next_route_generation(connection, epoch, published)
         self._departures = departures
@@ -183,7 +172,7 @@ class PublishRoutes:
 
     async def _publish_keys(self, before: RouteTable, key_ids: frozenset[KeyId]) -> None:
         """Read and publish these keys alone: with a million keys, all are read in seconds."""
-        async with transaction(self._pool) as connection:
+        async with transaction(self.pool) as connection:
             live = await live_keys(connection, sorted(key_ids))
             revoked = await revoked_among(connection, sorted(key_ids))
             generation = await next_route_generation(
@@ -208,7 +197,7 @@ class PublishRoutes:
         A key may change unannounced: at a scheduler that does not act. With a million keys, half an
         hour passes until all have been compared.
         """
-        async with using(self._pool) as connection:
+        async with using(self.pool) as connection:
             recent = await recent_key_changes(connection, RECENT_EVENTS)
             # Events are seen in the order of their commits, not of their numbers.
             key_ids = {key_id for event_id, key_id in recent if event_id not in self._seen_events}
@@ -216,71 +205,71 @@ class PublishRoutes:
         live = {key.key_id: key for key in keys}
         for key_id in key_ids:
             if published.get(key_id) != live.get(key_id):
-                self._routes.mark_key_changed(key_id)
+                self.routes.mark_key_changed(key_id)
         self._seen_events = {event_id for event_id, _ in recent}
 
     async def _compare_keys(self, published: KeyTable) -> None:
         """Read the next page of keys, and publish those that differ from the table soon."""
         after = self._compared_until
-        async with using(self._pool) as connection:
+        async with using(self.pool) as connection:
             page = await read_key_page(connection, after)
         until = page.until
         changes = KeyTable.of(page.keys).changes_from(published.between(after, until))
         for key_id in (*(key.key_id for key in changes.changed), *changes.gone):
-            self._routes.mark_key_changed(key_id)
+            self.routes.mark_key_changed(key_id)
         self._compared_until = until or KeyId("")
 
     def _send(
         self, before: RouteTable | None, table: RouteTable, change: RouteDelta | None = None
     ) -> int:
-        if table.epoch != self._lease.newest_epoch:
+        if table.epoch != self.lease.newest_epoch:
             raise EpochLost(f"cannot publish routes of epoch {table.epoch}: a newer term has begun")
         delta = b"" if before is None else codec.encode(change or diff(before, table))
         if len(delta) > DELTA_BYTES_MAX:
             delta = b""
-        self._routes.replace(table, delta)
-        self._routes.following.record_published(table.generation, self._lease.clock())
+        self.routes.replace(table, delta)
+        self.routes.following.record_published(table.generation, self.lease.clock())
         metrics.ROUTE_GENERATION.set(table.generation)
-        routers = self._peers.routers()
+        routers = self.peers.routers()
         for router in routers:
             has_previous = before is not None and router.generation == before.generation
             if has_previous and delta:
                 router.enqueue(delta)
                 router.generation = table.generation
             else:
-                self._routes.send_table(router)
+                self.routes.send_table(router)
         return len(routers)
 
     def _needs_whole_read(self, node_ids: Set[NodeId]) -> bool:
         # A replica over several nodes is routable only while none of them is lost.
-        is_due = self._lease.clock() >= self._whole_due_at
+        is_due = self.lease.clock() >= self._whole_due_at
         return is_due or not self._group_nodes.isdisjoint(node_ids)
 
     async def _read_whole(self, epoch: Epoch) -> RouteTable:
-        began = self._lease.clock()
-        async with transaction(self._pool, isolation="repeatable_read") as connection:
-            fleet = await read_fleet(connection, self._heartbeats.observed(), self._reports)
+        began = self.lease.clock()
+        async with transaction(self.pool, isolation="repeatable_read") as connection:
+            fleet = await read_fleet(connection, self.heartbeats.observed(), self.reports)
             revoked = await revoked_keys(connection)
             adapters = await read_adapter_entries(connection)
         table = self._table_of(fleet, epoch)
         self._fleet = msgspec.structs.replace(fleet, nodes=(), placements=())
         self._group_nodes = multi_node_hosts(fleet.placements)
-        now = self._lease.clock()
-        rest_s = max(self._interval_s, (now - began) / WHOLE_READ_SHARE)
+        now = self.lease.clock()
+        rest_s = max(self.interval_s, (now - began) / WHOLE_READ_SHARE)
         # A little early: it must be due when the timer's next turn comes.
         self._whole_due_at = now + 0.9 * rest_s
         return msgspec.structs.replace(table, keys_revoked=revoked, adapters=adapters)
 
     async def _read_nodes(self, fleet: ClusterState, node_ids: Set[NodeId]) -> tuple[Route, ...]:
         """Read the routes to some nodes; the rest of the table is that of the last whole read."""
-        async with transaction(self._pool, isolation="repeatable_read") as connection:
+        async with transaction(self.pool, isolation="repeatable_read") as connection:
             part = await read_fleet_nodes(
-                connection, fleet, sorted(node_ids), self._heartbeats.observed(), self._reports
+                connection, fleet, sorted(node_ids), self.heartbeats.observed(), self.reports
             )
-        return build_routes(part, judge_liveness(part.nodes, part.acting_for_s, self._limits))
+        return build_routes(part, judge_liveness(part.nodes, part.acting_for_s, self.limits))
 
     def _table_of(self, fleet: ClusterState, epoch: Epoch) -> RouteTable:
-        view = judge_liveness(fleet.nodes, fleet.acting_for_s, self._limits)
+        view = judge_liveness(fleet.nodes, fleet.acting_for_s, self.limits)
         return build_route_table(
-            fleet, view, self._routes.keys, generation=Generation(0), epoch=epoch
+            fleet, view, self.routes.keys, generation=Generation(0), epoch=epoch
         )

@@ -1,5 +1,6 @@
 """Records an event when a node is lost and when it is back, once each, whichever scheduler acts."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from scheduler.decide.cluster import Liveness
@@ -18,33 +19,25 @@ class NodeLossCounts(NamedTuple):
     back: int = 0
 
 
+@dataclass(eq=False, kw_only=True)
 class RecordNodeLoss:
     """Judges as placement does: during a freeze or a new term's grace period no node is lost."""
 
-    def __init__(
-        self,
-        *,
-        pool: Pool,
-        lease: LeaseState,
-        heartbeats: Heartbeats,
-        reports: NodeReportCache,
-        limits: LivenessLimits,
-    ) -> None:
-        self._pool = pool
-        self._lease = lease
-        self._heartbeats = heartbeats
-        self._reports = reports
-        self._limits = limits
+    pool: Pool
+    lease: LeaseState
+    heartbeats: Heartbeats
+    reports: NodeReportCache
+    limits: LivenessLimits
 
     async def run_once(self) -> NodeLossCounts:
         """Compare the recorded losses with the nodes' liveness now; record the differences."""
-        if not self._lease.is_acting:
+        if not self.lease.is_acting:
             return NodeLossCounts()
-        heard = self._heartbeats.observed()
-        async with transaction(self._pool, isolation="repeatable_read") as connection:
+        heard = self.heartbeats.observed()
+        async with transaction(self.pool, isolation="repeatable_read") as connection:
             recorded = await read_lost_nodes(connection)
-            _, nodes = await read_nodes(connection, heard, self._reports)
-        verdicts = judge_liveness(nodes, heard.acting_for_s, self._limits).by_node
+            _, nodes = await read_nodes(connection, heard, self.reports)
+        verdicts = judge_liveness(nodes, heard.acting_for_s, self.limits).by_node
         lost = [
             node
             for node in nodes
@@ -60,6 +53,6 @@ class RecordNodeLoss:
             and verdicts[node.node_id] is Liveness.READY
         ]
         if lost or back:
-            async with transaction(self._pool) as connection:
-                await record_node_losses(connection, self._lease.epoch, lost, back)
+            async with transaction(self.pool) as connection:
+                await record_node_losses(connection, self.lease.epoch, lost, back)
         return NodeLossCounts(len(lost), len(back))

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from isochrone.wire.ids import ClusterId
@@ -46,27 +47,25 @@ class SweptCounts(NamedTuple):
     deleted: int = 0
 
 
+@dataclass(eq=False, kw_only=True)
 class SweepContents:
     """Walks over the folder in the order of names, a part in each turn."""
 
-    def __init__(
-        self, *, pool: Pool, lease: LeaseState, folder: BatchFolder, cluster_id: ClusterId
-    ) -> None:
-        self._pool = pool
-        self._lease = lease
-        self._folder = folder
-        self._cluster_id = cluster_id
-        self._after = ""
-        """The last name of the turn before, empty at the start of the folder."""
-        self._is_refused = False
-        """Whether the bucket refused the last list."""
+    pool: Pool
+    lease: LeaseState
+    folder: BatchFolder
+    cluster_id: ClusterId
+    _after: str = field(default="", init=False)
+    """The last name of the turn before, empty at the start of the folder."""
+    _is_refused: bool = field(default=False, init=False)
+    """Whether the bucket refused the last list."""
 
     async def run_once(self) -> SweptCounts:
         """List some contents, and delete those that are old and that no row names.
 
         Raises MarkedByOthers, MostlyUnnamed, and ApiError if the disk or bucket fails.
         """
-        if not self._lease.is_acting:
+        if not self.lease.is_acting:
             return SweptCounts()
         try:
             counts = await self._sweep()
@@ -84,7 +83,7 @@ class SweepContents:
         return counts
 
     async def _sweep(self) -> SweptCounts:
-        async with using(self._pool) as connection:
+        async with using(self.pool) as connection:
             # This machine's clock is not used: one that is ahead would make new files look old.
             now = (await read_history_clock(connection)).at_s
         if not await self._is_long_marked(now):
@@ -102,25 +101,25 @@ class SweepContents:
         """Return whether other clusters have had the time to see this one's mark; leave it."""
         names = await self._list(MARK, MARKS_MAX)
         marks = [contents for contents in names if contents.file_id.startswith(MARK)]
-        mark = own_mark(marks, self._cluster_id)
+        mark = own_mark(marks, self.cluster_id)
         if mark is None:
-            await self._folder.run(self._leave_mark)
+            await self.folder.run(self._leave_mark)
         return mark is not None and is_old(mark, now)
 
     def _leave_mark(self) -> None:
-        with self._folder.writing(MARK + self._cluster_id) as output:
+        with self.folder.writing(MARK + self.cluster_id) as output:
             output.write(b"the files here are those of the cluster in this name\n")
 
     async def _list(self, after: str, count: int) -> list[StoredContents]:
         async with asyncio.timeout(LIST_TIMEOUT_S):
-            return await self._folder.run(self._folder.list_contents, after, count)
+            return await self.folder.run(self.folder.list_contents, after, count)
 
     async def _named(self, file_ids: Sequence[str]) -> set[str]:
         """Return those of the ids that a row names, or that an open batch will name."""
         named: set[str] = set()
         for start in range(0, len(file_ids), CHECKED_MAX):
             page = file_ids[start : start + CHECKED_MAX]
-            async with transaction(self._pool, isolation="repeatable_read") as connection:
+            async with transaction(self.pool, isolation="repeatable_read") as connection:
                 named |= await files_among(connection, page)
                 named |= await adapter_files_among(connection, page)
                 for batch_id in await open_batch_ids(connection):
@@ -130,9 +129,9 @@ class SweepContents:
     async def _delete(self, file_ids: Sequence[str]) -> int:
         deleted = 0
         for file_id in file_ids:
-            if not self._lease.is_acting:
+            if not self.lease.is_acting:
                 break
-            await self._folder.delete(file_id)
+            await self.folder.delete(file_id)
             deleted += 1
             log.info("deleted contents that no row names", extra={"fields": {"file": file_id}})
         return deleted

@@ -87,14 +87,6 @@ async def next_version(connection: Connection, deployment_id: str) -> int:
     return version
 
 
-async def id_of_name(connection: Connection, name: str) -> str | None:
-    """Return the id of the deployment that clients call `name`; None if there is none."""
-    found: str | None = await connection.fetchval(
-        "SELECT deployment_id FROM deployment WHERE name = $1 AND deleted_at IS NULL", name
-    )
-    return found
-
-
 async def add_deployment(connection: Connection, deployment: Deployment) -> bool:
     """Add a deployment; False if its id or its name is taken.
 

@@ -137,7 +137,7 @@ async def stream(
     sent = {**JSON, headers.CACHE_SALT: salt}
     async with engine.http.post(path, data=data, headers=sent) as response:
         received = await response.read()
-        text = (EventTokens().feed(received) if engine.counts_tokens else received).decode()
+        text = (EventTokens().feed(received) if engine.driver.counts_tokens else received).decode()
         assert response.status == 200, text
         assert response.content_type == "text/event-stream"
     events = [line[6:] for line in text.split("\n") if line.startswith("data: ")]

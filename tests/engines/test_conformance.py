@@ -316,8 +316,8 @@ async def test_an_interrupted_answer_is_resumed(engine: EngineProcess) -> None:
     assert rest.strip()
     # No new turn begins between the two parts, and the first is not sent again.
     assert begun.strip() not in rest
-    assert engine.resumes in (headers.INEXACT, headers.GREEDY, headers.SEEDED)
-    if engine.resumes != headers.INEXACT:
+    assert engine.driver.resumes in (headers.INEXACT, headers.GREEDY, headers.SEEDED)
+    if engine.driver.resumes != headers.INEXACT:
         assert (begun + rest)[:40] == whole[:40]
 
 

@@ -161,7 +161,7 @@ async def test_the_first_log_probabilities_wait_for_no_compiler(vllm: EngineProc
 
 
 async def test_a_resumed_answer_is_not_promised_to_be_the_same(vllm: EngineProcess) -> None:
-    assert vllm.resumes == headers.INEXACT
+    assert vllm.driver.resumes == headers.INEXACT
 
 
 async def test_a_client_that_disconnects_frees_its_place(vllm: EngineProcess) -> None:

@@ -66,11 +66,13 @@ class EngineHandle:
     pid = 0
     is_adopted = lacks_descriptors = False
     problem = ""
-    stall_s = step_limit_s = 0.0
 
     def __init__(self, node: "SimNode", engine: SimEngine) -> None:
         # It is ready within seconds, so the shorter wait of a loaded engine changes nothing.
-        self.record = SimpleNamespace(spec=engine.spec, was_ready=True)
+        command = SimpleNamespace(stall_s=0.0)
+        self.record = SimpleNamespace(
+            spec=engine.spec, command=command, step_limit_s=0.0, was_ready=True
+        )
         self.exited = asyncio.Event()
         self._node, self._engine = node, engine
         engine.on_exit.append(self.exited.set)

@@ -245,7 +245,7 @@ def forget_a_loss_at_a_takeover(patch: pytest.MonkeyPatch) -> None:
         return await store_lease.raise_epoch_and_generation(connection, **counters)
 
     async def wait_if_noticed(self: Any, pool: Any) -> bool:
-        return self._lease.holder in noticed_by and await must_wait(self, pool)
+        return self.lease.holder in noticed_by and await must_wait(self, pool)
 
     replace_function(patch, "raise_epoch_and_generation", note)
     patch.setattr(FirstReports, "must_routes_wait", wait_if_noticed)

@@ -6,6 +6,7 @@ parameter for it. Without a traced request nothing is recorded.
 
 from collections.abc import Callable, MutableMapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
@@ -14,24 +15,18 @@ from isochrone.wire.http import headers
 from isochrone.wire.http.trace_context import TraceContext
 
 
+@dataclass(eq=False)
 class SpanRecorder:
-    """Makes spans, with the clocks and ids given to it, and hands over the finished ones."""
+    """Makes spans, with the clocks and ids given to it, and hands over the finished ones.
 
-    def __init__(
-        self,
-        export: Callable[[Sequence[Span]], None],
-        clock: Callable[[], float],
-        unix_clock: Callable[[], float],
-        new_id: Callable[[int], str],
-    ) -> None:
-        """`clock` returns monotonic seconds, `unix_clock` Unix time.
+    `clock` returns monotonic seconds, `unix_clock` Unix time.
+    `new_id(n)` returns `n` random bytes in hexadecimal.
+    """
 
-        `new_id(n)` returns `n` random bytes in hexadecimal.
-        """
-        self.export = export
-        self.clock = clock
-        self.unix_clock = unix_clock
-        self.new_id = new_id
+    export: Callable[[Sequence[Span]], None]
+    clock: Callable[[], float]
+    unix_clock: Callable[[], float]
+    new_id: Callable[[int], str]
 
     def request(self, parent: TraceContext, name: str, kind: SpanKind) -> "OpenSpan":
         """Return the first span of this service in the trace of `parent`; use it in a `with`."""

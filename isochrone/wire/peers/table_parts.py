@@ -157,16 +157,6 @@ class TableAssembler:
         self._entries = 0
         self.drop()
 
-    def add(self, part: RouteTablePart, known: KeyTable) -> RouteTable | None:
-        """Take one part; return the table when it is complete. Raises BadParts as `steps` does."""
-        steps = self.steps(part, known)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                table: RouteTable | None = end.value
-                return table
-
     def steps(
         self, part: RouteTablePart, known: KeyTable
     ) -> Generator[None, None, RouteTable | None]:

@@ -34,7 +34,7 @@ _OUTPUT: Final = re.compile(
 
 def is_counted(engine: EngineProcess, body: bytes) -> bool:
     """Return whether the counts in the answer to a request are for the router, see rule 1."""
-    return engine.counts_tokens and not mentions_token_counts(body)
+    return engine.driver.counts_tokens and not mentions_token_counts(body)
 
 
 def add_prompt_tokens(response: web.StreamResponse, first: bytes, *, is_counted: bool) -> None:

@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -31,125 +32,6 @@ class TransferCut(Exception):
 
 class TransferTooLong(Exception):
     """A sender sent more bytes than the manifest allows. All of them are discarded."""
-
-
-class FileDownload:
-    """One file of an artifact on its way to `path`, over `link`."""
-
-    def __init__(
-        self,
-        digest: str,
-        file: ArtifactFile,
-        path: Path,
-        on_progress: Callable[[int], None],
-        link: TransferLink,
-    ) -> None:
-        """`digest` is the artifact's; `on_progress` gets the bytes of this file so far."""
-        self.digest = digest
-        self.file = file
-        self.link = link
-        self._path = path
-        self._on_progress = on_progress
-        self._hashed = _RunningDigest()
-
-    def partial_bytes(self) -> int:
-        """Return how much of the file is on disk; a file that is too long is deleted."""
-        size_bytes = self._path.stat().st_size if self._path.exists() else 0
-        if size_bytes <= self.file.size_bytes:
-            return size_bytes
-        self._path.unlink()
-        return 0
-
-    async def is_complete(self) -> bool:
-        """Return True if the file is on disk with the right size and SHA-256."""
-        has_size = self._path.exists() and self._path.stat().st_size == self.file.size_bytes
-        return has_size and not await self._verify()
-
-    async def copy(self, source: Path) -> None:
-        """Copy a file of this machine. Raises ArtifactError if it is not the manifest's."""
-        if source.is_symlink():
-            raise ArtifactError(f"cannot copy {source.name}: it is a symbolic link, not a file")
-        if not source.is_file():
-            raise ArtifactError(f"cannot copy {source}: there is no such file")
-        self._hashed, is_clone = _RunningDigest(), False
-        # Never a hard link: a later write to the source would change the verified file. A clone
-        # (reflink) shares blocks until one side is written, if the file system supports it.
-        with source.open("rb") as opened, self._path.open("wb") as out:
-            with suppress(OSError):
-                is_clone = await run_to_completion(fcntl.ioctl, out, FICLONE, opened.fileno()) == 0
-            if not is_clone:
-                await self._hash_file(opened, out)
-        problem = await self._verify()
-        if problem:
-            raise ArtifactError(problem)
-
-    async def append(
-        self,
-        chunks: AsyncIterator[bytes],
-        offset: int,
-        minimum_rate: MinimumRate,
-        *,
-        is_far: bool,
-    ) -> str:
-        """Write `chunks` from `offset` (0 or the current size); return what is wrong, or "".
-
-        Raises TransferCut if the chunks end early or are slower than `minimum_rate`, and
-        TransferTooLong. Transfers from far away (`is_far`) measure the rate of the link.
-        """
-        clock, size_bytes = self.link.clock, offset
-        start_s = clock()
-        detector = SlowSenderDetector(minimum_rate, start_s)
-        if not offset:
-            self._hashed = _RunningDigest()
-        write = self._hashed.write if offset == self._hashed.size_bytes else _write_unhashed
-        with self._path.open("ab" if offset else "wb") as out:
-            async for chunk in chunks:
-                size_bytes += len(chunk)
-                if size_bytes > self.file.size_bytes:
-                    self._path.unlink()
-                    raise TransferTooLong(
-                        f"the sender sends more than the {self.file.size_bytes} bytes of the "
-                        "manifest"
-                    )
-                await run_to_completion(write, chunk, out)
-                self._on_progress(size_bytes)
-                excused_s = await self.link.throttle(len(chunk))
-                if detector.is_slow(len(chunk), clock(), excused_s):
-                    raise TransferCut(
-                        f"the sender is slower than {minimum_rate.bytes_per_s:g} bytes/s"
-                    )
-        if size_bytes < self.file.size_bytes:
-            raise TransferCut(
-                f"the transfer ended after {size_bytes} of {self.file.size_bytes} bytes"
-            )
-        if is_far:
-            self.link.record(size_bytes - offset, clock() - start_s)
-        return await self._verify()
-
-    async def _hash_file(self, file: BinaryIO, out: BinaryIO | None = None) -> None:
-        """Hash an open file, copying it to `out` if given.
-
-        The file is read in chunks, so that a cancellation does not wait for the whole file.
-        """
-        while self._hashed.size_bytes <= self.file.size_bytes:
-            chunk = await run_to_completion(file.read, READ_BYTES)
-            if not chunk:
-                return
-            await run_to_completion(self._hashed.write, chunk, out)
-            if out is not None:
-                self._on_progress(self._hashed.size_bytes)
-
-    async def _verify(self) -> str:
-        """Return what is wrong with the file on disk, or "". A wrong file is deleted."""
-        if self._hashed.size_bytes != self._path.stat().st_size:
-            self._hashed = _RunningDigest()
-            with self._path.open("rb") as file:
-                await self._hash_file(file)
-        problem = self._hashed.problem(self.file)
-        if problem:
-            # Nothing can be resumed from a file that failed verification.
-            self._path.unlink(missing_ok=True)
-        return problem
 
 
 class _RunningDigest:
@@ -187,6 +69,120 @@ class _RunningDigest:
                 f"{file.sha256}; correct the origin or the manifest"
             )
         return ""
+
+
+@dataclass(eq=False)
+class FileDownload:
+    """One file of an artifact on its way to `path`, over `link`.
+
+    `digest` is the artifact's; `on_progress` gets the bytes of this file so far.
+    """
+
+    digest: str
+    file: ArtifactFile
+    path: Path
+    on_progress: Callable[[int], None]
+    link: TransferLink
+    _hashed: _RunningDigest = field(default_factory=_RunningDigest, init=False)
+
+    def partial_bytes(self) -> int:
+        """Return how much of the file is on disk; a file that is too long is deleted."""
+        size_bytes = self.path.stat().st_size if self.path.exists() else 0
+        if size_bytes <= self.file.size_bytes:
+            return size_bytes
+        self.path.unlink()
+        return 0
+
+    async def is_complete(self) -> bool:
+        """Return True if the file is on disk with the right size and SHA-256."""
+        has_size = self.path.exists() and self.path.stat().st_size == self.file.size_bytes
+        return has_size and not await self._verify()
+
+    async def copy(self, source: Path) -> None:
+        """Copy a file of this machine. Raises ArtifactError if it is not the manifest's."""
+        if source.is_symlink():
+            raise ArtifactError(f"cannot copy {source.name}: it is a symbolic link, not a file")
+        if not source.is_file():
+            raise ArtifactError(f"cannot copy {source}: there is no such file")
+        self._hashed, is_clone = _RunningDigest(), False
+        # Never a hard link: a later write to the source would change the verified file. A clone
+        # (reflink) shares blocks until one side is written, if the file system supports it.
+        with source.open("rb") as opened, self.path.open("wb") as out:
+            with suppress(OSError):
+                is_clone = await run_to_completion(fcntl.ioctl, out, FICLONE, opened.fileno()) == 0
+            if not is_clone:
+                await self._hash_file(opened, out)
+        problem = await self._verify()
+        if problem:
+            raise ArtifactError(problem)
+
+    async def append(
+        self,
+        chunks: AsyncIterator[bytes],
+        offset: int,
+        minimum_rate: MinimumRate,
+        *,
+        is_far: bool,
+    ) -> str:
+        """Write `chunks` from `offset` (0 or the current size); return what is wrong, or "".
+
+        Raises TransferCut if the chunks end early or are slower than `minimum_rate`, and
+        TransferTooLong. Transfers from far away (`is_far`) measure the rate of the link.
+        """
+        clock, size_bytes = self.link.clock, offset
+        start_s = clock()
+        detector = SlowSenderDetector(minimum_rate, start_s)
+        if not offset:
+            self._hashed = _RunningDigest()
+        write = self._hashed.write if offset == self._hashed.size_bytes else _write_unhashed
+        with self.path.open("ab" if offset else "wb") as out:
+            async for chunk in chunks:
+                size_bytes += len(chunk)
+                if size_bytes > self.file.size_bytes:
+                    self.path.unlink()
+                    raise TransferTooLong(
+                        f"the sender sends more than the {self.file.size_bytes} bytes of the "
+                        "manifest"
+                    )
+                await run_to_completion(write, chunk, out)
+                self.on_progress(size_bytes)
+                excused_s = await self.link.throttle(len(chunk))
+                if detector.is_slow(len(chunk), clock(), excused_s):
+                    raise TransferCut(
+                        f"the sender is slower than {minimum_rate.bytes_per_s:g} bytes/s"
+                    )
+        if size_bytes < self.file.size_bytes:
+            raise TransferCut(
+                f"the transfer ended after {size_bytes} of {self.file.size_bytes} bytes"
+            )
+        if is_far:
+            self.link.record(size_bytes - offset, clock() - start_s)
+        return await self._verify()
+
+    async def _hash_file(self, file: BinaryIO, out: BinaryIO | None = None) -> None:
+        """Hash an open file, copying it to `out` if given.
+
+        The file is read in chunks, so that a cancellation does not wait for the whole file.
+        """
+        while self._hashed.size_bytes <= self.file.size_bytes:
+            chunk = await run_to_completion(file.read, READ_BYTES)
+            if not chunk:
+                return
+            await run_to_completion(self._hashed.write, chunk, out)
+            if out is not None:
+                self.on_progress(self._hashed.size_bytes)
+
+    async def _verify(self) -> str:
+        """Return what is wrong with the file on disk, or "". A wrong file is deleted."""
+        if self._hashed.size_bytes != self.path.stat().st_size:
+            self._hashed = _RunningDigest()
+            with self.path.open("rb") as file:
+                await self._hash_file(file)
+        problem = self._hashed.problem(self.file)
+        if problem:
+            # Nothing can be resumed from a file that failed verification.
+            self.path.unlink(missing_ok=True)
+        return problem
 
 
 def _write_unhashed(chunk: bytes, out: BinaryIO) -> None:

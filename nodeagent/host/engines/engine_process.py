@@ -105,7 +105,7 @@ class EngineProcess:
         self.log = folder / LOG
         self._owns_port = False
         self._folder, self._child, self.is_adopted = folder, child, child is None
-        self._driver = DRIVERS[record.spec.engine.driver]
+        self.driver = DRIVERS[record.spec.engine.driver]
         self._http = new_session(record.command)
         self._exit_watcher = asyncio.create_task(self._watch_exit())
         self._kv_events = follow_kv_events(record.command.kv_events, is_new=child is not None)
@@ -116,43 +116,18 @@ class EngineProcess:
         return self.record.pid
 
     @property
-    def resumes(self) -> str:
-        """The answers that the engine can resume: greedy, seeded too, or "" for none."""
-        return self._driver.resumes
-
-    @property
     def sends_kv(self) -> bool:
         """Whether engines of this kind send each other the KV of prompts."""
-        return self._driver.kv_transfer
+        return self.driver.kv_transfer
 
     @property
     def handshake(self) -> Handshake | None:
         """The engine's own protocol for sending KV; None if it has none."""
-        return self._driver.handshake(self.record.spec)
-
-    @property
-    def stall_s(self) -> float:
-        """How long this engine may be silent with requests in flight; 0 for the node's setting."""
-        return self.record.command.stall_s
-
-    @property
-    def step_limit_s(self) -> float:
-        """How long one step of this engine may take; 0 if that is not known."""
-        return self.record.step_limit_s
-
-    @property
-    def model_name(self) -> str:
-        """The `model` that requests to the engine must name; "" if any name will do."""
-        return self.record.command.model_name
-
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether the events of a stream can say how many tokens there are so far."""
-        return self._driver.counts_tokens
+        return self.driver.handshake(self.record.spec)
 
     @property
     def _ready_path(self) -> str:
-        return self.record.command.ready_path or self._driver.health_path
+        return self.record.command.ready_path or self.driver.health_path
 
     @property
     def exit_reason(self) -> str:
@@ -164,11 +139,6 @@ class EngineProcess:
         """Requests to the engine. Raises aiohttp.ClientConnectionError once it was released."""
         return open_session(self._http)
 
-    @property
-    def tokenize_path(self) -> str:
-        """The path at which the engine counts the tokens of a chat; "" if it cannot."""
-        return self._driver.tokenize_path
-
     def salted(self, path: str, body: bytes, salt: str, priority: str = "") -> bytes:
         """Return the body with the tenant's cache salt and its priority, from "0" to "100".
 
@@ -176,13 +146,13 @@ class EngineProcess:
         translation of schemas. Raises ApiError 400.
         """
         command = self.record.command
-        is_salted = path in self._driver.salted_paths
+        is_salted = path in self.driver.salted_paths
         if not is_salted and (command.guided is None or path != COMPLETIONS_PATH):
             return body
         given = parse_digits(priority, 3)
         rank = headers.PRIORITY_DEFAULT if given is None else given
-        values = self._driver.body_fields(command, salt, rank) if is_salted else {}
-        return with_fields(body, values, command, counts_tokens=self.counts_tokens)
+        values = self.driver.body_fields(command, salt, rank) if is_salted else {}
+        return with_fields(body, values, command, counts_tokens=self.driver.counts_tokens)
 
     async def is_ready(self) -> bool:
         """Return True if the engine reports to be healthy.
@@ -204,15 +174,15 @@ class EngineProcess:
 
     async def stats(self) -> EngineStats | None:
         """Return the engine's statistics, or None if it returns none that can be read."""
-        status, body = await self._request("GET", self._driver.stats_path or self._ready_path)
+        status, body = await self._request("GET", self.driver.stats_path or self._ready_path)
         with suppress(ValueError, RecursionError):  # not valid JSON, or not UTF-8
             if status == OK:
-                return self._kv_events.with_reach(await parsed(body, self._driver.read_stats))
+                return self._kv_events.with_reach(await parsed(body, self.driver.read_stats))
         return None
 
     async def metrics(self) -> str:
         """Return the engine's Prometheus metrics page, or "" if it has none."""
-        path = self.record.command.metrics_path or self._driver.metrics_path
+        path = self.record.command.metrics_path or self.driver.metrics_path
         status, body = await self._request("GET", path) if path else (BAD_REQUEST, b"")
         return body.decode(errors="replace") if status == 200 else ""
 
@@ -248,7 +218,7 @@ class EngineProcess:
 
     async def fall_asleep(self, timeout_s: float) -> SleepOutcome:
         """Have the engine drop its model, in at most `timeout_s`."""
-        status = await self._order(self._driver.sleep_path, timeout_s)
+        status = await self._order(self.driver.sleep_path, timeout_s)
         if 400 <= status < 500:
             return SleepOutcome.REFUSED
         return SleepOutcome.ASLEEP if status == OK else SleepOutcome.FAILED
@@ -256,7 +226,7 @@ class EngineProcess:
     async def wake_up(self, timeout_s: float) -> WakeOutcome:
         """Have the engine load its model again, in at most `timeout_s`."""
         outcomes = {OK: WakeOutcome.AWAKE, NO_MEMORY: WakeOutcome.NO_MEMORY}
-        status = await self._order(self._driver.wake_path, timeout_s)
+        status = await self._order(self.driver.wake_path, timeout_s)
         return outcomes.get(status, WakeOutcome.FAILED)
 
     async def _order(self, path: str, timeout_s: float) -> int:
@@ -264,7 +234,7 @@ class EngineProcess:
 
     async def is_asleep(self) -> bool | None:
         """Return whether the engine says that its model is not in memory; None without a word."""
-        path = self._driver.is_asleep_path
+        path = self.driver.is_asleep_path
         status, body = await self._request("GET", path) if path else (BAD_REQUEST, b"")
         if not status or status >= 500:
             return None

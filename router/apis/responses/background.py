@@ -1,6 +1,7 @@
 """Answers one background response through the pipeline, like a request of its key's client."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -26,23 +27,18 @@ RETRY_AFTER_MAX_S: Final = 600.0
 _RUN: Final = msgspec.msgpack.Decoder(BackgroundRun)
 
 
+@dataclass(eq=False)
 class BackgroundAnswerer:
-    """Answers background responses for the loop that leases them."""
+    """Answers background responses for the loop that leases them.
 
-    def __init__(
-        self,
-        openai: OpenAiSurface,
-        serve: Serve,
-        keys: Callable[[], KeyTable],
-        request_ids: RequestIds,
-        clock: Callable[[], float],
-    ) -> None:
-        """`clock` returns monotonic seconds."""
-        self._openai = openai
-        self._serve = serve
-        self._keys = keys
-        self._request_ids = request_ids
-        self._clock = clock
+    `clock` returns monotonic seconds.
+    """
+
+    openai: OpenAiSurface
+    serve: Serve
+    keys: Callable[[], KeyTable]
+    request_ids: RequestIds
+    clock: Callable[[], float]
 
     async def answer(self, leased: LeasedResponse) -> FinishResponse:
         """Return how a response ended. It raises nothing but CancelledError.
@@ -65,10 +61,10 @@ class BackgroundAnswerer:
 
     async def _answer(self, leased: LeasedResponse, request: HttpRequest) -> FinishResponse:
         """Return the end of a response that is answered. Raises ApiError for any other."""
-        writer, now = CollectingWriter(), self._openai.unix_clock()
-        request.key = key_of_work(self._keys(), leased, now, "response")
-        inference, translating, events = read_background(self._openai, request, leased, writer)
-        await self._serve(inference, translating)
+        writer, now = CollectingWriter(), self.openai.unix_clock()
+        request.key = key_of_work(self.keys(), leased, now, "response")
+        inference, translating, events = read_background(self.openai, request, leased, writer)
+        await self.serve(inference, translating)
         response = writer.response
         check_capacity(response)
         if response is None or response.status != 200 or events.final is None:
@@ -84,6 +80,6 @@ class BackgroundAnswerer:
         request.headers = {
             name.encode(): value.encode("latin-1") for name, value in run.headers.items() if value
         }
-        request.arrived_s = self._clock()
-        request.request_id, request.client_request_id = self._request_ids.next("")
+        request.arrived_s = self.clock()
+        request.request_id, request.client_request_id = self.request_ids.next("")
         return request

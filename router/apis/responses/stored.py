@@ -10,6 +10,7 @@ import asyncio
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -52,39 +53,32 @@ class BackgroundRun(msgspec.Struct, frozen=True, array_like=True):
     headers: dict[str, str]
 
 
+@dataclass(eq=False, kw_only=True)
 class StoredResponses:
-    """Answers requests whose responses are stored, or that continue stored ones."""
+    """Answers requests whose responses are stored, or that continue stored ones.
 
-    def __init__(
-        self,
-        *,
-        client: ResponseClient,
-        openai: OpenAiSurface,
-        serve: Serve,
-        metrics: Metrics,
-        is_default: bool,
-        charge: Charge,
-    ) -> None:
-        """`is_default` says whether responses are stored whose request does not say."""
-        self._client = client
-        self._openai = openai
-        self._serve = serve
-        self._metrics = metrics
-        self._is_default = is_default
-        self.charge = charge
-        self.open: set[wire.ResponseRef] = set()
-        """The responses that clients of this process wait for; their leases are renewed."""
-        self._finishing: set[asyncio.Task[bool]] = set()
+    `is_default` says whether responses are stored whose request does not say.
+    """
+
+    client: ResponseClient
+    openai: OpenAiSurface
+    serve: Serve
+    metrics: Metrics
+    is_default: bool
+    charge: Charge
+    open: set[wire.ResponseRef] = field(default_factory=set, init=False)
+    """The responses that clients of this process wait for; their leases are renewed."""
+    _finishing: set[asyncio.Task[bool]] = field(default_factory=set, init=False)
 
     @property
     def may_link(self) -> bool:
         """Whether the images of items may be links."""
-        return self._openai.may_link
+        return self.openai.may_link
 
     def is_needed(self, body: bytes) -> bool:
         """Return whether a request's response is to be stored, or continues a stored one."""
         is_named = any(field in body for field in _FIELDS) or _ESCAPED_LETTER.search(body)
-        if not (self._is_default or is_named):
+        if not (self.is_default or is_named):
             return False
         given = decode(body, RESPONSES_REQUEST)
         return self._is_stored(given) or _has_state(given)
@@ -92,7 +86,7 @@ class StoredResponses:
     def _is_stored(self, given: ResponsesRequest) -> bool:
         if given.store is not None:
             return given.store
-        return _has_state(given) or self._is_default
+        return _has_state(given) or self.is_default
 
     async def create(self, request: HttpRequest, writer: ResponseWriter) -> wire.ResponseRef | None:
         """Answer `POST /v1/responses`; return a background response instead of answering it.
@@ -104,17 +98,17 @@ class StoredResponses:
         _refuse_contradictions(given, is_stored)
         response_id = f"resp_{secrets.token_hex(16)}"
         response = new_response(
-            given, response_id, int(self._openai.unix_clock()), is_stored=is_stored
+            given, response_id, int(self.openai.unix_clock()), is_stored=is_stored
         )
         # Everything that can be refused is refused before anything is stored.
         encode_error = ResponseEvents(given, response).failed
         chat = to_chat(given, may_link=self.may_link)
-        self._openai.read_translated(request, chat, encode_error, "input")
+        self.openai.read_translated(request, chat, encode_error, "input")
         items = input_of(request.body, f"{response_id}_in")
         begun = await in_a_task(self._begin(request, given, response, items, is_stored))
         ref = wire.ResponseRef(response_id, begun.lease_id)
         if given.background:
-            self._metrics.stored_responses.labels("background").inc()
+            self.metrics.stored_responses.labels("background").inc()
             if not given.stream:
                 writer.reply(
                     HttpResponse(200, msgspec.json.encode(_queued(response)), _id(request))
@@ -125,24 +119,21 @@ class StoredResponses:
         try:
             assert request.key is not None
             self.charge(request.key, len(begun.context_items))
-            context_items = msgspec.json.decode(begun.context_items, type=list[msgspec.Raw])
-            earlier = parse_items(context_items, "previous_response_id")
-            whole = msgspec.structs.replace(given, input=[*earlier, *parse_items(items, "input")])
-            chat = to_chat(whole)
-            inference = self._openai.read_translated(request, chat, events.failed, "input")
+            chat = _whole_chat(given, begun.context_items, items)
+            inference = self.openai.read_translated(request, chat, events.failed, "input")
         except ApiError:
             if is_stored:
                 self._discard_in_a_task(ref, request)
             raise
         if not is_stored:
-            await self._serve(inference, responses_writer(writer, events))
+            await self.serve(inference, responses_writer(writer, events))
         else:
             await self._answer(ref, inference, events, request, writer)
         return None
 
     async def answer_unstored(self, request: HttpRequest, writer: ResponseWriter) -> None:
         """Answer a request that stores nothing and needs nothing more. Raises ApiError."""
-        await self._serve(*read_responses_request(self._openai, request, writer))
+        await self.serve(*read_responses_request(self.openai, request, writer))
 
     async def _begin(
         self,
@@ -171,7 +162,7 @@ class StoredResponses:
             conversation_id=given.conversation_id,
             is_stored=is_stored,
         )
-        return await self._client.begin(message)
+        return await self.client.begin(message)
 
     async def _answer(
         self,
@@ -190,7 +181,7 @@ class StoredResponses:
         holding = FinishingWriter(writer, lambda: events.final is not None)
         outcome, is_error = "cancelled", False
         try:
-            await self._serve(inference, responses_writer(holding, events))
+            await self.serve(inference, responses_writer(holding, events))
             if holding.is_refused:
                 outcome, is_error = "failed", True
                 holding.release()
@@ -201,7 +192,7 @@ class StoredResponses:
             outcome, is_error = "failed", True
             raise
         finally:
-            self._metrics.stored_responses.labels(outcome).inc()
+            self.metrics.stored_responses.labels(outcome).inc()
             if is_error:
                 self._discard_in_a_task(ref, request)
             elif outcome == "cancelled":
@@ -237,13 +228,13 @@ class StoredResponses:
     def _discard_in_a_task(self, ref: wire.ResponseRef, request: HttpRequest) -> None:
         """Delete a response whose client gets an error; its lease is renewed until then."""
         assert request.key is not None
-        self._keep(ref, self._client.discard(ref.response_id, request.key))
+        self._keep(ref, self.client.discard(ref.response_id, request.key))
 
     def _finish_in_a_task(
         self, ref: wire.ResponseRef, response: dict[str, Any]
     ) -> asyncio.Task[bool]:
         """Store the end of a response; its lease is renewed until then."""
-        return self._keep(ref, self._client.finish(finish_message(ref, response)))
+        return self._keep(ref, self.client.finish(finish_message(ref, response)))
 
     def _keep(
         self, ref: wire.ResponseRef, message: Coroutine[Any, Any, bool]
@@ -267,16 +258,20 @@ def read_background(
 ) -> tuple[InferenceRequest, ResponseWriter, ResponseEvents]:
     """Return the inference request of a background response, and the translator of its answer."""
     given = msgspec.structs.replace(decode(request.body, RESPONSES_REQUEST), stream=None)
-    earlier = msgspec.json.decode(leased.context_items, type=list[msgspec.Raw])
-    items = input_of(request.body, "in")
-    whole = msgspec.structs.replace(
-        given,
-        input=[*parse_items(earlier, "previous_response_id"), *parse_items(items, "input")],
-    )
+    chat = _whole_chat(given, leased.context_items, input_of(request.body, "in"))
     response = {**msgspec.json.decode(leased.body), "status": "in_progress"}
     events = ResponseEvents(given, response)
-    inference = openai.read_translated(request, to_chat(whole), events.failed, "input")
+    inference = openai.read_translated(request, chat, events.failed, "input")
     return inference, responses_writer(writer, events), events
+
+
+def _whole_chat(
+    given: ResponsesRequest, context_items: bytes, items: list[dict[str, Any]]
+) -> bytes:
+    """Return a request as a chat, with the stored items that it builds on before its own."""
+    stored = msgspec.json.decode(context_items, type=list[msgspec.Raw])
+    earlier, own = parse_items(stored, "previous_response_id"), parse_items(items, "input")
+    return to_chat(msgspec.structs.replace(given, input=[*earlier, *own]))
 
 
 async def _result_of(task: asyncio.Task[bool]) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import parse_qs
 
@@ -59,16 +60,16 @@ def is_stored_path(path: str) -> bool:
     return path.startswith("/v1/") and _PATHS.fullmatch(path) is not None
 
 
+@dataclass(eq=False)
 class StoredRoutes:
     """Answers requests for what is stored."""
 
-    def __init__(self, client: SchedulerClient, stored: StoredResponses) -> None:
-        self._client = client
-        self._stored = stored
+    client: SchedulerClient
+    stored: StoredResponses
 
     def is_needed(self, request: HttpRequest) -> bool:
         """Return whether a request for a new response is answered here. Raises ApiError 400."""
-        return may_have_references(request.body) or self._stored.is_needed(request.body)
+        return may_have_references(request.body) or self.stored.is_needed(request.body)
 
     async def create(self, request: HttpRequest, writer: ResponseWriter) -> None:
         """Answer `POST /v1/responses`. Raises ApiError. An inline task."""
@@ -77,10 +78,10 @@ class StoredRoutes:
             if response_ids := referenced_responses(request.body):
                 items = await in_a_task(self._output_of(request, response_ids))
             request.body = with_items(request.body, items)
-            if not self._stored.is_needed(request.body):
-                await self._stored.answer_unstored(request, writer)
+            if not self.stored.is_needed(request.body):
+                await self.stored.answer_unstored(request, writer)
                 return
-        followed = await self._stored.create(request, writer)
+        followed = await self.stored.create(request, writer)
         if followed is not None:
             request.path = f"{RESPONSES_PATH}/{followed.response_id}"
             await self._follow(request, -1, writer)
@@ -98,8 +99,8 @@ class StoredRoutes:
             await self._follow(request, _starting_after(query), writer)
             return
         if request.method == b"POST" and _WITH_ITEMS.fullmatch(request.path):
-            request.body = _with_ids(request, may_link=self._stored.may_link)
-        await relay_to_scheduler(self._client, request, writer)
+            request.body = _with_ids(request, may_link=self.stored.may_link)
+        await relay_to_scheduler(self.client, request, writer)
 
     async def _follow(
         self, request: HttpRequest, starting_after: int, writer: ResponseWriter
@@ -142,7 +143,7 @@ class StoredRoutes:
                     raise
             else:
                 assert request.key is not None
-                self._stored.charge(request.key, len(stored))
+                self.stored.charge(request.key, len(stored))
                 response = msgspec.json.decode(stored)
                 items.update((item["id"], item) for item in response["output"])
 
@@ -159,7 +160,7 @@ class StoredRoutes:
         """Return a stored response as JSON. Raises ApiError."""
         key = request.key
         assert key is not None
-        async with self._client.relay(key, "GET", path) as response:
+        async with self.client.relay(key, "GET", path) as response:
             return await response.read()
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import msgspec
@@ -57,22 +58,17 @@ def auxiliary_path(path: str) -> str:
     return match.group(1) if match and match.group(1) in AUXILIARY_PATHS else ""
 
 
+@dataclass(eq=False)
 class EnvelopeRoutes:
-    """Adds routes to the auxiliary server; each authenticates its request first."""
+    """Adds routes to the auxiliary server; each authenticates its request first.
 
-    def __init__(
-        self,
-        app: web.Application,
-        surface: OpenAiSurface,
-        metrics: Metrics,
-        clock: Callable[[], float],
-    ) -> None:
-        """Use the parts that the whole router shares. `clock` returns monotonic seconds."""
-        self.clock = clock
-        self.unix_clock = surface.unix_clock
-        self._app = app
-        self._surface = surface
-        self._metrics = metrics
+    `clock` returns monotonic seconds.
+    """
+
+    app: web.Application
+    surface: OpenAiSurface
+    metrics: Metrics
+    clock: Callable[[], float]
 
     def add(self, method: str, path: str, answer: Answer) -> None:
         """Answer `method` on `path`, and refuse other methods."""
@@ -81,15 +77,15 @@ class EnvelopeRoutes:
             try:
                 if request.method != method:
                     raise method_not_allowed(request.method, path, (method,))
-                reply = await answer(request, key_of(self._surface, request))
+                reply = await answer(request, key_of(self.surface, request))
                 return json_response(reply.body)
             except ApiError as error:
                 return self._refuse(error)
 
-        self._app.router.add_route("*", path, handle)
+        self.app.router.add_route("*", path, handle)
 
     def _refuse(self, error: ApiError) -> web.Response:
-        self._metrics.errors.labels(error.code.value).inc()
+        self.metrics.errors.labels(error.code.value).inc()
         body = encode_error_envelope(error.message, error.meaning.number)
         return error_response(error, body)
 
@@ -102,7 +98,7 @@ def add_catalog_routes(routes: EnvelopeRoutes, surface: OpenAiSurface, fleet: Fl
 
     async def models(request: web.Request, key: KeyEntry) -> WorkersAiReply:
         query = _query(request, ModelQuery)
-        return WorkersAiReply(model_page(usable(key), query, routes.unix_clock()))
+        return WorkersAiReply(model_page(usable(key), query, surface.unix_clock()))
 
     async def schema(request: web.Request, key: KeyEntry) -> WorkersAiReply:
         entry = surface.deployment(_query(request, SchemaQuery).model, key)

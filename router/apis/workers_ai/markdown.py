@@ -60,7 +60,7 @@ def add_markdown_routes(
     async def convert(request: web.Request, key: KeyEntry) -> WorkersAiReply:
         _check_region(key, fleet)
         budget = directory.budget_of(key)
-        admitted = limiter.admit(key, 0, routes.clock(), routes.unix_clock(), budget=budget)
+        admitted = limiter.admit(key, 0, routes.clock(), routes.surface.unix_clock(), budget=budget)
         try:
             documents = [document async for document in _uploads(request)]
             if not documents:

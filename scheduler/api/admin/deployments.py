@@ -306,8 +306,8 @@ async def _require_replacement(
     was = before.deprecation.replacement if before and before.deprecation else ""
     if not replacement or replacement == was:
         return
-    found = await deployments.id_of_name(request.connection, replacement)
-    if found is None or found == deployment.deployment_id:
+    found = await deployments.get_deployment_by_name(request.connection, replacement)
+    if found is None or found.deployment_id == deployment.deployment_id:
         reason = "it is the deployment itself" if found else "no deployment has this name"
         raise ApiError(
             ErrorCode.NOT_FOUND,

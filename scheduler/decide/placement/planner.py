@@ -128,7 +128,7 @@ def plan_deployments(
     if not is_small_fleet:
         search.lay_out()
     # A deployment whose demand is not known would seem to lose nothing.
-    for preemption in search.preemptions() if cluster.is_demand_known else ():
+    for preemption in search.swap.preemptions() if cluster.is_demand_known else ():
         builder.end_replica(preemption.replica, preemption.reason)
     for state in draft.states:
         builder.retire(draft, state)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from isochrone.wire.ids import ClusterId, Generation, NodeId
 from scheduler.decide.membership import AssignmentFollowing
@@ -12,25 +13,17 @@ from scheduler.store.fleet.nodes import read_assignment
 from scheduler.store.pool import INTAKE_TIMEOUT_S, Pool, using
 
 
+@dataclass(eq=False, kw_only=True)
 class AssignmentOutbox:
     """Reads assignments from the store and queues them for connected nodes."""
 
-    def __init__(
-        self,
-        *,
-        pool: Pool,
-        peers: PeerRegistry,
-        lease: LeaseState,
-        following: AssignmentFollowing,
-        cluster_id: ClusterId,
-    ) -> None:
-        self._pool = pool
-        self._peers = peers
-        self._lease = lease
-        self._following = following
-        self._cluster_id = cluster_id
-        self.newest_generation = Generation(0)
-        """The newest generation of all assignments that were sent."""
+    pool: Pool
+    peers: PeerRegistry
+    lease: LeaseState
+    following: AssignmentFollowing
+    cluster_id: ClusterId
+    newest_generation: Generation = field(default=Generation(0), init=False)
+    """The newest generation of all assignments that were sent."""
 
     async def send(self, peer: PeerConnection) -> None:
         """Queue a node's whole assignment. After an error it is sent after the node's next report.
@@ -41,19 +34,19 @@ class AssignmentOutbox:
         node_id = NodeId(peer.name)
         with self.resend_on_error([node_id]):
             async with peer.assigning:
-                async with using(self._pool, INTAKE_TIMEOUT_S) as connection:
+                async with using(self.pool, INTAKE_TIMEOUT_S) as connection:
                     assignment = await read_assignment(
-                        connection, node_id, cluster_id=self._cluster_id, epoch=self._lease.epoch
+                        connection, node_id, cluster_id=self.cluster_id, epoch=self.lease.epoch
                     )
                 self.newest_generation = max(self.newest_generation, assignment.generation)
                 peer.enqueue(assignment)
-                self._following.record_sent(node_id, assignment.generation, self._lease.clock())
+                self.following.record_sent(node_id, assignment.generation, self.lease.clock())
 
     async def send_to(self, node_ids: Iterable[str]) -> int:
         """Queue the assignments of those nodes that are connected and have reported; count them."""
         sent = 0
         for node_id in node_ids:
-            peer = self._peers.agent(NodeId(node_id))
+            peer = self.peers.agent(NodeId(node_id))
             if peer is not None and peer.has_reported:
                 await self.send(peer)
                 sent += 1
@@ -68,5 +61,5 @@ class AssignmentOutbox:
         try:
             yield
         except BaseException:
-            self._peers.require_reports(node_ids)
+            self.peers.require_reports(node_ids)
             raise

@@ -602,7 +602,7 @@ async def test_the_cache_salt_is_in_the_body_for_an_engine_that_needs_it_there(n
     async with serve_http(app, "127.0.0.1", 0) as port:
         await engine.http.close()
         engine._http = aiohttp.ClientSession(f"http://127.0.0.1:{port}")
-        engine._driver = DRIVERS["vllm"]
+        engine.driver = DRIVERS["vllm"]
         salted = {headers.CACHE_SALT: "acme"}
         async with node.ask(cache_salt="other", sent=salted) as response:
             assert response.status == 200

@@ -50,7 +50,7 @@ async def node() -> AsyncIterator[Node]:
         assert engine is not None
         await engine.http.close()
         engine._http = aiohttp.ClientSession(f"http://127.0.0.1:{port}")
-        engine._driver = DRIVERS["vllm"]
+        engine.driver = DRIVERS["vllm"]
         yield node
 
 

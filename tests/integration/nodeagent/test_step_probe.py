@@ -64,11 +64,13 @@ async def test_an_engine_is_measured_with_one_long_prompt(
         finally:
             await engine.release()
     is_measured = says_usage and requests > 0
-    assert engine.step_limit_s == (step_limit_s(1024, PROMPT_TOKENS / 2) if is_measured else 0.0)
+    assert engine.record.step_limit_s == (
+        step_limit_s(1024, PROMPT_TOKENS / 2) if is_measured else 0.0
+    )
     assert len(server.bodies) == requests
     if requests:
         kept = msgspec.json.decode((tmp_path / "process.json").read_bytes(), type=EngineRecord)
-        assert kept.step_limit_s == engine.step_limit_s
+        assert kept.step_limit_s == engine.record.step_limit_s
 
 
 async def test_a_disk_that_has_filled_up_ends_no_engine(
@@ -87,5 +89,5 @@ async def test_a_disk_that_has_filled_up_ends_no_engine(
             await measure_step(engine, "chat", clock=lambda: next(times))
         finally:
             await engine.release()
-    assert engine.step_limit_s == step_limit_s(1024, PROMPT_TOKENS / 2)
+    assert engine.record.step_limit_s == step_limit_s(1024, PROMPT_TOKENS / 2)
     assert "cannot store what a later agent needs" in caplog.text

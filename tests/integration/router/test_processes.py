@@ -40,6 +40,7 @@ from tests.cuts import held
 from tests.integration.router.fake_node import FakeNode, open_node
 from tests.integration.router.fleet_of import KEY, a_config, a_key, a_table, an_identity
 from tests.integration.router.test_process import BODY, START_TIMEOUT_S, a_process, prepare
+from tests.unit.wire.assembling import add_part
 
 REQUESTS = 60
 
@@ -234,7 +235,7 @@ def test_a_worker_is_sent_a_large_change_in_parts() -> None:
     # Requests have their turn after each frame.
     assert all(len(frame) <= PART_BYTES_MAX for frame in frames)
     assembler, decoder = TableAssembler(), codec.decoder(RouteTablePart)
-    *incomplete, table = [assembler.add(codec.decode(f, decoder), first.keys) for f in frames]
+    *incomplete, table = [add_part(assembler, codec.decode(f, decoder), first.keys) for f in frames]
     assert table == second and not any(incomplete)
 
 

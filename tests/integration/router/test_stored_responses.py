@@ -326,7 +326,7 @@ async def test_a_response_that_is_refused_takes_no_space(
     bench.app.fleet.adopt(a_table([a_route(bench.node)], generation=1_002, keys=bench.keys))
 
     async def is_free() -> bool:
-        return not bench.app.stored.routes._stored._finishing
+        return not bench.app.stored.routes.stored._finishing
 
     await until("what was refused is deleted", is_free, WAIT_S)
     for _ in range(6 - answered):

@@ -188,7 +188,7 @@ def test_recombination_finds_chains_of_moves_through_several_sites(
     world = small_world(seed)
     draft, _ = run_search(world, limits)
     assert total_cost(draft) > 1.05 * optimum
-    assert LocalSearch(draft, limits.settle_s, effort=1_000).recombine()
+    assert LocalSearch(draft, limits.settle_s, effort=1_000).recombination.run()
     assert total_cost(draft) <= 1.01 * optimum
     assert min(draft.ledger.free.values()) >= 0
 
@@ -199,7 +199,7 @@ def test_recombination_that_finds_nothing_leaves_the_draft_as_it_was(
     monkeypatch.setattr(layout_choice, "CHOICES_MAX", 3)
     draft, _ = run_search(small_world(938_446), msgspec.structs.replace(MANY, effort=100))
     cost, slots, free = total_cost(draft), slots_of(draft), dict(draft.ledger.free)
-    assert not LocalSearch(draft, 300.0, effort=1_000).recombine()
+    assert not LocalSearch(draft, 300.0, effort=1_000).recombination.run()
     assert total_cost(draft) == pytest.approx(cost)
     assert sorted(slots_of(draft)) == sorted(slots)
     assert draft.ledger.free == free
@@ -273,7 +273,7 @@ def test_a_plan_with_little_effort_is_not_recombined() -> None:
     draft = empty_draft(small_world(120_454), MANY)
     fill(draft)
     slots = slots_of(draft)
-    assert not LocalSearch(draft, 300.0, effort=999).recombine()
+    assert not LocalSearch(draft, 300.0, effort=999).recombination.run()
     assert slots_of(draft) == slots
 
 
@@ -293,7 +293,7 @@ def test_recombination_keeps_what_runs_and_starts_no_more_than_it_may(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout_choice, "CHOICES_MAX", 8)
         patch.setattr(layout_choice, "SMALL_MAX", 60)
-        lowered = LocalSearch(draft, 300.0, effort=1_000).recombine()
+        lowered = LocalSearch(draft, 300.0, effort=1_000).recombination.run()
     after = total_cost(draft)
     assert after < before if lowered else after == pytest.approx(before)
     now = [r.placement for state in draft.states for r in state.replicas if r.placement]

@@ -122,7 +122,7 @@ def test_exchanges_leave_minima_that_no_move_or_swap_leaves(seed: int, optimum: 
     draft, _ = run_search(small_world(seed), limits)
     assert total_cost(draft) > 1.01 * optimum
     search = LocalSearch(draft, limits.settle_s, effort=2_000)
-    while total_cost(draft) > 1.01 * optimum and search.exchange():
+    while total_cost(draft) > 1.01 * optimum and search.exchange.run():
         pass
     assert total_cost(draft) <= 1.01 * optimum
 
@@ -204,7 +204,7 @@ def test_exchanges_do_not_look_at_each_two_of_many_deployments(
         return read(state)
 
     monkeypatch.setattr(DeploymentState, "new_replicas", counted)
-    assert not LocalSearch(draft, settle_s=300.0, effort=60).exchange()
+    assert not LocalSearch(draft, settle_s=300.0, effort=60).exchange.run()
     assert len(reads) <= 10 * count
 
 

@@ -24,6 +24,7 @@ from isochrone.wire.peers.table_parts import (
     read_table,
     split_table,
 )
+from tests.unit.wire.assembling import add_part
 
 PART = codec.decoder(RouteTablePart)
 BYTES_MAX = 4096
@@ -54,8 +55,8 @@ def join(
     assembler: TableAssembler, parts: list[RouteTablePart], known: KeyTable = EMPTY
 ) -> RouteTable | None:
     *rest, last = parts
-    assert all(assembler.add(part, known) is None for part in rest)
-    return assembler.add(last, known)
+    assert all(add_part(assembler, part, known) is None for part in rest)
+    return add_part(assembler, last, known)
 
 
 @pytest.mark.parametrize("keys", [0, 1, 3000])
@@ -117,18 +118,18 @@ def test_equal_keys_of_the_former_table_are_kept_and_equal_fields_are_shared() -
 
 def test_a_missing_part_is_noticed_once_and_the_next_table_is_taken() -> None:
     assembler, parts = TableAssembler(), parts_of(a_table(500))
-    assembler.add(parts[0], KeyTable())
+    add_part(assembler, parts[0], KeyTable())
     with pytest.raises(BadParts, match="missing"):
-        assembler.add(parts[2], KeyTable())
+        add_part(assembler, parts[2], KeyTable())
     assert join(assembler, parts[3:]) is None
     assert join(assembler, parts) is not None
 
 
 def test_parts_of_two_tables_are_not_mixed() -> None:
     assembler = TableAssembler()
-    assembler.add(parts_of(a_table(500))[0], KeyTable())
+    add_part(assembler, parts_of(a_table(500))[0], KeyTable())
     with pytest.raises(BadParts):
-        assembler.add(parts_of(a_table(500, generation=2))[1], KeyTable())
+        add_part(assembler, parts_of(a_table(500, generation=2))[1], KeyTable())
 
 
 def test_a_table_of_too_many_entries_is_refused() -> None:

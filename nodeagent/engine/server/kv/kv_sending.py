@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -112,45 +112,40 @@ class ComputedBlocks:
             return self.blocks > blocks
 
 
+@dataclass(eq=False)
 class OutgoingReader:
-    """Reads the blocks of one prompt, on the thread of its transfer."""
+    """Reads the blocks of one prompt, on the thread of its transfer.
 
-    def __init__(
-        self,
-        worker: GenerationThread,
-        transfers: KvTransfers,
-        number: int,
-        outgoing: OutgoingBlocks,
-        computed: ComputedBlocks,
-    ) -> None:
-        """`number` is that of the generation that computes them."""
-        self._worker = worker
-        self._transfers = transfers
-        self._number = number
-        self._outgoing = outgoing
-        self._computed = computed
+    `number` is that of the generation that computes them.
+    """
+
+    worker: GenerationThread
+    transfers: KvTransfers
+    number: int
+    outgoing: OutgoingBlocks
+    computed: ComputedBlocks
 
     def read_all(self, writer: BlockWriter, digests: Sequence[bytes]) -> None:
         """Read blocks as they are computed, and have them written. Ends early if the rest will not
         be computed."""
-        sent = self._outgoing.first_block
-        while sent < len(digests) and self._computed.more_than(sent):
-            destination = writer.next_destination(self._computed.blocks - sent)
+        sent = self.outgoing.first_block
+        while sent < len(digests) and self.computed.more_than(sent):
+            destination = writer.next_destination(self.computed.blocks - sent)
             writer.put(digests[sent:], self._read(sent, destination), destination)
             sent += destination.blocks
 
     def _read(self, first: int, destination: BlockDestination) -> Tensor:
-        number, transfers = self._number, self._transfers
+        number, transfers = self.number, self.transfers
         if transfers.can_copy_beside_steps:
-            blocks = self._outgoing.numbers(first, destination.blocks)
+            blocks = self.outgoing.numbers(first, destination.blocks)
             contents = transfers.read_held(blocks, destination.out)
-            if self._outgoing.is_closed:
+            if self.outgoing.is_closed:
                 raise ConnectionResetError("the transfer was closed")
-            self._worker.call(
+            self.worker.call(
                 lambda core: core.kv_transfers.release_outgoing(number, destination.blocks)
             )
             return contents
-        read = self._worker.call(
+        read = self.worker.call(
             lambda core: core.kv_transfers.read_outgoing(
                 number, destination.blocks, destination.out
             )

@@ -12,6 +12,7 @@ order of size: what was left out because the small ones were in its way goes fir
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Final
 
@@ -33,23 +34,17 @@ CLEARING_EFFORT: Final = 30
 replicas whose nodes are cleared."""
 
 
+@dataclass(eq=False)
 class Exchange:
     """Exchanges of replicas that this plan would start. Running replicas stay.
 
     `move` tries another place for one new replica and returns whether it moved.
     """
 
-    def __init__(
-        self,
-        draft: PlacementDraft,
-        swap: SlotSwap,
-        move: Callable[[PlannedReplica], bool],
-        effort: EffortBudget,
-    ) -> None:
-        self._draft = draft
-        self._swap = swap
-        self._move = move
-        self._effort = effort
+    draft: PlacementDraft
+    swap: SlotSwap
+    move: Callable[[PlannedReplica], bool]
+    effort: EffortBudget
 
     def run(self) -> bool:
         """Exchange nodes, then replicas, then replicas whose nodes are cleared; stop at the first
@@ -63,7 +58,7 @@ class Exchange:
     def _exchange_nodes(self) -> bool:
         by_node = self._new_by_node()
         for first, second in self._alike_nodes(by_node):
-            if not self._effort.spend(NODES_EFFORT):
+            if not self.effort.spend(NODES_EFFORT):
                 return False
             if self._trade(by_node.get(first, []), second, by_node.get(second, []), first):
                 return True
@@ -72,7 +67,7 @@ class Exchange:
     def _new_by_node(self) -> dict[NodeId, list[PlannedReplica]]:
         """Return the new replicas of each node that has any, without those over several nodes."""
         by_node: dict[NodeId, list[PlannedReplica]] = defaultdict(list)
-        for state in self._draft.largest_first():
+        for state in self.draft.largest_first():
             for replica in state.new_replicas():
                 if replica.slot and len(replica.slot.parts) == 1:
                     by_node[replica.slot.leader.node_id].append(replica)
@@ -83,7 +78,7 @@ class Exchange:
     ) -> Iterator[tuple[NodeId, NodeId]]:
         """Return pairs of nodes in different PoPs with equal devices, of which one at least has
         new replicas; those with the largest replicas first."""
-        fleet = self._draft.fleet
+        fleet = self.draft.fleet
         alike: dict[tuple[tuple[str, int], ...], list[FleetNode]] = defaultdict(list)
         for node in fleet.nodes.values():
             alike[_devices_of(node)].append(node)
@@ -103,7 +98,7 @@ class Exchange:
         from_node: NodeId,
     ) -> bool:
         """Let two nodes trade replicas. Return whether that lowers the cost; roll back if not."""
-        draft = self._draft
+        draft = self.draft
         savepoint = draft.savepoint(draft.states)
         targets = dict.fromkeys(leaving, to_node)
         targets |= dict.fromkeys(arriving, from_node)
@@ -122,7 +117,7 @@ class Exchange:
         """Try a trade of each two replicas that could be at each other's site."""
         # Of a thousand deployments, few have a replica that this plan would start.
         one_per_site = [
-            (state, new) for state in self._draft.states if (new := state.new_per_site())
+            (state, new) for state in self.draft.states if (new := state.new_per_site())
         ]
         for (first, of_first), (second, of_second) in combinations(one_per_site, 2):
             for replica in of_first:
@@ -134,7 +129,7 @@ class Exchange:
                         and second.needs.site_capacity[replica.site] > 0
                     ):
                         continue
-                    if not self._effort.spend(effort):
+                    if not self.effort.spend(effort):
                         return False
                     if trade(replica, counterpart):
                         return True
@@ -142,7 +137,7 @@ class Exchange:
 
     def _trade_sites(self, first: PlannedReplica, second: PlannedReplica) -> bool:
         """Let two replicas trade sites. Return whether that lowers the cost; roll back if not."""
-        draft = self._draft
+        draft = self.draft
         savepoint = draft.savepoint(draft.states)
         draft.remove(first)
         draft.remove(second)
@@ -157,7 +152,7 @@ class Exchange:
 
         Return whether that lowers the cost; roll back if not.
         """
-        draft = self._draft
+        draft = self.draft
         by_node = self._new_by_node()
         leaving = list(
             dict.fromkeys(
@@ -183,10 +178,10 @@ class Exchange:
         """Place a replica in a free slot of a site; return whether there was one."""
         if state.needs.site_capacity[site] <= 0:
             return False
-        gain = self._draft.gain_at(state, site)
+        gain = self.draft.gain_at(state, site)
         if gain.candidate is None:
             return False
-        self._draft.take(state, gain)
+        self.draft.take(state, gain)
         return True
 
     def _improves(self, savepoint: Savepoint, touched: Sequence[DeploymentState]) -> bool:
@@ -202,11 +197,11 @@ class Exchange:
         versions = [state.version for state in touched]
         for state in touched:
             for replica in state.new_replicas():
-                self._move(replica)
-        self._draft.blocked.clear()
-        fill(self._draft)
-        if self._swap.run_among_new():
-            fill(self._draft)
+                self.move(replica)
+        self.draft.blocked.clear()
+        fill(self.draft)
+        if self.swap.run_among_new():
+            fill(self.draft)
         return versions != [state.version for state in touched]
 
 

@@ -24,7 +24,7 @@ from scheduler.decide.placement.search.removal import (
     removable_replicas,
     separate_replica,
 )
-from scheduler.decide.placement.search.swap import Preemption, SlotSwap
+from scheduler.decide.placement.search.swap import SlotSwap
 
 SITES_TRIED_MAX: Final = 4
 """How many other sites are tried for one replica, the most promising first."""
@@ -44,14 +44,10 @@ class LocalSearch:
         self._draft = draft
         self._effort = EffortBudget(effort)
         self._settle_s = settle_s
-        self._swap = SlotSwap(draft, settle_s, self._effort)
-        self._perturbation = Perturbation(draft, self._swap, self._move, self._effort)
-        self._exchange = Exchange(draft, self._swap, self._move, self._effort)
-        self._recombination = Recombination(draft, self._effort)
-
-    def preemptions(self) -> list[Preemption]:
-        """Return the running replicas that are to end for others."""
-        return self._swap.preemptions()
+        self.swap = SlotSwap(draft, settle_s, self._effort)
+        self._perturbation = Perturbation(draft, self.swap, self._move, self._effort)
+        self.exchange = Exchange(draft, self.swap, self._move, self._effort)
+        self.recombination = Recombination(draft, self._effort)
 
     def fill(self) -> None:
         """Fill the draft. In an empty fleet, place first what needs several devices of a node.
@@ -92,11 +88,11 @@ class LocalSearch:
         has_recombined = False
         while not self._effort.is_spent:
             changed = self._move_new_replicas()
-            changed |= self._swap.run()
+            changed |= self.swap.run()
             if not changed and not has_recombined:
-                has_recombined, changed = True, self.recombine()
+                has_recombined, changed = True, self.recombination.run()
             changed = changed or self._rebuild_all() or self._perturbation.run()
-            if not (changed or self.exchange() or self.recombine()):
+            if not (changed or self.exchange.run() or self.recombination.run()):
                 return
             fill(self._draft)
 
@@ -107,7 +103,7 @@ class LocalSearch:
         """
         if sum(len(state.new_replicas()) for state in self._draft.states) > 1:
             self._effort.add(effort)
-            self.recombine()
+            self.recombination.run()
             self.run()
 
     def lay_out(self) -> None:
@@ -119,14 +115,6 @@ class LocalSearch:
         new = [state for state in self._draft.states if _is_new(state)]
         if new:
             fill(self._draft, only=new, start_discount=START)
-
-    def exchange(self) -> bool:
-        """Try exchanges until one lowers the cost; return whether there was one."""
-        return self._exchange.run()
-
-    def recombine(self) -> bool:
-        """Combine other layouts of the deployments; return whether that lowers the cost."""
-        return self._recombination.run()
 
     def relocate_running(self) -> None:
         """For deployments at their maximum, start a replica elsewhere if it is worth more there.

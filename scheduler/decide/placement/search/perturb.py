@@ -11,6 +11,7 @@ they take its devices before its deployment displaces others at other sites.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
@@ -34,23 +35,17 @@ EVICTED_SITES_MAX: Final = 6
 """How many sites are tried for the replicas that a forced move evicted."""
 
 
+@dataclass(eq=False)
 class Perturbation:
     """Forced moves of replicas that this plan would start. Running replicas stay.
 
     `move` tries another place for one new replica and returns whether it moved.
     """
 
-    def __init__(
-        self,
-        draft: PlacementDraft,
-        swap: SlotSwap,
-        move: Callable[[PlannedReplica], bool],
-        effort: EffortBudget,
-    ) -> None:
-        self._draft = draft
-        self._swap = swap
-        self._move = move
-        self._effort = effort
+    draft: PlacementDraft
+    swap: SlotSwap
+    move: Callable[[PlannedReplica], bool]
+    effort: EffortBudget
 
     def run(self) -> bool:
         """Force replicas off their sites and to each other site, the largest first, one of each
@@ -60,7 +55,7 @@ class Perturbation:
         """
         return any(
             self._force_off_sites(state) or self._force_elsewhere(state)
-            for state in self._draft.largest_first()
+            for state in self.draft.largest_first()
         )
 
     def _force_elsewhere(self, state: DeploymentState) -> bool:
@@ -68,7 +63,7 @@ class Perturbation:
             for site in np.flatnonzero(state.needs.site_capacity > 0):
                 if site == replica.site:
                     continue
-                if not self._effort.spend(10):
+                if not self.effort.spend(10):
                     return False
                 if self._force_to(replica, int(site)):
                     return True
@@ -76,7 +71,7 @@ class Perturbation:
 
     def _force_off_sites(self, state: DeploymentState) -> bool:
         for replica in state.new_per_site():
-            if not self._effort.spend(FORCED_OFF_EFFORT):
+            if not self.effort.spend(FORCED_OFF_EFFORT):
                 return False
             if self._force_off(replica):
                 return True
@@ -85,7 +80,7 @@ class Perturbation:
     def _force_off(self, replica: PlannedReplica) -> bool:
         """Take a replica off its site and give the others its devices, then let its deployment
         displace others at other sites. Return whether that lowers the cost; roll back if not."""
-        draft, state, site = self._draft, replica.state, replica.site
+        draft, state, site = self.draft, replica.state, replica.site
         savepoint = draft.savepoint(draft.states)
         draft.remove(replica)
         others = [other for other in draft.states if other is not state]
@@ -106,18 +101,18 @@ class Perturbation:
 
     def _displace_elsewhere(self, state: DeploymentState, left_site: int) -> bool:
         """Let a deployment displace others at one site but `left_site`, if that lowers the cost."""
-        for blocked in islice(self._swap.blocked_gains([state]), EVICTED_SITES_MAX):
-            if blocked.site != left_site and self._swap.swap_in(blocked, new_holders(self._draft)):
+        for blocked in islice(self.swap.blocked_gains([state]), EVICTED_SITES_MAX):
+            if blocked.site != left_site and self.swap.swap_in(blocked, new_holders(self.draft)):
                 return True
         return False
 
     def _move_new(self, states: Iterable[DeploymentState]) -> None:
         for state in states:
             for replica in state.new_replicas():
-                self._move(replica)
+                self.move(replica)
 
     def _force_to(self, replica: PlannedReplica, site: int) -> bool:
-        draft, state = self._draft, replica.state
+        draft, state = self.draft, replica.state
         savepoint = draft.savepoint(draft.states)
         draft.remove(replica)
         evicted = self._place_at(state, site)
@@ -126,12 +121,12 @@ class Perturbation:
             return False
         for other in state.new_replicas():
             if other.site != site:
-                self._move(other)
+                self.move(other)
         draft.blocked.clear()
         fill(draft)
         if self._place_evicted(evicted, savepoint):
             return True
-        if self._swap.run_among_new():
+        if self.swap.run_among_new():
             fill(draft)
         return savepoint.keep_if_improved()
 
@@ -141,12 +136,12 @@ class Perturbation:
         The first site that lowers the cost of one deployment may bar the best for all, so each is
         tried from the same starting point. `swap.py` continues the chain.
         """
-        draft = self._draft
-        for blocked in islice(self._swap.blocked_gains(evicted), EVICTED_SITES_MAX):
-            if not self._effort.spend(5):
+        draft = self.draft
+        for blocked in islice(self.swap.blocked_gains(evicted), EVICTED_SITES_MAX):
+            if not self.effort.spend(5):
                 return False
             inner = draft.savepoint(draft.states)
-            if self._swap.swap_in(blocked, new_holders(draft)):
+            if self.swap.swap_in(blocked, new_holders(draft)):
                 fill(draft)
                 if savepoint.has_improved():
                     return True
@@ -158,7 +153,7 @@ class Perturbation:
 
         Return the deployments of the evicted replicas; None if no replica can be placed.
         """
-        draft = self._draft
+        draft = self.draft
         evicted: list[DeploymentState] = []
         gain = draft.gain_at(state, site)
         if gain.candidate is None:
