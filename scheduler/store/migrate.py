@@ -133,13 +133,18 @@ async def _refuse_newer(pool: Pool, wanted: tuple[Migration, ...]) -> None:
 
 
 async def _refuse_missing(pool: Pool) -> None:
-    """Raise MigrationError if a table is missing that this release's migrations have made."""
+    """Raise MigrationError if a table of this release is missing, or the cluster of known nodes."""
     schema = (FOLDER / "schema.sql").read_text()
     tables = re.findall(r"^CREATE TABLE (\w+)", schema, re.MULTILINE)
     async with transaction(pool) as connection:
         rows = await connection.fetch(
             "SELECT name FROM unnest($1::text[]) name WHERE to_regclass(name) IS NULL", tables
         )
-    if rows:
         missing = ", ".join(row["name"] for row in rows)
+        # Another cluster would be created, which no node or router follows.
+        if not missing and await connection.fetchval(
+            "SELECT EXISTS (SELECT FROM node) AND NOT EXISTS (SELECT FROM cluster)"
+        ):
+            missing = "the row of cluster"
+    if missing:
         raise MigrationError(f"cannot run: the database lacks {missing}; {RESTORE_ALL}")

@@ -142,6 +142,14 @@ async def test_a_migration_that_waits_too_long_says_for_what(
     ("lost", "words"),
     [
         ("DROP TABLE rollout CASCADE", "cannot run: the database lacks rollout; a backup"),
+        (
+            """
+            INSERT INTO pop (pop, city, country, latitude, longitude)
+                VALUES ('ams', 'a', 'NL', 1, 1);
+            INSERT INTO node (node_id, pop) VALUES ('n1', 'ams')
+            """,
+            "cannot run: the database lacks the row of cluster; a backup",
+        ),
         ("DELETE FROM migration", 'was not applied, and relation "cluster" already exists; a bac'),
         ("DROP TABLE migration", 'was not applied, and relation "cluster" already exists; a bac'),
     ],
