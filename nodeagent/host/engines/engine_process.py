@@ -288,9 +288,17 @@ class EngineProcess:
         for number in (signal.SIGKILL,) if kill else (signal.SIGTERM, signal.SIGKILL):
             signal_group(self.pid, self.record.started, number)
             timeout_s = TERM_TIMEOUT_S if number is signal.SIGTERM else KILL_TIMEOUT_S
-            with suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(timeout_s):
                     await self.exited.wait()
+            except TimeoutError:
+                if number is signal.SIGTERM:
+                    log.warning(
+                        "the engine had not ended %g s after SIGTERM and is killed; if its program"
+                        " is a wrapper, let that end with the engine",
+                        timeout_s,
+                        extra={"fields": {"replica": self.record.spec.replica_id}},
+                    )
         await self.release()
         # Children that left the group still hold memory and devices.
         await asyncio.to_thread(kill_remaining, self.log, self.pid)
