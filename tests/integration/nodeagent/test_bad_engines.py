@@ -294,7 +294,7 @@ async def test_an_engine_that_ignores_sigterm_is_killed_and_the_agent_says_so(
     await node.end_all()
     assert not processes_of_engines()
     killed = [vars(record)["fields"] for record in caplog.records if "SIGTERM" in record.message]
-    assert killed == [{"replica": "stubborn"}]
+    assert killed == [{"replica": "stubborn", "after_s": 1.0}]
 
 
 async def test_the_log_of_a_noisy_engine_stays_short(node: Node) -> None:
