@@ -175,7 +175,7 @@ def _supervisor(
         on_change=lambda: node.nudge_report(),
         device_budgets=node.device_budgets,
         memory_used=node.devices.used_by,
-        device_memory=node.devices.memory,
+        device_memory=node.devices.usable_memory,
         memory_peaks=MemoryPeaks(config.state, version_of),
     )
 

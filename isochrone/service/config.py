@@ -59,7 +59,10 @@ def load_config(
         return msgspec.convert(values, kind, dec_hook=_convert_path)
     except msgspec.ValidationError as error:
         source = path or f"without --config, from {prefix}* alone"
-        raise ConfigError(f"cannot use config {source}: {error}") from error
+        # Most often a typing mistake, or the file of another service.
+        where = f"{kind.__module__.replace('.', '/')}.py"
+        hint = f"; the settings of this service are in {where}" * ("unknown field" in str(error))
+        raise ConfigError(f"cannot use config {source}: {error}{hint}") from error
 
 
 def read_secret(path: Path, what: str, length_min: int = 1) -> str:

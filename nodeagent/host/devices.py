@@ -10,7 +10,7 @@ from typing import Any, Final
 import psutil
 from msgspec.structs import replace
 
-from isochrone.service.machine_share import usable_memory_bytes
+from isochrone.service.machine_share import free_memory_bytes, usable_memory_bytes
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.peers.report import NodeDevice
 from nodeagent.drivers.driver import DeviceMemory
@@ -83,6 +83,19 @@ class DeviceReader:
             total_bytes=min(int(memory.total) for memory in memories),
             free_bytes=min(int(memory.free) for memory in memories),
         )
+
+    def usable_memory(self, device_ids: Sequence[DeviceId]) -> DeviceMemory | None:
+        """Return `memory`, on a CPU within the limits of the agent's cgroups. Blocks.
+
+        Engines run in the agent's cgroup. At its limit the kernel would end some process of it.
+        """
+        memory = self.memory(device_ids)
+        if memory is None or CPU not in device_ids:
+            return memory
+        try:
+            return DeviceMemory(total_bytes=usable_memory_bytes(), free_bytes=free_memory_bytes())
+        except OSError:  # no free descriptor
+            return memory
 
     def used_by(self, leader: int, device_ids: Sequence[DeviceId]) -> int:
         """Return the most that a process group takes of one of these devices. Blocks.

@@ -191,7 +191,11 @@ class IsochronePolicy:
     def handoff_peers(self, request: TraceRequest) -> list[PeerReplica]:
         """Return the replica and the peers of its PoP that may take the request over."""
         sent = self._in_flight[request.number]
-        return handoff_peers(sent.routes, sent.ranked)
+        return handoff_peers(sent.routes, sent.ranked, self.handoffs_fail())
+
+    def handoffs_fail(self) -> Mapping[ReplicaId, float]:
+        """Return the replicas that take part in no handoff now, because theirs failed."""
+        return self.fleet.handoff_health.ejected_until_s(self.fleet.clock())
 
     def prefill_forecast(self, request: TraceRequest) -> PrefillForecast:
         """Return the predicted prefill where the request was sent."""
@@ -208,6 +212,8 @@ class IsochronePolicy:
         sent = self._in_flight[request.number]
         ranked = sent.routes.route_to(self._routes[replica].replica_id)
         assert ranked is not None, f"replica {replica} is in no table"
+        if ranked is not sent.routes[0]:
+            self._attempts.record_handed_off(sent.routes[0].route, ranked.route)
         sent.reservation.release()
         self._attempts.undo_sent(sent.ranked.route, sent.sent, router_prefix_keys(request))
         self._book(request, sent.routes, ranked, sent.sent_at_s)
@@ -265,6 +271,7 @@ class IsochronePolicy:
         took_ms = 1000 * (now_s - sent.sent_at_s)
         self.errors_ms.append(took_ms - sent.ranked.ttft_ms)
         if self.is_handed_off(request):
+            self._attempts.record_handoff_answer(sent.routes[0], sent.ranked.route, took_ms)
             took_ms = min(took_ms, sent.routes[0].ttft_ms)
         self._attempts.record_first_token(sent.ranked, took_ms, sent.reservation)
 

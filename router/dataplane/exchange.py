@@ -431,13 +431,18 @@ class NodeExchange:
         self.notify()
 
     async def _dial(self) -> None:
+        connection: ExchangeConnection | None = None
         try:
             connection = await self._pool.connect(self._node_id, self._address)
         except AttemptFailed as failure:
-            self._dialing = None
             self.fail(failure)
-        else:
+        finally:
             self._dialing = None
+            if connection is None and not self.is_over:
+                # Nothing else would end the wait for an answer after an unexpected error.
+                what = f"cannot reach {self._node_id}"
+                self.fail(AttemptFailed(FailureCause.UNREACHABLE, what))
+        if connection is not None:
             self.start(connection)
 
     def _hold(self, data: bytes) -> None:

@@ -1,8 +1,11 @@
 """Applies migrations/*.sql in order: each in a transaction, once, by one runner at a time."""
 
 import hashlib
+import re
 from pathlib import Path
 from typing import Final, NamedTuple
+
+import asyncpg
 
 import migrations
 from scheduler.store.pool import Connection, Pool, transaction
@@ -13,6 +16,13 @@ MIGRATE_TIMEOUT_S: Final = 300.0
 CLIENT_CHECK_S: Final = 1
 """Postgres ends the migration of a runner that was killed after this time. Otherwise it would go on
 with its statement, and hold the lock."""
+
+RESTORE_ALL: Final = "a backup was restored in part: restore all of it into an empty database"
+ALREADY_THERE: Final = (
+    asyncpg.DuplicateTableError,
+    asyncpg.DuplicateColumnError,
+    asyncpg.DuplicateObjectError,
+)
 
 _TABLE = """
 CREATE TABLE IF NOT EXISTS migration (
@@ -52,7 +62,7 @@ def read_migrations() -> tuple[Migration, ...]:
 async def migrate(pool: Pool, migrations: tuple[Migration, ...] | None = None) -> list[str]:
     """Apply the missing migrations, by default this release's; return their names.
 
-    Raises MigrationError if the database has an edited or a newer migration.
+    Raises MigrationError if the database has an edited or a newer migration, or lacks a part.
     """
     applied = []
     wanted = read_migrations() if migrations is None else migrations
@@ -81,6 +91,10 @@ async def migrate(pool: Pool, migrations: tuple[Migration, ...] | None = None) -
                     f"cannot migrate: {migration.name} did not end within {MIGRATE_TIMEOUT_S:g} s; "
                     "end the sessions that use its tables (pg_stat_activity) and start again"
                 ) from error
+            except ALREADY_THERE as error:
+                raise MigrationError(
+                    f"cannot migrate: {migration.name} was not applied, and {error}; {RESTORE_ALL}"
+                ) from error
             await connection.execute(
                 "INSERT INTO migration (number, name, sha256) VALUES ($1, $2, $3)",
                 migration.number,
@@ -89,6 +103,8 @@ async def migrate(pool: Pool, migrations: tuple[Migration, ...] | None = None) -
             )
             applied.append(migration.name)
     await _refuse_newer(pool, wanted)
+    if migrations is None:
+        await _refuse_missing(pool)
     return applied
 
 
@@ -114,3 +130,21 @@ async def _refuse_newer(pool: Pool, wanted: tuple[Migration, ...]) -> None:
             f"cannot run: the database is at migration {newest}, this release ends at {head}; "
             "run the newer release"
         )
+
+
+async def _refuse_missing(pool: Pool) -> None:
+    """Raise MigrationError if a table of this release is missing, or the cluster of known nodes."""
+    schema = (FOLDER / "schema.sql").read_text()
+    tables = re.findall(r"^CREATE TABLE (\w+)", schema, re.MULTILINE)
+    async with transaction(pool) as connection:
+        rows = await connection.fetch(
+            "SELECT name FROM unnest($1::text[]) name WHERE to_regclass(name) IS NULL", tables
+        )
+        missing = ", ".join(row["name"] for row in rows)
+        # Another cluster would be created, which no node or router follows.
+        if not missing and await connection.fetchval(
+            "SELECT EXISTS (SELECT FROM node) AND NOT EXISTS (SELECT FROM cluster)"
+        ):
+            missing = "the row of cluster"
+    if missing:
+        raise MigrationError(f"cannot run: the database lacks {missing}; {RESTORE_ALL}")

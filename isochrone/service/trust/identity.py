@@ -353,7 +353,10 @@ def load_identity(folder: Path) -> Identity | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Identity)
     except (OSError, msgspec.DecodeError) as error:
-        raise IdentityError(f"cannot read {path}: {error}") from error
+        raise IdentityError(
+            f"cannot read {path}: {error}; restore the file, or delete it and join again with a"
+            " token bound to this server's name (`isochrone nodes join-token POP --name NAME`)"
+        ) from error
 
 
 def _contents(certificate: x509.Certificate) -> Certificate:

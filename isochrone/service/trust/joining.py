@@ -1,6 +1,7 @@
 """Gets the identity of a node or router: from its state folder, or in exchange for a join token."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from ssl import SSLContext
@@ -17,6 +18,8 @@ from isochrone.service.trust import identity as identities
 from isochrone.service.trust.identity import SCHEDULER_NAME, Identity, IdentityError
 from isochrone.service.trust.tls import verifying_context
 from isochrone.wire.peers.control import JoinReply, JoinRequest, PeerRole, join_token_command
+
+log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S: Final = 5.0
 JOIN_TIMEOUT_S: Final = 30.0
@@ -35,6 +38,7 @@ async def load_or_join(
     try:
         identity = await asyncio.to_thread(identities.load_identity, folder)
         if identity is not None:
+            _check_owner(identity, role, name, folder)
             return identity
         if token_file is None or not urls:
             missing = "no scheduler to join" if token_file else "no join_token_file"
@@ -46,6 +50,29 @@ async def load_or_join(
         return await join(urls=urls, token=token, role=role, name=name, folder=folder)
     except IdentityError as error:
         raise ConfigError(str(error)) from error
+
+
+def _check_owner(identity: Identity, role: PeerRole, name: str, folder: Path) -> None:
+    """Raise IdentityError if a stored identity is of another service; warn of another name.
+
+    A folder that was copied from another server, or given to the wrong service, has such a file. A
+    router may have its host's name, which may change.
+    """
+    path, owner = folder / "identity.json", f"{identity.role.value} {identity.name}"
+    if identity.role is not role:
+        raise IdentityError(
+            f"cannot start: {path} is the identity of {owner}, and this is no {identity.role.value}"
+            ": give this service the state folder of its own"
+        )
+    if identity.name != name:
+        fields = {
+            "identity": owner,
+            "name": name,
+            "reason": f"going on as {identity.name} in {identity.pop}; if {path} was copied from"
+            " another server, or to change the name, delete it and join again with a token made by"
+            f" `{join_token_command(role, name=name)}`",
+        }
+        log.warning("the identity is of another name", extra={"fields": fields})
 
 
 def _read_token(path: Path) -> str:

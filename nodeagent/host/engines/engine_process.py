@@ -45,20 +45,11 @@ from nodeagent.drivers.request_body import with_fields
 from nodeagent.host.confinement import EngineConfinement
 from nodeagent.host.devices import CPU
 from nodeagent.host.engines.canary import BAD_REQUEST, CANARIES, NO_TOKEN, OK, PROMPT_CANARY, Canary
-from nodeagent.host.engines.engine_folder import (
-    new_folders,
-    remove_folders,
-    temporary_variables,
-)
+from nodeagent.host.engines.engine_folder import new_folders, remove_folders, temporary_variables
 from nodeagent.host.engines.engine_log import LOG
 from nodeagent.host.engines.engine_ports import free_port, other_listener
 from nodeagent.host.engines.engine_record import EngineRecord, surviving_engines, write_record
-from nodeagent.host.engines.open_session import (
-    new_session,
-    open_session,
-    parsed,
-    read_answer,
-)
+from nodeagent.host.engines.open_session import new_session, open_session, parsed, read_answer
 from nodeagent.host.engines.standby import StandbyProcess
 from nodeagent.host.kv_events import follow_kv_events
 from nodeagent.host.processes import (
@@ -78,6 +69,9 @@ TERM_TIMEOUT_S: Final = 10.0
 KILL_TIMEOUT_S: Final = 10.0
 PIDFD_RETRY_S: Final = 1.0
 PROBE_TIMEOUT_S: Final = 4.0
+IGNORES_SIGTERM: Final = (
+    "an engine does not end at SIGTERM and is killed; if its program is a wrapper, let it end, too"
+)
 NO_MEMORY: Final = 429  # the embedded engine's answer to a wake if there is no memory for its model
 
 
@@ -261,6 +255,9 @@ class EngineProcess:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self.exited.wait()
+            if number is signal.SIGTERM and not self.exited.is_set():
+                extra = {"fields": {"replica": self.record.spec.replica_id, "after_s": timeout_s}}
+                log.warning(IGNORES_SIGTERM, extra=extra)
         await self.release()
         # Children that left the group still hold memory and devices.
         await asyncio.to_thread(kill_remaining, self.log, self.pid)

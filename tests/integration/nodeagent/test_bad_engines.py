@@ -285,6 +285,18 @@ async def test_an_engine_that_fails_at_its_first_token_is_never_warm(node: Node)
     assert ReplicaState.WARM not in node.states["broken-weights"]
 
 
+async def test_an_engine_that_ignores_sigterm_is_killed_and_the_agent_says_so(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("stubborn", GOOD):
+        node.start(name)
+        await node.warm(name)
+    await node.end_all()
+    assert not processes_of_engines()
+    killed = [vars(record)["fields"] for record in caplog.records if "SIGTERM" in record.message]
+    assert killed == [{"replica": "stubborn", "after_s": 1.0}]
+
+
 async def test_the_log_of_a_noisy_engine_stays_short(node: Node) -> None:
     node.start("noisy")
     await node.warm("noisy")

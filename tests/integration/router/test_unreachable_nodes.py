@@ -1,7 +1,8 @@
-"""What is left in memory of requests to nodes that cannot be reached."""
+"""Requests to nodes that cannot be reached: each ends, and nothing of it is left in memory."""
 
 import asyncio
 import gc
+import socket
 import time
 from collections import Counter
 from pathlib import Path
@@ -42,3 +43,28 @@ async def test_a_failed_exchange_is_freed_without_the_garbage_collector(tmp_path
         gc.enable()
         deadlines.stop()
         await upstream.close()
+
+
+async def test_an_unexpected_error_of_a_dial_ends_the_request(tmp_path: Path) -> None:
+    """Nothing else ends it: a connection has a deadline, and there is none yet."""
+
+    def broken() -> socket.socket:
+        raise RuntimeError("not an OSError")
+
+    upstream = Upstream(
+        RouterConfig(state_folder=tmp_path), Deadlines(time.monotonic), time.monotonic, None
+    )
+    upstream.in_process[NodeId("n1")] = broken
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    exchange = upstream.send(NodeId("n1"), "n1:1", NodeRequest("GET", "/ping", "", b""), 5.0, 1000)
+    try:
+        async with asyncio.timeout(10):
+            await exchange.opened
+        with pytest.raises(AttemptFailed, match="cannot reach n1"):
+            exchange.response_head()
+    finally:
+        exchange.abandon()
+        await upstream.close()
+    gc.collect()
+    assert "not an OSError" in str(errors)

@@ -136,3 +136,29 @@ async def test_a_migration_that_waits_too_long_says_for_what(
             await migrate(empty, known)
     monkeypatch.undo()
     assert len(await migrate(empty, known)) == len(known) - 8
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        ("DROP TABLE rollout CASCADE", "cannot run: the database lacks rollout; a backup"),
+        (
+            """
+            INSERT INTO pop (pop, city, country, latitude, longitude)
+                VALUES ('ams', 'a', 'NL', 1, 1);
+            INSERT INTO node (node_id, pop) VALUES ('n1', 'ams')
+            """,
+            "cannot run: the database lacks the row of cluster; a backup",
+        ),
+        ("DELETE FROM migration", 'was not applied, and relation "cluster" already exists; a bac'),
+        ("DROP TABLE migration", 'was not applied, and relation "cluster" already exists; a bac'),
+    ],
+)
+async def test_a_backup_that_was_restored_in_part_is_refused(
+    empty: Pool, lost: str, words: str
+) -> None:
+    await migrate(empty)
+    async with transaction(empty) as connection:
+        await connection.execute(lost)
+    with pytest.raises(MigrationError, match=words):
+        await migrate(empty)

@@ -147,6 +147,7 @@ def test_a_private_port_without_an_address_is_refused() -> None:
     ("text", "words"),
     [
         ("[liveness]\nlost_after = 60", "unknown field `lost_after`"),
+        ("state = '/var'", "unknown field `state`; .* are in scheduler/config.py"),
         ("[liveness]\nlost_after_s = -1", r"\$\.liveness\.lost_after_s"),
         ("[liveness]\nstorm_share = 20", r"liveness\.storm_share 20"),
         ("[batches]\nitems_max = 0", r"\$\.batches\.items_max"),
