@@ -53,6 +53,8 @@ class _PlainParts(MultipartReader):
 
 def form_parts(request: web.Request) -> MultipartReader:
     """Return the parts of a request's form. It and they raise FORM_ERRORS if it is malformed."""
+    if "content-type" not in request.headers:
+        raise ValueError("it has no content-type")
     content = cast(StreamReader, _CountedLines(request.content))
     return _PlainParts(
         request.headers,

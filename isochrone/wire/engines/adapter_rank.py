@@ -13,10 +13,17 @@ RUNTIME_ADAPTER_ENGINES: Final[Mapping[str, int]] = {"embedded": 256, "vllm": 16
 without further options."""
 
 
-def adapter_rank_max(engine: EngineSettings) -> int:
-    """Return the highest rank of adapters that replicas with these settings take, 0 for none."""
+CHAT_ADAPTER_ENGINES: Final = frozenset({"embedded"})
+"""The engines that take adapters of chat models only."""
+
+
+def adapter_rank_max(engine: EngineSettings, kind: str) -> int:
+    """Return the highest rank of adapters that replicas with these settings take, 0 for none.
+
+    `kind` is that of their model.
+    """
     rank_max = RUNTIME_ADAPTER_ENGINES.get(engine.driver, 0)
-    if not rank_max:
+    if not rank_max or (kind != "chat" and engine.driver in CHAT_ADAPTER_ENGINES):
         return 0
     if capabilities_of(engine.driver).adapters == "with_option":
         if engine.options.get(LORA_OPTION, "").lower() not in TRUE_VALUES:

@@ -70,6 +70,9 @@ class ItemAnswerer:
             with unexpected_as_internal(request):
                 request.key = key_of_work(self._keys(), item, self._unix_clock(), "batch")
                 inference, translating = self._read(request, item.endpoint, writer)
+                if inference.reject_if_busy:
+                    message = "cannot use 'options.rejectIfBusy': an item waits for capacity"
+                    raise ApiError(ErrorCode.INVALID_REQUEST, message, param="options")
                 # Interactive requests must not wait behind it.
                 inference.reject_if_busy = True
                 inference.preemptions = preemptions

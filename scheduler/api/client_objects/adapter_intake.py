@@ -43,6 +43,8 @@ from scheduler.store.deployments import get_deployment_by_name
 from scheduler.store.pool import Connection, Pool
 
 NAMES: Final = " and ".join(ADAPTER_FILES)
+RESERVED_NAME: Final = "public"
+"""An adapter of this name could not be deleted by it: `/ai/finetunes/public` is a list."""
 
 
 class UploadedFile(NamedTuple):
@@ -82,12 +84,19 @@ class AdapterIntake:
 
     async def add(self, connection: Connection, new: NewAdapter) -> StoredAdapter:
         """Describe an adapter. Raises ApiError."""
+        if new.name == RESERVED_NAME:
+            reason = f"{RESERVED_NAME!r} is the path of the public adapters; choose another"
+            raise ApiError(
+                ErrorCode.INVALID_REQUEST, f"cannot use field 'name': {reason}", param="name"
+            )
         deployment = await get_deployment_by_name(connection, new.model)
         if deployment is None:
             raise ApiError(
                 ErrorCode.MODEL_NOT_FOUND, f"cannot find the model {new.model!r}", param="model"
             )
-        if not adapter_rank_max(deployment.engine):
+        stored = await get_model(connection, deployment.model_id)
+        kind = stored.model.kind if stored is not None else "chat"
+        if not adapter_rank_max(deployment.engine, kind):
             raise ApiError(
                 ErrorCode.ADAPTERS_UNSUPPORTED,
                 f"cannot add an adapter: the model {new.model!r} does not support LoRA",

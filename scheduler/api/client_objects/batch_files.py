@@ -26,6 +26,10 @@ from scheduler.store.pool import Connection, Pool, storable_text, transaction, u
 
 PURPOSES: Final = ("batch",)
 FIELD_BYTES_MAX: Final = 4096
+ANCHOR: Final = "expires_after[anchor]"
+SECONDS: Final = "expires_after[seconds]"
+FIELDS: Final = ("purpose", ANCHOR, SECONDS)
+"""The fields of an upload beside the file."""
 LIST_LIMIT_MAX: Final = 10_000
 EXPIRES_MIN_S: Final = 3600
 EXPIRES_MAX_S: Final = 30 * 86_400
@@ -59,6 +63,8 @@ class FileEndpoints:
                     raise _invalid("it has a multipart part within another")
                 if part.name != "file":
                     name = (part.name or "")[:64]
+                    if name not in FIELDS:
+                        raise _invalid(f"there is no field {name!r}", name)
                     fields[name] = (await part.read_chunk(FIELD_BYTES_MAX)).decode(errors="replace")
                 elif size_bytes >= 0:
                     raise _invalid("it has two fields 'file'", "file")
@@ -250,7 +256,11 @@ def require_after(named: object | None, after: str) -> None:
 
 def _expiry(fields: dict[str, str]) -> int | None:
     """Return after how many seconds a file expires. Raises ApiError 400."""
-    text = fields.get("expires_after[seconds]", "")
+    anchor = fields.get(ANCHOR, "created_at")
+    if anchor != "created_at":
+        reason = f"'expires_after.anchor' is {anchor[:40]!r}, expected 'created_at'"
+        raise _invalid(reason, "expires_after")
+    text = fields.get(SECONDS, "")
     if not text:
         return None
     seconds = parse_digits(text)

@@ -204,6 +204,7 @@ def _entry(
     withdrawn: int | None,
 ) -> DeploymentEntry:
     model = models.get(deployment.model_id)
+    kind = model.kind if model else "chat"
     context = deployment.engine.context_tokens_max
     driver = deployment.engine.driver
     lacks = lacking_features_of(deployment.engine)
@@ -215,7 +216,7 @@ def _entry(
         name=deployment.name,
         model_id=deployment.model_id,
         context_tokens=min(context, model.context_tokens) if model else context,
-        kind=model.kind if model else "chat",
+        kind=kind,
         created_at=deployment.created_at,
         price=model.price if model else None,
         rollout=_rollout_entry(rollout, withdrawn),
@@ -227,7 +228,7 @@ def _entry(
         needs_prefill=capabilities_of(driver).needs_prefill
         and deployment.policy.roles != UNIFIED_ROLES,
         adapter_rank_max=min(
-            adapter_rank_max(engine)
+            adapter_rank_max(engine, kind)
             for engine in (deployment.engine, *([rollout.spec.engine] if rollout else ()))
         ),
         depth_cost_per_token=depth_cost_per_token(model) if model else 0.0,

@@ -277,6 +277,7 @@ async def test_workers_ai_queues_runs(bench: BatchBench) -> None:
                 {"prompt": "two", "unheard_of": 1},
                 {"messages": [{"role": "user", "content": "three"}], "max_tokens": 2},
                 {"input": "four", "max_output_tokens": 4},
+                {"prompt": "five", "options": {"rejectIfBusy": True}},
             ]
         }
     )
@@ -294,13 +295,14 @@ async def test_workers_ai_queues_runs(bench: BatchBench) -> None:
         return answer if "responses" in answer else None
 
     answer = await until("the runs are answered", has_responses, WAIT_S)
-    one, two, three, four = answer["responses"]
+    one, two, three, four, five = answer["responses"]
     assert (one["id"], one["external_reference"], one["success"]) == (0, "my one", True)
     assert one["result"]["response"] == "t0 t1 t2"
     assert (two["success"], two["result"], two["external_reference"]) == (False, None, None)
     assert "unheard_of" in two["errors"][0]["message"]
     assert three["result"]["response"] == "t0 t1"
     assert four["result"]["object"] == "response"
+    assert "rejectIfBusy" in five["errors"][0]["message"]
     assert answer["usage"] == {
         "prompt_tokens": 33, "completion_tokens": 9, "total_tokens": 42,
     }  # fmt: skip
@@ -445,6 +447,13 @@ async def test_large_files_are_streamed(bench: BatchBench) -> None:
 async def test_what_cannot_be_used_is_refused(bench: BatchBench) -> None:
     with pytest.raises(openai.BadRequestError, match="expected 'batch'"):
         await bench.client.files.create(file=("a.txt", b"a"), purpose="user_data")
+    for unused in (
+        {"extra_body": {"colour": "red"}},
+        {"expires_after": {"anchor": "last_active_at", "seconds": 3600}},
+    ):
+        with pytest.raises(openai.BadRequestError, match=r"colour|anchor"):
+            given: Any = unused
+            await bench.client.files.create(file=("a.txt", b"a"), purpose="batch", **given)
     file_id = await bench.upload(a_line("one"))
     for fields in ({"endpoint": "/v1/moderations"}, {"completion_window": "1h"}):
         wanted: Any = {"endpoint": "/v1/completions", "completion_window": "24h", **fields}

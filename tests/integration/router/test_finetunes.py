@@ -188,6 +188,8 @@ async def test_bad_uploads_are_refused_in_words(bench: FinetuneBench) -> None:
         )
     assert unsupported.value.status_code == 405
     assert unsupported.value.body["errors"][0]["code"] == 5005
+    with pytest.raises(APIStatusError, match="the path of the public adapters"):
+        await bench.create("public")
     with pytest.raises(APIStatusError) as unknown:
         await bench.client.ai.finetunes.create(account_id="acme", model="none", name="other")
     assert unknown.value.status_code == 404

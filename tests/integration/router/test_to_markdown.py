@@ -204,6 +204,17 @@ async def test_a_form_that_cannot_be_used_is_refused(
         assert said in answer["errors"][0]["message"]
 
 
+async def test_a_request_without_a_content_type_is_refused(tmp_path: Path) -> None:
+    async with (
+        a_bench(tmp_path) as bench,
+        bench.http.post(
+            f"{bench.url}/ai/tomarkdown", skip_auto_headers=["content-type"]
+        ) as response,
+    ):
+        assert response.status == 400
+        assert "multipart/form-data" in (await response.json())["errors"][0]["message"]
+
+
 async def test_no_form_a_limited_key_and_the_formats(tmp_path: Path) -> None:
     async with a_bench(tmp_path, limits=KeyLimits(requests_per_min=1)) as bench:
         url = f"{bench.url}/ai/tomarkdown"

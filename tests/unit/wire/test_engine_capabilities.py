@@ -2,6 +2,7 @@
 
 import pytest
 
+from isochrone.wire.engines.adapter_rank import adapter_rank_max
 from isochrone.wire.engines.engine_capabilities import (
     ENGINE_CAPABILITIES,
     FEATURES,
@@ -107,3 +108,20 @@ def test_over_commitment_needs_an_engine_that_can_sleep(
     found = sleep_problem(engine)
     assert problem in found
     assert bool(found) == bool(problem)
+
+
+@pytest.mark.parametrize(
+    ("driver", "options", "kind", "rank_max"),
+    [
+        ("embedded", {}, "chat", 256),
+        ("embedded", {}, "embedding", 0),
+        ("embedded", {}, "classify", 0),
+        ("vllm", {}, "chat", 0),
+        ("vllm", {"enable_lora": "true"}, "embedding", 16),
+        ("mock", {}, "chat", 0),
+    ],
+)
+def test_the_engine_and_the_kind_decide_whether_adapters_are_taken(
+    driver: str, options: dict[str, str], kind: str, rank_max: int
+) -> None:
+    assert adapter_rank_max(EngineSettings(driver=driver, options=options), kind) == rank_max
