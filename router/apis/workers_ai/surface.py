@@ -72,7 +72,7 @@ def _read(
     translated = to_openai(request.body, model)
     if translated.path == EMBEDDINGS_PATH:
         assert request.key is not None
-        deployment = openai.deployment(model, request.key)
+        deployment = openai.base_deployment(model, request.key)
         if deployment.kind == "classify":
             return _read_classification(openai, request, deployment, translated.body, writer)
     inference = openai.read(request, translated.path, translated.body, encode_error_event)

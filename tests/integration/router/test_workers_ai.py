@@ -9,7 +9,9 @@ import msgspec
 import openai
 import pytest
 
-from isochrone.wire.models.model import Deprecation
+from isochrone.wire.ids import ModelId, TenantId
+from isochrone.wire.models.model import Artifact, Deprecation
+from isochrone.wire.peers.adapter import AdapterEntry
 from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, a_bench, a_route, a_table
 
@@ -28,6 +30,30 @@ async def test_a_complete_answer_has_the_envelope(tmp_path: Path, prefix: str) -
         assert answer["errors"] == []
         assert answer["result"]["response"] == "t0 t1 t2"
         assert answer["result"]["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+async def test_a_model_that_embeds_may_be_named_with_an_adapter(tmp_path: Path) -> None:
+    adapter = AdapterEntry(
+        adapter_id="lora-1",
+        name="mine",
+        tenant_id=TenantId("acme"),
+        model_id=ModelId("m"),
+        rank=4,
+        artifact=Artifact(source="cluster:adapters/lora-1", files=(), digest="b" * 64),
+    )
+    async with a_bench(tmp_path) as bench:
+        table = a_table([a_route(bench.nodes[0])], generation=2)
+        embedding = [
+            msgspec.structs.replace(entry, kind="embedding", adapter_rank_max=16)
+            for entry in table.deployments
+        ]
+        bench.app.fleet.adopt(
+            msgspec.structs.replace(table, adapters=(adapter,), deployments=tuple(embedding))
+        )
+        body = {"text": "hi"}
+        async with bench.http.post(f"{bench.url}/ai/run/tiny:mine", json=body) as response:
+            answer = await response.json()
+        assert answer["result"]["data"] == [[0.6, 0.8]], answer
 
 
 async def test_a_stream_has_workers_ai_frames(tmp_path: Path) -> None:
