@@ -7,7 +7,8 @@ Rule 1: kinds and sizes of frames are checked before anything is written, and th
 that the head says. The engine checks all the rest.
 Rule 2: a wrong frame is passed on where the engine expects the next one, which then refuses the
 transfer. Nothing after it is read.
-Rule 3: the end is passed on after the stream has ended.
+Rule 3: the end is passed on after the stream has ended, and once the engine has the window: blocks
+that it is told of after the end are lost.
 """
 
 from collections.abc import AsyncIterator
@@ -52,10 +53,12 @@ class WindowFiller:
         except WrongTransfer:
             if self._blocks_left > 0:
                 self._window.send(bytes(self._frame))
+                await self._window.wait_connected()
             else:
                 yield self._end + self._frame
             return
         if self._end:
+            await self._window.wait_connected()
             yield self._end
 
     async def _move_blocks(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

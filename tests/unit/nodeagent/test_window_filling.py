@@ -1,6 +1,8 @@
 """Blocks of another node are put into a window, and a wrong stream reaches the engine as it is."""
 
+import asyncio
 import hashlib
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -43,19 +45,33 @@ async def received(stream: bytes, size: int = 1 << 20) -> list[bytes]:
     """Return the blocks that an engine receives, which reads the head, the window and the rest."""
     owned = OwnedWindow(1 << 24)
     window = SenderWindow(owned, BLOCK_BYTES)
+    link, engine = socket.socketpair()
     try:
+        window.connect(link)
+        engine.recv(1)
         passed_on = [piece async for piece in WindowFiller(window).fill(pieces_of(stream, size))]
         reader = TransferReader(
             b"f" * 16, BLOCK_BYTES, DIGESTS, 0, window=memoryview(owned.memory[:])
         )
         begun, *rest = passed_on or [b""]
         reader.feed(begun)
-        blocks = reader.feed(window._unsent) if reader.lacks_blocks else []
+        engine.setblocking(False)
+        blocks = reader.feed(_frames_at(engine)) if reader.lacks_blocks else []
         reader.feed(b"".join(rest))
     finally:
+        link.close()
+        engine.close()
         owned.close()
     assert reader.end is None or reader.end.cached_tokens == 7
     return [bytes(block.content) for block in blocks] if reader.end is not None else []
+
+
+def _frames_at(engine: socket.socket) -> bytes:
+    """Return what was sent to the engine about its window."""
+    try:
+        return engine.recv(1 << 16)
+    except BlockingIOError:
+        return b""
 
 
 @pytest.mark.parametrize("size", PIECES)
@@ -92,6 +108,37 @@ async def test_a_stream_that_ends_early_has_no_end(size: int) -> None:
 async def test_the_engine_refuses_a_wrong_stream(frames: list[bytes], why: str, size: int) -> None:
     with pytest.raises(WrongTransfer, match=why):
         await received(b"".join([*frames, bytes(4 * BLOCK_BYTES)]), size)
+
+
+@pytest.mark.parametrize(
+    ("stream", "ending"), [([HEAD, *BLOCKS, END], [END]), ([HEAD, BLOCKS[0], SMALL_BLOCK], [])]
+)
+async def test_the_stream_ends_once_the_engine_was_told_of_all_blocks(
+    stream: list[bytes], ending: list[bytes]
+) -> None:
+    """An engine that takes its window late found the end, no blocks, and refused the transfer."""
+    owned = OwnedWindow(1 << 24)
+    window = SenderWindow(owned, BLOCK_BYTES)
+    link, engine = socket.socketpair()
+    passed_on: list[bytes] = []
+
+    async def fill() -> None:
+        async for piece in WindowFiller(window).fill(pieces_of(b"".join(stream), 1 << 20)):
+            passed_on.append(piece)
+
+    filling = asyncio.create_task(fill())
+    try:
+        await asyncio.wait({filling}, timeout=0)
+        assert passed_on == [HEAD] and not filling.done()
+        window.connect(link)
+        await filling
+        engine.recv(1)
+        assert _frames_at(engine), "frames come before the end"
+        assert passed_on == [HEAD, *ending]
+    finally:
+        link.close()
+        engine.close()
+        owned.close()
 
 
 async def test_nothing_is_written_once_the_window_is_not_this_transfers() -> None:
