@@ -10,6 +10,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
@@ -226,14 +227,14 @@ def a_prompt() -> list[int]:
     return [secrets.randbelow(60) + 1 for _ in range(200)]
 
 
-def outcomes() -> dict[str, float]:
-    """Return how many requests had each outcome of their prefill leg."""
+def outcomes() -> Counter[str]:
+    """Return how many requests had each outcome of their prefill leg, of all deployments."""
     (family,) = metrics.PREFILL_LEGS.collect()
-    return {
-        sample.labels["outcome"]: sample.value
-        for sample in family.samples
-        if sample.name.endswith("_total")
-    }
+    counts = Counter[str]()
+    for sample in family.samples:
+        if sample.name.endswith("_total"):
+            counts[sample.labels["outcome"]] += int(sample.value)
+    return counts
 
 
 def refused_formats(purpose: str) -> float:

@@ -227,11 +227,16 @@ async def check_drain(vendor: Vendor) -> None:
     whole = [str(number) for number in range(TOKENS)]
     await until("p1 is warm again", partial(is_warm, vendor.legs.nodes[1]), 60.0)
     for victim, reader in (("p2", "p2"), ("d", "p1")):
-        supervisor = vendor.legs.nodes[NAMES.index(victim)].supervisor
+        node = NAMES.index(victim)
+        supervisor = vendor.legs.nodes[node].supervisor
         replica = supervisor.replicas[ReplicaId(victim)]
+        vendor.break_replicas(**{victim: "slow"})
         asking = asyncio.create_task(vendor.legs.ask(a_prompt(), reader, stream=True))
-        while not (replica.admission.running or asking.done()):
-            await asyncio.sleep(0)
+
+        async def is_begun(node: int = node) -> bool:
+            return await vendor.counted(node, r"slowed (\d+)") == 1
+
+        await until(f"{victim} has its leg", is_begun, 30.0)
         tombstone = Tombstone(replica_id=ReplicaId(victim), generation=Generation(9), reason="test")
         supervisor.end(tombstone)
         answer = await asking
@@ -240,6 +245,7 @@ async def check_drain(vendor: Vendor) -> None:
         late = await vendor.legs.ask(a_prompt(), reader)
         reads_alone = victim != "d" and not capabilities_of(vendor.driver).needs_prefill
         assert late.heads[-1] == ("200" if reads_alone else "503"), late
+    vendor.break_replicas()
     await until("tokens are released", vendor.legs.is_idle, 10.0)
 
 

@@ -5,7 +5,7 @@ It takes the real command line and the real fields, as strictly as those engines
 it shows. The answer to a prompt is the same wherever the prompt was read.
 
 FAULTS names a file with this replica's fault: prefill_500, prefill_hang, prefill_dies,
-prefill_garbage, decode_500, no_kv.
+prefill_garbage, decode_500, no_kv, slow.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ ARGUMENTS = sys.argv[1:]
 KIND = next(kind for kind in ("vllm", "sglang", "tensorrt_llm") if kind in ARGUMENTS[0])
 REPLICA = os.environ["REPLICA"]
 FETCH_S = 10.0
+SLOW_S = 0.5
 
 
 def flag(name: str, default: str = "") -> str:
@@ -38,6 +39,7 @@ fetched: dict[str, asyncio.Event] = {}
 seen: set[str] = set()
 tokens = {"local_compute": 0, "external_kv_transfer": 0}
 running = 0
+slowed = 0
 
 
 class Wrong(Exception):
@@ -172,6 +174,7 @@ async def counted_answer(request: web.Request) -> web.StreamResponse:
 
 
 async def answer(request: web.Request) -> web.StreamResponse:
+    global slowed
     if KEY and request.headers.get("authorization") != f"Bearer {KEY}":
         return web.Response(status=401)
     body = await request.json()
@@ -187,6 +190,9 @@ async def answer(request: web.Request) -> web.StreamResponse:
         os.kill(os.getpid(), signal.SIGKILL)
     if wrong == "prefill_hang":
         await asyncio.Event().wait()
+    if wrong == "slow":
+        slowed += 1
+        await asyncio.sleep(SLOW_S)
     if wrong in ("prefill_500", "decode_500"):
         return web.json_response({"error": {"message": wrong}}, status=500)
     prompt = prompt_of(body)
@@ -228,7 +234,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
 
 async def page(request: web.Request) -> web.Response:
     lines = [f'prompt_tokens_by_source{{source="{name}"}} {n}' for name, n in tokens.items()]
-    return web.Response(text="\n".join([*lines, f"running {running}"]))
+    return web.Response(text="\n".join([*lines, f"running {running}", f"slowed {slowed}"]))
 
 
 async def query(request: web.Request) -> web.Response:
