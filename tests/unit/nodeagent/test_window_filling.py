@@ -120,21 +120,20 @@ async def test_the_stream_ends_once_the_engine_was_told_of_all_blocks(
     owned = OwnedWindow(1 << 24)
     window = SenderWindow(owned, BLOCK_BYTES)
     link, engine = socket.socketpair()
-    passed_on: list[bytes] = []
+    filling = WindowFiller(window).fill(pieces_of(b"".join(stream), 1 << 20))
 
-    async def fill() -> None:
-        async for piece in WindowFiller(window).fill(pieces_of(b"".join(stream), 1 << 20)):
-            passed_on.append(piece)
+    async def rest_of_stream() -> list[bytes]:
+        return [piece async for piece in filling]
 
-    filling = asyncio.create_task(fill())
     try:
-        await asyncio.wait({filling}, timeout=0)
-        assert passed_on == [HEAD] and not filling.done()
+        assert await anext(filling) == HEAD
+        rest = asyncio.create_task(rest_of_stream())
+        await asyncio.wait({rest}, timeout=0)
+        assert not rest.done()
         window.connect(link)
-        await filling
+        assert await rest == ending
         engine.recv(1)
-        assert _frames_at(engine), "frames come before the end"
-        assert passed_on == [HEAD, *ending]
+        assert _frames_at(engine)
     finally:
         link.close()
         engine.close()
