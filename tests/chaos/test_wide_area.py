@@ -182,14 +182,17 @@ async def test_a_router_and_an_agent_without_ports_say_so_and_recover(wide: Wide
     area.set_ports(HUB, PORTS_LEFT)
     async with under_load(fleet, [*CITIES], streams=8 * PORTS_LEFT, creates_keys=False) as crowd:
         await wait_ended(crowd, 24 * PORTS_LEFT, WAIT_S)
-        # Without a connection to the scheduler, and without a port for another one.
-        area.set_ports("ams", 0)
-        await fleet.processes.stop("scheduler-a")
-        await fleet.start_scheduler("a")
-        await until("they say what they lack", say_so, WAIT_S)
-        await wait_ended(crowd, PORTS_LEFT, WAIT_S)
-        for city in (HUB, "ams"):
-            area.set_ports(city, USUAL_PORTS)
+        try:
+            # Without a connection to the scheduler, and without a port for another one.
+            area.set_ports("ams", 0)
+            await fleet.processes.stop("scheduler-a")
+            await fleet.start_scheduler("a")
+            await until("they say what they lack", say_so, WAIT_S)
+            await wait_ended(crowd, PORTS_LEFT, WAIT_S)
+        finally:
+            # Else the crowd's requests would not end.
+            for city in (HUB, "ams"):
+                area.set_ports(city, USUAL_PORTS)
     assert not crowd.failures(), crowd.failures()
     await wide.hold_invariants(crowd)
 
