@@ -1,4 +1,4 @@
-"""Published figures of device classes: memory, bandwidth, arithmetic.
+"""Published figures of device classes: memory, bandwidth, arithmetic, links between devices.
 
 Rates are dense peaks from the makers' data sheets (NVIDIA: "H100 Tensor Core GPU", "H200", "A100",
 "L40S", "L4", "A10", "T4", "B200", "Ada GPU architecture" for the RTX 4090; AMD: "Instinct MI300X"),
@@ -18,19 +18,23 @@ GB: Final = 10**9
 GIB: Final = 1024**3
 TERA: Final = 10**12
 
-FLOPS_REACHED: Final = 0.60
+FLOPS_REACHED: Final = 0.65
 A100_FLOPS_REACHED: Final = 0.75
-EIGHT_BIT_REACHED: Final = 0.55
+EIGHT_BIT_REACHED: Final = 0.60
 """The shares of the peaks that matrix products of serving engines reach: at 16 bits, at 16 bits on
 an A100 (whose peak its power limit does not cut), and at 8 bits."""
 
 
 class DeviceClass(msgspec.Struct, frozen=True, kw_only=True):
-    """One device class. `eight_bit_flops` is 0 if it has no arithmetic below 16 bits."""
+    """One device class. `eight_bit_flops` is 0 if it has no arithmetic below 16 bits.
+
+    `link_bytes_per_s` is what a device sends to others of its node: NVLink, or else PCIe.
+    """
 
     name: str
     memory_bytes: int
     bandwidth_bytes_per_s: float
+    link_bytes_per_s: float
     flops: float
     eight_bit_flops: float = 0.0
     flops_reached: float = FLOPS_REACHED
@@ -41,6 +45,7 @@ def _class(
     name: str,
     memory_mib: int,
     bandwidth_gb_s: float,
+    link_gb_s: float,
     tflops: float,
     eight_bit_tflops: float,
 ) -> DeviceClass:
@@ -48,6 +53,7 @@ def _class(
         name=name,
         memory_bytes=memory_mib * 1024**2,
         bandwidth_bytes_per_s=bandwidth_gb_s * GB,
+        link_bytes_per_s=link_gb_s * GB,
         flops=tflops * TERA,
         eight_bit_flops=eight_bit_tflops * TERA,
         flops_reached=A100_FLOPS_REACHED if name.startswith("a100") else FLOPS_REACHED,
@@ -57,18 +63,18 @@ def _class(
 CLASSES: Final = {
     entry.name: entry
     for entry in (
-        #      name             MiB   GB/s   TFLOPS at 16 and at 8 bits
-        _class("b200-180g", 183_359, 8000, 2250, 4500),
-        _class("mi300x-192g", 196_592, 5300, 1307, 2615),
-        _class("h200-141g", 143_771, 4800, 989, 1979),
-        _class("h100-80g", 81_559, 3350, 989, 1979),
-        _class("a100-80g", 81_920, 2039, 312, 624),
-        _class("a100-40g", 40_960, 1555, 312, 624),
-        _class("l40s-48g", 46_068, 864, 362, 733),
-        _class("4090-24g", 24_564, 1008, 165, 330),
-        _class("a10-24g", 23_028, 600, 125, 250),
-        _class("l4-24g", 23_034, 300, 121, 242),
-        _class("t4-16g", 15_360, 320, 65, 130),
+        #      name             MiB   GB/s, link, TFLOPS at 16 and at 8 bits
+        _class("b200-180g", 183_359, 8000, 900, 2250, 4500),
+        _class("mi300x-192g", 196_592, 5300, 448, 1307, 2615),
+        _class("h200-141g", 143_771, 4800, 450, 989, 1979),
+        _class("h100-80g", 81_559, 3350, 450, 989, 1979),
+        _class("a100-80g", 81_920, 2039, 300, 312, 624),
+        _class("a100-40g", 40_960, 1555, 300, 312, 624),
+        _class("l40s-48g", 46_068, 864, 32, 362, 733),
+        _class("4090-24g", 24_564, 1008, 32, 165, 330),
+        _class("a10-24g", 23_028, 600, 32, 125, 250),
+        _class("l4-24g", 23_034, 300, 32, 121, 242),
+        _class("t4-16g", 15_360, 320, 16, 65, 130),
     )
 }
 

@@ -2,7 +2,9 @@
 
 A decode step of a batch reads the weights it touches while it computes 2 operations per active
 parameter and token, and takes the longer of the two. It then reads the batch's KV, and has a fixed
-overhead and a small one per sequence. Prefill is compute only. Every rate is the published peak of
+overhead and a small one per sequence. Prefill is compute only. Devices that split each layer
+exchange activations twice a layer: in each step with a fixed time for an exchange, and in both with
+the time of the bytes on the link. Every rate is the published peak of
 the device class times the share that engines reach; `python -m ops.bench.planner_rates` compares
 the result with published throughput.
 """
@@ -20,15 +22,28 @@ from isochrone.wire.models.model_shape import (
 )
 from scheduler.decide.capacity.device_classes import DeviceClass
 
-BANDWIDTH_REACHED: Final = 0.70
+BANDWIDTH_REACHED: Final = 0.75
 """The share of the published memory bandwidth that serving engines reach."""
 
-TENSOR_REACHED_PER_DOUBLING: Final = 0.85
-"""The share of the summed rates that remains per doubling of tensor parallelism, because devices
-exchange activations."""
+TENSOR_REACHED_PER_DOUBLING: Final = 0.96
+"""The share of the summed rates that remains per doubling of tensor parallelism, because the parts
+of each product are smaller."""
+
+EXCHANGES_PER_LAYER: Final = 2
+"""After attention and after the feed-forward layers."""
+
+EXCHANGE_S: Final = 50e-6
+"""Time of an exchange of activations per doubling of tensor parallelism, beside that of its bytes:
+to start it, and to wait for the slowest device."""
+
+LINK_REACHED: Final = 0.8
+"""The share of the published bandwidth between devices that an exchange reaches."""
+
+ACTIVATION_BYTES: Final = 2
+"""Bytes of an element that is exchanged."""
 
 STEP_OVERHEAD_S: Final = 0.0015
-"""Time of a step beside reading and computing: launches, latency of the exchange."""
+"""Time of a step beside reading, computing and exchanges: launches."""
 
 SEQUENCE_OVERHEAD_S: Final = 5e-6
 """Time of a step for each sequence of the batch: sampling, scheduling, detokenising."""
@@ -104,6 +119,12 @@ class StepTime:
         )
         self._read_per_s = group * kind.bandwidth_bytes_per_s * BANDWIDTH_REACHED
         self._compute_per_s = group * flops
+        exchanges = EXCHANGES_PER_LAYER * shape.layers if shape else 0
+        self._exchange_s = exchanges * EXCHANGE_S * log2(split.tensor)
+        # A ring sends twice what each device lacks of the sum.
+        elements = 2 * (split.tensor - 1) / split.tensor * (shape.hidden_size if shape else 0)
+        link_per_s = kind.link_bytes_per_s * LINK_REACHED
+        self._exchange_s_per_token = exchanges * elements * ACTIVATION_BYTES / link_per_s
 
     def itl_s(self, batch: int) -> float:
         """Return the time between tokens: all pipeline stages, one after another."""
@@ -113,8 +134,9 @@ class StepTime:
         weights_s = touched / self._read_per_s
         compute_s = 2 * self._active_parameters * batch / self._compute_per_s
         kv_s = batch * self._kv_bytes / self._read_per_s
+        exchange_s = self._exchange_s + batch * self._exchange_s_per_token
         overhead_s = STEP_OVERHEAD_S + batch * SEQUENCE_OVERHEAD_S + self._hops_s
-        return max(weights_s, compute_s) + kv_s + overhead_s
+        return max(weights_s, compute_s) + kv_s + exchange_s + overhead_s
 
     def largest_batch(self, kv_tokens: float) -> int:
         """Return the largest batch that fits in the KV cache and meets the ITL target."""
@@ -131,11 +153,7 @@ class StepTime:
 
     def prefill_tokens_per_s(self) -> float:
         """Return the rate of prefill: all stages compute at once, each on its own chunk."""
-        rate = self._compute_per_s * self._split.pipeline / (2 * max(1.0, self._active_parameters))
-        return min(
-            rate,
-            self._read_per_s
-            * self._split.pipeline
-            * ACTIVATION_TOKENS
-            / max(1.0, self._weights_bytes),
-        )
+        operations = 2 * max(1.0, self._active_parameters)
+        token_s = operations / self._compute_per_s + self._exchange_s_per_token
+        chunk_s = max(1.0, self._weights_bytes) / self._read_per_s
+        return self._split.pipeline * min(1 / token_s, ACTIVATION_TOKENS / chunk_s)
