@@ -38,6 +38,9 @@ VERSIONS: Final = VersionRange(first=(1, 2), before=(2, 0))
 
 
 STAGES_OPTION: Final = "pp_size"
+CHUNKED_OPTION: Final = "enable_chunked_prefill"
+"""On, unless a deployment says false: without it the server refuses each prompt that is longer than
+a step (`max_num_tokens`). `trtllm-serve` 1.2 has it off."""
 TOOLS_OPTION: Final = "tool_parser"
 """Without a parser a model's calls stay in the text of its answers."""
 RENAMED: Final = frozenset({"deepseekv3", "deepseekv3.1"})
@@ -74,7 +77,7 @@ class TensorRtLlmDriver(EngineDriver):
             "mpirun or srun must start its ranks on all nodes, which a node's agent cannot do; "
             "use vllm or sglang, or devices of one node",
         )
-        options = dict(spec.engine.options)
+        options = {CHUNKED_OPTION: "true", **spec.engine.options}
         parser = options.pop(TOOLS_OPTION, self._chosen_parser(launch))
         if parser.lower() in ("", "none"):
             parser = ""

@@ -182,6 +182,9 @@ def test_the_drivers_are_those_whose_options_the_scheduler_knows() -> None:
         ("sglang", "disable_cuda_graph", "True", "--disable-cuda-graph", "True"),
         ("sglang", "disable_cuda_graph", "false", "", "cuda"),
         ("tensorrt_llm", "enable_chunked_prefill", "true", "--enable_chunked_prefill", "true"),
+        ("tensorrt_llm", "enable_chunked_prefill", "false", "", "chunked"),
+        # A prompt may be longer than a step.
+        ("tensorrt_llm", "max_num_tokens", "512", "--enable_chunked_prefill", "true"),
     ],
 )
 def test_a_flag_is_given_without_a_value(
