@@ -300,12 +300,14 @@ class Supervisor:
             is_awake = self.awake.is_awake(replica.spec.replica_id)
             # Requests that wait for a wake are not the engine's.
             running = replica.admission.in_engine if is_awake else 0
+            # The requests during which a healthy engine shows progress.
+            shown = running if engine.driver.counts_steps else replica.admission.answering
             watch = health.observe(
                 watch,
                 answered=stats is not None or (running > 0 and silent_s > 0),
                 steps=stats.steps_total + stats.layers_computed_total if stats else 0,
                 bytes_out=replica.bytes_out,
-                in_flight=running,
+                in_flight=shown,
                 is_waiting_for_peers=stats is not None and stats.is_waiting_for_peers,
             )
             if stats is not None:
@@ -316,7 +318,7 @@ class Supervisor:
                 if succeeded or not engine.lacks_descriptors:
                     watch = health.after_canary(watch, succeeded=succeeded)
             stall_s = max(silent_s or self._config.stall_s, engine.record.step_limit_s)
-            problem = health.kill_reason(watch, stall_s=stall_s, in_flight=running)
+            problem = health.kill_reason(watch, stall_s=stall_s, in_flight=shown)
             if problem:
                 return f"{problem}: {engine.canary_problem}" if engine.canary_problem else problem
 

@@ -57,6 +57,7 @@ class TensorRtLlmDriver(EngineDriver):
 
     stats_path = metrics_path = "/prometheus/metrics"
     counts_tokens = True
+    counts_steps = False
     salted_paths = frozenset({CHAT_PATH})
     sequences_option = "max_batch_size"
 
@@ -125,7 +126,10 @@ class TensorRtLlmDriver(EngineDriver):
         return {"cache_salt": salt}
 
     def read_stats(self, body: bytes) -> EngineStats:
-        """Read the KV cache use, and the counters of requests and tokens."""
+        """Read the KV cache use, and the counters of requests and tokens.
+
+        The server writes all of them when a request ends. 1.2 has none but that of requests.
+        """
         found = read_prometheus(body)
         used = found.get("trtllm_kv_cache_utilization", 0.0)
         finished = int(found.get("trtllm_request_success_total", 0))
@@ -134,12 +138,10 @@ class TensorRtLlmDriver(EngineDriver):
             waiting=int(found.get("trtllm_num_requests_waiting", 0)),
             kv_blocks_used=int(used * 1000),
             kv_blocks_total=1000,
-            # Counted when a request ends. Older versions have none of them.
             tokens_out_total=int(found.get("trtllm_generation_tokens_total", 0)),
             prompt_tokens_total=int(found.get("trtllm_prompt_tokens_total", 0)),
             prefix_hit_tokens_total=int(found.get("trtllm_prompt_cached_tokens_total", 0)),
-            # No counter moves before a request ends. The KV cache use moves block by block.
-            steps_total=finished + int(used * 1_000_000),
+            steps_total=finished,
         )
 
 

@@ -443,7 +443,6 @@ def test_a_metric_that_is_not_finite_is_ignored(value: str) -> None:
     [
         ("vllm", "vllm:iteration_tokens_total_count", (400, 464)),
         ("sglang", "sglang:num_used_tokens", (400, 464)),
-        ("tensorrt_llm", "trtllm_kv_cache_utilization", (0.25, 0.2501)),
     ],
 )
 def test_the_step_counter_moves_during_a_long_answer(

@@ -21,6 +21,7 @@ from nodeagent import app
 from nodeagent import supervisor as module
 from nodeagent.config import NodeConfig
 from nodeagent.decide.replicas import backoff, start_lack
+from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import DeviceMemory, EngineCommand, UnknownOption
 from nodeagent.host.artifacts.download import ArtifactError
 from nodeagent.host.engines.engine_record import EngineRecord
@@ -61,6 +62,7 @@ class FakeEngine:
     stall_s = step_limit_s = 0.0
     lacks_descriptors = False
     record = EngineRecord(command=EngineCommand(arguments=(), base_url=""), spec=a_spec())
+    driver = DRIVERS["embedded"]
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "log"
@@ -251,6 +253,41 @@ async def test_a_step_longer_than_the_stall_time_is_no_hang(
     assert first.stopped
     assert observations > layers_max + 15
     reservation.release()
+    await fixture.supervisor.shut_down(keep_engines=False)
+
+
+async def test_an_answer_without_a_stream_is_no_hang_where_no_counter_moves_meanwhile(
+    fixture: SupervisorFixture,
+) -> None:
+    """TensorRT-LLM's move when a request ends, and this one takes twice the stall time."""
+    fixture.supervisor.start(SPEC)
+    await fixture.warm()
+    (first,) = fixture.engines.started
+    first.driver = DRIVERS["tensorrt_llm"]
+    whole = fixture.replica.admission.admit(2000, 4000)
+    assert whole is not None
+    observations = 0
+    long_enough = asyncio.Event()
+
+    def stats() -> EngineStats:
+        nonlocal observations
+        observations += 1
+        if observations == 40:
+            long_enough.set()
+        return WARM_STATS
+
+    first.current_stats = stats
+    async with asyncio.timeout(10):
+        await long_enough.wait()
+    assert not first.stopped
+    # A stream that has begun and does not go on is a hang.
+    stream = fixture.replica.admission.admit(10, 10)
+    assert stream is not None
+    stream.first_token()
+    await fixture.warm(engines=2)
+    assert first.stopped
+    stream.release()
+    whole.release()
     await fixture.supervisor.shut_down(keep_engines=False)
 
 

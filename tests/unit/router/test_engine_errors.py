@@ -36,8 +36,8 @@ LLAMA_CPP = "request (5031 tokens) exceeds the available context size (4096 toke
          "adapter_incomplete", "model"),
         (400, {"error": {"code": "E17", "message": "bad"}}, "bad", "invalid_request", None),
     ],
-    ids=["vllm length", "vllm", "sglang", "llama.cpp", "tensorrt_llm", "fastapi", "path", "text", "busy", "node",
-         "unknown code"],
+    ids=["vllm length", "vllm", "sglang", "llama.cpp", "tensorrt_llm", "fastapi", "path", "text",
+         "busy", "node", "unknown code"],
 )  # fmt: skip
 def test_an_engines_error_gets_our_shape(
     status: int, engine: dict[str, Any], message: str, code: str, param: str | None
