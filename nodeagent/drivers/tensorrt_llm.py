@@ -128,11 +128,12 @@ class TensorRtLlmDriver(EngineDriver):
     def read_stats(self, body: bytes) -> EngineStats:
         """Read the KV cache use, and the counters of requests and tokens.
 
-        The server writes all of them when a request ends. 1.2 has none but that of requests.
+        The server writes all of them when a request ends. 1.2 has that of requests alone, without
+        the prefix of later versions.
         """
         found = read_prometheus(body)
         used = found.get("trtllm_kv_cache_utilization", 0.0)
-        finished = int(found.get("trtllm_request_success_total", 0))
+        finished = found.get("trtllm_request_success_total", found.get("request_success_total", 0))
         return EngineStats(
             running=int(found.get("trtllm_num_requests_running", 0)),
             waiting=int(found.get("trtllm_num_requests_waiting", 0)),
@@ -141,7 +142,7 @@ class TensorRtLlmDriver(EngineDriver):
             tokens_out_total=int(found.get("trtllm_generation_tokens_total", 0)),
             prompt_tokens_total=int(found.get("trtllm_prompt_tokens_total", 0)),
             prefix_hit_tokens_total=int(found.get("trtllm_prompt_cached_tokens_total", 0)),
-            steps_total=finished,
+            steps_total=int(finished),
         )
 
 

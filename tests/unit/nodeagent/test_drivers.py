@@ -452,6 +452,13 @@ def test_the_step_counter_moves_during_a_long_answer(
     assert before.steps_total != later.steps_total
 
 
+@pytest.mark.parametrize("name", ["request_success_total", "trtllm_request_success_total"])
+def test_the_requests_that_tensorrt_llm_has_answered_are_its_steps(name: str) -> None:
+    """1.2 has the name without a prefix."""
+    page = f'{name}{{finished_reason="stop"}} 3.0\n{name}{{finished_reason="length"}} 1.0\n'
+    assert DRIVERS["tensorrt_llm"].read_stats(page.encode()).steps_total == 4
+
+
 @pytest.mark.parametrize(
     ("name", "memory_gb", "expected"),
     [
