@@ -169,10 +169,6 @@ class EngineDriver(ABC):
     """Whether events of its streams say how many tokens there are, if CONTINUOUS_USAGE is set
     (request_body.py)."""
 
-    counts_steps: bool = True
-    """Whether its statistics move while it generates an answer. If not, only an answer that has
-    begun and does not go on says that it hangs: one without a stream has no byte until it ends."""
-
     kv_transfer: bool = False
     """Whether it sends the KV of a prompt over the nodes' API, and takes it."""
 

@@ -57,7 +57,6 @@ class TensorRtLlmDriver(EngineDriver):
 
     stats_path = metrics_path = "/prometheus/metrics"
     counts_tokens = True
-    counts_steps = False
     salted_paths = frozenset({CHAT_PATH})
     sequences_option = "max_batch_size"
 

@@ -90,7 +90,8 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     belong. With `kv_store_by_option` they always use the nodes' API, and the store if the
     deployment sets `kv_store_bytes`. `resumes` says which interrupted answers it continues exactly:
     SEEDED (greedy and seeded), INEXACT (with another text), or "" for none. With `counts_tokens` an
-    event of a stream says how many tokens it has if that is not one. `salt` says where it reads the
+    event of a stream says how many tokens it has if that is not one. Without `counts_steps` its
+    statistics move only when a request ends: an answer without a stream shows no progress. `salt` says where it reads the
     tenant's cache salt ("uncached": it caches no prompt instead), and `priority` whether it orders
     its own queue by priority. With `preempts`, a waiting request also takes the place of a running
     one of lower priority. With `sleeps_on_cpu` its sleep frees memory on CPUs, too.
@@ -136,6 +137,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: bool = False
     resumes: str = ""
     counts_tokens: bool = False
+    counts_steps: bool = True
     salt: Literal["", "body", "chat_body", "header", "uncached"] = ""
     priority: bool = False
     preempts: bool = False
@@ -309,6 +311,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         transfer_default="DEFAULT",
         transfer_choices=("DEFAULT", "UCX", "NIXL", "MPI"),
         counts_tokens=True,
+        counts_steps=False,
         overhead_bytes=1024 * MIB,
         graph_bytes=512 * MIB,
         salt="chat_body",

@@ -15,13 +15,13 @@ import pytest
 
 from isochrone.wire.engines.engine import EngineStats
 from isochrone.wire.ids import Generation, ReplicaId
+from isochrone.wire.models.model import EngineSettings
 from isochrone.wire.peers.assignment import Tombstone
 from isochrone.wire.peers.report import ReplicaReport, ReplicaState
 from nodeagent import app
 from nodeagent import supervisor as module
 from nodeagent.config import NodeConfig
 from nodeagent.decide.replicas import backoff, start_lack
-from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import DeviceMemory, EngineCommand, UnknownOption
 from nodeagent.host.artifacts.download import ArtifactError
 from nodeagent.host.engines.engine_record import EngineRecord
@@ -62,7 +62,6 @@ class FakeEngine:
     stall_s = step_limit_s = 0.0
     lacks_descriptors = False
     record = EngineRecord(command=EngineCommand(arguments=(), base_url=""), spec=a_spec())
-    driver = DRIVERS["embedded"]
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "log"
@@ -260,10 +259,9 @@ async def test_an_answer_without_a_stream_is_no_hang_where_no_counter_moves_mean
     fixture: SupervisorFixture,
 ) -> None:
     """TensorRT-LLM's move when a request ends, and this one takes twice the stall time."""
-    fixture.supervisor.start(SPEC)
+    fixture.supervisor.start(a_spec("r1", engine=EngineSettings(driver="tensorrt_llm")))
     await fixture.warm()
     (first,) = fixture.engines.started
-    first.driver = DRIVERS["tensorrt_llm"]
     whole = fixture.replica.admission.admit(2000, 4000)
     assert whole is not None
     observations = 0
