@@ -18,6 +18,7 @@ import msgspec
 
 from isochrone.service.failure_log import error_text
 from isochrone.service.network.shortage import lacks_descriptors
+from isochrone.wire.engines.engine_capabilities import capabilities_of
 from isochrone.wire.ids import DeviceId, ReplicaId
 from isochrone.wire.peers.assignment import ReplicaSpec, Tombstone
 from isochrone.wire.peers.report import ReplicaState
@@ -274,6 +275,7 @@ class Supervisor:
     async def _watch_engine(self, replica: ManagedReplica, engine: EngineProcess) -> str:
         """Observe the engine every second until it exits or must be killed; return the reason."""
         watch, silent_s = health.EngineWatch(), engine.record.command.stall_s
+        counts_steps = capabilities_of(replica.spec.engine.driver).counts_steps
         leader = LeaderWatch(replica.spec, engine.pid, is_adopted=engine.is_adopted)
         next_canary_s = self._clock() + self._config.canary_interval_s
         while True:
@@ -300,12 +302,14 @@ class Supervisor:
             is_awake = self.awake.is_awake(replica.spec.replica_id)
             # Requests that wait for a wake are not the engine's.
             running = replica.admission.in_engine if is_awake else 0
+            # Those during which a healthy engine shows progress.
+            shown = running if counts_steps else replica.admission.answering
             watch = health.observe(
                 watch,
                 answered=stats is not None or (running > 0 and silent_s > 0),
                 steps=stats.steps_total + stats.layers_computed_total if stats else 0,
                 bytes_out=replica.bytes_out,
-                in_flight=running,
+                in_flight=shown,
                 is_waiting_for_peers=stats is not None and stats.is_waiting_for_peers,
             )
             if stats is not None:
@@ -316,7 +320,7 @@ class Supervisor:
                 if succeeded or not engine.lacks_descriptors:
                     watch = health.after_canary(watch, succeeded=succeeded)
             stall_s = max(silent_s or self._config.stall_s, engine.record.step_limit_s)
-            problem = health.kill_reason(watch, stall_s=stall_s, in_flight=running)
+            problem = health.kill_reason(watch, stall_s=stall_s, in_flight=shown)
             if problem:
                 return f"{problem}: {engine.canary_problem}" if engine.canary_problem else problem
 

@@ -1,11 +1,11 @@
-"""Translates schemas of a request into TensorRT-LLM's own fields for guided decoding.
+"""Translates a request's fields into those of TensorRT-LLM, schemas into its guided decoding.
 
 TensorRT-LLM 1.2 reads OpenAI's `json_schema` object as the schema, which then allows any JSON. It
 has no `strict` of functions, no `parallel_tool_calls` and no `tool_choice` of "required", and
-refuses unknown fields; it does not enforce a named tool (openai_protocol.py). Its `response_format`
-has the types `json` and `structural_tag` besides, which constrain the answer. The second is a
-grammar of xgrammar: the model may write any text, but what follows a trigger must be one of the
-tags.
+refuses the fields that it does not know; it does not enforce a named tool (openai_protocol.py). Its
+`response_format` has the types `json` and `structural_tag` besides, which constrain the answer. The
+second is a grammar of xgrammar: the model may write any text, but what follows a trigger must be
+one of the tags.
 """
 
 from collections.abc import Mapping
@@ -85,6 +85,15 @@ Others do not write JSON. A grammar could hold the tags of `qwen3_coder`, but it
 values by rules of its own: whatever the schema says, 1.2 makes a number of a text of digits, and
 later versions make none of the text `null`."""
 
+WITHOUT_EFFECT: Final = frozenset(
+    (
+        *("metadata", "modalities", "prediction", "safety_identifier", "service_tier", "store"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "verbosity"),
+    )
+)
+"""OpenAI's fields that its server refuses as unknown. Routers refuse values of them that would
+change an answer."""
+
 ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object", "additionalProperties": True}
 """The arguments of a function that is not strict, or that has no `parameters`."""
 
@@ -106,9 +115,13 @@ def with_guided_decoding(fields: Mapping[str, Any], guided: GuidedDecoding) -> d
     Raises ApiError 400 for a `response_format` without a schema that the engine can use, and for
     demands on calls that the engine cannot be held to.
     """
-    translated = dict(fields)
+    translated = {name: fields[name] for name in fields if name not in WITHOUT_EFFECT}
     is_single = _decoded(translated, "parallel_tool_calls") is False
     translated.pop("parallel_tool_calls", None)
+    # It knows either name, and takes both in one body for an unknown field, even if one is null.
+    limit = translated.pop("max_completion_tokens", None)
+    if _decoded({"limit": limit}, "limit") is not None:
+        translated["max_tokens"] = limit
     answer = _decoded(fields, "response_format")
     if isinstance(answer, dict) and answer.get("type") == "json_schema":
         answer = translated["response_format"] = _json_format(answer)

@@ -38,6 +38,9 @@ VERSIONS: Final = VersionRange(first=(1, 2), before=(2, 0))
 
 
 STAGES_OPTION: Final = "pp_size"
+CHUNKED_OPTION: Final = "enable_chunked_prefill"
+"""On, unless a deployment says false: without it the server refuses each prompt that is longer than
+a step (`max_num_tokens`). `trtllm-serve` 1.2 has it off."""
 TOOLS_OPTION: Final = "tool_parser"
 """Without a parser a model's calls stay in the text of its answers."""
 RENAMED: Final = frozenset({"deepseekv3", "deepseekv3.1"})
@@ -74,7 +77,7 @@ class TensorRtLlmDriver(EngineDriver):
             "mpirun or srun must start its ranks on all nodes, which a node's agent cannot do; "
             "use vllm or sglang, or devices of one node",
         )
-        options = dict(spec.engine.options)
+        options = {CHUNKED_OPTION: "true", **spec.engine.options}
         parser = options.pop(TOOLS_OPTION, self._chosen_parser(launch))
         if parser.lower() in ("", "none"):
             parser = ""
@@ -122,21 +125,23 @@ class TensorRtLlmDriver(EngineDriver):
         return {"cache_salt": salt}
 
     def read_stats(self, body: bytes) -> EngineStats:
-        """Read the KV cache use, and the counters of requests and tokens."""
+        """Read the KV cache use, and the counters of requests and tokens.
+
+        The server writes all of them when a request ends. 1.2 has that of requests alone, without
+        the prefix of later versions.
+        """
         found = read_prometheus(body)
         used = found.get("trtllm_kv_cache_utilization", 0.0)
-        finished = int(found.get("trtllm_request_success_total", 0))
+        finished = found.get("trtllm_request_success_total", found.get("request_success_total", 0))
         return EngineStats(
             running=int(found.get("trtllm_num_requests_running", 0)),
             waiting=int(found.get("trtllm_num_requests_waiting", 0)),
             kv_blocks_used=int(used * 1000),
             kv_blocks_total=1000,
-            # Counted when a request ends. Older versions have none of them.
             tokens_out_total=int(found.get("trtllm_generation_tokens_total", 0)),
             prompt_tokens_total=int(found.get("trtllm_prompt_tokens_total", 0)),
             prefix_hit_tokens_total=int(found.get("trtllm_prompt_cached_tokens_total", 0)),
-            # No counter moves before a request ends. The KV cache use moves block by block.
-            steps_total=finished + int(used * 1_000_000),
+            steps_total=int(finished),
         )
 
 

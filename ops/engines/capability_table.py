@@ -46,6 +46,7 @@ def capability_table() -> str:
         ("KV events", *(_yes(one.kv_events) for one in engines)),
         ("resumes a cut answer", *(resumed[one.resumes] for one in engines)),
         ("says how many tokens an event has", *(_yes(one.counts_tokens) for one in engines)),
+        ("statistics move during an answer", *(_yes(one.counts_steps) for one in engines)),
         ("prompts cached in units of", *(_tokens(one.cache_block_tokens) for one in engines)),
         ("cache salt of a tenant", *(salts.get(one.salt, one.salt) for one in engines)),
         ("orders its queue by priority", *(_yes(one.priority) for one in engines)),

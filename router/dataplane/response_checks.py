@@ -28,7 +28,7 @@ _OURS: Final = {code.value: code for code in ErrorCode}
 
 _TOO_LONG: Final = re.compile(
     r"maximum context length|model's context length|max_model_len=|available context size"
-    r"|max_seq_len|max_input_len"
+    r"|max_seq_len|max_input_len|should not exceed max_num_tokens"
 )
 """How vLLM, SGLang, llama.cpp and TensorRT-LLM refuse what does not fit into the context."""
 

@@ -90,10 +90,12 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     belong. With `kv_store_by_option` they always use the nodes' API, and the store if the
     deployment sets `kv_store_bytes`. `resumes` says which interrupted answers it continues exactly:
     SEEDED (greedy and seeded), INEXACT (with another text), or "" for none. With `counts_tokens` an
-    event of a stream says how many tokens it has if that is not one. `salt` says where it reads the
-    tenant's cache salt ("uncached": it caches no prompt instead), and `priority` whether it orders
-    its own queue by priority. With `preempts`, a waiting request also takes the place of a running
-    one of lower priority. With `sleeps_on_cpu` its sleep frees memory on CPUs, too.
+    event of a stream says how many tokens it has if that is not one. Without `counts_steps` its
+    statistics move only when a request ends: an answer without a stream shows no progress. `salt`
+    says where it reads the tenant's cache salt ("uncached": it caches no prompt instead), and
+    `priority` whether it orders its own queue by priority. With `preempts`, a waiting request also
+    takes the place of a running one of lower priority. With `sleeps_on_cpu` its sleep frees memory
+    on CPUs, too.
     `memory_options` are the options that limit its memory; the agent sets them from the plan.
     Versions are those that were tried: at least `version_min`, below `version_below`; "" for any.
     `weights` are the files of weights that it reads, () for any.
@@ -136,6 +138,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: bool = False
     resumes: str = ""
     counts_tokens: bool = False
+    counts_steps: bool = True
     salt: Literal["", "body", "chat_body", "header", "uncached"] = ""
     priority: bool = False
     preempts: bool = False
@@ -298,6 +301,9 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         sequences_option="max_running_requests",
         step_tokens_option="chunked_prefill_size",
         kv_type_options=("kv_cache_dtype",),
+        checks_model_name=False,
+        # 0.5.23 takes any `n`.
+        checks_sampling=False,
     ),
     # The agent makes a grammar of calls that are required or `strict` (drivers/guided_decoding.py).
     "tensorrt_llm": EngineCapabilities(
@@ -309,6 +315,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         transfer_default="DEFAULT",
         transfer_choices=("DEFAULT", "UCX", "NIXL", "MPI"),
         counts_tokens=True,
+        counts_steps=False,
         overhead_bytes=1024 * MIB,
         graph_bytes=512 * MIB,
         salt="chat_body",
@@ -316,6 +323,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         weights=("safetensors",),
         # Its protocol's models forbid other fields.
         refuses_unknown_fields=True,
+        checks_model_name=False,
         version_min="1.2",
         version_below="2.0",
         sequences_option="max_batch_size",

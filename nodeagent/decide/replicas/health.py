@@ -4,9 +4,10 @@ An engine is killed for one of three reasons: with requests in flight, neither i
 and layers nor the bytes it sends change for `stall_s`; when idle, several canary requests in a row
 fail; or it leaves several health checks in a row unanswered. An engine that counts layers may take
 longer than `stall_s` for a step, and `stall_s` is longer for one whose steps may be
-(step_limit.py). While it waits for KV of other engines it does not stall. If requests were
-cancelled while it made no progress, as a router does with a silent stream, one failed canary is
-enough.
+(step_limit.py). While it waits for KV of other engines it does not stall. Of an engine whose
+counters move only when a request ends (`EngineCapabilities.counts_steps`), only the requests count
+whose answers have begun. If requests were cancelled while it made no progress, as a router does
+with a silent stream, one failed canary is enough.
 
 Time is counted in observations, one each OBSERVE_INTERVAL_S. An agent that was suspended observed
 nothing in that time, so the time does not count against the engine.

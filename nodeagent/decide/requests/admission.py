@@ -247,6 +247,11 @@ class ReplicaAdmission:
         return self.running - self._read_elsewhere
 
     @property
+    def answering(self) -> int:
+        """Number of requests in flight whose answer has begun."""
+        return self.decoding - self._read_elsewhere
+
+    @property
     def begins_at_once(self) -> bool:
         """Whether the engine has sequences enough for all generations that were admitted."""
         return not self.sequences_max or self._generations.total() <= self.sequences_max

@@ -182,6 +182,9 @@ def test_the_drivers_are_those_whose_options_the_scheduler_knows() -> None:
         ("sglang", "disable_cuda_graph", "True", "--disable-cuda-graph", "True"),
         ("sglang", "disable_cuda_graph", "false", "", "cuda"),
         ("tensorrt_llm", "enable_chunked_prefill", "true", "--enable_chunked_prefill", "true"),
+        ("tensorrt_llm", "enable_chunked_prefill", "false", "", "chunked"),
+        # A prompt may be longer than a step.
+        ("tensorrt_llm", "max_num_tokens", "512", "--enable_chunked_prefill", "true"),
     ],
 )
 def test_a_flag_is_given_without_a_value(
@@ -440,7 +443,6 @@ def test_a_metric_that_is_not_finite_is_ignored(value: str) -> None:
     [
         ("vllm", "vllm:iteration_tokens_total_count", (400, 464)),
         ("sglang", "sglang:num_used_tokens", (400, 464)),
-        ("tensorrt_llm", "trtllm_kv_cache_utilization", (0.25, 0.2501)),
     ],
 )
 def test_the_step_counter_moves_during_a_long_answer(
@@ -448,6 +450,13 @@ def test_the_step_counter_moves_during_a_long_answer(
 ) -> None:
     before, later = (DRIVERS[driver].read_stats(f"{metric} {n}\n".encode()) for n in values)
     assert before.steps_total != later.steps_total
+
+
+@pytest.mark.parametrize("name", ["request_success_total", "trtllm_request_success_total"])
+def test_the_requests_that_tensorrt_llm_has_answered_are_its_steps(name: str) -> None:
+    """1.2 has the name without a prefix."""
+    page = f'{name}{{finished_reason="stop"}} 3.0\n{name}{{finished_reason="length"}} 1.0\n'
+    assert DRIVERS["tensorrt_llm"].read_stats(page.encode()).steps_total == 4
 
 
 @pytest.mark.parametrize(

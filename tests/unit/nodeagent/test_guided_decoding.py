@@ -143,6 +143,25 @@ def test_one_call_is_all_that_an_answer_has_if_the_client_says_so() -> None:
     assert refused.value.param == "parallel_tool_calls"
 
 
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [
+        ({"max_completion_tokens": 3}, 3),
+        ({"max_completion_tokens": 3, "max_tokens": None}, 3),
+        ({"max_completion_tokens": 3, "max_tokens": 5}, 3),
+        ({"max_completion_tokens": None, "max_tokens": 5}, 5),
+        ({"max_tokens": 5}, 5),
+    ],
+)
+def test_the_engine_gets_one_name_of_the_limit(given: dict[str, Any], limit: int) -> None:
+    """It knows both, and refuses a request that has both."""
+    assert sent(**given) == {"max_tokens": limit}
+
+
+def test_the_engine_gets_no_field_without_effect_that_it_refuses() -> None:
+    assert sent(metadata={"a": "b"}, prompt_cache_key="k", store=False, user="u") == {"user": "u"}
+
+
 def test_a_function_without_a_strict_one_is_left_to_the_engine() -> None:
     fields = sent("unknown", tools=[a_tool(strict=False)], response_format={"type": "text"})
     assert fields == {"tools": [a_tool()], "response_format": {"type": "text"}}

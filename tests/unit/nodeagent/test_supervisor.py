@@ -15,6 +15,7 @@ import pytest
 
 from isochrone.wire.engines.engine import EngineStats
 from isochrone.wire.ids import Generation, ReplicaId
+from isochrone.wire.models.model import EngineSettings
 from isochrone.wire.peers.assignment import Tombstone
 from isochrone.wire.peers.report import ReplicaReport, ReplicaState
 from nodeagent import app
@@ -251,6 +252,40 @@ async def test_a_step_longer_than_the_stall_time_is_no_hang(
     assert first.stopped
     assert observations > layers_max + 15
     reservation.release()
+    await fixture.supervisor.shut_down(keep_engines=False)
+
+
+async def test_an_answer_without_a_stream_is_no_hang_where_no_counter_moves_meanwhile(
+    fixture: SupervisorFixture,
+) -> None:
+    """TensorRT-LLM's move when a request ends, and this one takes twice the stall time."""
+    fixture.supervisor.start(a_spec("r1", engine=EngineSettings(driver="tensorrt_llm")))
+    await fixture.warm()
+    (first,) = fixture.engines.started
+    whole = fixture.replica.admission.admit(2000, 4000)
+    assert whole is not None
+    observations = 0
+    long_enough = asyncio.Event()
+
+    def stats() -> EngineStats:
+        nonlocal observations
+        observations += 1
+        if observations == 40:
+            long_enough.set()
+        return WARM_STATS
+
+    first.current_stats = stats
+    async with asyncio.timeout(10):
+        await long_enough.wait()
+    assert not first.stopped
+    # A stream that has begun and does not go on is a hang.
+    stream = fixture.replica.admission.admit(10, 10)
+    assert stream is not None
+    stream.first_token()
+    await fixture.warm(engines=2)
+    assert first.stopped
+    stream.release()
+    whole.release()
     await fixture.supervisor.shut_down(keep_engines=False)
 
 

@@ -11,6 +11,7 @@ from router.dataplane.response_checks import client_error_body
 OURS = {"message": "cannot", "type": "invalid_request_error", "param": "x", "code": "conflict"}
 VLLM = "max_tokens=5000 cannot be greater than max_model_len=4096. Please request fewer"
 SGLANG = "The input (9 tokens) is longer than the model's context length (8 tokens)."
+TENSORRT = "The sum of prompt length (9.0), query length (0) should not exceed max_num_tokens (8)"
 LLAMA_CPP = "request (5031 tokens) exceeds the available context size (4096 tokens), try it"
 
 
@@ -25,6 +26,8 @@ LLAMA_CPP = "request (5031 tokens) exceeds the available context size (4096 toke
           "code": 400}, SGLANG, "context_length_exceeded", None),
         (400, {"error": {"code": 400, "message": LLAMA_CPP, "type": "exceed_context_size_error",
           "n_ctx": 4096}}, LLAMA_CPP, "context_length_exceeded", None),
+        (400, {"object": "error", "message": TENSORRT, "type": "BadRequestError", "param": None,
+          "code": 400}, TENSORRT, "context_length_exceeded", None),
         (422, {"detail": [{"loc": ["n"]}]}, '[{"loc":["n"]}]', "invalid_request", None),
         (404, {"detail": "Not Found"}, "Not Found", "not_found", None),
         (413, {"error": "too large"}, "too large", "request_too_large", None),
@@ -33,8 +36,8 @@ LLAMA_CPP = "request (5031 tokens) exceeds the available context size (4096 toke
          "adapter_incomplete", "model"),
         (400, {"error": {"code": "E17", "message": "bad"}}, "bad", "invalid_request", None),
     ],
-    ids=["vllm length", "vllm", "sglang", "llama.cpp", "fastapi", "path", "text", "busy", "node",
-         "unknown code"],
+    ids=["vllm length", "vllm", "sglang", "llama.cpp", "tensorrt_llm", "fastapi", "path", "text",
+         "busy", "node", "unknown code"],
 )  # fmt: skip
 def test_an_engines_error_gets_our_shape(
     status: int, engine: dict[str, Any], message: str, code: str, param: str | None
