@@ -105,7 +105,7 @@ test-vllm: vllm ## Install a real vLLM for CPUs into .engines and run the confor
 test-node: $(STAMP) ## Install SDKs for Node.js into .node (200 MB) and test with them
 	@mkdir -p .node && cp tests/node/package*.json .node
 	npm ci --prefix .node --no-audit --no-fund
-	$(BIN)/pytest tests/integration/router/test_node_sdks.py
+	$(BIN)/pytest tests/integration/router/test_node_sdks.py tests/system/test_official_clients.py
 
 .agents/.installed: tests/agents/requirements.txt tests/agents/instructor.txt
 	$(PYTHON) -m venv --clear .agents

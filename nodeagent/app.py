@@ -45,7 +45,7 @@ from nodeagent.api.store_relay import StoreRelay, dial_through
 from nodeagent.config import NodeConfig
 from nodeagent.decide.replicas.reconcile import is_same_spec
 from nodeagent.decide.requests.kv_quota import KvRateLimits
-from nodeagent.drivers import version_of
+from nodeagent.drivers import missing_by_driver, version_of
 from nodeagent.drivers.driver import StorePorts
 from nodeagent.host.artifacts.artifact_store import ArtifactStore
 from nodeagent.host.artifacts.link import TransferLink
@@ -261,6 +261,9 @@ async def _open_node(config: NodeConfig) -> NodeState:
     file, boot_id = AssignmentFile(config.state), BootId(secrets.token_hex(8))
     node = NodeState(identity, boot_id, file, devices, cache_salts)
     await node.restore()
+    # Known before the first report: a node that seems to have each engine might be given a
+    # replica that it refuses.
+    node.note_missing(await asyncio.to_thread(missing_by_driver, config.commands))
     return node
 
 

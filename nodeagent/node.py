@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from isochrone.service.network.control_link import Progress
 from isochrone.service.trust.identity import Identity
@@ -24,6 +25,9 @@ from nodeagent.host.devices import DeviceReader
 
 log = logging.getLogger(__name__)
 
+LACKING_CHARACTERS: Final = 300
+"""A scheduler refuses a report with longer reasons than it expects."""
+
 
 class NodeState:
     """Holds the current assignment, which is also stored in the assignment file."""
@@ -41,6 +45,8 @@ class NodeState:
         self.boot_id = boot_id
         self.assignment: Assignment | None = None
         self.refusals: tuple[Refusal, ...] = ()
+        self.lacking_engines: dict[str, str] = {}
+        """By driver, why this node can start no such engine."""
         self.assignment_refusal = ""
         """Why the last assignment was refused; empty after one is taken."""
         # Nudges of the periodic jobs; the application sets them once the jobs exist.
@@ -57,6 +63,13 @@ class NodeState:
         self._unsaved: Assignment | None = None
         """The newest assignment, while the disk refuses to store it."""
         self._accept_lock = asyncio.Lock()
+
+    def note_missing(self, missing: Mapping[str, str]) -> None:
+        """Report what the engines lack, given by driver: "" for one that can start."""
+        lacking = {name: reason[:LACKING_CHARACTERS] for name, reason in missing.items() if reason}
+        if lacking != self.lacking_engines:
+            self.lacking_engines = lacking
+            self.nudge_report()
 
     def progress(self) -> Progress:
         """Return the generation and epoch of the stored assignment."""

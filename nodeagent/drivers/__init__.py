@@ -1,10 +1,13 @@
 """One driver per kind of engine: how to start it and how to read its statistics."""
 
+from collections.abc import Mapping
 from typing import Final
 
+from isochrone.wire.engines.command_engine import COMMAND_DRIVER
 from isochrone.wire.engines.engine_capabilities import copies_of
 from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.drivers.command import CommandDriver
+from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.drivers.driver import EngineDriver, given_number
 from nodeagent.drivers.embedded import EmbeddedDriver
 from nodeagent.drivers.llama_cpp import LlamaCppDriver
@@ -22,6 +25,15 @@ DRIVERS: Final[dict[str, EngineDriver]] = {
     "tensorrt_llm": TensorRtLlmDriver(),
     "command": CommandDriver(),
 }
+
+
+def missing_by_driver(commands: Mapping[str, ConfiguredCommand]) -> dict[str, str]:
+    """Return what each engine lacks on this node, "" if it can start. Blocks.
+
+    `commands` are the operator's own servers.
+    """
+    missing = {name: driver.missing() for name, driver in DRIVERS.items()}
+    return missing if commands else {**missing, COMMAND_DRIVER: "this node has no [commands]"}
 
 
 def sequences_max(spec: ReplicaSpec) -> int:

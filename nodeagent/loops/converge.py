@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.peers.report import Refusal, ReplicaState
 from nodeagent.decide.replicas.reconcile import LackingParts, reconcile
-from nodeagent.drivers import DRIVERS
+from nodeagent.drivers import missing_by_driver
 from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.drivers.driver import missing_package
 from nodeagent.drivers.embedded import STORE_PACKAGE
@@ -58,6 +58,8 @@ class ConvergeJob:
     async def run_once(self) -> ConvergeCounts:
         """Reconcile once and apply the steps."""
         await self.node.retry_unsaved()
+        lacking = await asyncio.to_thread(self._lacking_parts)
+        self.node.note_missing(lacking.by_driver)
         assignment = self.node.assignment
         if assignment is None:
             return ConvergeCounts()
@@ -66,7 +68,7 @@ class ConvergeJob:
             assignment,
             self.supervisor.states(),
             {device.device_id: device.memory_bytes for device in devices if device.healthy},
-            await asyncio.to_thread(self._lacking_parts),
+            lacking,
             self.rank_ports,
             [
                 replica.spec
@@ -85,7 +87,7 @@ class ConvergeJob:
         """Return what engines lack on this node; they may be installed at any time. Blocks."""
         ports = "" if self.has_store_ports else "plaintext_kv_store_ports is not set on this node"
         return LackingParts(
-            by_driver={name: driver.missing() for name, driver in DRIVERS.items()},
+            by_driver=missing_by_driver(self.commands),
             by_command={name: command.missing() for name, command in self.commands.items()},
             store=ports or missing_master(),
             store_client={"embedded": missing_package(STORE_PACKAGE)},

@@ -89,6 +89,7 @@ class ReportJob:
             failure_domain=self.config.failure_domain,
             rank_ports=self.config.plaintext_rank_ports,
             version=__version__,
+            lacking_engines=self.node.lacking_engines,
         )
 
     async def _read_disk(self, pinned: Collection[str]) -> DiskState:

@@ -107,11 +107,15 @@ class MockFields(msgspec.Struct, frozen=True, kw_only=True):
 class MockRefusedFields(MockFields, frozen=True, kw_only=True):
     """Fields that the mock engine does not honour, with the values that ask for nothing."""
 
+    audio: None = None
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     logit_bias: Annotated[dict[str, float], msgspec.Meta(max_length=0)] | None = None
+    function_call: None = None
+    functions: None = None
     moderation: None = None
     suffix: Literal[""] | None = None
+    web_search_options: None = None
 
 
 class MockNamedSchema(msgspec.Struct, frozen=True):

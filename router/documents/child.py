@@ -1,4 +1,4 @@
-"""`python -m router.documents.child EXTENSION`: converts the document on its standard input.
+"""Converts the document on standard input: `python -m router.documents.child EXTENSION [CHARSET]`.
 
 Writes one JSON object: `data` with the Markdown, or `error` with the reason.
 """
@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Final
 
 from isochrone.service.trust.landlock import CannotConfine
+from router.documents.charset import TEXTS, text_of
 from router.documents.formats import FORMATS
 from router.documents.packed_size import TooLarge, check_packed
 from router.documents.sandbox import confine
@@ -17,13 +18,20 @@ from router.documents.sandbox import confine
 MARKDOWN_CHARACTERS_MAX: Final = 4_000_000
 
 
-def convert(document: bytes, extension: str) -> str:
+def convert(document: bytes, extension: str, charset: str = "") -> str:
     """Return a document as Markdown. Raises whatever a damaged document provokes."""
+    is_text = extension in TEXTS
+    if is_text:
+        document = text_of(document, extension, charset).encode(errors="replace")
     markitdown = import_module("markitdown")
     converters = import_module("markitdown.converters")
     converter = markitdown.MarkItDown(enable_builtins=False, enable_plugins=False)
     converter.register_converter(getattr(converters, FORMATS[extension].converter)())
-    info = markitdown.StreamInfo(extension=extension, mimetype=FORMATS[extension].media_type)
+    info = markitdown.StreamInfo(
+        extension=extension,
+        mimetype=FORMATS[extension].media_type,
+        charset="utf-8" if is_text else None,
+    )
     return str(converter.convert_stream(io.BytesIO(document), stream_info=info).text_content)
 
 
@@ -38,7 +46,7 @@ def main() -> None:
     try:
         confine()
         check_packed(document, sys.argv[1])
-        markdown = convert(document, sys.argv[1])
+        markdown = convert(document, *sys.argv[1:])
         answer = {"data": markdown}
         if len(markdown) > MARKDOWN_CHARACTERS_MAX:
             answer = {"error": f"its text has more than {MARKDOWN_CHARACTERS_MAX} characters"}

@@ -56,8 +56,10 @@ class DocumentConverter:
         counts as running."""
         self._running = 0
 
-    async def convert(self, tenant_id: TenantId, name: str, document: bytes) -> ConvertedDocument:
-        """Convert one document of a tenant.
+    async def convert(
+        self, tenant_id: TenantId, name: str, document: bytes, charset: str = ""
+    ) -> ConvertedDocument:
+        """Convert one document of a tenant. `charset` is that of its text, "" if it is not known.
 
         Raises ApiError 429 if too many of its own wait, and 503 if no process can be started.
         """
@@ -67,7 +69,7 @@ class DocumentConverter:
             return ConvertedDocument(error=f"its name does not end in one of {known}")
         await self._take_turn(tenant_id)
         try:
-            return await self._run(extension, document)
+            return await self._run(extension, document, charset)
         finally:
             self._running -= 1
             self._begin_next()
@@ -103,8 +105,8 @@ class DocumentConverter:
                 self._running += 1
                 turn.set_result(None)
 
-    async def _run(self, extension: str, document: bytes) -> ConvertedDocument:
-        process = await self._start(extension)
+    async def _run(self, extension: str, document: bytes, charset: str) -> ConvertedDocument:
+        process = await self._start(extension, charset)
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 output = await _exchange(process, document)
@@ -119,12 +121,13 @@ class DocumentConverter:
         except msgspec.DecodeError:
             return ConvertedDocument(error="reading it needs too much memory or time")
 
-    async def _start(self, extension: str) -> asyncio.subprocess.Process:
+    async def _start(self, extension: str, charset: str) -> asyncio.subprocess.Process:
         """Start a process that converts a document. Raises ApiError 503."""
         pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         try:
             return await asyncio.create_subprocess_exec(
                 *self._command(extension),
+                *([charset] if charset else []),
                 stdin=pipe,
                 stdout=pipe,
                 stderr=nothing,

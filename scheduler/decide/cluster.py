@@ -57,6 +57,7 @@ class FleetNode(msgspec.Struct, frozen=True, kw_only=True):
     rates are how fast weights come from its disk and from other nodes; 0 is unknown. `rank_ports`,
     first and last, are for replicas over several nodes; without them it takes no part in any.
     `refused` are the versions of deployments of which it refused a replica recently.
+    `lacking_engines` says, by driver, why it can start no such engine.
     """
 
     node_id: NodeId
@@ -76,6 +77,7 @@ class FleetNode(msgspec.Struct, frozen=True, kw_only=True):
     failure_domain: str = ""
     rank_ports: tuple[int, int] | None = None
     refused: tuple[NodeRefusal, ...] = ()
+    lacking_engines: dict[str, str] = {}
     generation: Generation = Generation(0)
 
     def refusal_of(self, deployment_id: DeploymentId, version: int) -> str | None:

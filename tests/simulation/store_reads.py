@@ -100,6 +100,7 @@ def _fleet_node(
         artifacts=() if report is None else report.artifacts,
         disk_free_bytes=0 if report is None else report.disk_free_bytes,
         refused=refused,
+        lacking_engines={} if report is None else report.lacking_engines,
     )
 
 

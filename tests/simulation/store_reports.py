@@ -217,8 +217,11 @@ def _record_profiles(tables: Tables, report: Report) -> None:
     classes = {device.device_id: device.device_class for device in report.devices}
     for replica in report.replicas:
         measured, spec = replica.profile, replica.spec
-        known = spec.replica_id in tables.placements and spec.model_id in tables.models
-        if not known or replica.state is not ReplicaState.WARM or not spec.device_ids:
+        row = tables.placements.get(spec.replica_id)
+        is_here = row is not None and row.node_id == report.node_id
+        if not is_here or spec.model_id not in tables.models:
+            continue
+        if replica.state is not ReplicaState.WARM or not spec.device_ids:
             continue
         device_class = classes.get(spec.device_ids[0])
         if device_class is not None and measured.decode_tokens_per_s > 0:

@@ -114,6 +114,7 @@ class Script:
             boot_id=BootId("boot-1"),
             generation=self.generation,
             devices=(a_device(3.0),),
+            lacking_engines=rng.choice(({}, {"vllm": "it is not installed"})),
             replicas=tuple(replicas),
             refusals=tuple(
                 Refusal(replica_id=self._spec(name).replica_id, reason="no", deployment_id=D)

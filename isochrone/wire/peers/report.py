@@ -26,6 +26,9 @@ ARTIFACTS_MAX: Final = 65_536
 """More than a node has. A report with more is refused, because each is a row in the store."""
 
 Label = Annotated[str, msgspec.Meta(max_length=128)]
+LackingEngines = Annotated[
+    dict[Label, Annotated[str, msgspec.Meta(max_length=1000)]], msgspec.Meta(max_length=64)
+]
 Digests = Annotated[tuple[Sha256, ...], msgspec.Meta(max_length=ARTIFACTS_MAX)]
 
 
@@ -97,6 +100,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     after evicting those that nothing on the node needs. Rates are measured, 0 if not yet.
     `in_host_memory` lists the artifacts in the page cache. `rank_ports` is the range of rendezvous
     ports (first, last) of replicas over several nodes; without it the node runs no part of one.
+    `lacking_engines` says, by driver, why the node can start no such engine; others it can.
     """
 
     node_id: NodeId
@@ -116,6 +120,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     failure_domain: Label = ""
     rank_ports: tuple[Port, Port] | None = None
     version: str = ""
+    lacking_engines: LackingEngines = {}
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag="pulse"):

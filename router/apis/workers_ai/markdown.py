@@ -28,6 +28,7 @@ OPTIONS: Final = "conversionOptions"
 FILES_FIELD: Final = re.compile(r"files(?:\[\d{0,4}\])?")
 """Cloudflare's SDKs name each file of a list `files[]`."""
 
+CHARSET: Final = re.compile(r"[\w.:-]{1,40}", re.ASCII)
 FILES_MAX: Final = 8
 NAME_BYTES_MAX: Final = 255
 ANSWER_S: Final = 55.0
@@ -35,10 +36,11 @@ ANSWER_S: Final = 55.0
 
 
 class UploadedDocument(NamedTuple):
-    """A file of a form."""
+    """A file of a form. `charset` is what its content-type names, or ""."""
 
     name: str
     content: bytes
+    charset: str = ""
 
 
 def add_markdown_routes(
@@ -84,10 +86,7 @@ async def convert_all(
 
     Raises ApiError if one cannot be taken now, and ends the others then.
     """
-    begun = [
-        asyncio.create_task(converter.convert(tenant_id, document.name, document.content))
-        for document in documents
-    ]
+    begun = [asyncio.create_task(converter.convert(tenant_id, *document)) for document in documents]
     try:
         await asyncio.wait(begun, timeout=within_s, return_when=asyncio.FIRST_EXCEPTION)
         error = f"not read within {within_s:g} s beside other documents: send it again by itself"
@@ -132,9 +131,17 @@ async def _uploads(request: web.Request) -> AsyncIterator[UploadedDocument]:
             name = (part.filename or "")[:NAME_BYTES_MAX]
             if not name:
                 raise _invalid("each file needs a file name, whose ending says what it is")
-            yield UploadedDocument(name, content)
+            yield UploadedDocument(name, content, _charset_of(part))
     except FORM_ERRORS as error:
         raise _invalid(f"the form is malformed: {str(error)[:200]}") from error
+
+
+def _charset_of(part: BodyPartReader) -> str:
+    """Return the charset that a part's content-type names, or "". Raises ApiError 400."""
+    charset = part.get_charset("")
+    if charset and not CHARSET.fullmatch(charset):
+        raise _invalid(f"a content-type has the charset {charset[:60]!r}")
+    return charset
 
 
 def _check_options(content: bytes) -> None:

@@ -17,7 +17,7 @@ DISK_STEP_BYTES: Final = 8 * 1024**3
 
 _node_fields: Final = attrgetter(
     *("boot_id", "generation", "address", "version", "refusals", "devices"),
-    *("artifacts", "in_host_memory", "failure_domain"),
+    *("artifacts", "in_host_memory", "failure_domain", "lacking_engines"),
 )
 _replica_fields: Final = attrgetter("spec", "state", "reason", "restarts")
 

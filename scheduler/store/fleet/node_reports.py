@@ -102,6 +102,7 @@ def _reported_fields(report: Report | None, pop: PopId) -> dict[str, Any]:
         "fetch_bytes_per_s": report.fetch_bytes_per_s,
         "failure_domain": f"{pop}/{report.failure_domain}" if report.failure_domain else "",
         "rank_ports": report.rank_ports,
+        "lacking_engines": report.lacking_engines,
         "refused": tuple(
             NodeRefusal(refusal.deployment_id, refusal.reason, refusal.version)
             for refusal in report.refusals

@@ -42,6 +42,7 @@ def a_job(artifacts: ArtifactStore, link: Any) -> ReportJob:
         node_id=NodeId("n1"),
         boot_id=BootId("b"),
         refusals=(),
+        lacking_engines={},
         prefetches=tuple,
         read_devices=no_devices,
         progress=lambda: Progress(ClusterId("c"), Generation(1), Epoch(1)),

@@ -10,6 +10,7 @@ import pytest
 from cloudflare import AsyncCloudflare, NotFoundError
 from yarl import URL
 
+from tests.integration.router.fake_node import FakeNode
 from tests.integration.router.fleet_of import KEY, Bench, a_bench, a_route, a_table
 
 MODEL = "@cf/meta/tiny:8b"
@@ -32,6 +33,23 @@ async def test_a_model_with_slashes_runs(tmp_path: Path) -> None:
         with pytest.raises(NotFoundError) as missing:
             await client.ai.run("@cf/meta/none", account_id="acme", prompt="hi")
         assert missing.value.errors[0].code == 3042
+
+
+async def test_a_stream_is_read_to_its_end_and_ends_with_its_client(tmp_path: Path) -> None:
+    node = FakeNode()
+    node.itl_s = 0.005
+    async with a_bench(tmp_path, [node]) as bench, a_client(bench) as client:
+        streamed = client.ai.with_streaming_response
+        request: Any = {"account_id": "acme", "prompt": "hi", "stream": True}
+        async with streamed.run(MODEL, **request, max_tokens=3) as answer:
+            lines = [line async for line in answer.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        assert "".join(event["response"] for event in events).split() == ["t0", "t1", "t2"]
+        assert events[-1]["usage"]["completion_tokens"] == 3
+        async with streamed.run(MODEL, **request, max_tokens=4000) as answer:
+            await anext(answer.iter_lines())
+        await node.until(lambda: node.cancelled == 1)
 
 
 @pytest.mark.parametrize("model", [MODEL, "@cf%2Fmeta%2Ftiny%3A8b", "%40cf/meta/tiny:8b"])

@@ -11,7 +11,7 @@ import pytest
 from tests.integration.admin.conftest import admin
 from tests.integration.router.client_script import run_script
 from tests.integration.router.fake_node import FakeNode
-from tests.integration.router.fleet_of import KEY, Bench, a_bench, a_route, a_table
+from tests.integration.router.fleet_of import KEY, a_bench, a_route, a_table
 from tests.integration.router.mock_node import MockNode
 from tests.integration.router.test_batches import BatchBench, bench
 from tests.integration.router.test_tool_loops import END, EXPECTED, SCRIPT
@@ -23,9 +23,10 @@ MODULES = ROOT / ".node" / "node_modules"
 SCRIPTS = ROOT / "tests" / "node"
 MODEL = "@cf/meta/tiny:8b"
 
-pytestmark = pytest.mark.skipif(
+needs_node = pytest.mark.skipif(
     not (MODULES.is_dir() and shutil.which("node")), reason="run `make test-node` to install it"
 )
+pytestmark = needs_node
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def settings() -> dict[str, Any]:
     return {}
 
 
-async def run(script: str, bench: Bench | BatchBench, *arguments: str) -> dict[str, Any]:
+async def run(script: str, url: str, *arguments: str, key: str = KEY) -> dict[str, Any]:
     """Run a script with Node.js; return the object that it prints.
 
     A module (.mjs) is read from standard input, as its imports are then looked for in the working
@@ -44,7 +45,7 @@ async def run(script: str, bench: Bench | BatchBench, *arguments: str) -> dict[s
     source = ("--input-type=module", "-") if path.suffix == ".mjs" else (str(path),)
     with path.open("rb") as text:
         return await run_script(
-            ("node", *source, bench.url, KEY, *arguments),
+            ("node", *source, url, key, *arguments),
             cwd=MODULES.parent,
             env={"PATH": os.environ["PATH"], "NODE_PATH": str(MODULES)},
             stdin=text,
@@ -60,7 +61,7 @@ def a_node() -> FakeNode:
 async def test_anthropic(tmp_path: Path) -> None:
     node = a_node()
     async with a_bench(tmp_path, [node]) as bench:
-        result = await run("anthropic_sdk.cjs", bench)
+        result = await run("anthropic_sdk.cjs", bench.url)
         assert result["message"]["content"] == [{"type": "text", "text": "t0 t1 t2 t3"}]
         assert result["kinds"][0] == "message_start"
         assert result["kinds"][-2:] == ["message_delta", "message_stop"]
@@ -77,7 +78,7 @@ async def test_anthropic(tmp_path: Path) -> None:
 async def test_openai(tmp_path: Path) -> None:
     node = a_node()
     async with a_bench(tmp_path, [node]) as bench:
-        result = await run("openai_sdk.cjs", bench)
+        result = await run("openai_sdk.cjs", bench.url)
         assert result["chat"]["choices"][0]["message"]["content"] == "t0 t1 t2 t3"
         assert result["text"] == "t0 t1 t2 t3 "
         assert result["response"]["output_text"] == "t0 t1 t2 t3"
@@ -91,7 +92,7 @@ async def test_cloudflare(tmp_path: Path) -> None:
     node = a_node()
     async with a_bench(tmp_path, [node]) as bench:
         bench.app.fleet.adopt(a_table([a_route(node)], generation=2, names=(MODEL,)))
-        result = await run("cloudflare_sdk.cjs", bench)
+        result = await run("cloudflare_sdk.cjs", bench.url)
         assert result["answer"]["response"] == "t0 t1 t2 t3"
         assert (result["refused"]["name"], result["refused"]["status"]) == ("NotFoundError", 404)
         assert (result["models"], result["authors"]) == ([MODEL], ["meta"])
@@ -102,7 +103,7 @@ async def test_providers_of_the_vercel_ai_sdk(tmp_path: Path) -> None:
     node = a_node()
     async with a_bench(tmp_path, [node]) as bench:
         bench.app.fleet.adopt(a_table([a_route(node)], generation=2, names=(MODEL,)))
-        results = await run("vercel_ai_sdk.mjs", bench)
+        results = await run("vercel_ai_sdk.mjs", bench.url)
         assert set(results) == {"responses", "chat", "messages", "run"}
         await node.until(lambda: node.cancelled == len(results))
     for api, result in results.items():
@@ -118,7 +119,7 @@ async def test_loops_of_tool_calls_end(tmp_path: Path) -> None:
     node = MockNode()
     async with a_bench(tmp_path, [node]) as bench:
         bench.app.fleet.adopt(a_table([a_route(node)], generation=2, names=(MODEL,)))
-        result = await run("tool_loops.mjs", bench, SCRIPT)
+        result = await run("tool_loops.mjs", bench.url, SCRIPT)
     expected = [[list(call) for call in step] for step in EXPECTED]
     for name, loops in result.items():
         for loop in loops:
@@ -127,7 +128,7 @@ async def test_loops_of_tool_calls_end(tmp_path: Path) -> None:
 
 
 async def test_a_conversation_refers_to_earlier_answers(bench: BatchBench) -> None:
-    result = await run("ai_conversation.mjs", bench)
+    result = await run("ai_conversation.mjs", bench.url)
     assert set(result) == {"stored", "unstored"}
     assert {text.strip() for texts in result.values() for text in texts} == {"t0 t1"}
     contents = [

@@ -27,11 +27,15 @@ needs_landlock = pytest.mark.skipif(
 
 
 async def convert(
-    bench: Bench, *files: tuple[str, bytes], field: str = "files", **fields: str
+    bench: Bench,
+    *files: tuple[str, bytes],
+    field: str = "files",
+    content_type: str | None = None,
+    **fields: str,
 ) -> tuple[int, Any]:
     form = aiohttp.FormData(fields)
     for name, content in files:
-        form.add_field(field, io.BytesIO(content), filename=name)
+        form.add_field(field, io.BytesIO(content), filename=name, content_type=content_type)
     url = f"{bench.url}/client/v4/accounts/acme/ai/tomarkdown"
     async with bench.http.post(url, data=form) as response:
         return response.status, await response.json()
@@ -65,6 +69,22 @@ async def test_documents_become_markdown_and_damaged_ones_an_error(tmp_path: Pat
         assert "| x | 1 |" in rows["data"]
         assert (broken["format"], program["format"]) == ("error", "error")
         assert "does not end in one of" in program["error"]
+
+
+@needs_landlock
+async def test_text_is_read_in_the_charset_of_its_content_type(tmp_path: Path) -> None:
+    pytest.importorskip("markitdown")
+    text = "déjà vu à Noël"
+    async with a_bench(tmp_path) as bench:
+        _, answer = await convert(bench, ("a.txt", text.encode("latin-1")))
+        assert answer["result"][0]["data"] == text
+        page = ("a.html", b"<p>\xc1</p>")
+        _, answer = await convert(bench, page, content_type="text/html; charset=koi8-r")
+        assert answer["result"][0]["data"] == "а"
+        _, answer = await convert(bench, page, content_type="text/html; charset=martian")
+        assert "unknown encoding: martian" in answer["result"][0]["error"]
+        status, _ = await convert(bench, page, content_type='text/html; charset="a b"')
+        assert status == 400
 
 
 @needs_landlock

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 from openai.types import chat as chat_types
+from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.shared_params import FunctionDefinition
 
 from isochrone.wire.errors import ApiError, ErrorCode
@@ -158,6 +159,16 @@ def test_unsupported_fields_pass_with_values_that_change_nothing() -> None:
     )
     with pytest.raises(ApiError, match="'add_generation_prompt': false needs"):
         read_completely(chat(add_generation_prompt=False))
+
+
+def test_each_field_of_the_sdk_may_be_null() -> None:
+    """Some clients send every field, those without a value as null."""
+    fields = chat_create_params.CompletionCreateParamsBase.__annotations__.keys()
+    read_completely(chat(**dict.fromkeys(fields - {"messages", "model"}), stream=None))
+    earlier = {"role": "assistant", "content": "a"}
+    nulls = dict.fromkeys(("refusal", "audio", "function_call", "tool_calls", "name"))
+    body = read_chat(chat(messages=[USER, {**earlier, **nulls}, USER]), LIMIT)
+    assert template_messages(body) == [USER, earlier, USER]
 
 
 def test_text_parts_are_joined() -> None:

@@ -15,8 +15,9 @@ from isochrone.wire.errors import ApiError
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.models.model import EngineSettings
 from isochrone.wire.peers.assignment import ReplicaGroup
-from nodeagent.drivers import DRIVERS, installed_version
+from nodeagent.drivers import DRIVERS, installed_version, missing_by_driver
 from nodeagent.drivers import driver as driver_module
+from nodeagent.drivers.configured_command import ConfiguredCommand
 from nodeagent.drivers.driver import DeviceMemory, EngineLaunch, UnknownOption
 from nodeagent.drivers.request_body import PLAIN, with_fields
 from nodeagent.host.devices import DeviceReader, device_class
@@ -69,6 +70,8 @@ def test_a_driver_reports_what_is_not_installed(monkeypatch: pytest.MonkeyPatch)
         "tensorrt_llm": "trtllm-serve is not on the PATH of the agent",
         "command": "",
     }
+    assert missing_by_driver({})["command"] == "this node has no [commands]"
+    assert not missing_by_driver({"own": ConfiguredCommand(arguments=("x", "{port}"))})["command"]
 
 
 def test_a_cache_salt_from_the_client_is_replaced() -> None:

@@ -6,6 +6,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
 
 from isochrone.wire.engines.engine import EngineConfig
 from isochrone.wire.errors import ApiError
@@ -112,6 +114,19 @@ async def test_the_longest_prompt_is_held_to_the_context() -> None:
 def test_what_it_cannot_do_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ApiError, match=field):
         read(messages=USER, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("sdk_fields", "prompt"),
+    [
+        (chat_params.CompletionCreateParamsBase, {"messages": USER}),
+        (completion_params.CompletionCreateParamsBase, {"prompt": "a"}),
+    ],
+)
+def test_each_field_of_the_sdk_may_be_null(sdk_fields: type, prompt: dict[str, Any]) -> None:
+    """Some clients send every field, those without a value as null."""
+    nulls = dict.fromkeys(sdk_fields.__annotations__.keys() - {"model"})
+    request_of(read(**{**nulls, "stream": None, **prompt}))
 
 
 @pytest.mark.parametrize("prompt", [None, "", [], ["a", 1], [[]], [[1], 1]], ids=str)

@@ -8,7 +8,7 @@ from typing import Any
 from isochrone.wire.ids import BootId
 from isochrone.wire.peers.assignment import Assignment
 from nodeagent.host.cache_salts import CacheSalts
-from nodeagent.node import NodeState
+from nodeagent.node import LACKING_CHARACTERS, NodeState
 from tests.unit.nodeagent.test_decide import an_assignment
 
 
@@ -26,6 +26,19 @@ class FullDisk:
         assert self.may_proceed.wait(5.0)
         if self.is_full:
             raise OSError(28, "No space left on device")
+
+
+def test_a_change_of_what_engines_lack_is_reported_at_once() -> None:
+    anything: Any = SimpleNamespace(name="n1", cluster_id="c")
+    node = NodeState(anything, BootId("b"), anything, anything, CacheSalts(bytes(32)))
+    reports: list[dict[str, str]] = []
+    node.nudge_report = lambda: reports.append(node.lacking_engines)
+    for lacking in ("it cannot start: " + 1000 * "x", "it is not installed", "it is not installed"):
+        node.note_missing({"mock": "", "vllm": lacking})
+    node.note_missing({"mock": "", "vllm": ""})
+    first, *others = reports
+    assert len(first["vllm"]) == LACKING_CHARACTERS
+    assert others == [{"vllm": "it is not installed"}, {}]
 
 
 async def test_the_newest_assignment_is_accepted_once_the_disk_stores_it() -> None:

@@ -24,7 +24,7 @@ class SlowConverter(DocumentConverter):
         self.begun: list[str] = []
         self.ends: dict[str, asyncio.Event] = {}
 
-    async def _run(self, extension: str, document: bytes) -> ConvertedDocument:
+    async def _run(self, extension: str, document: bytes, charset: str) -> ConvertedDocument:
         name = document.decode()
         self.begun.append(name)
         await self.ends.setdefault(name, asyncio.Event()).wait()

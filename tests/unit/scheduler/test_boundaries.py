@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from isochrone.wire.ids import DeploymentId
+from isochrone.wire.models.model import EngineSettings
 from scheduler.decide.arrays import NO_FLOATS
 from scheduler.decide.cluster import ClusterState, NodeRefusal
 from scheduler.decide.placement.fleet.latency_table import LatencyTable
@@ -77,6 +78,31 @@ def test_a_node_that_refused_one_version_of_a_deployment_gets_the_next() -> None
     assert not starts(plan_deployments(a_cluster(nodes=nodes, deployments=(first,))))
     plan = plan_deployments(a_cluster(nodes=nodes, deployments=(second,)))
     assert starts(plan) == [("d", "ams-1")]
+
+
+@pytest.mark.parametrize("is_lacking", [True, False])
+def test_a_replica_ends_for_another_only_on_a_node_that_has_its_engine(is_lacking: bool) -> None:
+    """A deployment of vLLM took the slot of a mock engine, on a node that then refused it."""
+    lacking = {"vllm": "vllm is not on the PATH of the agent"} if is_lacking else {}
+    vllm = EngineSettings(driver="vllm", kv_memory_bytes=0)
+    cluster = a_cluster(
+        nodes=tuple(a_node(f"{p}-1", p, 4.0, lacking_engines=lacking) for p in ("ams", "fra")),
+        models=(a_model(), a_model("other")),
+        deployments=(a_deployment(replicas_max=2), a_deployment("e", "other", engine=vllm)),
+        placements=(a_placement("r1", "ams-1"), a_placement("r2", "fra-1")),
+        demand=(a_demand("ams", 1.0),),
+    )
+    plan = plan_deployments(cluster)
+    assert [ending.replica_id for ending in plan.endings] == ([] if is_lacking else ["r1"])
+    reasons = [requirement.reason for requirement in plan.unmet]
+    assert any("ams-1: vllm is not on the PATH" in reason for reason in reasons) == is_lacking
+
+
+def test_a_replica_starts_where_its_engine_is() -> None:
+    lacking = a_node("ams-1", "ams", lacking_engines={"mock": "not installed"})
+    able = a_node("ams-2", "ams")
+    assert not starts(plan_deployments(a_cluster(nodes=(lacking,))))
+    assert starts(plan_deployments(a_cluster(nodes=(lacking, able)))) == [("d", "ams-2")]
 
 
 def test_a_model_without_weights_does_not_break_a_plan() -> None:

@@ -811,6 +811,7 @@ def clusters(draw: st.DrawFn) -> ClusterState:
             revoked=draw(st.sampled_from([False] * 9 + [True])),
             failure_domain=draw(st.sampled_from(["", "rack"])),
             refused=draw(st.sampled_from([(), (), (NodeRefusal(DeploymentId("d0"), "no"),)])),
+            lacking_engines=draw(st.sampled_from([{}, {}, {}, {"mock": "not installed"}])),
             disk_free_bytes=draw(st.sampled_from([0, 0, 10**9, 10**12])),
             disk_bytes_per_s=draw(st.sampled_from([0.0, 0.0, 1e9, -1.0, math.nan])),
             devices=tuple(
@@ -906,6 +907,7 @@ def test_residency_liveness_and_bounds_hold_for_every_start(cluster: ClusterStat
             assert residency_allows(policies[part.spec.deployment_id], pops[node.pop])
             assert not (node.draining or node.revoked)
             assert node.refusal_of(part.spec.deployment_id, part.spec.version) is None
+            assert part.spec.engine.driver not in node.lacking_engines
             assert view.by_node[node.node_id].value == "ready"
             assert part.reason
             devices = [d for d in node.devices if d.device_id in part.spec.device_ids]

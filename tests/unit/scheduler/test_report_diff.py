@@ -41,6 +41,7 @@ def with_rates(**fields: float) -> ReplicaReport:
         ({"artifacts": ("ab" * 32,)}, True),
         ({"in_host_memory": ("ab" * 32,)}, True),
         ({"failure_domain": "rack-a"}, True),
+        ({"lacking_engines": {"vllm": "it is not installed"}}, True),
         ({"disk_bytes_per_s": 1e9}, True),
         ({"fetch_bytes_per_s": 1e9}, True),
         ({"refusals": (Refusal(replica_id=ReplicaId("x"), reason="no"),)}, True),

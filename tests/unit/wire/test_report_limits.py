@@ -42,6 +42,8 @@ def measured(**fields: Any) -> dict[str, Any]:
         {"disk_bytes_per_s": nan},
         {"fetch_bytes_per_s": inf},
         {"rank_ports": (0, 70_000)},
+        {"lacking_engines": {"vllm": MEGABYTE}},
+        {"lacking_engines": {str(number): "" for number in range(65)}},
         measured(decode_tokens_per_s=nan),
         measured(prefill_tokens_per_s=-1.0),
         measured(load_s=inf),

@@ -17,7 +17,11 @@ from scheduler.decide.capacity.start_times import StartTimes
 from scheduler.decide.cluster import ClusterState, FleetNode, Liveness, Placement
 from scheduler.decide.membership.liveness import LivenessView
 from scheduler.decide.placement.fleet.eligible_sites import EligibleSites
-from scheduler.decide.placement.fleet.sites import SiteTable, eligible_nodes_of
+from scheduler.decide.placement.fleet.sites import (
+    SitesWithEngine,
+    SiteTable,
+    eligible_nodes_of,
+)
 from scheduler.decide.placement.fleet.slots import DISK_MARGIN_BYTES, residency_allows
 from scheduler.decide.placement.fleet.start_backoff import StartHistory
 from scheduler.decide.placement.fleet.start_bounds import StartBounds
@@ -55,6 +59,7 @@ class FleetCapacity:
         # Shared by deployments that fit on the same sites.
         self._eligible_by_sites: dict[bytes, EligibleSites] = {}
         self._memory_floors: dict[int, Floats] = {}
+        self._with_engine: dict[str, SitesWithEngine] = {}
         self._staying = {
             node.node_id
             for node in cluster.nodes
@@ -133,6 +138,9 @@ class FleetCapacity:
         )
         all_fit = may_fit & (self._memory_floor(count) >= needed) & (engine.nodes == 1)
         all_fit &= self._disk_free_bytes >= disk_bytes
+        with_engine = self._sites_with_engine(engine.driver)
+        may_fit &= with_engine.some
+        all_fit &= with_engine.every
         is_exact = not (may_fit & ~all_fit).any()
         key = all_fit.tobytes()
         if is_exact and key in self._eligible_by_sites:
@@ -154,11 +162,25 @@ class FleetCapacity:
                 and sizes[count - 1] >= needed
                 and (not 0 < node.disk_free_bytes < disk_bytes or digest in node.artifacts)
                 and (engine.nodes == 1 or node.rank_ports is not None)
+                and engine.driver not in node.lacking_engines
                 and node.refusal_of(deployment.deployment_id, deployment.version) is None
             ]
             if len(nodes) >= engine.nodes:
                 nodes_by_site[site] = nodes
         return self.sites_with(dict(sorted(nodes_by_site.items())))
+
+    def _sites_with_engine(self, driver: str) -> SitesWithEngine:
+        """Return the sites whose eligible nodes can start an engine. Cached."""
+        if driver not in self._with_engine:
+            able = [
+                [driver not in node.lacking_engines for node in eligible.nodes]
+                for eligible in self._eligible
+            ]
+            self._with_engine[driver] = SitesWithEngine(
+                some=np.array([any(nodes) for nodes in able], bool),
+                every=np.array([all(nodes) for nodes in able], bool),
+            )
+        return self._with_engine[driver]
 
     def _memory_floor(self, count: int) -> Floats:
         """Return for each site the bytes that the `count` largest devices of any node have; 0 where

@@ -7,6 +7,7 @@ devices afterwards.
 from collections import defaultdict
 from collections.abc import Sequence
 from math import inf
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -41,6 +42,13 @@ class EligibleNodes(msgspec.Struct, frozen=True, kw_only=True):
     largest_bytes: int
     memory_floor: list[int]
     disk_free_bytes: float
+
+
+class SitesWithEngine(NamedTuple):
+    """For each site whether some, and whether all, of its eligible nodes can start an engine."""
+
+    some: NDArray[np.bool_]
+    every: NDArray[np.bool_]
 
 
 class SiteTable:

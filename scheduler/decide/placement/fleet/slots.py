@@ -196,6 +196,8 @@ def why_ineligible(
         return f"the node is {liveness.value}: silent for {node.silent_s:.0f} s"
     if deployment.engine.nodes > 1 and node.rank_ports is None:
         return "it takes no part of a replica over several nodes: plaintext_rank_ports is not set"
+    if lacking := node.lacking_engines.get(deployment.engine.driver):
+        return lacking
     refusals = [class_refusal(deployment, device.device_class) for device in node.devices]
     if refusals and all(refusals):
         return refusals[0]
