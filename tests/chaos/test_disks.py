@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import aiohttp
 import pytest
 
 from isochrone.service.files import write_atomic
+from isochrone.service.trust.tls import client_context
 from isochrone.wire.ids import BootId
 from isochrone.wire.models.artifact import manifest_digest
 from isochrone.wire.models.model import Artifact, ArtifactFile, EngineSettings
@@ -117,6 +119,14 @@ async def test_a_router_starts_and_serves_from_a_read_only_disk(disk: Disk, faul
             async with http.get(f"http://127.0.0.1:{port}/metrics") as response:
                 assert response.status == 200
             assert process.returncode is None
+
+
+def test_tls_needs_no_disk(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node or router that restarts while every disk is full has its certificate, as before."""
+    identity = an_identity(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(disk.folder))
+    disk.fill()
+    assert client_context(identity).get_ca_certs()
 
 
 async def test_a_node_accepts_its_assignment_once_the_disk_stores_it(
