@@ -110,6 +110,7 @@ class Authority:
         self._certificate = certificate
         self.ca_pem = certificate.public_bytes(serialization.Encoding.PEM).decode()
         self.fingerprint = fingerprint(self.ca_pem)
+        self.expires_at = certificate.not_valid_after_utc
         secret = key.private_numbers().private_value.to_bytes(32)
         self._seal_key = hashlib.sha256(b"isochrone-seal-1" + secret).digest()
 
