@@ -112,6 +112,8 @@ class AttemptRunner:
         full = fleet.full_for(context.request_group, now_s)
         if context.is_refused_if_busy:
             full |= fleet.in_flight.full_batches(routing.replicas.slots)
+        context.excluded.unconnected = self._upstream.unconnected(routing.routes)
+        full |= context.excluded.unconnected
         excluded |= full
         routes = rank(snapshot, query, excluded | version.excluded)
         if not routes and version.may_fall_back:
@@ -133,10 +135,11 @@ class AttemptRunner:
         request, fleet = context.request, self._fleet
         routes = fleet.routing(request.deployment_id).prefill_replicas.routes
         routes = [route for route in routes if route.replica_id not in outside]
-        subject = request.session or request.request_id
-        version = draw_version(deployment, subject, fleet.pop, routes)
+        version = draw_version(deployment, request.session or request.request_id, fleet.pop, routes)
+        unconnected = self._upstream.unconnected(routes)
+        context.excluded.unconnected = unconnected | context.excluded.unconnected
         snapshot = fleet.prefill_snapshot(request.deployment_id)
-        return rank(snapshot, without_slots(query), excluded | version.excluded)
+        return rank(snapshot, without_slots(query), excluded | version.excluded | unconnected)
 
     def send(
         self, context: RequestContext, routes: RankedRoutes
@@ -421,12 +424,9 @@ class AttemptRunner:
         head = exchange.head if exchange is not None else None
         value = head.fields.get(FETCH_MS) if head is not None else None
         waited_ms = int(value) if value is not None and value.isdigit() and len(value) < 9 else 0
-        self._fleet.routing(ranked.route.deployment_id).fetch_value.record(
-            attempt.kv_peers,
-            cached_tokens / prompt_tokens,
-            waited_ms,
-            prompt_tokens * ranked.ms_per_token,
-        )
+        share, prefill_ms = cached_tokens / prompt_tokens, prompt_tokens * ranked.ms_per_token
+        fetch_value = self._fleet.routing(ranked.route.deployment_id).fetch_value
+        fetch_value.record(attempt.kv_peers, share, waited_ms, prefill_ms)
 
     def learn(self, context: RequestContext, attempt: ReplicaAttempt) -> None:
         """Learn from an answer: bytes per token, the cached share, and where the session ran."""

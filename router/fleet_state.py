@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Final
 
 from isochrone.wire.http.headers import ReportedLoad
-from isochrone.wire.ids import DeploymentId, PopId, ReplicaId
+from isochrone.wire.ids import DeploymentId, NodeId, PopId, ReplicaId
 from isochrone.wire.peers.routes import DeploymentEntry, Route, RouteTable
 from router.decide.caches.affinity import SessionTable
 from router.decide.choice.deployment_routing import DeploymentRouting
@@ -140,6 +140,11 @@ class FleetState:
         route = self.directory.route(replica_id)
         if route is not None:
             self.routing(route.deployment_id).changed.add(replica_id)
+
+    def note_connection(self, node_id: NodeId) -> None:
+        """Note that requests that waited for a connection to a node may get one."""
+        for replica_id in self.directory.replicas_on(node_id):
+            self._notify_replica_capacity(replica_id)
 
     def full_for(self, group: RequestGroup, now_s: float) -> Set[ReplicaId]:
         """Return the replicas that are full for such a request, by their last refusals."""

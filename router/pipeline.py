@@ -105,6 +105,7 @@ class RequestPipeline:
         self._bodies = AnsweredBodies(config.answers_held_bytes_max)
         self.queue = AdmissionQueue(config.queue_depth_max, config.queue_bytes_max, clock)
         fleet.on_capacity(self.queue.wake)
+        upstream.on_connection = fleet.note_connection
 
     async def serve(self, request: InferenceRequest, writer: ResponseWriter) -> None:
         """Answer one request. Raises ApiError if nothing was written yet."""
@@ -190,7 +191,8 @@ class RequestPipeline:
         entry = context.new_queue_entry(now_s + self._config.queue_timeout_s)
         while True:
             routes = self._attempts.rank(context)
-            if not (routes or excluded.refused or routes.full_count):
+            must_look_again = excluded.refused or excluded.unconnected or routes.full_count
+            if not (routes or must_look_again):
                 if excluded.cannot_resume:
                     raise ApiError(
                         ErrorCode.UPSTREAM,

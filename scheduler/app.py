@@ -416,7 +416,15 @@ def _load_authority(config: SchedulerConfig) -> Authority:
     try:
         if not (config.authority / "ca.key").exists():
             return Authority.create(config.authority, "isochrone", utc_now())
-        return Authority.load(config.authority)
+        authority = Authority.load(config.authority)
+        if authority.expires_at < utc_now():
+            fields = {
+                "authority": str(config.authority),
+                "reason": f"it expired at {authority.expires_at}: over TLS no peer trusts its"
+                " certificates; replace it (docs/operations.md), or copy the newer folder",
+            }
+            log.error("the cluster's authority has expired", extra={"fields": fields})
+        return authority
     except IdentityError as error:
         raise ConfigError(str(error)) from error
     except OSError as error:

@@ -147,7 +147,6 @@ def control_app(
         lease=state.lease,
         leadership=state.leadership,
         peers=state.peers,
-        heartbeats=state.heartbeats,
         admission=state.admission,
         unregistered=state.unregistered,
         relay_tokens={PeerRole.ROUTER: relay_tokens, PeerRole.AGENT: agent_tokens},

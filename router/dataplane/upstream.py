@@ -7,7 +7,7 @@ kept by node, and never used for another node at the same address.
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from contextlib import suppress
 from functools import lru_cache
 from ssl import SSLContext
@@ -16,8 +16,9 @@ from typing import Final, cast
 from isochrone.fair_shares import FairShares
 from isochrone.service.failure_log import RepeatedWarning
 from isochrone.service.network.name_cache import NameCache
-from isochrone.service.network.shortage import shortage
-from isochrone.wire.ids import NodeId
+from isochrone.service.network.shortage import LACKS_PORT, shortage
+from isochrone.wire.ids import NodeId, ReplicaId
+from isochrone.wire.peers.routes import Route
 from router.config import RouterConfig
 from router.dataplane import http1, sse
 from router.dataplane.deadlines import Deadlines
@@ -26,6 +27,7 @@ from router.dataplane.node_connection import NodeConnection
 from router.dataplane.token_gatherer import TokenGatherer
 from router.dataplane.token_pump import TokenPump
 from router.decide.attempt import FailureCause
+from router.decide.liveness.dial_pauses import EVERY_NODE, DialPauses
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ KEEPALIVE_S: Final = 20.0
 
 IDLE_PER_NODE_MAX: Final = 256
 CLOSE_TIMEOUT_S: Final = 5.0
+NO_REPLICAS: Final[Set[ReplicaId]] = frozenset()
 
 
 class Upstream:
@@ -49,6 +52,8 @@ class Upstream:
         """Open no connection yet. `clock` returns monotonic seconds."""
         self.in_process: dict[NodeId, Callable[[], socket.socket]] = {}
         """Functions that connect a socket to a server of this process, by its name."""
+        self.on_connection: Callable[[NodeId], None] | None = None
+        """Called with a node that gets a free connection while others cannot be opened."""
         self.clock = clock
         self.deadlines = deadlines
         gather_s = config.token_gather_ms / 1000
@@ -58,6 +63,7 @@ class Upstream:
         """The bytes of complete answers that each node has sent so far."""
         self._config = config
         self._shortage = RepeatedWarning(log, "cannot connect to nodes, requests wait")
+        self._dial_pauses = DialPauses()
         self._names = NameCache(clock=clock)
         self._ssl = ssl_context
         self._idle: dict[NodeId, list[NodeConnection]] = {}
@@ -93,8 +99,23 @@ class Upstream:
         if idle:
             exchange.start(idle.pop())
         else:
+            if self._dial_pauses:
+                self._dial_pauses.record_dial(node_id, self.clock())
             exchange.dial()
         return exchange
+
+    def unconnected(self, routes: Iterable[Route]) -> Set[ReplicaId]:
+        """Return the replicas whose nodes have no free connection and must not be dialled now."""
+        if not self._dial_pauses:
+            return NO_REPLICAS
+        now_s = self.clock()
+        self._dial_pauses.drop_old(now_s)
+        return {
+            route.replica_id
+            for route in routes
+            if not self._idle.get(route.node_id)
+            and self._dial_pauses.is_paused(route.node_id, now_s)
+        }
 
     async def fetch(
         self,
@@ -122,7 +143,9 @@ class Upstream:
         except (OSError, ValueError) as error:
             what = f"cannot reach {node_id}"
             if lack := shortage(error, is_bound=bool(self._config.source_address)):
-                self._shortage.record(lack, self.clock())
+                now_s = self.clock()
+                self._shortage.record(lack, now_s)
+                self._dial_pauses.record_lack(node_id if lack == LACKS_PORT else EVERY_NODE, now_s)
                 raise AttemptFailed(FailureCause.EXHAUSTED, f"{what}: {lack}") from error
             raise AttemptFailed(FailureCause.UNREACHABLE, what) from error
         if not connection.is_open:
@@ -130,6 +153,8 @@ class Upstream:
         # Not earlier: uvloop does not report a cancelled dial as a lost connection.
         self._open.add(connection)
         self.deadlines.add(connection)
+        if self._dial_pauses and self._dial_pauses.record_open(node_id):
+            self._notify_connection(node_id)
         return connection
 
     def keep(self, connection: NodeConnection) -> None:
@@ -140,6 +165,8 @@ class Upstream:
             return
         connection.due_s = self.clock() + KEEPALIVE_S
         idle.append(connection)
+        if self._dial_pauses:
+            self._notify_connection(connection.node_id)
 
     def on_closed(self, connection: NodeConnection) -> None:
         """Forget a connection that is closed."""
@@ -188,6 +215,10 @@ class Upstream:
                     self._all_closed.clear()
                     await self._all_closed.wait()
         self.pump.close()
+
+    def _notify_connection(self, node_id: NodeId) -> None:
+        if self.on_connection is not None:
+            self.on_connection(node_id)
 
     async def _dial(self, connection: NodeConnection, node_id: NodeId, address: str) -> None:
         def protocol() -> asyncio.Protocol:

@@ -9,6 +9,7 @@ connection, because the network may have dropped the kept one. A node that was s
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from itertools import chain
 from time import perf_counter
 from typing import Final, NamedTuple
@@ -19,6 +20,7 @@ from isochrone.wire.peers.routes import Route
 from router.dataplane.exchange import AttemptFailed, NodeRequest, ResponseHead
 from router.dataplane.http1 import format_headers
 from router.dataplane.upstream import Upstream
+from router.decide.attempt import FailureCause
 from router.decide.liveness.outlier_ejection import lost_nodes
 from router.decide.liveness.probe_plan import nodes_to_ping
 from router.feedback import AttemptFeedback, ProbeFeedback
@@ -111,10 +113,11 @@ class NodeProber:
     ) -> None:
         """Ping nodes, and replicas one by one, until there are no more; note the silent nodes."""
         for job in jobs:
-            if isinstance(job, Route):
-                await self._probe_replica(job)
-            elif (since_s := await self._ping(job, addresses[job])) is not None:
-                silent_since_s[job] = since_s
+            with suppress(AttemptFailed):
+                if isinstance(job, Route):
+                    await self._probe_replica(job)
+                elif (since_s := await self._ping(job, addresses[job])) is not None:
+                    silent_since_s[job] = since_s
             # A ping that fails at once must not keep requests waiting for all that follow.
             await asyncio.sleep(0)
 
@@ -152,14 +155,20 @@ class NodeProber:
     async def _get(
         self, node_id: NodeId, address: str, extra_headers: dict[str, str] | None = None
     ) -> ResponseHead | None:
-        """Request `/ping`; return the head of the answer, None if there is none."""
+        """Request `/ping`; return the head of the answer, None if there is none.
+
+        Raises AttemptFailed if this machine lacks a port or descriptor: that says nothing of the
+        node.
+        """
         request_headers = {headers.ROUTER: self._fleet.name, **(extra_headers or {})}
         request = NodeRequest("GET", "/ping", format_headers(request_headers), b"")
         try:
             exchange = await self._upstream.fetch(
                 node_id, address, request, self._timeout_s, PONG_BYTES_MAX
             )
-        except AttemptFailed:
+        except AttemptFailed as failure:
+            if failure.cause is FailureCause.EXHAUSTED:
+                raise
             return None
         head = exchange.response_head()
         return None if head.status >= 500 else head

@@ -67,45 +67,57 @@ async def migrate(pool: Pool, migrations: tuple[Migration, ...] | None = None) -
     applied = []
     wanted = read_migrations() if migrations is None else migrations
     for migration in wanted:
-        # One transaction each. A second runner waits for the lock and then finds the work done.
-        async with transaction(pool) as connection:
-            await connection.execute(
-                f"SET LOCAL client_connection_check_interval = '{CLIENT_CHECK_S}s'"
-            )
-            await _lock(connection)
-            await connection.execute(_TABLE)
-            known = await connection.fetchrow(
-                "SELECT name, sha256 FROM migration WHERE number = $1", migration.number
-            )
-            if known is not None:
-                if known["sha256"] != migration.sha256:
-                    raise MigrationError(
-                        f"cannot migrate: {migration.name} was applied with other contents; an "
-                        "applied migration is never edited, add a new one"
-                    )
-                continue
-            try:
-                await connection.execute(migration.sql, timeout=MIGRATE_TIMEOUT_S)
-            except TimeoutError as error:
-                raise MigrationError(
-                    f"cannot migrate: {migration.name} did not end within {MIGRATE_TIMEOUT_S:g} s; "
-                    "end the sessions that use its tables (pg_stat_activity) and start again"
-                ) from error
-            except ALREADY_THERE as error:
-                raise MigrationError(
-                    f"cannot migrate: {migration.name} was not applied, and {error}; {RESTORE_ALL}"
-                ) from error
-            await connection.execute(
-                "INSERT INTO migration (number, name, sha256) VALUES ($1, $2, $3)",
-                migration.number,
-                migration.name,
-                migration.sha256,
-            )
-            applied.append(migration.name)
+        try:
+            if await _apply(pool, migration):
+                applied.append(migration.name)
+        except asyncpg.InsufficientResourcesError as error:
+            raise MigrationError(
+                f"cannot migrate: nothing of {migration.name} was applied, because {error}; give"
+                " Postgres more space (or what else it lacks) and start again"
+            ) from error
     await _refuse_newer(pool, wanted)
     if migrations is None:
         await _refuse_missing(pool)
     return applied
+
+
+async def _apply(pool: Pool, migration: Migration) -> bool:
+    """Apply a migration in one transaction; return False if the database has it already."""
+    async with transaction(pool) as connection:
+        await connection.execute(
+            f"SET LOCAL client_connection_check_interval = '{CLIENT_CHECK_S}s'"
+        )
+        # A second runner waits for the lock and then finds the work done.
+        await _lock(connection)
+        await connection.execute(_TABLE)
+        known = await connection.fetchrow(
+            "SELECT name, sha256 FROM migration WHERE number = $1", migration.number
+        )
+        if known is not None:
+            if known["sha256"] != migration.sha256:
+                raise MigrationError(
+                    f"cannot migrate: {migration.name} was applied with other contents; an "
+                    "applied migration is never edited, add a new one"
+                )
+            return False
+        try:
+            await connection.execute(migration.sql, timeout=MIGRATE_TIMEOUT_S)
+        except TimeoutError as error:
+            raise MigrationError(
+                f"cannot migrate: {migration.name} did not end within {MIGRATE_TIMEOUT_S:g} s; "
+                "end the sessions that use its tables (pg_stat_activity) and start again"
+            ) from error
+        except ALREADY_THERE as error:
+            raise MigrationError(
+                f"cannot migrate: {migration.name} was not applied, and {error}; {RESTORE_ALL}"
+            ) from error
+        await connection.execute(
+            "INSERT INTO migration (number, name, sha256) VALUES ($1, $2, $3)",
+            migration.number,
+            migration.name,
+            migration.sha256,
+        )
+    return True
 
 
 async def _lock(connection: Connection) -> None:

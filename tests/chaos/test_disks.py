@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import aiohttp
 import pytest
 
 from isochrone.service.files import write_atomic
+from isochrone.service.trust.tls import client_context
 from isochrone.wire.ids import BootId
 from isochrone.wire.models.artifact import manifest_digest
 from isochrone.wire.models.model import Artifact, ArtifactFile, EngineSettings
@@ -34,6 +36,7 @@ from nodeagent.host.engines import engine_record
 from nodeagent.node import NodeState
 from router.app import open_router
 from scheduler.embedded_postgres import EmbeddedPostgres
+from scheduler.store.migrate import Migration, MigrationError, migrate
 from scheduler.store.pool import UNAVAILABLE, open_pool, transaction
 from tests.builders import a_spec
 from tests.chaos.disk import Disk, a_disk
@@ -45,6 +48,11 @@ from tests.postgres import a_folder
 from tests.unit.nodeagent.test_decide import an_assignment
 
 DISK_BYTES = 1 << 21
+UPGRADE = tuple(
+    Migration(n, f"000{n}_copy", f"CREATE TABLE copy_{n} AS SELECT generate_series(1, {rows}) AS n")
+    for n, rows in ((1, 1), (2, 100_000))
+)
+"""Migrations of which the second one needs more space than a full disk has."""
 
 
 @pytest.fixture
@@ -117,6 +125,14 @@ async def test_a_router_starts_and_serves_from_a_read_only_disk(disk: Disk, faul
             async with http.get(f"http://127.0.0.1:{port}/metrics") as response:
                 assert response.status == 200
             assert process.returncode is None
+
+
+def test_tls_needs_no_disk(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node or router that restarts while every disk is full has its certificate, as before."""
+    identity = an_identity(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(disk.folder))
+    disk.fill()
+    assert client_context(identity).get_ca_certs()
 
 
 async def test_a_node_accepts_its_assignment_once_the_disk_stores_it(
@@ -235,6 +251,7 @@ async def test_a_database_with_a_full_disk_is_unavailable_and_recovers() -> None
             pool = await open_pool(f"postgresql://isochrone@/isochrone?host={folder / 'pg'}")
             async with transaction(pool) as connection:
                 await connection.execute("CREATE TABLE kept AS SELECT 1 AS n")
+            assert await migrate(pool, UPGRADE[:1]) == ["0001_copy"]
             disk.fill()
             write = "INSERT INTO kept SELECT n FROM generate_series(1, 100000) n"
             with pytest.raises(UNAVAILABLE, match="No space left"):
@@ -242,7 +259,11 @@ async def test_a_database_with_a_full_disk_is_unavailable_and_recovers() -> None
                     await connection.execute(write)
             async with transaction(pool) as connection:
                 assert await connection.fetchval("SELECT count(*) FROM kept") == 1
+            # An upgrade of a scheduler says what is lacking, and goes on where it stopped.
+            with pytest.raises(MigrationError, match=r"nothing of 0002_copy .* No space left on"):
+                await migrate(pool, UPGRADE)
             disk.free()
+            assert await migrate(pool, UPGRADE) == ["0002_copy"]
             async with transaction(pool) as connection:
                 await connection.execute(write)
             await pool.close()

@@ -157,7 +157,7 @@ def test_a_torn_identity_is_refused_with_its_path(folder: Path) -> None:
     whole = path.read_bytes()
     for size in range(len(whole)):
         path.write_bytes(whole[:size])
-        with pytest.raises(IdentityError, match=r"cannot read .*identity\.json"):
+        with pytest.raises(IdentityError, match=r"cannot use .*identity\.json"):
             load_identity(folder)
 
 

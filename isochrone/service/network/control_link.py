@@ -11,6 +11,7 @@ from contextlib import aclosing
 from pathlib import Path
 from ssl import SSLContext
 from typing import Any, Final, NamedTuple, NoReturn
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -157,8 +158,8 @@ class ControlLink:
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._next_url = 0
         self._welcome: Welcome | None = None
-        self._logged: dict[str, str] = {}
-        """By scheduler, since the last connection: the reason for no connection that was logged."""
+        self._logged: dict[str, dict[str, str]] = {}
+        """By scheduler, since the last connection: what was logged of there being none."""
 
     @property
     def _identity(self) -> Identity:
@@ -190,7 +191,7 @@ class ControlLink:
                     if isinstance(error, SchedulerSilent):
                         # It would accept the next connection, too, and say nothing for 10 s.
                         self._next_url += 1
-                    self._log_refusal(url, error)
+                    self._log_refusal(url, error, names.known(urlsplit(url).hostname or ""))
                 finally:
                     self.connected = False
                     self._socket = None
@@ -340,15 +341,16 @@ class ControlLink:
         wait_s = 0.0 if tries_other else min(WAIT_MAX_S, refused.retry_after_s)
         return LinkRefused(f"{refused.code}: {refused.reason}", wait_s)
 
-    def _log_refusal(self, url: str, error: Exception) -> None:
+    def _log_refusal(self, url: str, error: Exception, addresses: Sequence[str]) -> None:
         # A scheduler's certificate is of the cluster's authority: no other can be set.
         is_certificate = isinstance(error, aiohttp.ClientConnectorCertificateError)
         reason = str(error) if is_certificate else describe_connection_error(url, error)
+        fields = {"scheduler": url, "reason": reason}
+        if addresses:
+            # DNS may still have the address of a server that the scheduler has left.
+            fields["addresses"] = ", ".join(addresses)
         # Each reason is logged once: a scheduler that is down for a day must not fill the logs.
-        if reason != self._logged.get(url):
-            self._logged[url] = reason
-            log.warning(
-                "no connection to the scheduler",
-                extra={"fields": {"scheduler": url, "reason": reason}},
-            )
+        if fields != self._logged.get(url):
+            self._logged[url] = fields
+            log.warning("no connection to the scheduler", extra={"fields": fields})
         self.last_refusal = reason

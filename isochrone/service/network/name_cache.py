@@ -88,6 +88,11 @@ class NameCache:
         self._note_stale(host, name)
         return name.addresses
 
+    def known(self, host: str) -> Sequence[str]:
+        """Return the last addresses of a name; empty if there are none, or for an address."""
+        name = self._names.get(host)
+        return name.addresses if name is not None else ()
+
     async def aclose(self) -> None:
         """Cancel the lookups."""
         lookups = [name.lookup for name in self._names.values() if name.lookup is not None]

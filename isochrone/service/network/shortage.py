@@ -7,6 +7,9 @@ from typing import Final
 SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL})
 """No descriptor is free, in this process or machine-wide, or no local port."""
 
+LACKS_PORT: Final = os.strerror(errno.EADDRNOTAVAIL)
+"""No local port is free for one remote address. Any other lack concerns every connection."""
+
 
 def shortage(error: BaseException, *, is_bound: bool = False) -> str:
     """Return what is lacking on this machine, "" if an error has another cause.

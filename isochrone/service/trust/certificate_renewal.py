@@ -102,8 +102,7 @@ class CertificateRenewal:
             for context in self._contexts:
                 tls.reload_identity(context, renewed)
         except OSError as error:
-            # `run` times out and asks again, with a third of the lifetime left. A context takes
-            # the certificate from a temporary file: that disk may be full, too.
+            # `run` times out and asks again, with a third of the lifetime left.
             fields = {"folder": str(self._folder), "reason": error.strerror or str(error)}
             log.warning("certificate not renewed: cannot store it", extra={"fields": fields})
             return

@@ -110,6 +110,7 @@ class Authority:
         self._certificate = certificate
         self.ca_pem = certificate.public_bytes(serialization.Encoding.PEM).decode()
         self.fingerprint = fingerprint(self.ca_pem)
+        self.expires_at = certificate.not_valid_after_utc
         secret = key.private_numbers().private_value.to_bytes(32)
         self._seal_key = hashlib.sha256(b"isochrone-seal-1" + secret).digest()
 
@@ -351,12 +352,29 @@ def load_identity(folder: Path) -> Identity | None:
     if not path.exists():
         return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Identity)
-    except (OSError, msgspec.DecodeError) as error:
+        identity = msgspec.json.decode(path.read_bytes(), type=Identity)
+        _check_parts(identity)
+    except (OSError, msgspec.DecodeError, IdentityError) as error:
         raise IdentityError(
-            f"cannot read {path}: {error}; restore the file, or delete it and join again with a"
+            f"cannot use {path}: {error}; restore the file, or delete it and join again with a"
             " token bound to this server's name (`isochrone nodes join-token POP --name NAME`)"
         ) from error
+    return identity
+
+
+def _check_parts(identity: Identity) -> None:
+    """Raise IdentityError if key, certificate and authority do not belong together."""
+    certificate = _load_certificate(identity.certificate_pem)
+    try:
+        key = _load_key(identity.key_pem)
+    except (*_UNREADABLE, TypeError) as error:
+        raise IdentityError(f"cannot read the key: {error}") from error
+    if certificate.public_key() != key.public_key():
+        raise IdentityError("the certificate was issued for another key")
+    try:
+        certificate.verify_directly_issued_by(_load_authority(identity.ca_pem))
+    except (*_UNREADABLE, TypeError, InvalidSignature) as error:
+        raise IdentityError("another authority issued the certificate") from error
 
 
 def _contents(certificate: x509.Certificate) -> Certificate:

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
+import os
 import ssl
-import tempfile
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -143,8 +143,8 @@ def _server_context() -> ssl.SSLContext:
 
 
 def _load_key_and_certificate(context: ssl.SSLContext, key_pem: str, certificate_pem: str) -> None:
-    # load_cert_chain reads only files. This one has mode 0600 and is deleted with the block.
-    with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:
+    # load_cert_chain reads only files. This one is in memory: a full disk stops no service.
+    with os.fdopen(os.memfd_create("identity"), "w") as file:
         file.write(key_pem + certificate_pem)
         file.flush()
-        context.load_cert_chain(file.name)
+        context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")

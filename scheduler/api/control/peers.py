@@ -4,6 +4,7 @@ Nothing that a peer sends is stored or decoded further before its certificate is
 """
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
@@ -11,11 +12,12 @@ from typing import Any, Final
 from aiohttp import web
 
 from isochrone.service.clock import utc_now
+from isochrone.service.failure_log import RepeatedWarning
 from isochrone.service.network.connection_count import ConnectionCount, client_network
 from isochrone.service.trust import identity
 from isochrone.service.trust.identity import Certificate, IdentityError
 from isochrone.wire import codec
-from isochrone.wire.ids import ClusterId, Epoch, NodeId
+from isochrone.wire.ids import ClusterId, Epoch
 from isochrone.wire.peers.control import (
     CacheSaltSecret,
     Challenge,
@@ -44,7 +46,6 @@ from scheduler.api.control.peer_frames import (
 from scheduler.decide.membership import MessageRateLimit
 from scheduler.state.leadership import Leadership
 from scheduler.state.lease_state import LeaseState, NotActing
-from scheduler.state.peers.heartbeats import Heartbeats
 from scheduler.state.peers.peer_admission import PeerAdmission, TurnTaken
 from scheduler.state.peers.peer_connection import PeerConnection
 from scheduler.state.peers.peer_registry import PeerRegistry
@@ -66,12 +67,20 @@ from scheduler.store.pool import (
     using,
 )
 
+log = logging.getLogger(__name__)
+
 TURN_TIMEOUT_S: Final = 240.0
 """The longest wait for a turn to register; a peer waits somewhat longer (WELCOME_TIMEOUT_S)."""
 
 PEERS_MAX: Final = 10_000
-ALIVE_S: Final = 6.0
-"""A node heard within this time is alive: another machine of its name is refused."""
+ALIVE_S: Final = {PeerRole.AGENT: 6.0, PeerRole.ROUTER: 15.0}
+"""A peer heard within this time is alive: another machine of its name is refused. Three times the
+interval in which it has something to say: a node's pulse, a router's demand."""
+
+CLONED: Final = (
+    "another machine has this identity: is this disk cloned? Then delete identity.json from the"
+    " state folder of one, and join with a name of its own"
+)
 RENEW_FROM_SHARE: Final = 1 / 2
 """The share of a certificate's lifetime that must have passed before it is renewed."""
 AGENT_MESSAGES_PER_S: Final = 5.0
@@ -95,7 +104,6 @@ class PeerServer:
         lease: LeaseState,
         leadership: Leadership,
         peers: PeerRegistry,
-        heartbeats: Heartbeats,
         admission: PeerAdmission,
         unregistered: ConnectionCount,
         relay_tokens: Mapping[PeerRole, RelayTokens] | None = None,
@@ -104,6 +112,7 @@ class PeerServer:
         """Serve with the parts of the state. A role without `relay_tokens` gets none."""
         self._relay_tokens = relay_tokens or {}
         self._has_batches = has_batches
+        self._twins = RepeatedWarning(log, "refused a second machine of one name")
         self._intake = intake
         self._reserved = reserved
         self._cluster_id = cluster_id
@@ -111,7 +120,6 @@ class PeerServer:
         self._lease = lease
         self._leadership = leadership
         self._peers = peers
-        self._heartbeats = heartbeats
         self._admission = admission
         self._unregistered = unregistered
         self._raises = CounterRaises(lease.clock)
@@ -141,7 +149,8 @@ class PeerServer:
         previous = self._peers.add(peer)
         try:
             if previous is not None:
-                reason = "the same peer connected again"
+                is_same = previous.boot_id == peer.boot_id
+                reason = "the same peer connected again" if is_same else CLONED
                 await previous.refuse(
                     RegistrationRefused(code=RefusedCode.DUPLICATE, reason=reason)
                 )
@@ -169,6 +178,7 @@ class PeerServer:
         is_agent = peer.role is PeerRole.AGENT
         pace = MessageRateLimit(AGENT_MESSAGES_PER_S if is_agent else ROUTER_MESSAGES_PER_S)
         while (frame := await receive(socket)) is not None:
+            peer.heard_at_s = self._lease.clock()
             await asyncio.sleep(pace.wait_s(len(frame), self._lease.clock()))
             message = decode(frame, decoder)
             if isinstance(message, Register):
@@ -261,6 +271,7 @@ class PeerServer:
             certificate=certificate,
             large_frame_slots=self._peers.large_frame_slots,
         )
+        peer.heard_at_s = self._lease.clock()
         peer.generation = register.generation
         peer.capabilities = frozenset(register.capabilities)
         peer.last_error = register.last_error
@@ -332,17 +343,15 @@ class PeerServer:
         return certificate
 
     def _refuse_twin(self, register: Register) -> None:
-        """Refuse a second machine under the name of a live node: a cloned disk or copied state."""
+        """Refuse a second machine under the name of a live peer: a cloned disk or copied state."""
         twin = self._peers.by_name.get((register.role, register.name))
-        if twin is None or twin.boot_id == register.boot_id or register.role is not PeerRole.AGENT:
+        if twin is None or twin.boot_id == register.boot_id:
             return
-        if self._heartbeats.silent_s(NodeId(register.name)) < ALIVE_S:
-            raise PeerRefused(
-                RefusedCode.DUPLICATE,
-                f"{register.name} is already connected with boot {twin.boot_id}: is its disk "
-                "cloned?",
-                retry_after_s=ALIVE_S,
-            )
+        now_s, alive_s = self._lease.clock(), ALIVE_S[register.role]
+        if now_s - twin.heard_at_s < alive_s:
+            self._twins.record(f"another machine has the identity of {register.name}", now_s)
+            reason = f"{register.name} is already connected with boot {twin.boot_id}: {CLONED}"
+            raise PeerRefused(RefusedCode.DUPLICATE, reason, alive_s)
 
     async def _record(self, register: Register, certificate: Certificate) -> ClusterRow:
         """Store the registration and return the cluster's row.

@@ -56,6 +56,8 @@ class PeerConnection:
         self.pop = pop
         self.boot_id = boot_id
         self.certificate = certificate
+        self.heard_at_s = 0.0
+        """When its last message came, by the monotonic clock."""
         self.generation = Generation(0)
         """The newest assignment or route table that the peer says it has."""
         self.keys_held = b""

@@ -3,12 +3,15 @@
 import asyncio
 import shutil
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from isochrone.service.clock import utc_now
 from isochrone.service.config import ConfigError
 from isochrone.service.files import write_atomic
+from isochrone.service.trust.identity import AUTHORITY_LIFETIME_DAYS, Authority
 from scheduler import batch_storage
 from scheduler.app import serve
 from scheduler.config import SchedulerConfig
@@ -48,6 +51,16 @@ async def test_a_scheduler_with_another_authority_does_not_start(
     async with using(pool) as connection:
         await connection.execute("UPDATE cluster SET authority = ''")
     assert await started(database_dsn, tmp_path, "new") == 0
+
+
+async def test_an_expired_authority_is_reported(
+    database_dsn: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was restored from an old copy. Peers only see that some certificate has expired."""
+    created_at = utc_now() - timedelta(days=AUTHORITY_LIFETIME_DAYS + 1)
+    Authority.create(tmp_path / "ca", "isochrone", created_at)
+    assert await started(database_dsn, tmp_path) == 0
+    assert "the cluster's authority has expired" in caplog.messages
 
 
 async def test_an_unreadable_authority_is_reported(tmp_path: Path) -> None:

@@ -103,7 +103,6 @@ def a_peer_server(scheduler: SchedulerParts) -> PeerServer:
         lease=state.lease,
         leadership=state.leadership,
         peers=state.peers,
-        heartbeats=state.heartbeats,
         admission=state.admission,
         unregistered=state.unregistered,
     )

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from aiohttp import web
 
 from isochrone.service.network import control_link
 from isochrone.service.network.http_server import serve_http
+from isochrone.service.network.name_cache import FRESH_S, NameCache
 from isochrone.service.trust.identity import Authority
 from isochrone.wire import codec
 from isochrone.wire.ids import ClusterId, Epoch
@@ -60,6 +62,41 @@ async def test_each_scheduler_that_is_down_is_logged_once(
     assert [record.__dict__["fields"] for record in logged] == [
         {"scheduler": url, "reason": "Connection refused"} for url in urls
     ]
+
+
+async def test_an_old_address_of_a_scheduler_is_logged_and_looked_up_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler has moved, and DNS says so late: an operator must see which address it was."""
+    monkeypatch.setattr(control_link, "BACKOFF_MAX_S", 0.001)
+    addresses = ["127.0.0.9"]
+
+    async def look_up(_: str) -> list[str]:
+        return list(addresses)
+
+    clock = partial(next, itertools.count(0.0, 2 * FRESH_S))
+    monkeypatch.setattr(control_link, "NameCache", lambda: NameCache(look_up, clock))
+    router = a_peer(Authority.create(tmp_path / "a", "ours", NOW), "r1", PeerRole.ROUTER)
+
+    def logged() -> list[str]:
+        records = [record for record in caplog.records if "no connection" in record.message]
+        return [record.__dict__["fields"]["addresses"] for record in records]
+
+    async def is_said() -> bool:
+        return logged() == ["127.0.0.9"]
+
+    async def is_found() -> bool:
+        return logged() == ["127.0.0.9", "127.0.0.1"]
+
+    async with serve_http(web.Application(), "127.0.0.1", 0) as port:
+        link = a_link(router, [f"http://scheduler.test:{port}"], welcome_nobody)
+        dialling = asyncio.create_task(link.run())
+        await until("the old address is logged", is_said, 10.0)
+        addresses[:] = ["127.0.0.1"]
+        await until("the new one is dialled", is_found, 10.0)
+        dialling.cancel()
+        with suppress(asyncio.CancelledError):
+            await dialling
 
 
 async def test_a_url_with_the_wrong_scheme_is_refused_with_what_to_change(tmp_path: Path) -> None:

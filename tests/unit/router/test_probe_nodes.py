@@ -29,8 +29,9 @@ class NextTurn:
 class SilentNodes:
     """Connections to nodes of which none answers: after a turn of the event loop, or at once."""
 
-    def __init__(self, *, is_slow: bool) -> None:
+    def __init__(self, *, is_slow: bool, cause: FailureCause = FailureCause.UNREACHABLE) -> None:
         self.is_slow = is_slow
+        self.cause = cause
         self.asked: Counter[NodeId] = Counter()
         self.tasks_most = 0
         self.turns_at: list[int] = []
@@ -48,7 +49,7 @@ class SilentNodes:
         self.tasks_most = max(self.tasks_most, len(asyncio.all_tasks()))
         if self.is_slow:
             await NextTurn()
-        raise AttemptFailed(FailureCause.UNREACHABLE, "nothing listens")
+        raise AttemptFailed(self.cause, "no connection")
 
     async def count_turns(self) -> None:
         while True:
@@ -120,6 +121,12 @@ async def test_pings_that_fail_at_once_leave_turns_to_requests() -> None:
     assert await probe(nodes) == ProbeCounts(answered=0, silent=1000)
     most_in_a_turn = max(Counter(nodes.turns_at).values())
     assert most_in_a_turn <= 3 * CONCURRENT_MAX
+
+
+async def test_a_node_is_not_silent_because_this_router_has_no_port_for_a_ping() -> None:
+    """It was ejected, and the requests that waited for its first tokens were failed."""
+    nodes = SilentNodes(is_slow=False, cause=FailureCause.EXHAUSTED)
+    assert await probe(nodes, dropped=NODES[:3]) == ProbeCounts(answered=1000, silent=0)
 
 
 async def test_a_withdrawn_replica_serves_once_its_node_lists_its_load() -> None:

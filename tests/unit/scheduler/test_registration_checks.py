@@ -41,7 +41,6 @@ class Bench:
             lease=cast(Any, SimpleNamespace(clock=None)),
             leadership=unused,
             peers=unused,
-            heartbeats=unused,
             admission=unused,
             unregistered=unused,
         )
