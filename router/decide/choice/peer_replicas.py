@@ -14,7 +14,7 @@ def peer_of_ranked(ranked: RankedRoute, congestion_charge: float = 0.0) -> PeerR
         route.address,
         ranked.pending_prefill_tokens,
         rounded((1.0 + congestion_charge) * ranked.prefill_ms),
-        token_us(ranked.ms_per_token),
+        _token_us(ranked.ms_per_token),
     )
 
 
@@ -26,11 +26,11 @@ def peer_of_route(route: Route, prefill_tokens: int, token_ms: float) -> PeerRep
         route.address,
         prefill_tokens,
         rounded(prefill_tokens * token_ms),
-        token_us(token_ms),
+        _token_us(token_ms),
     )
 
 
-def token_us(token_ms: float) -> int:
+def _token_us(token_ms: float) -> int:
     """Return a token's time in whole us, at least 1: with 0 no queue and no wake would count."""
     return rounded(1000 * token_ms) or 1
 
