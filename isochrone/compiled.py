@@ -25,6 +25,7 @@ HOT: Final = (
     "isochrone/fair_shares.py",
     "isochrone/wire/client_keys/keys.py",
     "isochrone/wire/http/json_body.py",
+    "isochrone/wire/http/replica_list.py",
     "router/admission_queue.py",
     "router/apis/dispatch.py",
     "router/apis/openai/decode.py",
@@ -103,6 +104,10 @@ GROUP: Final = "router"
 PROFILE: Final = "ISOCHRONE_PROFILE"
 PROFILED_RUNS: Final = (
     ("ops.bench.relay_instructions", "--sizes", "0", "4", "16", "100", "--requests", "100"),
+    (
+        *("ops.bench.relay_instructions", "--sizes", "16", "--requests", "100"),
+        *("--rate", "5000", "--prefill", "2"),
+    ),
     ("ops.bench.relay_instructions", "--stream", "--sizes", "0", "--requests", "500"),
 )
 """The programs that show the C compiler which branches are taken (`setup.py`)."""

@@ -8,6 +8,7 @@ from isochrone.wire.peers.routes import Route
 from router.decide.attempt import FailureCause
 from router.decide.caches.prefix_index import NO_KEYS, PrefixKeys, SentPrompt
 from router.decide.choice.handoff import is_late_handoff
+from router.decide.choice.peer_replicas import rounded
 from router.decide.choice.prefill_replicas import PrefillReading
 from router.decide.replicas.full_replicas import RequestGroup
 from router.decide.replicas.ranked_route import RankedRoute
@@ -88,7 +89,7 @@ class AttemptFeedback:
             return None
         readers = fleet.routing(deployment_id).prefill_replicas
         prompt = readers.record_sent(replica_id, keys, fleet.clock())
-        uncached = max(1, round(tokens * (1 - prompt.share))) if prompt is not None else tokens
+        uncached = tokens if prompt is None else rounded(tokens * (1 - prompt.share)) or 1
         reservation = fleet.in_flight.reserve(replica_id, prefill=uncached, decode=0)
         return PrefillReading(replica_id, reservation, prompt)
 

@@ -6,6 +6,7 @@ from typing import Final
 
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.http.replica_list import format_peer_replicas
 from isochrone.wire.kv.kv_sharing import KV_FOUND, KV_HOLDERS, KV_KEEPER, found_places, parse_found
 from isochrone.wire.models.model import Deprecation
 from isochrone.wire.peers.adapter import RequestAdapter, format_request_adapter
@@ -83,11 +84,11 @@ def node_headers(
     if generated:
         lines += f"{headers.GENERATED_TOKENS}: {generated}\r\n"
     elif peers:
-        lines += f"{headers.PEER_REPLICAS}: {headers.format_peer_replicas(peers)}\r\n"
+        lines += f"{headers.PEER_REPLICAS}: {format_peer_replicas(peers)}\r\n"
     if readers:
-        lines += f"{headers.PREFILL_REPLICAS}: {headers.format_peer_replicas(readers)}\r\n"
+        lines += f"{headers.PREFILL_REPLICAS}: {format_peer_replicas(readers)}\r\n"
     if holders.replicas:
-        lines += f"{KV_HOLDERS}: {headers.format_peer_replicas(holders.replicas)}\r\n"
+        lines += f"{KV_HOLDERS}: {format_peer_replicas(holders.replicas)}\r\n"
         if holders.keeper:
             lines += f"{KV_KEEPER}: {holders.keeper}\r\n"
     return lines

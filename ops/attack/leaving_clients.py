@@ -30,6 +30,7 @@ import msgspec
 
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.http.replica_list import format_peer_replicas
 from isochrone.wire.ids import NodeId, ReplicaId
 from ops.attack.kills import AttackFailed
 from ops.attack.often import (
@@ -105,7 +106,7 @@ class LeavingClients:
             PeerReplica(ReplicaId(n.name), NodeId(n.address), n.address, PROMPT_TOKENS, ms, us)
             for n, ms, us in ((decoder, 4000, 20_000), (reader, 20, 100))
         ]
-        self._readers = headers.format_peer_replicas(peers)
+        self._readers = format_peer_replicas(peers)
         self.reached = dict.fromkeys(LeaveStage, 0)
 
     def _request(self, *, is_streamed: bool) -> bytes:

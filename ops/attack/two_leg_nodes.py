@@ -22,6 +22,7 @@ import msgspec
 
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.http.replica_list import format_peer_replicas
 from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.kv.kv_sharing import KV_FOUND, KV_HOLDERS, parse_found
 from ops.attack.kills import AttackFailed
@@ -193,7 +194,7 @@ class Pair:
 
     def peers(self, others: Sequence[str], token_us: int = 4000) -> str:
         """Name the decode replica, which takes so long to read a token, and the others."""
-        return headers.format_peer_replicas(
+        return format_peer_replicas(
             [
                 PeerReplica(
                     ReplicaId(name),

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.http.replica_list import format_peer_replicas
 from isochrone.wire.ids import NodeId, ReplicaId
 from ops.bench.engine_node import NodeClient
 from ops.bench.streamed_answer import stream_frames
@@ -76,7 +77,7 @@ def describe(
     The decode replica is said to read `decode_slowness` times slower than it does.
     """
     here_us = decode_slowness * token_us
-    return headers.format_peer_replicas(
+    return format_peer_replicas(
         [
             PeerReplica(
                 ReplicaId(node.name),

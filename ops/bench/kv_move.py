@@ -28,6 +28,7 @@ import psutil
 
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.http.replica_list import format_peer_replicas
 from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.kv import kv_sharing
 from ops.bench.disaggregation import bundled_model, raw_copy_s
@@ -79,7 +80,7 @@ def cpu_times() -> CpuTimes:
 
 def holders(node: NodeClient, source: str, address: str, tokens: int) -> str:
     """Return the header that names `d`, and the replica that has the prefix."""
-    return headers.format_peer_replicas(
+    return format_peer_replicas(
         [
             PeerReplica(
                 ReplicaId(name), NodeId(at), at, tokens, tokens * TOKEN_US // 1000, TOKEN_US

@@ -33,6 +33,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from isochrone.wire.http import headers
+from isochrone.wire.http.replica_list import format_peer_replicas
 from isochrone.wire.kv.kv_sharing import (
     FETCH_MS,
     KV_FOUND,
@@ -203,7 +204,7 @@ class PopClients:
             headers.ROUTER: "bench",
         }
         if chosen.peers.replicas:
-            fields[KV_HOLDERS] = headers.format_peer_replicas(chosen.peers.replicas)
+            fields[KV_HOLDERS] = format_peer_replicas(chosen.peers.replicas)
             if chosen.peers.keeper:
                 fields[KV_KEEPER] = chosen.peers.keeper
         return fields

@@ -6,6 +6,9 @@
  * - has at most HEAD_BYTES_MAX bytes, all of them printable ASCII, and CRLF after each line;
  * - names no header twice, and no value is empty or ends with a space;
  * - has a Content-Length, that of all bytes behind the head, and no header in FRAMING.
+ *
+ * An interim response has no body: its head has no Content-Length, and what follows it is the next
+ * response.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -81,16 +84,22 @@ static const char *read_line(const char *at, const char *end, PyObject *fields) 
     return failed || PyDict_GET_SIZE(fields) == before ? NULL : at + 2;
 }
 
+/* Reads the headers from `at` on into `fields`; returns what follows the head, NULL if it is not
+ * plain. */
+static const char *read_lines(
+    const char *at, const char *begin, Py_ssize_t size, PyObject *fields) {
+    const char *end = begin + (size > HEAD_BYTES_MAX ? HEAD_BYTES_MAX : size);
+    while (at && !(end - at >= 2 && at[0] == '\r' && at[1] == '\n'))
+        at = read_line(at, end, fields);
+    return at ? at + 2 : NULL;
+}
+
 /* Reads the headers from `at` on, and the body, as (`first`, headers, body); takes `first`. None if
  * the message is not plain. */
 static PyObject *read_rest(PyObject *first, const char *at, const char *begin, Py_ssize_t size) {
     const char *whole_end = begin + size;
-    const char *end = size > HEAD_BYTES_MAX ? begin + HEAD_BYTES_MAX : whole_end;
     PyObject *fields = first ? PyDict_New() : NULL, *read = NULL;
-    while (fields && at && !(end - at >= 2 && at[0] == '\r' && at[1] == '\n'))
-        at = read_line(at, end, fields);
-    if (fields && at) {
-        at += 2;
+    if (fields && (at = read_lines(at, begin, size, fields))) {
         PyObject *length = PyDict_GetItemWithError(fields, content_length);
         if (length && read_length(length) == whole_end - at) {
             PyObject *body = PyBytes_FromStringAndSize(at, whole_end - at);
@@ -142,7 +151,29 @@ static PyObject *plain_response(PyObject *module, PyObject *data) {
     return read_rest(PyLong_FromLong(status), at + 2, begin, end - begin);
 }
 
+/* Reads the interim response at the beginning, as (headers, what follows it). */
+static PyObject *plain_interim(PyObject *module, PyObject *data) {
+    (void)module;
+    static const char FIRST[] = "HTTP/1.1 103 Early Hints\r\n";
+    if (!PyBytes_CheckExact(data)) Py_RETURN_NONE;
+    const char *begin = PyBytes_AS_STRING(data);
+    Py_ssize_t size = PyBytes_GET_SIZE(data);
+    if (!begins_with(begin, begin + size, FIRST, sizeof FIRST - 1)) Py_RETURN_NONE;
+    PyObject *fields = PyDict_New(), *read = NULL;
+    if (!fields) return NULL;
+    const char *at = read_lines(begin + sizeof FIRST - 1, begin, size, fields);
+    if (at && !PyDict_Contains(fields, content_length)) {
+        PyObject *rest = PyBytes_FromStringAndSize(at, begin + size - at);
+        read = rest ? PyTuple_Pack(2, fields, rest) : NULL;
+        Py_XDECREF(rest);
+    }
+    Py_DECREF(fields);
+    if (read || PyErr_Occurred()) return read;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef METHODS[] = {
+    {"plain_interim", plain_interim, METH_O, NULL},
     {"plain_request", plain_request, METH_O, NULL},
     {"plain_response", plain_response, METH_O, NULL},
     {NULL, NULL, 0, NULL},

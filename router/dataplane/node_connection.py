@@ -9,7 +9,7 @@ from isochrone.wire.ids import NodeId
 from router.dataplane.deadlines import NEVER
 from router.dataplane.exchange import AttemptFailed, Dialer, NodeExchange, ResponseHead
 from router.dataplane.http1 import HeaderFields, lower_name
-from router.dataplane.plain_messages import plain_response
+from router.dataplane.plain_messages import plain_interim, plain_response
 from router.dataplane.plain_socket import plain_socket
 from router.dataplane.pumped_stream import PumpedStream
 from router.dataplane.token_gatherer import TokenGatherer
@@ -18,6 +18,7 @@ from router.decide.attempt import FailureCause
 
 # Looked up once, because each answer uses it.
 _PLAIN_RESPONSE: Final = plain_response
+_PLAIN_INTERIM: Final = plain_interim
 
 HEAD_BYTES_MAX: Final = 32 * 1024
 ONE_WRITE_BYTES_MAX: Final = 16 * 1024
@@ -49,9 +50,9 @@ class NodeConnection:
     """
 
     __slots__ = (
-        "_body", "_fields", "_has_received", "_is_complete", "_is_reused", "_keeps_alive",
-        "_parser", "_pool", "_pumped", "_transport", "_unparsed_bytes", "due_s", "exchange",
-        "node_id",
+        "_body", "_fields", "_has_received", "_is_complete", "_is_parsing", "_is_reused",
+        "_keeps_alive", "_parser", "_pool", "_pumped", "_transport", "_unparsed_bytes", "due_s",
+        "exchange", "node_id",
     )  # fmt: skip
 
     def __init__(self, pool: NodeConnectionPool, node_id: NodeId) -> None:
@@ -66,6 +67,7 @@ class NodeConnection:
         self._unparsed_bytes = 0
         self._is_reused = False
         self._has_received = False
+        self._is_parsing = False
         self._is_complete = False
         self._keeps_alive = False
         self._pumped: PumpedStream | None = None
@@ -80,7 +82,7 @@ class NodeConnection:
         self.exchange = exchange
         self.due_s = exchange.due_s
         self._unparsed_bytes = 0
-        self._has_received = False
+        self._has_received = self._is_parsing = False
         self._is_complete = False
         if self._pumped is not None:
             self._pumped.start()
@@ -168,12 +170,14 @@ class NodeConnection:
             # No request is open, so this is no response.
             self.close()
             return
-        is_first, self._has_received = not self._has_received, True
+        self._has_received = True
         if self._pumped is not None:
             self._pumped.note_bytes()
         try:
-            if not (is_first and self._read_plain(exchange, data)):
-                self._parser.feed_data(data)
+            unread = data if self._is_parsing else self._read_plain(exchange, data)
+            if unread:
+                self._is_parsing = True
+                self._parser.feed_data(unread)
             if self._body:
                 body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
                 self._body.clear()
@@ -253,17 +257,20 @@ class NodeConnection:
         if self._fields:
             self._fields = {}
 
-    def _read_plain(self, exchange: NodeExchange, data: bytes) -> bool:
-        """Read a whole plain response, and return True; False if the parser must read `data`."""
+    def _read_plain(self, exchange: NodeExchange, data: bytes) -> bytes:
+        """Read what is plain at the beginning of a response; return the rest, for the parser."""
+        if (interim := _PLAIN_INTERIM(data)) is not None:
+            fields, data = interim
+            exchange.on_interim_head(fields)
         plain = _PLAIN_RESPONSE(data)
         if plain is None:
-            return False
+            return data
         status, fields, body = plain
         exchange.on_head(ResponseHead(status, fields))
         self._is_complete = self._keeps_alive = True
         if body:
             self._body.append(body)
-        return True
+        return b""
 
     def _finish(self, exchange: NodeExchange) -> None:
         """Return the connection to the pool, or close it, and end the exchange."""

@@ -1,4 +1,4 @@
-"""Reads whole plain messages at once: most requests, and most answers of nodes that are no streams.
+"""Reads plain messages at once: most requests, nodes' notices, and most answers but streams.
 
 The compiled request path has this in C (`head_bytes.c`, which says what is plain), because a parser
 calls back for each header. Everything else, and each part of a message that comes in parts, is left
@@ -17,6 +17,9 @@ PlainRequest = tuple[bytes, HeaderFields, bytes]
 PlainResponse = tuple[int, HeaderFields, bytes]
 """The status of a final response, its headers and its body."""
 
+PlainInterim = tuple[HeaderFields, bytes]
+"""The headers of an interim response, and the bytes that follow it."""
+
 
 def read_none(data: bytes) -> None:
     """Read nothing: without the function in C, the parser is the fastest."""
@@ -25,7 +28,9 @@ def read_none(data: bytes) -> None:
 
 plain_request: Callable[[bytes], PlainRequest | None] = read_none
 plain_response: Callable[[bytes], PlainResponse | None] = read_none
+plain_interim: Callable[[bytes], PlainInterim | None] = read_none
 
 with suppress(ImportError):
     _IN_C = importlib.import_module("router.dataplane.head_bytes")
     plain_request, plain_response = _IN_C.plain_request, _IN_C.plain_response
+    plain_interim = _IN_C.plain_interim

@@ -14,12 +14,22 @@ import os
 import socket
 import struct
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 _F_SEAL_FUTURE_WRITE: Final = 0x10
 """Python's fcntl has no name for it."""
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MESSAGE: Final = b"w"
+
+
+LockPages = Callable[[mmap.mmap], Callable[[], None]]
+"""Locks the pages of a window for a device that copies from or to it; returns what unlocks them."""
+
+
+def unlocked(_: mmap.mmap) -> Callable[[], None]:
+    """Lock nothing: only CPUs copy."""
+    return lambda: None
 
 
 class WindowRefused(Exception):
@@ -29,10 +39,11 @@ class WindowRefused(Exception):
 class OwnedWindow:
     """A window that this process fills; `close` gives up its descriptor."""
 
-    def __init__(self, size_bytes: int, readers: str = "") -> None:
+    def __init__(self, size_bytes: int, readers: str = "", lock: LockPages = unlocked) -> None:
         """Allocate all of it. Raises OSError if the system or a limit on memory refuses it.
 
         `readers` names those that may keep it mapped: no other process may see its contents.
+        `lock` locks its pages until `close`.
         """
         self.readers = readers
         self._descriptor = os.memfd_create("kv-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -42,6 +53,7 @@ class OwnedWindow:
             self.memory = mmap.mmap(self._descriptor, size_bytes)
             seals = _SIZE_SEALS | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, seals)
+            self._unlock = lock(self.memory)
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -52,6 +64,7 @@ class OwnedWindow:
 
     def close(self) -> None:
         """Give up the descriptor. The memory is freed with the last mapping of it."""
+        self._unlock()
         os.close(self._descriptor)
 
 
@@ -113,7 +126,8 @@ def _map(descriptor: int, size_bytes_max: int) -> mmap.mmap:
         raise WindowRefused("its size can change: it is not sealed")
     if not 0 < size_bytes <= size_bytes_max:
         raise WindowRefused(f"it has {size_bytes} bytes, more than {size_bytes_max}")
-    # Private, because torch takes no buffer that is read-only. A write would change a copy.
+    # Private, because torch takes no buffer that is read-only. A write would change a copy. So the
+    # pages of a reader cannot be locked: the kernel would lock copies of them.
     return mmap.mmap(descriptor, size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
 
 

@@ -15,7 +15,12 @@ from typing import Any, Final
 from isochrone.service.machine_share import free_memory_bytes
 from isochrone.service.network.private_socket import private_socket
 from isochrone.service.windows.received_window import CONNECT_S, COUNT_BYTES, WindowLost
-from isochrone.service.windows.shared_window import OwnedWindow, is_same_user
+from isochrone.service.windows.shared_window import (
+    LockPages,
+    OwnedWindow,
+    is_same_user,
+    unlocked,
+)
 from isochrone.service.windows.slot_ring import SlotRing, SlotRun
 from isochrone.wire.kv.kv_transfer import is_transfer_id
 
@@ -177,9 +182,16 @@ class SenderWindow:
 class WindowPool:
     """The windows of one process, and the socket at which receivers take them."""
 
-    def __init__(self, path: Path, free_bytes: Callable[[], int] = free_memory_bytes) -> None:
-        """`path` is that of the socket. `free_bytes` returns the memory that is free."""
+    def __init__(
+        self,
+        path: Path,
+        free_bytes: Callable[[], int] = free_memory_bytes,
+        lock: LockPages = unlocked,
+    ) -> None:
+        """`path` is that of the socket. `free_bytes` returns the memory that is free, and `lock`
+        locks the pages of a window."""
         self.path = path
+        self._lock = lock
         self._free_bytes = free_bytes
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -267,7 +279,7 @@ class WindowPool:
             # At the limit of a cgroup the system would end a process instead of refusing.
             if self._free_bytes() < SPARE_FACTOR * size_bytes:
                 raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-            window = OwnedWindow(size_bytes, readers)
+            window = OwnedWindow(size_bytes, readers, self._lock)
         except OSError as error:
             self._may_allocate_at_s = now_s + RETRY_S
             warn(f"share {size_bytes} bytes of memory with other processes", error)

@@ -1,7 +1,7 @@
 """The HTTP headers between client, router and node, and the load that each answer carries."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -317,17 +317,8 @@ def parse_loads(value: str) -> dict[ReplicaId, ReportedLoad]:
     return loads
 
 
-def format_peer_replicas(replicas: Sequence[PeerReplica]) -> str:
-    """Format peer replicas as a header value: `r1 n1 10.0.0.1:7000 400 120 62,r2 ...`."""
-    return ",".join(
-        f"{peer.replica_id} {peer.node_id} {peer.address}"
-        f" {peer.pending_prefill_tokens} {peer.prefill_ms} {peer.token_us}"
-        for peer in replicas[:PEER_REPLICAS_MAX]
-    )
-
-
 def parse_peer_replicas(value: str) -> list[PeerReplica]:
-    """Parse a header value; skip malformed entries."""
+    """Parse a header value (`replica_list.format_peer_replicas`); skip malformed entries."""
     replicas = []
     for part in value.split(",", PEER_REPLICAS_MAX)[:PEER_REPLICAS_MAX]:
         fields = part.split(" ")

@@ -18,9 +18,9 @@ from isochrone.wire.http.headers import (
     PREFILL_REPLICAS,
     REPLICA,
     PeerReplica,
-    format_peer_replicas,
     parse_peer_replicas,
 )
+from isochrone.wire.http.replica_list import format_peer_replicas
 from isochrone.wire.ids import ReplicaId
 from isochrone.wire.kv.kv_sharing import KV_HOLDERS, KV_KEEPER
 

@@ -253,8 +253,10 @@ class KvTransfers:
             return self._device.read_blocks(cached)
         if self._mover is None:
             return None
-        kept = list(takewhile(self._mover.host.__contains__, digests))
-        return self._mover.host.get(kept) if kept else None
+        host = self._mover.host
+        kept = list(takewhile(host.__contains__, digests))
+        host.use(kept)
+        return host.get(kept) if kept else None
 
     def keep(self, digests: Sequence[bytes], contents: Tensor) -> None:
         """Store blocks that no request waits for: below the device, if there are such tiers.

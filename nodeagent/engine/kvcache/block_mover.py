@@ -11,9 +11,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from nodeagent.engine.kvcache.block_pool import CachedBlock
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.engine.kvcache.host_tier import HostTier
+from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.swap_or_recompute import SwapOrRecompute
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,10 @@ _READAHEAD_FILES: Final = 4
 _CLOSE_S: Final = 10.0
 _SAVE_BLOCKS: Final = 64
 """Blocks copied off the device at once when all are saved."""
+STAGED_BYTES: Final = 16 * 1024 * 1024
+"""How much is copied between the device and the host tier at once."""
+
+Item = TypeVar("Item")
 
 
 class DeviceBlocks(Protocol):
@@ -69,8 +74,17 @@ class _PendingWrite(NamedTuple):
 class BlockMover:
     """The tiers below one device, and the threads that read and write files."""
 
-    def __init__(self, device: DeviceBlocks, host: HostTier, files: FileTier | None) -> None:
+    def __init__(
+        self,
+        device: DeviceBlocks,
+        host: HostTier,
+        files: FileTier | None,
+        staging: StagingMemory | None = None,
+    ) -> None:
+        """Blocks are copied from and to the device in `staging`."""
         self._device = device
+        self._staging = staging or StagingMemory(max(STAGED_BYTES, host.block_bytes))
+        self._staged_blocks = max(1, self._staging.buffer_bytes // host.block_bytes)
         self.swap_or_recompute = SwapOrRecompute()
         self.host = host
         self.files = files
@@ -107,11 +121,17 @@ class BlockMover:
             copy_on_device()
             return
         began_s = time.monotonic()
-        contents = self.host.get([digest for _, digest in restores])
+        digests = [digest for _, digest in restores]
+        self.host.use(digests)
+        taken: Iterator[Tensor] = map(self._taken, self._parts(digests))
+        if len(restores) + len(unsaved) > self.host.total:
+            # Saving may evict them.
+            taken = iter(list(taken))
         # Saving the blocks that are evicted for it counts as part of the cost of restoring.
         self._save(unsaved)
         copy_on_device()
-        self._device.write_blocks([block for block, _ in restores], contents)
+        for part, contents in zip(self._parts(restores), taken, strict=True):
+            self._device.write_blocks([block for block, _ in part], contents)
         self.restored_total += len(restores)
         self.swap_or_recompute.record_swap(len(restores), time.monotonic() - began_s)
 
@@ -159,10 +179,12 @@ class BlockMover:
             self._queue_writes(digests, contents)
 
     def save_all(self, cached: Sequence[CachedBlock], until_s: float) -> None:
-        """Write the blocks cached on the device to files, most recently used first.
+        """Write the blocks cached on the device to files, most recently used first, when the device
+        goes to sleep or ends.
 
         Stops at `until_s` (monotonic): blocks not written are computed again.
         """
+        self._staging.forget()
         if self.files is None:
             return
         files = self.files
@@ -204,14 +226,31 @@ class BlockMover:
         }
 
     def _save(self, evicted: Sequence[CachedBlock]) -> None:
-        if not evicted:
-            return
-        digests = [digest for _, digest in evicted]
-        contents = self._device.read_blocks([block for block, _ in evicted])
-        self.host.put(digests, contents)
-        self.saved_total += len(digests)
-        if self.files is not None:
-            self._queue_writes(digests, contents)
+        room = self.host.total
+        for part in self._parts(evicted):
+            digests = [digest for _, digest in part]
+            contents = self._device.read_blocks(
+                [block for block, _ in part], self._staged(len(part))
+            )
+            self.host.put(digests[:room], contents)
+            room = max(0, room - len(part))
+            self.saved_total += len(part)
+            if self.files is not None:
+                self._queue_writes(digests, contents)
+        # A prefix outlives what follows it, also what was in another part.
+        self.host.use([digest for _, digest in evicted[: self.host.total]])
+
+    def _taken(self, digests: Sequence[bytes]) -> Tensor:
+        """Return blocks of the host tier where the device can take them."""
+        return self.host.get(digests, self._staged(len(digests)))
+
+    def _staged(self, blocks: int) -> Tensor:
+        return self.host.shaped(self._staging.take(blocks * self.host.block_bytes))
+
+    def _parts(self, blocks: Sequence[Item]) -> Iterator[Sequence[Item]]:
+        """Cut a move into parts that fit into staging memory."""
+        for start in range(0, len(blocks), self._staged_blocks):
+            yield blocks[start : start + self._staged_blocks]
 
     def _queue_writes(self, digests: Sequence[bytes], contents: Tensor) -> None:
         """Have blocks written to files, unless too many wait already."""
@@ -221,9 +260,8 @@ class BlockMover:
         # Only this thread adds to the queue, so these still fit below.
         taken = unwritten[: self._writes.maxsize - self._writes.qsize()]
         self.unwritten_total += len(unwritten) - len(taken)
-        if len(taken) < len(digests):
-            # A copy: a view of one block would keep the memory of all blocks until it is written.
-            contents = contents[taken]
+        # A copy: a view of one block would keep the memory of all blocks until it is written.
+        contents = contents[taken]
         for index, content in zip(taken, contents, strict=True):
             self._writes.put_nowait(_PendingWrite(digests[index], content))
 

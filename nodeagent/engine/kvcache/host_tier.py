@@ -2,11 +2,15 @@
 
 Rule 1: its memory is bounded by its size at construction, and is touched only as it fills.
 Rule 2: one thread writes; any thread may ask whether a digest is here.
+Rule 3: no device copies from or to this memory: blocks move through staging memory, which is small
+enough to be page-locked.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +20,7 @@ class HostTier:
 
     def __init__(self, total: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.total = total
+        self.block_bytes = prod(shape) * dtype.itemsize
         self._rows = torch.empty(total, *shape, dtype=dtype)
         self._row_of: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(total))
@@ -58,12 +63,23 @@ class HostTier:
         if len(contents) != len(digests):
             raise ValueError(f"cannot take {len(contents)} KV blocks as {len(digests)}")
 
-    def get(self, digests: Sequence[bytes]) -> Tensor:
-        """Return copies of the blocks [blocks, ...]; every digest must be here."""
-        rows = [self._row_of[digest] for digest in digests]
+    def get(self, digests: Sequence[bytes], out: Tensor | None = None) -> Tensor:
+        """Return copies of the blocks [blocks, ...], in `out` if it is given; every digest must be
+        here."""
+        rows = torch.tensor([self._row_of[digest] for digest in digests], dtype=torch.int64)
+        contents = self._rows.new_empty(len(rows), *self._rows.shape[1:]) if out is None else out
+        # As bytes: not every operation knows every dtype.
+        torch.index_select(_as_bytes(self._rows), 0, rows, out=_as_bytes(contents))
+        return contents
+
+    def use(self, digests: Sequence[bytes]) -> None:
+        """Have the blocks evicted after all others, the first of them last."""
         for digest in reversed(digests):
             self._row_of.move_to_end(digest)
-        return self._rows[rows]
+
+    def shaped(self, memory: np.ndarray) -> Tensor:
+        """Return memory [bytes] as that of some blocks [blocks, ...]."""
+        return torch.from_numpy(memory).view(self._rows.dtype).view(-1, *self._rows.shape[1:])
 
     def as_block(self, content: bytearray) -> Tensor:
         """Return the bytes of one block as a tensor of this tier's block shape."""
@@ -75,3 +91,7 @@ class HostTier:
             return self._free.pop()
         _, row = self._row_of.popitem(last=False)
         return row
+
+
+def _as_bytes(blocks: Tensor) -> Tensor:
+    return blocks.view(len(blocks), -1).view(torch.uint8)

@@ -15,12 +15,13 @@ from isochrone.wire.engines.engine import EngineConfig
 from isochrone.wire.kv.kv_store import STORE_BUFFER_BYTES
 from nodeagent.engine.architecture.decoder_shape import DecoderShape
 from nodeagent.engine.architecture.errors import CheckpointError
-from nodeagent.engine.kvcache.block_mover import BlockMover, DeviceBlocks
+from nodeagent.engine.kvcache.block_mover import STAGED_BYTES, BlockMover, DeviceBlocks
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.engine.kvcache.host_tier import HostTier
 from nodeagent.engine.kvcache.kv_format import KvFormat
 from nodeagent.engine.kvcache.mooncake_client import MooncakeClient
+from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.store_ports import listening_ports
 from nodeagent.engine.kvcache.store_tier import StoreTier
 
@@ -104,7 +105,8 @@ def open_tiers(
             raise CheckpointError(
                 f"cannot keep KV in {config.kv_folder}: {error.strerror or error}"
             ) from error
-    return BlockMover(device, host, files)
+    staging = StagingMemory(max(STAGED_BYTES, block_bytes), config.device)
+    return BlockMover(device, host, files, staging)
 
 
 def open_store(config: EngineConfig, form: KvBlockForm) -> StoreTier | None:

@@ -68,12 +68,13 @@ class GenerationServer(ModelServer):
         for worker in workers.workers:
             # The descriptor becomes readable when the worker process ends.
             asyncio.get_running_loop().add_reader(worker.descriptor, self.worker.fail)
-        staging = StagingMemory(max(SHARED_BYTES_MAX, loaded.kv_blocks.block_bytes))
+        buffer_bytes = max(SHARED_BYTES_MAX, loaded.kv_blocks.block_bytes)
+        staging = StagingMemory(buffer_bytes, config.device)
         self.sleep = EngineSleep(config, loaded, self.worker, self.inflight, staging)
         self.adapters = AdapterRegistry(config, loaded.active_adapters, loaded.dtype)
         self._preparer = RequestPreparer(config, loaded, self.adapters, self.context_tokens)
         socket = Path(config.socket).with_name(kv_transfer.WINDOW_SOCKET_NAME)
-        self.kv_windows = KvWindows(loaded.kv_blocks, socket, staging)
+        self.kv_windows = KvWindows(loaded.kv_blocks, socket, staging, config.device)
         self.kv_sender = KvSender(
             config,
             loaded.kv_blocks,

@@ -203,7 +203,8 @@ class PrefixIndex:
         while high - low > 1 and low_holders != high_holders:
             middle = (low + high) // 2
             middle_holders = self._holders.get(keys[middle], 0)
-            self._find_ends(keys, low, low_holders, middle, middle_holders, ends)
+            if middle_holders != low_holders:
+                self._find_ends(keys, low, low_holders, middle, middle_holders, ends)
             low, low_holders = middle, middle_holders
         if low_holders != high_holders:
             ends.append((low, low_holders & ~high_holders))

@@ -11,15 +11,16 @@ the scheduler has not replaced it yet. Engines that cannot do both (`needs_prefi
 """
 
 from collections.abc import Sequence, Set
-from typing import Final, NamedTuple
+from typing import Final
 
+from isochrone.native_class import mypyc_attr
 from isochrone.wire.http.headers import PEER_REPLICAS_MAX, PeerReplica
 from isochrone.wire.ids import PopId, ReplicaId
 from isochrone.wire.peers.assignment import Role
 from isochrone.wire.peers.routes import Route
 from router.decide.caches.prefix_index import NO_KEYS, PrefixIndex, PrefixKeys, SentPrompt
 from router.decide.choice.handoff import HANDOFF_MS_MIN
-from router.decide.choice.peer_replicas import peer_of_ranked, peer_of_route
+from router.decide.choice.peer_replicas import peer_of_ranked, peer_of_route, rounded
 from router.decide.choice.ranking import RankedRoutes
 from router.decide.choice.route_query import RouteQuery
 from router.decide.replicas.latency import prompt_token_ms
@@ -31,19 +32,39 @@ from router.decide.replicas.tokens_in_flight import InFlightLedger, Reservation
 PREFILL: Final = Role.PREFILL
 
 
-class PrefillReading(NamedTuple):
+@mypyc_attr(free_list_len=1)
+class PrefillReading:
     """A prompt that a prefill replica reads for another one: its tokens and its blocks there."""
 
-    replica_id: ReplicaId
-    reservation: Reservation
-    prompt: SentPrompt | None
+    __slots__ = ("prompt", "replica_id", "reservation")
+
+    def __init__(
+        self, replica_id: ReplicaId, reservation: Reservation, prompt: SentPrompt | None
+    ) -> None:
+        self.replica_id = replica_id
+        self.reservation = reservation
+        self.prompt = prompt
+
+
+@mypyc_attr(acyclic=True)
+class PrefillReplica:
+    """A prefill replica: what is the same for each prompt."""
+
+    __slots__ = ("replica_id", "route", "slot", "token_ms", "version")
+
+    def __init__(self, route: Route, slot: int) -> None:
+        self.route = route
+        self.slot = slot
+        self.replica_id = route.replica_id
+        self.version = route.version
+        self.token_ms = prompt_token_ms(route.prefill_tokens_per_s)
 
 
 class PrefillReplicas:
     """The prefill replicas of one deployment, by PoP."""
 
     def __init__(self) -> None:
-        self._by_pop: dict[PopId, list[Route]] = {}
+        self._by_pop: dict[PopId, list[PrefillReplica]] = {}
         self.table = ReplicaTable()
         """The prefill replicas by slot, to rank them."""
         self._prefixes = PrefixIndex()
@@ -52,25 +73,22 @@ class PrefillReplicas:
     @property
     def routes(self) -> list[Route]:
         """Return all of them."""
-        return [route for of_pop in self._by_pop.values() for route in of_pop]
+        return [replica.route for of_pop in self._by_pop.values() for replica in of_pop]
 
     def split(self, routes: Sequence[Route]) -> Sequence[Route]:
         """Hold the prefill replicas among `routes` and no others; return the rest.
 
         If there are none but prefill replicas, all of them take requests.
         """
+        serving = [route for route in routes if route.role is not PREFILL]
+        # Without any other, they take requests: their engines can do both.
+        apart = [route for route in routes if route.role is PREFILL] if serving else []
+        self._prefixes.remove_slots(self.table.set_routes(apart))
         self._by_pop = {}
-        serving: list[Route] = []
-        for route in routes:
-            if route.role is PREFILL:
-                self._by_pop.setdefault(route.pop, []).append(route)
-            else:
-                serving.append(route)
-        if not serving:
-            # Their engines can do both: better than no answer.
-            self._by_pop = {}
-        self._prefixes.remove_slots(self.table.set_routes(self.routes))
-        return serving if self._by_pop else routes
+        for route in apart:
+            replica = PrefillReplica(route, self.table.slots[route.replica_id])
+            self._by_pop.setdefault(route.pop, []).append(replica)
+        return serving if apart else routes
 
     def __bool__(self) -> bool:
         return bool(self._by_pop)
@@ -79,10 +97,10 @@ class PrefillReplicas:
         """Return how long a prompt waits at the first prefill replica to be free for `route`."""
         shortest = 0.0
         is_first = True
-        for peer in self._by_pop.get(route.pop, ()):
-            if peer.version != route.version:
+        for replica in self._by_pop.get(route.pop, ()):
+            if replica.version != route.version:
                 continue
-            wait = _queued_tokens(ledger, peer, now_s) * prompt_token_ms(peer.prefill_tokens_per_s)
+            wait = ledger.queued_tokens(replica.replica_id, now_s) * replica.token_ms
             if is_first or wait < shortest:
                 shortest, is_first = wait, False
         return shortest
@@ -134,20 +152,24 @@ class PrefillReplicas:
         if here.role is PREFILL:
             # It answers in place of a replica that generates, and reads the prompt, too.
             return []
-        peers: list[tuple[float, PeerReplica]] = []
         matches = self._prefixes.match(keys)
-        for route in self._by_pop.get(here.pop, ()):
-            if route.version != here.version or route.replica_id in excluded:
+        peers = [peer_of_ranked(target)]
+        costs_ms: list[float] = [0.0]
+        """Until each of them would have read the prompt, in order; the target stays the first."""
+        for replica in self._by_pop.get(here.pop, ()):
+            if replica.version != here.version or replica.replica_id in excluded:
                 continue
-            token_ms = prompt_token_ms(route.prefill_tokens_per_s)
-            queued = _queued_tokens(ledger, route, now_s)
-            cached = matches.share_at(self.table.slots[route.replica_id])
-            uncached = max(1, round(prompt_tokens * (1 - cached)))
-            peers.append(((queued + uncached) * token_ms, peer_of_route(route, uncached, token_ms)))
-        if not peers:
-            return []
-        peers.sort(key=_first)
-        return [peer_of_ranked(target), *[peer for _, peer in peers[: PEER_REPLICAS_MAX - 1]]]
+            token_ms = replica.token_ms
+            uncached = rounded(prompt_tokens * (1 - matches.share_at(replica.slot))) or 1
+            cost_ms = (ledger.queued_tokens(replica.replica_id, now_s) + uncached) * token_ms
+            place = len(costs_ms)
+            while place > 1 and cost_ms < costs_ms[place - 1]:
+                place -= 1
+            if place < PEER_REPLICAS_MAX:
+                costs_ms.insert(place, cost_ms)
+                peers.insert(place, peer_of_route(replica.route, uncached, token_ms))
+                del costs_ms[PEER_REPLICAS_MAX:], peers[PEER_REPLICAS_MAX:]
+        return peers if len(peers) > 1 else []
 
 
 def has_lost_all(routes: RankedRoutes, snapshot: RoutingSnapshot) -> bool:
@@ -172,12 +194,3 @@ def without_slots(query: RouteQuery) -> RouteQuery:
         query.session,
         queue_refusals=query.queue_refusals,
     )
-
-
-def _queued_tokens(ledger: InFlightLedger, route: Route, now_s: float) -> float:
-    in_flight = ledger.tokens_at(route.replica_id, now_s)
-    return in_flight.prefill_tokens + in_flight.others_prefill_tokens
-
-
-def _first(candidate: tuple[float, PeerReplica]) -> float:
-    return candidate[0]

@@ -254,6 +254,14 @@ class InFlightLedger:
             round(others.decode),
         )
 
+    def queued_tokens(self, replica_id: ReplicaId, now_s: float) -> int:
+        """Return how many tokens of prompts wait at one replica, those of other routers too."""
+        load = self._loads.get(replica_id)
+        if load is None:
+            return 0
+        others = load.others.estimate(now_s).prefill
+        return load.prefill_tokens + (round(others) if others else 0)
+
     def load_of(self, replica_id: ReplicaId) -> ReplicaLoad:
         """Return the replica's account, to read only."""
         return self._loads.get(replica_id) or ReplicaLoad()

@@ -23,6 +23,7 @@ from aiohttp.typedefs import Middleware
 
 from isochrone.service.network.http_server import serve_http
 from isochrone.wire.http import headers
+from isochrone.wire.http.replica_list import format_peer_replicas
 from isochrone.wire.ids import Generation, NodeId, ReplicaId
 from isochrone.wire.models.artifact import manifest_digest
 from isochrone.wire.models.model import Artifact, ArtifactFile, EngineSettings
@@ -102,7 +103,7 @@ class Node(NamedTuple):
         if queue_tokens_max is not None:
             sent[headers.QUEUE_TOKENS_MAX] = str(queue_tokens_max)
         if peers:
-            sent[headers.PEER_REPLICAS] = headers.format_peer_replicas(peers)
+            sent[headers.PEER_REPLICAS] = format_peer_replicas(peers)
         body = {
             "messages": [{"role": "user", "content": "x"}],
             "max_tokens": tokens,
@@ -318,7 +319,7 @@ async def test_a_handoff_and_its_end_are_announced_before_the_answer(node: Node)
     admission = {name: node.supervisor.replicas[ReplicaId(name)].admission for name in ("r1", "r2")}
     queued = admission["r1"].admit(300, 1, 300)
     assert queued is not None
-    peers = headers.format_peer_replicas([node.peer("r1"), node.peer("r2")])
+    peers = format_peer_replicas([node.peer("r1"), node.peer("r2")])
     body = msgspec.json.encode(
         {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "stream": True}
     )

@@ -19,6 +19,7 @@ from aiohttp import web
 from isochrone.service.network.http_server import serve_http
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.http.replica_list import format_peer_replicas
 from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.kv import kv_sharing, kv_transfer
 from isochrone.wire.kv.kv_sharing import FoundTokens, parse_found
@@ -96,7 +97,7 @@ class SharingNodes(NamedTuple):
         if others:
             here = msgspec.structs.replace(self.peer(name), token_us=token_us)
             holders = [here, *others]
-            sent[kv_sharing.KV_HOLDERS] = headers.format_peer_replicas(holders)
+            sent[kv_sharing.KV_HOLDERS] = format_peer_replicas(holders)
             sent[kv_sharing.KV_KEEPER] = keeper
         if peers:
             sent[headers.PEER_REPLICAS] = peers
@@ -105,7 +106,7 @@ class SharingNodes(NamedTuple):
                 msgspec.structs.replace(self.peer(reader), prefill_ms=20, token_us=100)
                 for reader in readers
             ]
-            sent[headers.PREFILL_REPLICAS] = headers.format_peer_replicas([self.peer(name), *fast])
+            sent[headers.PREFILL_REPLICAS] = format_peer_replicas([self.peer(name), *fast])
         body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         node = self.nodes[name]
         async with node.http.post("/v1/completions", json=body, headers=sent) as response:
@@ -230,7 +231,7 @@ async def check_handoff(pop: SharingNodes) -> None:
     first = await pop.ask("a", prompt)
     queued = pop.nodes["a"].supervisor.replicas[ReplicaId("a")].admission.admit(10_000, 1, 10_000)
     assert queued is not None
-    peers = headers.format_peer_replicas([pop.peer("a"), pop.peer("b")])
+    peers = format_peer_replicas([pop.peer("a"), pop.peer("b")])
     handed_off = await pop.ask("a", prompt, pop.peer("b"), keeper="b", peers=peers)
     queued.release()
     assert handed_off == SharedAnswer(first.text, FoundTokens(peer=tokens))

@@ -18,6 +18,7 @@ import pytest
 from isochrone.service.windows.window_pool import WINDOWS_MAX
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.http.replica_list import format_peer_replicas
 from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.kv import kv_sharing
 from isochrone.wire.kv.kv_transfer import WINDOW_SOCKET_NAME
@@ -56,7 +57,7 @@ class TwoEngines(NamedTuple):
     def peers(self, *names: str, fast: str = "p") -> str:
         """Return the header that names these replicas, all but one slow at reading prompts."""
         address = self.node.address
-        return headers.format_peer_replicas(
+        return format_peer_replicas(
             [
                 PeerReplica(
                     ReplicaId(name),

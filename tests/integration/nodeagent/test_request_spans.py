@@ -18,6 +18,7 @@ from isochrone.service.tracing import names
 from isochrone.service.tracing.exporter import ServiceName, SpanCounts, SpanExporter
 from isochrone.service.tracing.recorder import SpanRecorder
 from isochrone.wire.http import headers
+from isochrone.wire.http.replica_list import format_peer_replicas
 from isochrone.wire.http.trace_context import TraceContext
 from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.kv import kv_sharing
@@ -152,7 +153,7 @@ async def check_engine_steps(traced: TracedNodes, prompt: list[int]) -> None:
 
 async def check_fetch(traced: TracedNodes, prompt: list[int]) -> None:
     nodes = traced.nodes
-    holders = headers.format_peer_replicas([nodes.peer("b"), nodes.peer("a")])
+    holders = format_peer_replicas([nodes.peer("b"), nodes.peer("a")])
     spans = await traced.trace("b", prompt, {kv_sharing.KV_HOLDERS: holders}, stream=True)
     fetch = spans["serve/fetch kv"]
     assert fetch.attributes[names.KV_OUTCOME] == "fetch"
@@ -172,7 +173,7 @@ async def check_handoff(traced: TracedNodes) -> None:
     admission = nodes.nodes["b"].supervisor.replicas[ReplicaId("b")].admission
     queued = admission.admit(QUEUED_TOKENS, 1, QUEUED_TOKENS)
     assert queued is not None
-    peers = headers.format_peer_replicas([nodes.peer("b"), nodes.peer("a")])
+    peers = format_peer_replicas([nodes.peer("b"), nodes.peer("a")])
     spans = await traced.trace("b", a_prompt(), {headers.PEER_REPLICAS: peers}, stream=True)
     queued.release()
     handoff = spans["serve/handoff"]

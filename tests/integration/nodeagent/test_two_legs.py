@@ -27,6 +27,7 @@ from isochrone.service.tracing.recorder import SpanRecorder
 from isochrone.service.tracing.spans import Span
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.http.replica_list import format_peer_replicas
 from isochrone.wire.http.trace_context import TraceContext
 from isochrone.wire.ids import DeviceId, Generation, NodeId, ReplicaId
 from isochrone.wire.kv import kv_transfer
@@ -165,9 +166,9 @@ class TwoLegs(NamedTuple):
             lines[headers.TRACEPARENT] = traceparent
         if candidates or bad is not None:
             peers = [*self.peers(at, *candidates), *([bad] if bad is not None else [])]
-            lines[headers.PREFILL_REPLICAS] = headers.format_peer_replicas(peers)
+            lines[headers.PREFILL_REPLICAS] = format_peer_replicas(peers)
         if at != "d":
-            lines[headers.PEER_REPLICAS] = headers.format_peer_replicas(self.peers(at, "d"))
+            lines[headers.PEER_REPLICAS] = format_peer_replicas(self.peers(at, "d"))
         host, _, port = self.nodes[NAMES.index(at)].address.partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())

@@ -20,6 +20,7 @@ import pytest
 
 from isochrone.wire.engines.engine_capabilities import capabilities_of
 from isochrone.wire.http import headers
+from isochrone.wire.http.replica_list import format_peer_replicas
 from isochrone.wire.ids import DeviceId, Generation, ReplicaId
 from isochrone.wire.models.model import EngineSettings
 from isochrone.wire.peers.assignment import ReplicaSpec, Role, Tombstone
@@ -253,7 +254,7 @@ async def check_continuation(vendor: Vendor) -> None:
     """The rest of a broken stream has two legs only if its engine cannot read the prompt."""
     able = capabilities_of(vendor.driver)
     before = await vendor.external_tokens()
-    named = headers.format_peer_replicas(vendor.legs.peers("d", "p1"))
+    named = format_peer_replicas(vendor.legs.peers("d", "p1"))
     sent = {headers.PREFILL_REPLICAS: named, headers.GENERATED_TOKENS: "3"}
     async with vendor.legs.nodes[0].ask("d", sent=sent) as response:
         assert response.status == (200 if able.resumes else 501)
@@ -265,7 +266,7 @@ async def check_several_sequences(vendor: Vendor) -> None:
     """They are read where they are answered."""
     node = vendor.legs.nodes[0]
     before = await vendor.external_tokens()
-    sent = {headers.PREFILL_REPLICAS: headers.format_peer_replicas(vendor.legs.peers("d", "p1"))}
+    sent = {headers.PREFILL_REPLICAS: format_peer_replicas(vendor.legs.peers("d", "p1"))}
     async with node.ask("d", sent=sent, n=2) as response:
         assert response.status == 200
         await response.read()

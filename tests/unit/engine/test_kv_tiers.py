@@ -17,6 +17,7 @@ from nodeagent.engine.kvcache.block_mover import BlockMover
 from nodeagent.engine.kvcache.block_pool import BLOCK_TOKENS, BlockPool, CachedBlock
 from nodeagent.engine.kvcache.file_tier import FileTier
 from nodeagent.engine.kvcache.host_tier import HostTier
+from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.scheduler.batch import StepLimits
 from nodeagent.engine.scheduler.batch_scheduler import BatchScheduler
 from nodeagent.engine.scheduler.fair_queue import SchedulingParams
@@ -70,13 +71,17 @@ class Pages:
     ),
     st.integers(0, 12),
     st.integers(5, 40),
+    st.integers(1, 12),
 )
 def test_a_step_reads_only_the_kv_of_its_own_sequences(
-    requests: list[tuple[int, int, bytes, int, int]], host_blocks: int, budget: int
+    requests: list[tuple[int, int, bytes, int, int]],
+    host_blocks: int,
+    budget: int,
+    staged_blocks: int,
 ) -> None:
     pages = Pages(8)
     host = HostTier(host_blocks, (BLOCK_TOKENS, 2), torch.int64)
-    mover = BlockMover(pages, host, None)
+    mover = BlockMover(pages, host, None, StagingMemory(staged_blocks * host.block_bytes))
     scheduler = BatchScheduler(StepLimits(budget, 4), BlockPool(8), lower_tiers=host)
     coming = []
     for number, (prompt, output, salt, start, priority) in enumerate(requests):
@@ -120,6 +125,24 @@ def test_an_evicted_session_is_restored_completely() -> None:
         cached.append(sequence.cached_tokens)
     assert cached == [0, 0, 5 * BLOCK_TOKENS]
     assert (mover.restored_total, mover.saved_total) == (5, 10)
+
+
+def test_what_is_saved_in_parts_is_evicted_as_if_saved_at_once() -> None:
+    device = Pages(8)
+    device.rows[:] = torch.arange(8)[:, None, None]
+    host = HostTier(4, (BLOCK_TOKENS, 2), torch.int64)
+    host.put([digest(9)], device.rows[:1])
+    mover = BlockMover(device, host, None, StagingMemory(2 * host.block_bytes))
+    mover.move([CachedBlock(n, digest(n)) for n in range(6)], (), lambda: None)
+    assert [n for n in range(10) if digest(n) in host] == [0, 1, 2, 3]
+    host.put([digest(9)], device.rows[:1])
+    assert [n for n in range(10) if digest(n) in host] == [0, 1, 2, 9]
+    # Three are restored, and saving two more would evict one of them.
+    restores = [CachedBlock(n + 5, digest(n)) for n in range(3)]
+    device.rows[5:] = -1
+    mover.move([CachedBlock(n, digest(n)) for n in (6, 7)], restores, lambda: None)
+    assert device.rows[5:, 0, 0].tolist() == [0, 1, 2]
+    assert [n for n in range(10) if digest(n) in host] == [0, 1, 6, 7]
 
 
 def test_a_prefix_outlives_what_follows_it() -> None:

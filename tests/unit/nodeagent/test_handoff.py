@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.http.replica_list import format_peer_replicas
 from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.kv.kv_sharing import KV_HOLDERS, KV_KEEPER
 from nodeagent.decide.requests.handoff import (
@@ -123,9 +124,9 @@ def test_after_a_handoff_other_replicas_are_named_for_its_target(
 ) -> None:
     sent = {
         headers.REPLICA: "a",
-        headers.PEER_REPLICAS: headers.format_peer_replicas([A, B]),
-        headers.PREFILL_REPLICAS: headers.format_peer_replicas([A, C]),
-        KV_HOLDERS: headers.format_peer_replicas([A, B]),
+        headers.PEER_REPLICAS: format_peer_replicas([A, B]),
+        headers.PREFILL_REPLICAS: format_peer_replicas([A, C]),
+        KV_HOLDERS: format_peer_replicas([A, B]),
         KV_KEEPER: "b",
     }
     named = named_replicas(sent, own.replica_id)
@@ -134,6 +135,6 @@ def test_after_a_handoff_other_replicas_are_named_for_its_target(
 
 
 def test_a_request_without_other_replicas_has_none_after_a_handoff() -> None:
-    peers = headers.format_peer_replicas([A, B])
+    peers = format_peer_replicas([A, B])
     sent = {headers.REPLICA: "a", headers.PEER_REPLICAS: peers}
     assert named_replicas(sent, B.replica_id) == {}

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from isochrone.wire.http import headers
 from isochrone.wire.http.headers import PeerReplica
+from isochrone.wire.http.replica_list import format_peer_replicas
 from isochrone.wire.ids import NodeId, ReplicaId
 from isochrone.wire.kv.kv_sharing import KV_FOUND
 from isochrone.wire.kv.kv_transfer import ReceivedBlocks
@@ -80,7 +81,7 @@ def open_leg(
     ]
     named = {
         headers.REPLICA: "r1",
-        headers.PREFILL_REPLICAS: headers.format_peer_replicas(readers),
+        headers.PREFILL_REPLICAS: format_peer_replicas(readers),
     }
     request: Any = SimpleNamespace(path="/v1/completions", headers={**named, **more})
     admission = ReplicaAdmission(10_000)

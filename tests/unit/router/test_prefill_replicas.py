@@ -1,10 +1,13 @@
 """Which prefill replicas a router names: those of the target's PoP and version, idle ones first."""
 
-from typing import Any
+from typing import Any, Final, NamedTuple
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from isochrone.wire.http.headers import ReportedLoad
+from isochrone.wire.http.headers import PEER_REPLICAS_MAX, ReportedLoad
 from isochrone.wire.ids import (
     ClusterId,
     DeploymentId,
@@ -19,8 +22,10 @@ from isochrone.wire.peers.assignment import Role
 from isochrone.wire.peers.routes import DeploymentEntry, Route, RouteTable
 from router.decide.caches.prefix_index import prefix_keys
 from router.decide.choice.deployment_routing import DeploymentRouting
+from router.decide.choice.peer_replicas import peer_of_ranked, peer_of_route, rounded
 from router.decide.choice.prefill_replicas import PrefillReplicas, has_lost_all, without_slots
 from router.decide.choice.ranking import RouteQuery, rank
+from router.decide.replicas.latency import prompt_token_ms
 from router.decide.replicas.ranked_route import RankedRoute
 from router.decide.replicas.tokens_in_flight import InFlightLedger
 from router.feedback import AttemptFeedback
@@ -253,3 +258,87 @@ def test_prompts_read_by_prefill_replicas_are_shared_between_the_processes_of_a_
     feedback.learn_prefill(DeploymentId("d"), reading, 1000, 0, keys)
     other.learn_prompts(here.prompt_outbox.take())
     assert list(reading_ms(other, prompt)) == ["p2", "p1"]
+
+
+class DrawnReplica(NamedTuple):
+    """A prefill replica: where it is, what it has cached and what waits there."""
+
+    pop: str
+    version: int
+    tokens_per_s: float
+    cached_tokens: int
+    waiting_tokens: int
+    others_tokens: int
+    is_excluded: bool
+
+
+REPLICAS: Final = st.lists(
+    st.builds(
+        DrawnReplica,
+        pop=st.sampled_from(["ams", "ams", "ams", "sjc"]),
+        version=st.sampled_from([1, 1, 1, 2]),
+        tokens_per_s=st.sampled_from([0.0, 900.0, 1000.0, 30_000.0]),
+        cached_tokens=st.sampled_from([0, 0, 16, 100]),
+        waiting_tokens=st.sampled_from([0, 0, 1, 700, 90_000]),
+        others_tokens=st.sampled_from([0, 0, 300]),
+        is_excluded=st.sampled_from([False, False, False, True]),
+    ),
+    max_size=8,
+)
+
+
+@given(
+    REPLICAS, st.sampled_from([1, 1000, 40_000]), st.sampled_from([2.0, 5.0, 400.0]), st.booleans()
+)
+def test_the_candidates_are_those_that_would_have_read_the_prompt_first(
+    drawn: list[DrawnReplica], prompt_tokens: int, prefill_ms: float, needs_prefill: bool
+) -> None:
+    target, replicas = a_route("d1", Role.DECODE), PrefillReplicas()
+    ledger, now_s = InFlightLedger(lambda: 10.0), 12.5
+    prompt = b"x" * 20_000
+    routes, shares = [], {}
+    for number, one in enumerate(drawn):
+        route = a_route(f"p{number}", pop=PopId(one.pop), version=one.version)
+        routes.append(msgspec.structs.replace(route, prefill_tokens_per_s=one.tokens_per_s))
+    assert list(replicas.split([target, *routes])) == [target]
+    for route, one in zip(routes, drawn, strict=True):
+        sent = prefix_keys(prompt[: 128 * one.cached_tokens], 1)
+        replicas.record_sent(route.replica_id, sent, now_s)
+        ledger.reserve(route.replica_id, prefill=one.waiting_tokens, decode=7)
+        ledger.record_other_routers(route.replica_id, one.others_tokens, 9, 10.0)
+        shares[route.replica_id] = sent.ends[-1] / len(prompt) if sent.ends else 0.0
+    excluded = {
+        route.replica_id for route, one in zip(routes, drawn, strict=True) if one.is_excluded
+    }
+    found = replicas.candidates(
+        *(ranked(target, prefill_ms), prompt_tokens, ledger, excluded, now_s),
+        *(needs_prefill, prefix_keys(prompt, 1)),
+    )
+    if prefill_ms < 5.0 and not needs_prefill:
+        assert found == []
+        return
+    peers = []
+    for route in routes:
+        if route.pop != "ams" or route.version != 1 or route.replica_id in excluded:
+            continue
+        token_ms = prompt_token_ms(route.prefill_tokens_per_s)
+        there = ledger.tokens_at(route.replica_id, now_s)
+        uncached = max(1, round(prompt_tokens * (1 - shares[route.replica_id])))
+        waiting = there.prefill_tokens + there.others_prefill_tokens
+        peers.append(((waiting + uncached) * token_ms, peer_of_route(route, uncached, token_ms)))
+    peers.sort(key=lambda peer: peer[0])
+    readers = [peer for _, peer in peers[: PEER_REPLICAS_MAX - 1]]
+    assert found == ([peer_of_ranked(ranked(target, prefill_ms)), *readers] if readers else [])
+    waits = [
+        (there.prefill_tokens + there.others_prefill_tokens)
+        * prompt_token_ms(route.prefill_tokens_per_s)
+        for route in routes
+        if (there := ledger.tokens_at(route.replica_id, now_s))
+        and (route.pop, route.version) == ("ams", 1)
+    ]
+    assert replicas.wait_ms(target, ledger, now_s) == min(waits, default=0.0)
+
+
+@given(st.one_of(st.floats(0, 1e12), st.integers(0, 10**6).map(lambda n: n / 2)))
+def test_numbers_are_rounded_as_by_round(value: float) -> None:
+    assert rounded(value) == round(value)

@@ -15,6 +15,7 @@ from isochrone.wire import codec
 from isochrone.wire.admin import PopBody
 from isochrone.wire.client_keys import keys
 from isochrone.wire.http import headers
+from isochrone.wire.http.replica_list import format_peer_replicas
 from isochrone.wire.ids import (
     BootId,
     Generation,
@@ -139,7 +140,7 @@ def test_peer_replicas_survive_their_header_and_what_is_none_is_left_out() -> No
         headers.PeerReplica(ReplicaId(f"m-{n}"), NodeId(f"n{n}"), f"10.0.0.{n}:7000", 10 * n, n, 62)
         for n in range(headers.PEER_REPLICAS_MAX + 2)
     ]
-    read = headers.parse_peer_replicas(headers.format_peer_replicas(peers))
+    read = headers.parse_peer_replicas(format_peer_replicas(peers))
     assert read == peers[: headers.PEER_REPLICAS_MAX]
     assert headers.parse_peer_replicas("") == []
     told = headers.parse_peer_replicas("a x:1 1 2 3,b n x:1 1 2 -3, n x:1 1 2 3,d n x:1 1 2 3")

@@ -14,6 +14,7 @@ from torch import Tensor
 from isochrone.service.config import ConfigError
 from isochrone.service.windows.slot_ring import SlotRun
 from isochrone.service.windows.window_pool import SenderWindow, WindowPool, part_blocks, warn
+from nodeagent.engine.kvcache.page_lock import lock_pages
 from nodeagent.engine.kvcache.staging_memory import StagingMemory
 from nodeagent.engine.kvcache.tier_setup import KvBlockForm
 from nodeagent.engine.server.listen_socket import clear_socket
@@ -22,12 +23,15 @@ from nodeagent.engine.server.listen_socket import clear_socket
 class KvWindows:
     """The windows of one engine, and the memory for blocks that go through none."""
 
-    def __init__(self, form: KvBlockForm, path: Path, staging: StagingMemory) -> None:
-        """`path` is that of the socket. Blocks that go through no window are read to `staging`."""
+    def __init__(
+        self, form: KvBlockForm, path: Path, staging: StagingMemory, device: str = "cpu"
+    ) -> None:
+        """`path` is that of the socket. Blocks that go through no window are read to `staging`.
+        Windows are page-locked for `device`."""
         self._form = form
         self._staging = staging
         self.part_blocks = part_blocks(form.block_bytes)
-        self.pool = WindowPool(path)
+        self.pool = WindowPool(path, lock=lambda memory: lock_pages(memory, device))
 
     async def start(self) -> None:
         """Listen. Without a socket, blocks are sent through the agent."""
