@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +15,7 @@ from isochrone.wire.engines.engine_capabilities import EngineCapabilities, capab
 from isochrone.wire.ids import DeviceId
 from isochrone.wire.models.model import EngineSettings
 from isochrone.wire.peers.assignment import ReplicaSpec
+from nodeagent.drivers import DRIVERS
 from nodeagent.host import processes
 from nodeagent.host.engines.engine_process import EngineProcess
 from ops.engines.vllm_cpu import small_chat_model
@@ -23,6 +25,7 @@ from tests.engines.real_engines import (
     LLAMA_CPP_MODEL,
     MODEL,
     VLLM_COMMANDS,
+    FakeVendor,
     installed,
     needs_llama_cpp,
     needs_vllm,
@@ -38,8 +41,15 @@ TOOLS_TEMPLATE: Final = (
 """Put before the chat template of SmolLM2, which knows no tools."""
 
 
+FAKE_MODEL: Final = {
+    "config.json": '{"model_type": "qwen3"}',
+    "chat_template.jinja": "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}",
+}
+"""What the drivers of SGLang and TensorRT-LLM read of a model's folder."""
+
+
 CONFORMING: Final = (
-    *("embedded", "mock"),
+    *("embedded", "mock", "sglang", "tensorrt_llm"),
     pytest.param("vllm", marks=needs_vllm),
     pytest.param("llama_cpp", marks=needs_llama_cpp),
 )
@@ -143,3 +153,32 @@ async def llama_cpp(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[E
         folder = tmp_path_factory.mktemp("llama")
         async with running_engine(a_chat_spec("llama_cpp"), LLAMA_CPP_MODEL, folder) as engine:
             yield engine
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def sglang(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineProcess]:
+    """A server made from SGLang's fields: the engine needs a GPU."""
+    async with fake_vendor("sglang", tmp_path_factory.mktemp("sglang")) as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def tensorrt_llm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineProcess]:
+    """A server made from TensorRT-LLM's fields: the engine needs a GPU."""
+    async with fake_vendor("tensorrt_llm", tmp_path_factory.mktemp("trt")) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def fake_vendor(name: str, folder: Path) -> AsyncIterator[EngineProcess]:
+    """Start a server made from a vendor's fields with the driver of that vendor."""
+    model = folder / "model"
+    model.mkdir()
+    for file, text in FAKE_MODEL.items():
+        (model / file).write_text(text)
+    async with AsyncExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(DRIVERS, name, FakeVendor(DRIVERS[name], name))
+            running = running_engine(a_chat_spec(name), model, folder / "e")
+            engine = await stack.enter_async_context(running)
+        yield engine

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
@@ -17,13 +18,15 @@ from isochrone.wire.http import headers
 from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.api.request.event_tokens import EventTokens
 from nodeagent.drivers import DRIVERS
-from nodeagent.drivers.driver import CHAT_PATH
+from nodeagent.drivers.driver import CHAT_PATH, EngineCommand, EngineDriver, EngineLaunch
 from nodeagent.host.confinement import engine_confinement
 from nodeagent.host.devices import DeviceReader
 from nodeagent.host.engines.engine_log import last_error
 from nodeagent.host.engines.engine_process import EngineProcess, EngineProcesses
+from router.dataplane.response_checks import client_error_body
 
-ENGINES: Final = Path(os.environ.get("ISOCHRONE_ENGINES", Path(__file__).parents[2] / ".engines"))
+ROOT: Final = Path(__file__).parents[2]
+ENGINES: Final = Path(os.environ.get("ISOCHRONE_ENGINES", ROOT / ".engines"))
 VLLM_COMMANDS: Final = ENGINES / "vllm" / "bin"
 MODEL: Final = ENGINES / "smollm2"
 """SmolLM2-135M-Instruct in bf16, as a Hugging Face folder."""
@@ -55,6 +58,26 @@ async def installed(driver: str) -> None:
         return not reason
 
     await until(is_there, EXIT_S, lambda: reason)
+
+
+class FakeVendor:
+    """A driver that starts vendor_server.py with the command line of the engine."""
+
+    def __init__(self, driver: EngineDriver, name: str) -> None:
+        self._driver, self._name = driver, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
+    def command(self, launch: EngineLaunch) -> EngineCommand:
+        """Return the driver's command with another program."""
+        command = self._driver.command(launch)
+        program = (sys.executable, "-m", "tests.engines.vendor_server", self._name)
+        return msgspec.structs.replace(
+            command,
+            arguments=(*program, *command.arguments),
+            environment={**command.environment, "PYTHONPATH": str(ROOT)},
+        )
 
 
 @asynccontextmanager
@@ -90,6 +113,13 @@ class Answer(msgspec.Struct, frozen=True):
         """The text of the first choice."""
         choice = self.body["choices"][0]
         return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error as a router gives it to the client. Raises ApiError if it has no message."""
+        body = client_error_body(json.dumps(self.body).encode(), self.status)
+        found: dict[str, Any] = json.loads(body)["error"]
+        return found
 
     @property
     def cached_tokens(self) -> int:

@@ -1,6 +1,7 @@
 """One contract for all engines: what a router and an agent rely on, whichever engine answers.
 
-Each test runs with each engine. Where engines differ, their capabilities say so.
+Each test runs with each engine. Where engines differ, their capabilities say so. SGLang and
+TensorRT-LLM need a GPU: vendor_server.py takes their place, made from the fields of their source.
 """
 
 import asyncio
@@ -47,11 +48,13 @@ def check_refusal(answer: Answer, field: str) -> None:
     assert (answer.status, field in str(answer.body)) == (400, True), answer.body
 
 
-async def test_it_lists_its_model(engine: EngineProcess) -> None:
+async def test_it_lists_its_model(engine: EngineProcess, traits: EngineCapabilities) -> None:
+    """By the name that requests must have, if it checks that."""
     async with engine.http.get("/v1/models") as response:
         assert response.status == 200
         models = (await response.json())["data"]
-    assert engine.record.spec.name in [model["id"] for model in models]
+    names = [model["id"] for model in models]
+    assert engine.record.spec.name in names or (names and not traits.checks_model_name)
 
 
 async def test_a_chat_answer_has_the_shape_of_openai(engine: EngineProcess) -> None:
@@ -81,7 +84,7 @@ async def test_a_stream_has_the_same_text_and_ends_with_its_usage(engine: Engine
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
-    reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
+    reasons = [choice.get("finish_reason") for chunk in chunks for choice in chunk["choices"]]
     assert [reason for reason in reasons if reason] == ["length"]
     pieces = [chunk for chunk in chunks if text_of([chunk])]
     assert len(pieces) >= 4, "tokens come as they are generated"
@@ -177,11 +180,10 @@ async def test_a_client_cannot_choose_its_cache(
     for name, value in guesses.items():
         fields: dict[str, Any] = {name: value}
         guess = await ask(engine, f"not {name}", messages=messages, max_tokens=1, **fields)
-        if traits.refuses_unknown_fields:
-            assert (guess.status, name in str(guess.body)) == (400, True), guess.body
+        if traits.refuses_unknown_fields and guess.status != 200:
+            check_refusal(guess, name)
         else:
-            assert guess.status == 200, guess.body
-            assert guess.cached_tokens == 0
+            assert (guess.status, guess.cached_tokens) == (200, 0), guess.body
 
 
 async def test_an_answer_follows_a_json_schema(
@@ -302,8 +304,12 @@ async def test_several_choices_are_returned(engine: EngineProcess) -> None:
     assert [choice["index"] for choice in answer.body["choices"]] == [0, 1]
 
 
-async def test_an_interrupted_answer_is_resumed(engine: EngineProcess) -> None:
+async def test_an_interrupted_answer_is_resumed(
+    engine: EngineProcess, traits: EngineCapabilities
+) -> None:
     """The request that a router sends in the place of one whose replica failed."""
+    if not traits.resumes:
+        pytest.skip("its agent refuses such requests")
     question = user("Name the colours of the rainbow.")
     pieces = [text_of([chunk]) for chunk in await stream(engine, messages=question, max_tokens=24)]
     whole, begun = "".join(pieces), ""
@@ -330,9 +336,12 @@ async def test_a_last_message_of_the_assistant_is_continued_only_if_the_request_
     answers = [
         await ask(engine, messages=messages, max_tokens=4, **given) for given in ({}, fields)
     ]
-    assert [answer.status for answer in answers] == [200, 200], answers
-    turn, continued = (answer.body["usage"]["prompt_tokens"] for answer in answers)
-    assert turn > continued or not traits.generates_text
+    assert [answer.status for answer in answers] == [200, 200 if traits.resumes else 400], answers
+    if traits.resumes:
+        turn, continued = (answer.body["usage"]["prompt_tokens"] for answer in answers)
+        assert turn > continued or not traits.generates_text
+    else:
+        check_refusal(answers[1], "continue_final_message")
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     called = [*messages, {"role": "assistant", "content": "", "tool_calls": calls}]
     answer = await ask(engine, messages=called, max_tokens=4)
@@ -363,7 +372,7 @@ async def test_a_bad_body_is_refused_with_a_message(engine: EngineProcess, name:
     except ApiError as refusal:
         answer = Answer(400, {"error": {"message": refusal.message}})
     assert 400 <= answer.status < 500, answer.body
-    assert answer.body["error"]["message"]
+    assert answer.error["message"]
     assert await engine.canary("chat"), "it still answers others"
 
 
@@ -376,7 +385,7 @@ async def test_settings_out_of_range_are_refused(
     if traits.checks_sampling:
         answer = await ask(engine, messages=user("a"), **fields)
         assert answer.status == 400, answer.body
-        assert answer.body["error"]["message"]
+        assert answer.error["message"]
 
 
 async def test_an_unknown_model_is_refused(
@@ -389,9 +398,8 @@ async def test_an_unknown_model_is_refused(
 async def test_a_prompt_longer_than_the_context_is_refused(engine: EngineProcess) -> None:
     answer = await ask(engine, messages=user("word " * 5000), max_tokens=1)
     assert answer.status == 400, answer.body
-    message = answer.body["error"]["message"].lower()
-    assert "context" in message
-    assert str(engine.record.spec.context_tokens) in message
+    assert answer.error["code"] == "context_length_exceeded"
+    assert str(engine.record.spec.context_tokens) in answer.error["message"]
     assert await engine.canary("chat")
 
 
@@ -415,6 +423,8 @@ async def test_a_client_that_disconnects_frees_its_place(
     fields |= {"model": engine.record.spec.name, "max_tokens": 1500, "ignore_eos": True}
     if not traits.generates_text:
         fields["mock"] = {"itl_ms": 20}
+    if not traits.counts_steps:
+        pytest.skip("it does not say what it processes")
     body = engine.salted(CHAT_PATH, msgspec.json.encode(fields), "t")
 
     async def running() -> int:

@@ -16,6 +16,7 @@ from isochrone.wire.peers.assignment import ReplicaGroup, Role
 from nodeagent.drivers import DRIVERS
 from nodeagent.drivers.driver import DeviceMemory, EngineLaunch
 from nodeagent.drivers.output_parsers import FORMATS, STRICT_PARSERS
+from ops.engines.vendor_fields import DATA, read
 from tests.builders import GIB, a_spec
 from tests.engines.real_engines import ENGINES
 
@@ -111,3 +112,9 @@ def test_sglang_takes_our_command_lines_and_has_our_options() -> None:
         choices = known[option][2]
         assert not choices or names - {""} <= set(choices), option
     assert set(result["strict"]) == STRICT_PARSERS["sglang"]
+
+
+def test_the_fields_of_its_requests_and_answers_are_those_of_our_description() -> None:
+    """vendor_server.py, which takes its place in other tests, is made from it."""
+    described = json.loads(DATA.read_text())["sglang"]
+    assert read("sglang", SGLANG, described["metrics_read"]) == described["generated"]

@@ -302,8 +302,7 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         step_tokens_option="chunked_prefill_size",
         kv_type_options=("kv_cache_dtype",),
         checks_model_name=False,
-        # 0.5.23 takes any `n`.
-        checks_sampling=False,
+        checks_sampling=False,  # 0.5.23 takes any `n`
     ),
     # The agent makes a grammar of calls that are required or `strict` (drivers/guided_decoding.py).
     "tensorrt_llm": EngineCapabilities(

@@ -65,6 +65,7 @@ class StandIn:
     def command(self, launch: EngineLaunch) -> EngineCommand:
         command = self._driver.command(launch)
         names = {"REPLICA": launch.spec.replica_id, "FAULTS": str(self._faults)}
+        names["PYTHONPATH"] = str(PROGRAM.parents[3])
         return msgspec.structs.replace(
             command,
             arguments=(sys.executable, str(PROGRAM), self._name, *command.arguments),

@@ -1,8 +1,9 @@
 """A program in place of vLLM, SGLang or TensorRT-LLM that runs one leg of a request.
 
-It takes the real command line and the real fields, as strictly as those engines do, and moves "KV"
-(a digest of the prompt) over a port of its own, so that a decode leg without a prefill leg before
-it shows. The answer to a prompt is the same wherever the prompt was read.
+It takes the real command line and the real fields, as strictly as those engines do (those of SGLang
+and TensorRT-LLM are in tests/engines/vendor_fields.json), and moves "KV" (a digest of the prompt)
+over a port of its own, so that a decode leg without a prefill leg before it shows. The answer to a
+prompt is the same wherever the prompt was read.
 
 FAULTS names a file with this replica's fault: prefill_500, prefill_hang, prefill_dies,
 prefill_garbage, decode_500, no_kv, slow.
@@ -153,6 +154,19 @@ async def tensorrt_legs(body: dict[str, Any], digest: str, extra: dict[str, Any]
     return "external_kv_transfer"
 
 
+def check_leg(kind: str, body: dict[str, Any]) -> None:
+    """Raise Wrong for fields that the vendor's server does not take."""
+    from tests.engines.vendor_request import Refusal, check_fields
+
+    try:
+        # A router's request always has a model.
+        params = check_fields(kind, {"model": "m", **body}).get("disaggregated_params")
+        if params is not None:
+            check_fields("disaggregated_params", params)
+    except Refusal as error:
+        raise Wrong(str(error)) from error
+
+
 LEGS = {"vllm": vllm_legs, "sglang": sglang_legs, "tensorrt_llm": tensorrt_legs}
 
 
@@ -200,6 +214,8 @@ async def answer(request: web.Request) -> web.StreamResponse:
     cached = len(prompt) - 1 if digest in seen else 0
     extra: dict[str, Any] = {}
     try:
+        if KIND != "vllm":
+            check_leg("chat" if "chat" in request.path else "completion", body)
         source = await LEGS[KIND](body, digest, extra)
     except Wrong as error:
         return web.json_response({"error": {"message": str(error)}}, status=400)
