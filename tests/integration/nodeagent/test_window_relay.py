@@ -247,6 +247,7 @@ async def move(nodes: Nodes, engine: aiohttp.ClientSession) -> int:
             engine.post("/take", data=sent_on.pieces, headers=sent_on.headers) as taken,
         ):
             assert kv_transfer.WINDOW in sent_on.headers
+            taken.raise_for_status()
             return int(await taken.json())
 
 

@@ -273,12 +273,14 @@ async def test_a_hanging_worker_is_replaced_and_does_not_delay_the_end(
     stopped: list[psutil.Process] = []
 
     def fresh() -> list[psutil.Process]:
-        # The tests' Postgres is a child of this process too.
+        # The tests' Postgres is a child of this process too, and what forks their services.
         found = []
         for one in psutil.Process().children():
             # A killed process is a zombie for a moment.
             with suppress(psutil.Error):
-                found += [one] if "router" in one.cmdline() and one not in stopped else []
+                command = one.cmdline()
+                is_worker = "router" in command and "tests.nursery" not in command
+                found += [one] if is_worker and one not in stopped else []
         return found
 
     def hung() -> int:
