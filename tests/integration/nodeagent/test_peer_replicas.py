@@ -83,8 +83,12 @@ async def test_a_peer_whose_node_is_silent_is_given_up() -> None:
         assert await client.queued_tokens([peer]) == {}
 
 
-async def test_a_node_says_nothing_about_the_replicas_of_others() -> None:
+async def test_a_node_says_nothing_about_the_replicas_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It drew requests to itself, or away from others, by what it said of their queues."""
+    # A connection may take longer on a busy machine.
+    monkeypatch.setattr("nodeagent.api.peer_replicas.PROBE_TIMEOUT_S", 30.0)
     honest, liar = SlowNode(), SlowNode()
     honest.loads = "r3 p=0;d=0;r=0;w=0;u=7;o=7;e=0"
     liar.loads = "r2 p=0;d=0;r=0;w=0;u=1;o=1;e=0,r3 p=0;d=0;r=0;w=0;u=9999;o=9999;e=0"
