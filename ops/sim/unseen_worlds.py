@@ -1,6 +1,7 @@
 """Worlds that nothing was tuned on: fleets drawn at random, and other prompts.
 
     python -m ops.sim.unseen_worlds --draw 240 [--world WORD] [--load N ...] [--age S ...]
+        [--replica flowing|boundaries|stepped]
 
 Prints our choice and some rivals over the oracle, as `ops.sim.hard_table` does. A draw decides the
 PoPs and their round trips, where replicas are and how fast, where demand comes from, and which part
@@ -20,6 +21,7 @@ from ops.sim import data
 from ops.sim.cases import AZURE, MOONCAKE, SERVEGEN, SimulationCase
 from ops.sim.hard_table import REQUESTS, PreparedWorld, TableOptions, print_cells, run_load
 from ops.sim.hard_worlds import SERVEGEN_70B, HardWorld
+from ops.sim.stepped_replica import REPLICA_KINDS
 from ops.sim.traces import SESSION_BLOCK, TraceRequest, TraceSlice, sessions
 from ops.sim.world import LOCAL_RTT_MS, EngineProfile, ReplicaSite, RoutingWorld
 
@@ -168,6 +170,7 @@ def main() -> None:
     parser.add_argument("--age", type=float, nargs="*", default=[1.0], help="in seconds")
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--policy", nargs="*", default=list(POLICIES))
+    parser.add_argument("--replica", choices=REPLICA_KINDS, default="flowing", help="its model")
     arguments = parser.parse_args()
     folder = arguments.data or data.folder()
     table = read_round_trips(folder)
@@ -179,6 +182,7 @@ def main() -> None:
             world.fleet(table, random.Random(f"{world.name} {draw}")),
             world.requests(folder, arguments.requests, draw),
             world.case.cached_share,
+            arguments.replica,
         )
         options = TableOptions(
             folder, arguments.requests, draw, [load], arguments.age, arguments.policy
