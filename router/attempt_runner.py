@@ -112,9 +112,11 @@ class AttemptRunner:
         full = fleet.full_for(context.request_group, now_s)
         if context.is_refused_if_busy:
             full |= fleet.in_flight.full_batches(routing.replicas.slots)
-        context.excluded.unconnected = self._upstream.unconnected(routing.routes)
-        full |= context.excluded.unconnected
-        excluded |= full
+        full |= self._upstream.unconnected(routing.routes)
+        context.excluded.full = NO_REPLICAS
+        if full:
+            context.excluded.full = (full & routing.replicas.slots.keys()) - excluded
+            excluded |= full
         routes = rank(snapshot, query, excluded | version.excluded)
         if not routes and version.may_fall_back:
             routes = rank(snapshot, query, excluded)
@@ -137,7 +139,7 @@ class AttemptRunner:
         routes = [route for route in routes if route.replica_id not in outside]
         version = draw_version(deployment, request.session or request.request_id, fleet.pop, routes)
         unconnected = self._upstream.unconnected(routes)
-        context.excluded.unconnected = unconnected | context.excluded.unconnected
+        context.excluded.full = unconnected | context.excluded.full
         snapshot = fleet.prefill_snapshot(request.deployment_id)
         return rank(snapshot, without_slots(query), excluded | version.excluded | unconnected)
 

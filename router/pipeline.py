@@ -191,7 +191,7 @@ class RequestPipeline:
         entry = context.new_queue_entry(now_s + self._config.queue_timeout_s)
         while True:
             routes = self._attempts.rank(context)
-            must_look_again = excluded.refused or excluded.unconnected or routes.full_count
+            must_look_again = excluded.refused or excluded.full or routes.full_count
             if not (routes or must_look_again):
                 if excluded.cannot_resume:
                     raise ApiError(

@@ -124,22 +124,23 @@ class ReplicaAttempt:
 class ExcludedReplicas:
     """The replicas that the next attempt must not use, and why.
 
-    `handed_off` are peer replicas to which a request was handed off that failed then, and
-    `unconnected` those to whose nodes this router had no connection when it last ranked.
+    `handed_off` are peer replicas to which a request was handed off that failed then, and `full`
+    those that had no capacity for it, or to whose nodes this router had no connection, when it last
+    ranked.
     """
 
     __slots__ = (
-        "cannot_resume", "failed", "handed_off", "queue_refusals", "refused", "unconnected",
+        "cannot_resume", "failed", "full", "handed_off", "queue_refusals", "refused",
     )  # fmt: skip
 
     def __init__(self) -> None:
         # Replaced, never changed: most requests exclude nothing.
         self.failed = self.handed_off = self.refused = self.cannot_resume = NO_REPLICAS
-        self.unconnected = NO_REPLICAS
+        self.full = NO_REPLICAS
         self.queue_refusals = 0
 
     def all(self) -> Set[ReplicaId]:
-        """Return all excluded replicas but those `unconnected`, which other nodes may reach."""
+        """Return all excluded replicas but the `full` ones, which differ from moment to moment."""
         if self.failed or self.refused or self.cannot_resume:
             return self.failed | self.handed_off | self.refused | self.cannot_resume
         return NO_REPLICAS

@@ -313,6 +313,21 @@ async def test_a_node_that_would_begin_anew_is_not_used(tmp_path: Path) -> None:
         assert "error" in events[-1]
 
 
+async def test_a_stream_waits_for_full_replicas_if_the_free_ones_cannot_resume_it(
+    tmp_path: Path,
+) -> None:
+    nodes = [*two_nodes("cut", 5), FakeNode("cannot")]
+    async with a_bench(tmp_path, nodes) as bench:
+        rates = (100.0, 1.0, 10.0)
+        routes = [a_route(n, prefill_tokens_per_s=r) for n, r in zip(nodes, rates, strict=True)]
+        bench.app.fleet.adopt(a_table(routes, generation=2))
+        fleet, group = bench.app.fleet, ("acme", False)
+        fleet.full.record_refusal(group, routes[1].replica_id, 0, fleet.clock())
+        events = frames(await read_stream(bench, temperature=0))
+        assert words(events[:-1]) == "".join(f"t{n} " for n in range(TOKENS))
+        assert nodes[2].requests == 1
+
+
 async def test_the_prompt_of_a_resumption_is_that_of_the_first_attempt(tmp_path: Path) -> None:
     nodes = two_nodes("cut", 2)
     nodes[0].prompt_tokens, nodes[1].prompt_tokens = 50, 52
