@@ -47,6 +47,19 @@ def lock_state_folder(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def is_locked(folder: Path) -> bool:
+    """Return whether a process holds the lock of a state folder. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(descriptor)
+
+
 def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Replace the contents of `path`; after a crash either the old or the new file is complete."""
     _replace_file(path, lambda file: file.write(data), mode)

@@ -186,6 +186,11 @@ def group_that_writes(log: Path) -> int:
     return 0
 
 
+def output_of(pid: int) -> Path:
+    """Return the file that is a process's standard output. Raises OSError."""
+    return Path(f"/proc/{pid}/fd/1").readlink()
+
+
 def kill_remaining(log: Path, leader: int = 0) -> None:
     """Kill what is left of the engine with this log, whatever its process group. Blocks.
 

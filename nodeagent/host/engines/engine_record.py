@@ -3,11 +3,12 @@
 import asyncio
 import logging
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from isochrone.service.files import write_atomic
+from isochrone.service.files import is_locked, write_atomic
 from isochrone.wire.peers.assignment import ReplicaSpec
 from nodeagent.drivers.driver import EngineCommand
 from nodeagent.host.engines.engine_folder import remove_folders
@@ -17,6 +18,7 @@ from nodeagent.host.processes import (
     group_that_writes,
     is_alive,
     kill_remaining,
+    output_of,
     signal_group,
     start_time,
 )
@@ -79,11 +81,29 @@ def surviving_engines(folder: Path) -> list[EngineRecord]:
             if not record.pid:
                 pid = group_that_writes(path.parent / LOG)
                 record = msgspec.structs.replace(record, pid=pid, started=start_time(pid))
-            if record.pid and is_alive(record.pid, record.started):
+            if not (record.pid and is_alive(record.pid, record.started)):
+                # The group's leader is gone, but its children may still run.
+                signal_group(record.pid, record.started, signal.SIGKILL)
+                kill_remaining(path.parent / LOG)
+            elif (owner := _other_owner(record.pid, path.parent / LOG)) is None:
                 survivors.append(record)
                 continue
-            # The group's leader is gone, but its children may still run.
-            signal_group(record.pid, record.started, signal.SIGKILL)
-            kill_remaining(path.parent / LOG)
+            else:
+                fields = {"replica": record.spec.replica_id, "owner": str(owner)}
+                log.warning("not adopted: this state folder is a copy", extra={"fields": fields})
         remove_folders(path.parent)
     return survivors
+
+
+def _other_owner(pid: int, engine_log: Path) -> Path | None:
+    """Return the state folder of the running agent that owns the engine, None if this one does.
+
+    The engine of a copied record writes to the log that was copied. A moved log is the same file,
+    and without an agent at the original folder the copy takes the engine over.
+    """
+    with suppress(OSError):
+        output = output_of(pid)
+        if output.name == LOG and not output.samefile(engine_log):
+            state = output.parents[2]
+            return state if is_locked(state) else None
+    return None

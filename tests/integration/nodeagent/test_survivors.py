@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import uvloop
 
 from isochrone.service.config import ConfigError
+from isochrone.service.files import lock_state_folder
 from isochrone.service.trust import identity as papers
 from isochrone.service.trust.identity import Authority
 from isochrone.wire.ids import DeviceId, ReplicaId
@@ -98,6 +100,26 @@ async def test_an_engine_whose_pid_was_not_recorded_is_adopted(
         await engine.stop()
     assert not Path(f"/proc/{survivor.pid}/cmdline").exists() or is_zombie(survivor.pid)
     assert engines.survivors() == []
+
+
+async def test_a_copied_state_folder_does_not_adopt_the_engine_of_a_running_agent(
+    folder: Path,
+) -> None:
+    original, copy = folder / "a", folder / "b"
+    original.mkdir()
+    engine = await EngineProcesses(original / "engines", 1).start(SPEC, folder)
+    try:
+        shutil.copytree(original, copy, symlinks=True)
+        with lock_state_folder(original):
+            assert EngineProcesses(copy / "engines", 1).survivors() == []
+            assert not (copy / "engines" / SPEC.replica_id).exists()
+            assert not engine.exited.is_set()
+        # With no agent there, the copy takes the engine over, as after a move to another disk.
+        shutil.copytree(original, copy, symlinks=True, dirs_exist_ok=True)
+        (survivor,) = EngineProcesses(copy / "engines", 1).survivors()
+        assert survivor.pid == engine.pid
+    finally:
+        await engine.stop(kill=True)
 
 
 async def no_memory_problem() -> str:
