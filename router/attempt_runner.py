@@ -109,14 +109,12 @@ class AttemptRunner:
             outside = fleet.directory.replicas_outside(request.regions)
             excluded |= outside
         version = fleet.draw_version(deployment, request.session or request.request_id, outside)
-        full = fleet.full_for(context.request_group, now_s)
+        full = fleet.full_for(context.request_group, now_s) & routing.replicas.slots.keys()
         if context.is_refused_if_busy:
             full |= fleet.in_flight.full_batches(routing.replicas.slots)
         full |= self._upstream.unconnected(routing.routes)
-        context.excluded.full = NO_REPLICAS
-        if full:
-            context.excluded.full = (full & routing.replicas.slots.keys()) - excluded
-            excluded |= full
+        context.excluded.full = full - excluded
+        excluded |= full
         routes = rank(snapshot, query, excluded | version.excluded)
         if not routes and version.may_fall_back:
             routes = rank(snapshot, query, excluded)
