@@ -20,7 +20,7 @@ from isochrone.service.failure_log import error_text
 from isochrone.service.network.shortage import lacks_descriptors
 from isochrone.wire.engines.engine_capabilities import capabilities_of
 from isochrone.wire.ids import DeviceId, ReplicaId
-from isochrone.wire.peers.assignment import ReplicaSpec, Tombstone
+from isochrone.wire.peers.assignment import ReplicaSpec, Role, Tombstone
 from isochrone.wire.peers.report import ReplicaState
 from nodeagent.bring_up import POLL_INTERVAL_S, find_asleep, note_ready, wait_ready, warm_up
 from nodeagent.config import NodeConfig
@@ -52,6 +52,10 @@ log = logging.getLogger(__name__)
 
 RESOURCE_POLL_S: Final = 1.0
 """How often a replica that lacks memory or descriptors is looked at."""
+
+KV_FETCHED_S: Final = 2.0
+"""A vendor's prefill engine stays for this long after its last request: decode engines may still
+fetch KV from it, and no request shows when they have."""
 
 
 async def no_budgets() -> Mapping[DeviceId, int]:
@@ -399,6 +403,12 @@ class Supervisor:
                     await replica.engine.exited.wait()
                 while replica.admission.running:  # noqa: ASYNC110
                     await asyncio.sleep(POLL_INTERVAL_S)
+                if (
+                    replica.engine
+                    and replica.engine.handshake
+                    and replica.spec.role is Role.PREFILL
+                ):
+                    await asyncio.sleep(KV_FETCHED_S)
         await replica.stop_engine()
         replica.apply(ReplicaEvent.DRAINED, replica.reason)
         self._on_change()

@@ -66,6 +66,7 @@ class EngineHandle:
     pid = 0
     is_adopted = lacks_descriptors = False
     problem = ""
+    handshake = None
 
     def __init__(self, node: "SimNode", engine: SimEngine) -> None:
         # It is ready within seconds, so the shorter wait of a loaded engine changes nothing.
