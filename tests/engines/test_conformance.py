@@ -298,10 +298,16 @@ async def test_log_probabilities_are_returned(engine: EngineProcess) -> None:
         assert token["token"] == token["top_logprobs"][0]["token"], "greedy takes the likeliest"
 
 
-async def test_several_choices_are_returned(engine: EngineProcess) -> None:
+async def test_several_choices_are_returned_and_counted(
+    engine: EngineProcess, traits: EngineCapabilities
+) -> None:
+    if "several_answers" not in traits.features:
+        pytest.skip("its router refuses them")
     fields: dict[str, Any] = {"n": 2, "temperature": 1.0, "seed": 3, "max_tokens": 8}
     answer = await ask(engine, messages=user("Invent a name."), **fields)
     assert [choice["index"] for choice in answer.body["choices"]] == [0, 1]
+    if all(choice["finish_reason"] == "length" for choice in answer.body["choices"]):
+        assert answer.body["usage"]["completion_tokens"] == 16
 
 
 async def test_an_interrupted_answer_is_resumed(

@@ -41,6 +41,7 @@ FEATURES: Final[Mapping[str, str]] = {
     "completion_logprobs": "`logprobs` of a completion",
     "logit_bias": "`logit_bias`",
     "several_answers": "`n` above 1",
+    "several_prompts": "several texts in `prompt`",
     "seed": "`seed`",
     "images": "image parts of a message",
     "audio": "audio parts of a message",
@@ -62,7 +63,7 @@ KV_TYPE_BITS: Final[Mapping[str, float]] = {
 
 _TEXT: Final = frozenset({"chat", "completions"})
 _PLAIN_FIELDS: Final = frozenset(
-    {"tools", "logprobs", "completion_logprobs", "several_answers", "seed"}
+    {"tools", "logprobs", "completion_logprobs", "several_answers", "several_prompts", "seed"}
 )
 _COUNT: Final = frozenset({"token_count"})
 _FIELDS: Final = _PLAIN_FIELDS | {
@@ -254,14 +255,13 @@ ENGINE_CAPABILITIES: Final[Mapping[str, EngineCapabilities]] = {
         copies_option="data_parallel_size",
         shared_experts_option="enable_expert_parallel",
         kv_type_options=("kv_cache_dtype",),
-        # 16 on GPUs.
-        cache_block_tokens=128,
+        cache_block_tokens=128,  # 16 on GPUs
         forces_named_tools=False,
     ),
     # `--parallel` slots, each with an equal part of the KV cache.
     "llama_cpp": EngineCapabilities(
-        # Its completions have the logprobs of chats.
-        features=_TEXT | (_FIELDS - {"completion_logprobs"}),
+        # Its completions have the logprobs of chats, and its usage is that of one answer.
+        features=_TEXT | (_FIELDS - {"completion_logprobs", "several_answers", "several_prompts"}),
         resumes=INEXACT,
         overhead_bytes=512 * MIB,
         salt="uncached",

@@ -66,6 +66,11 @@ class _UsedFields(msgspec.Struct, frozen=True):
             for part in message.content
         )
 
+    def has_several_prompts(self) -> bool:
+        """Return True for a list of texts, or of lists of tokens."""
+        prompts = self.prompt if isinstance(self.prompt, list) else []
+        return len(prompts) > 1 and not isinstance(prompts[0], int)
+
 
 class _UsedFunction(msgspec.Struct, frozen=True):
     strict: bool | None = None
@@ -109,6 +114,7 @@ _USES: Final[Mapping[str, tuple[str, Callable[[_UsedFields], bool]]]] = {
     ),
     "logit_bias": ("logit_bias", lambda used: bool(used.logit_bias)),
     "several_answers": ("n", lambda used: (used.n or 1) > 1),
+    "several_prompts": ("prompt", lambda used: used.has_several_prompts()),
     "seed": ("seed", lambda used: used.seed is not None),
     "images": ("messages", lambda used: used.has_part("image_url", "input_image")),
     "audio": ("messages", lambda used: used.has_part("audio_url", "input_audio")),

@@ -80,15 +80,19 @@ def test_logprobs_of_completions_are_a_feature_of_their_own() -> None:
     [
         ({"echo": True}, "echo"),
         ({"best_of": 2}, "best_of"),
-        ({"n": 2, "best_of": 3}, "best_of"),
-        ({"echo": False, "n": 2, "best_of": 2}, ""),
+        ({"n": 2}, "n"),
+        ({"prompt": ["x", "y"]}, "prompt"),
+        ({"prompt": [[1, 2], [3]]}, "prompt"),
+        ({"echo": False, "n": 1, "best_of": 1}, ""),
         ({"echo": None, "best_of": None}, ""),
+        ({"prompt": [1, 2]}, ""),
+        ({"prompt": ["x"]}, ""),
     ],
 )
 def test_what_an_engine_would_ignore_of_a_completion_is_refused(
     fields: dict[str, Any], param: str
 ) -> None:
-    """llama.cpp ignores these fields."""
+    """llama.cpp ignores these fields, or counts only one of the answers."""
     entry = an_entry(*lacking_features("llama_cpp"))
     body = msgspec.json.encode({"model": "tiny", "prompt": "x", **fields})
     if not param:
