@@ -61,6 +61,7 @@ class FakeEngine:
     problem = canary_problem = ""
     stall_s = step_limit_s = 0.0
     lacks_descriptors = False
+    handshake = None
     record = EngineRecord(command=EngineCommand(arguments=(), base_url=""), spec=a_spec())
 
     def __init__(self, folder: Path) -> None:
