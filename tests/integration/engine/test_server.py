@@ -392,7 +392,7 @@ async def test_sigterm_drains_and_exits_zero(model_path: Path, short_folder: Pat
     try:
         engine = await asyncio.to_thread(wait_ready, process, short_folder)
         async with engine.session() as http:
-            body = {**chat(LONG), "stream": True, "ignore_eos": True, "max_tokens": 200}
+            body = {**chat(LONG), "stream": True, "ignore_eos": True, "max_tokens": 80}
             async with http.post(CHAT, json=body) as response:
                 process.send_signal(signal.SIGTERM)
                 async with http.post("/drain") as drain:
