@@ -47,6 +47,8 @@ FEATURE_OF: Final[Mapping[str, str]] = {
 }
 """The feature of an engine that a field needs."""
 
+FEATURE_OF_COMPLETION: Final = {"logprobs": "completion_logprobs", "prompt": "several_prompts"}
+"""The same for fields of completions, where `prompt` has two texts."""
 
 COUNTS: Final = ("count_tokens", "input_tokens")
 """The surfaces that need the feature `token_count`."""
@@ -54,8 +56,8 @@ COUNTS: Final = ("count_tokens", "input_tokens")
 
 def is_lacking(driver: str, surface: str, field: str) -> bool:
     """Return True if an engine lacks the feature that a field of a surface needs."""
-    if (surface, field) == ("completion", "logprobs"):
-        return "completion_logprobs" in lacking_features(driver)
+    if surface == "completion" and field in FEATURE_OF_COMPLETION:
+        return FEATURE_OF_COMPLETION[field] in lacking_features(driver)
     is_format = (surface, field) == ("responses", "text")
     feature = "structured_output" if is_format else FEATURE_OF.get(field, "chat")
     return feature in lacking_features(driver)
