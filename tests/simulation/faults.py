@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Final, NamedTuple
 
 from tests.simulation.event_loop import SimProcess
+from tests.simulation.machines import SimNode
 from tests.simulation.store import DATABASE, Tables
 from tests.simulation.world import World
 
@@ -24,6 +25,22 @@ KNOWN_S: Final = 6.0
 CUT_S: Final = 22.0
 """How long `take_over` cuts the nodes off. After 30 s a term counts a silent node as lost."""
 
+FROZEN_AFTER_S: Final = 32.0
+"""So long after a cut of most nodes placement is frozen: they are silent for 30 s first."""
+
+HEARD: Final = 2
+"""So many nodes `freeze` leaves in contact."""
+
+FREEZES_EVERY: Final = 10
+FREEZES_AT: Final = 3
+"""Of each ten seeds this one freezes placement. No draw says so: each other seed's draws stay."""
+
+BESIDE_FREEZES: Final = frozenset(
+    {"freeze", "crash_scheduler", "pause_scheduler", "cut_database", "crash_database", "slow"}
+    | {"lose_commit_answers", "jump"}
+)
+"""What may happen besides: nothing that a node which is cut off for good would have to follow."""
+
 HOUR_S: Final = 3600.0
 JUMPS_S: Final = (HOUR_S, -HOUR_S, 3 * HOUR_S, 400 * 24 * HOUR_S)
 """Steps of a clock: of an hour or more, and of more than events are kept."""
@@ -35,6 +52,7 @@ class Profile(NamedTuple):
     loses_engines: bool
     restores: bool
     jumps: bool
+    freezes: bool
 
 
 class Fault(NamedTuple):
@@ -48,21 +66,27 @@ class Fault(NamedTuple):
 class Nemesis:
     """Draws faults (of `only` these names, if any are given), then repairs what can be repaired."""
 
-    def __init__(self, world: World, only: Collection[str] = ()) -> None:
+    def __init__(self, world: World, seed: int, only: Collection[str] = ()) -> None:
         self.world = world
         self.rng = world.rng
-        self.profile = Profile(*(self.rng.random() < share for share in (0.6, 0.25, 0.3)))
+        shares = (0.6, 0.25, 0.3)
+        loses_engines, restores, jumps = (self.rng.random() < share for share in shares)
+        freezes = seed % FREEZES_EVERY == FREEZES_AT
         if only:
             lost = {"kill_engine", "break_engines", "lose_power", "destroy"}
-            self.profile = Profile(
-                bool(lost & set(only)),
-                bool({"restore", "take_over"} & set(only)),
-                "jump" in only,
-            )
+            loses_engines = bool(lost & set(only))
+            restores = bool({"restore", "take_over"} & set(only))
+            jumps, freezes = "jump" in only, "freeze" in only
+        self.profile = Profile(loses_engines or freezes, restores, jumps, freezes)
         self._only = frozenset(only)
         self.is_over = False
         self.has_restored = False
         self.hung: list[SimProcess] = []
+        self.is_freezing = False
+        self.cut_off: list[tuple[str, str]] = []
+        """Directions that stay cut for good."""
+        self.broken: SimNode | None = None
+        """A node whose engines cannot start any more."""
         self._backups: list[Tables] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -73,13 +97,18 @@ class Nemesis:
         faults = [fault for fault in FAULTS if self._is_allowed(fault)]
         weights = [fault.weight for fault in faults]
         until = world.loop.now_s + FAULTS_S
+        if self.profile.freezes:
+            # First of all, as what the others do may take most of the time.
+            self._tasks.append(asyncio.create_task(_freeze(self)))
         while world.loop.now_s < until:
             fault = self.rng.choices(faults, weights)[0]
             self._tasks.append(asyncio.create_task(fault.strike(self)))
             await asyncio.sleep(self.rng.uniform(*BETWEEN_S))
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for ended in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
         self.repair()
 
     def repair(self) -> None:
@@ -87,6 +116,8 @@ class Nemesis:
         world = self.world
         world.note("repaired")
         world.network.heal()
+        for pair in self.cut_off:
+            world.network.cut(*pair)
         world.network.slow_s = world.store.slow_s = 0.0
         world.store.loses_commit_answers = 0.0
         world.store.start()
@@ -101,11 +132,15 @@ class Nemesis:
             if not machine.process.is_alive and not getattr(machine, "is_destroyed", False):
                 machine.start()
         for node in world.nodes.values():
-            node.is_disk_full = node.breaks_engines = False
+            node.is_disk_full = False
+            node.breaks_engines = node is self.broken
         self.is_over = True
 
     def _is_allowed(self, fault: Fault) -> bool:
+        if self.profile.freezes and fault.name not in BESIDE_FREEZES:
+            return False
         needed = {
+            "freeze": self.profile.freezes,
             "kill_engine": self.profile.loses_engines,
             "break_engines": self.profile.loses_engines,
             "lose_power": self.profile.loses_engines,
@@ -307,6 +342,33 @@ async def _destroy(nemesis: Nemesis) -> None:
         node.lose_power()
 
 
+async def _freeze(nemesis: Nemesis) -> None:
+    """Cut most nodes off for good, and once placement is frozen break one of the others."""
+    world, rng = nemesis.world, nemesis.rng
+    if nemesis.is_freezing:
+        return
+    nemesis.is_freezing = True
+    if len(world.nodes) < HEARD + 2:
+        # Of three nodes one would be cut off, and one alone is lost.
+        world.add_node().start()
+    nodes = list(world.nodes.values())
+    # A name that has never connected says nothing about the network.
+    while not (world.is_complete() and all(node.stored_assignment for node in nodes)):
+        await asyncio.sleep(0.5)
+    broken = min((node for node in nodes if node.engines), key=lambda node: len(node.engines))
+    spare = rng.choice([node for node in nodes if not node.engines])
+    silent = [node.name for node in nodes if node not in (broken, spare)]
+    nemesis.cut_off = [pair for s in ("a", "b") for n in silent for pair in ((s, n), (n, s))]
+    world.note(f"{silent} are cut off for good")
+    for pair in nemesis.cut_off:
+        world.network.cut(*pair)
+    await asyncio.sleep(FROZEN_AFTER_S)
+    world.note(f"engines cannot start on {broken.name} any more")
+    nemesis.broken, broken.breaks_engines = broken, True
+    for replica_id in list(broken.engines):
+        broken.kill_engine(replica_id)
+
+
 async def _restore(nemesis: Nemesis) -> None:
     nemesis.keep_backup()
     await asyncio.sleep(nemesis.a_while(30.0))
@@ -377,6 +439,7 @@ FAULTS: Final = (
     Fault("break_engines", 1, _break_engines),
     Fault("lose_power", 2, _lose_power),
     Fault("destroy", 2, _destroy),
+    Fault("freeze", 1, _freeze),
     Fault("restore", 5, _restore),
     Fault("take_over", 3, _take_over),
     Fault("jump", 5, _jump),

@@ -48,7 +48,7 @@ def _run(seed: int, only: Collection[str], echo: bool, keys: int) -> History:
     loop = SimLoop()
     asyncio.set_event_loop(loop)
     world = World(loop, seed, keys)
-    nemesis = Nemesis(world, only)
+    nemesis = Nemesis(world, seed, only)
     watch = Watch(world, nemesis)
     loop.on_rest = watch.check
     problems: list[str] = []

@@ -20,7 +20,9 @@ from nodeagent.decide.replicas.reconcile import reconcile
 from router.decide.routes.table_acceptance import check_table
 from router.decide.routes.withdrawn_routes import WithdrawnRoutes
 from router.loops import follow_routes
+from scheduler.decide.cluster import PlacementPlan
 from scheduler.decide.membership import judge_liveness
+from scheduler.decide.placement.planner import PlanBuilder
 from scheduler.loops.hold_lease import HoldLease
 from scheduler.state.lease_state import LeaseState
 from scheduler.state.peers.first_reports import FirstReports
@@ -86,6 +88,13 @@ def count_names_that_never_connected(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(name, judge, raising=False)
     for loop in ("publish_routes", "record_node_loss"):
         patch.setattr(f"scheduler.loops.{loop}.judge_liveness", judge)
+
+
+def replace_nothing_while_frozen(patch: pytest.MonkeyPatch) -> None:
+    def replace(builder: PlanBuilder, deployments: object) -> PlacementPlan:
+        return builder.build(builder.draft_of([]))
+
+    patch.setattr("scheduler.decide.placement.planner.replace_failed", replace)
 
 
 def trust_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
@@ -295,6 +304,8 @@ MUTATIONS: Final = (
         "names that never connected count as silent",
         count_names_that_never_connected, ("destroy",),
     ),
+    Mutation("a frozen fleet replaces no failed replica", replace_nothing_while_frozen,
+             ("freeze",), "replicas, not"),
     Mutation("a clock that jumps deletes history", trust_the_wall_clock, ("jump",)),
     Mutation("a clock that has jumped before the start deletes history", follow_the_wall_clocks,
              ("jump", "crash_scheduler"), seed=1),

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from contextlib import suppress
 from typing import Any, Final
 
@@ -135,8 +136,8 @@ class World:
         for pop in POPS:
             tables.pops[pop] = a_pop(pop)
         tables.models["m"] = self.model
-        for number in range(rng.choice((3, 3, 4, 5))):
-            self._add_node(f"n{number + 1}", POPS[number % len(POPS)])
+        for _ in range(rng.choice((3, 3, 4, 5))):
+            self.add_node()
         for number in range(rng.choice((0, 0, 1, 6))):
             # Names that joined and never connected.
             name = f"ghost{number + 1}"
@@ -160,11 +161,24 @@ class World:
         self.deployed["d"] = Deployed(replicas_min=replicas, replicas_max=replicas)
         tables.deployments["d"] = self._deployment("d", replicas, replicas)
 
-    def _add_node(self, name: str, pop: str) -> None:
+    def add_node(self) -> SimNode:
+        """Add a node that has joined."""
+        name, pop = f"n{len(self.nodes) + 1}", POPS[len(self.nodes) % len(POPS)]
         device: Any = a_device(DEVICE_GIB)
-        tables = self.store.tables
-        tables.nodes[name] = NodeRow(node_id=name, pop=pop, created_at=EPOCH.timestamp())
-        self.nodes[name] = SimNode(self, name, pop, (device,))
+        self.store.tables.nodes[name] = NodeRow(node_id=name, pop=pop, created_at=EPOCH.timestamp())
+        node = self.nodes[name] = SimNode(self, name, pop, (device,))
+        return node
+
+    def is_complete(self) -> bool:
+        """Say whether every deployment has its replicas, and the store knows that they serve."""
+        serving = Counter(
+            str(row.spec.deployment_id)
+            for row in self.store.tables.placements.values()
+            if row.ended_at is None and row.state == "warm"
+        )
+        return all(
+            serving[name] == deployed.replicas_min for name, deployed in self.deployed.items()
+        )
 
 
 def a_key(key_id: str) -> KeyEntry:
