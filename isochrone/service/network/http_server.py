@@ -1,7 +1,8 @@
 """An aiohttp server with a deadline and a size limit on everything that clients send.
 
-aiohttp itself waits for ever for a slow request head and does not limit connections. Whatever is
-refused here, malformed HTTP included, gets an error in the server's own JSON form.
+aiohttp itself waits for ever for a slow request head, keeps a megabyte of each, 32 of them for a
+client that does not wait for answers, and does not limit connections. Whatever is refused here,
+malformed HTTP included, gets an error in the server's own JSON form.
 """
 
 import asyncio
@@ -17,6 +18,9 @@ from typing import Any, Final
 import msgspec
 from aiohttp import ClientConnectionResetError, web
 from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError
+from aiohttp.http_parser import RawRequestMessage
+from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
+from aiohttp.web_protocol import _ErrInfo
 
 from isochrone.service.config import ConfigError
 from isochrone.service.network.connection_count import (
@@ -41,6 +45,10 @@ While the backlog is full, the kernel drops the packets of new TCP connections. 
 second or more, and a fleet that connects at once gives up and tries again without end.
 """
 
+REQUESTS_WAITING_MAX: Final = 1
+"""Requests of a connection that wait while one is answered. A client that waits for its answers may
+be a moment early with one. More of them are closed: they would hold memory for strangers."""
+
 _STATUS_CODES: Final = {
     400: ErrorCode.INVALID_REQUEST,
     401: ErrorCode.INVALID_KEY,
@@ -57,6 +65,7 @@ class HttpServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one listener. A connection over a limit is closed, a request is refused."""
 
     head_timeout_s: float = 10.0
+    head_bytes_max: int = 32 * 1024
     keepalive_s: float = 75.0
     connections_max: int = 20_000
     connections_per_address_max: int = 5_000
@@ -264,7 +273,10 @@ class _LimitedRequestHandler(web.RequestHandler):
     The time of the first head counts from the connection, that of others from their first bytes.
     """
 
-    __slots__ = ("_connections", "_encode_error", "_head_timer", "_limits", "_network")
+    __slots__ = (
+        "_connections", "_encode_error", "_head_bytes", "_head_timer", "_limits", "_network",
+        "_newest_body",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -286,6 +298,9 @@ class _LimitedRequestHandler(web.RequestHandler):
         self._encode_error = encode_error
         self._network: str | None = None
         self._head_timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+        """How much of an unfinished head has arrived."""
+        self._newest_body: StreamReader = EMPTY_PAYLOAD
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -296,8 +311,27 @@ class _LimitedRequestHandler(web.RequestHandler):
         self._start_head_timer()
 
     def data_received(self, data: bytes) -> None:
-        heads = self._request_count
+        # In parts, so that no head begins far from where the count of its bytes does.
+        part_bytes = self._limits.head_bytes_max
+        while self._newest_body.is_eof() and not self._upgraded and len(data) > part_bytes:
+            self._receive(data[:part_bytes])
+            data = data[part_bytes:]
+        self._receive(data)
+
+    def _receive(self, data: bytes) -> None:
+        """Pass bytes to the parser, and close the connection if it would hold too many of them."""
+        if self._messages and isinstance(self._messages[-1][0], _ErrInfo):
+            return  # the connection is closed once this error is sent
+        heads, is_in_head = self._request_count, self._newest_body.is_eof()
         super().data_received(data)
+        if self._request_count != heads:
+            self._head_bytes = 0
+            self._newest_body = self._messages[-1][1]
+            self._check_heads(self._request_count - heads)
+        elif is_in_head and not self._upgraded:
+            self._head_bytes += len(data)
+            if self._head_bytes > self._limits.head_bytes_max:
+                self.force_close()
         if self._request_count != heads:
             self._cancel_head_timer()
         elif self._waiter is not None and self._head_timer is None:
@@ -305,11 +339,28 @@ class _LimitedRequestHandler(web.RequestHandler):
             # for the rest of it until `keepalive_s`.
             self._start_head_timer()
 
+    def _check_heads(self, count: int) -> None:
+        """Refuse the newest `count` requests if they are too large, or too many."""
+        if len(self._messages) > 1 + REQUESTS_WAITING_MAX:
+            self.force_close()
+            return
+        for place in range(-count, 0):
+            message = self._messages[place][0]
+            if isinstance(message, RawRequestMessage) and self._is_too_large(message):
+                text = f"the head has more than {self._limits.head_bytes_max} bytes"
+                refused = _ErrInfo(status=431, exc=BadHttpMessage(text), message=text)
+                self._messages[place] = (refused, EMPTY_PAYLOAD)
+
+    def _is_too_large(self, message: RawRequestMessage) -> bool:
+        fields = sum([len(name) + len(value) + 4 for name, value in message.raw_headers])
+        return len(message.path) + fields > self._limits.head_bytes_max
+
     def connection_lost(self, exc: BaseException | None) -> None:
         self._cancel_head_timer()
         if self._network is not None:
             self._connections.remove(self._network)
             self._network = None
+        self._newest_body = EMPTY_PAYLOAD
         super().connection_lost(exc)
 
     def handle_error(

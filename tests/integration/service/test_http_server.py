@@ -140,6 +140,49 @@ async def test_a_connection_with_an_unfinished_second_head_is_closed() -> None:
         writer.close()
 
 
+FIELD = b"X: " + b"a" * 1000 + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        HEAD + 80 * FIELD,
+        HEAD + b"Content-Length: 2\r\n\r\n{}" + HEAD + 80 * FIELD,
+        HEAD + b"Content-Length: 0\r\n\r\n" + HEAD + 80 * FIELD,
+    ],
+    ids=["first", "after-a-body", "second"],
+)
+async def test_no_more_of_an_unfinished_head_is_kept_than_the_limit(sent: bytes) -> None:
+    """500 strangers with heads of a megabyte took 940 MiB of the scheduler's memory."""
+    limits = msgspec.structs.replace(LIMITS, head_timeout_s=3600.0, keepalive_s=3600.0)
+    async with serve_http(an_app(), "127.0.0.1", 0, limits=limits) as port:
+        with suppress(ConnectionError):
+            assert b"HTTP/1.1 400 " not in await answer(port, sent)
+
+
+async def test_a_head_above_the_limit_gets_400(port: int) -> None:
+    received = await answer(port, HEAD + 33 * FIELD + b"Content-Length: 2\r\n\r\n{}")
+    assert received.split(b" ", 2)[1] == b"400"
+    assert b"the head has more than 32768 bytes" in received
+
+
+@pytest.mark.parametrize(("ahead", "answers"), [(1, 2), (2, 0)])
+async def test_few_requests_wait_for_the_one_before_them(
+    port: int, ahead: int, answers: int
+) -> None:
+    """200 strangers that did not read their answers took 4.7 GB of the scheduler's memory."""
+    waiting = b"GET /refused HTTP/1.1\r\nHost: x\r\n\r\n" * ahead
+    sent = HEAD + b"Content-Length: 2\r\n\r\n{}" + waiting
+    with suppress(ConnectionError):
+        assert (await answer(port, sent)).count(b"HTTP/1.1 ") == answers
+
+
+async def test_a_body_may_be_larger_than_a_head(port: int) -> None:
+    body = b"x" * 90_000
+    sent = HEAD + b"Connection: close\r\nContent-Length: 90000\r\n\r\n" + body
+    assert (await answer(port, sent)).endswith(b"90000")
+
+
 async def test_an_unfinished_body_gets_408(port: int) -> None:
     received = await answer(port, HEAD + b"Content-Length: 10\r\n\r\n123")
     assert received.startswith(b"HTTP/1.1 408 ")
