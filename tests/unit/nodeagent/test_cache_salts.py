@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -88,6 +89,21 @@ def test_no_mutated_object_reaches_an_engine_without_the_salt(
             st.sampled_from(PIECES)
         )
     check_salted(bytes(body))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": "\\ud800"}',
+        b'{"messages": "\xff"}',
+        b'{"messages": ' + b"[" * 96 + b"]" * 96 + b"}",
+    ],
+    ids=["surrogate", "latin-1", "deep"],
+)
+def test_a_node_refuses_what_parsers_may_read_differently(body: bytes) -> None:
+    """The router refuses it, too; a node does not rely on that."""
+    with pytest.raises(ApiError, match="cannot use the request body"):
+        with_fields(body, {"cache_salt": SALT})
 
 
 async def test_nodes_with_the_clusters_secret_compute_equal_salts(tmp_path: Path) -> None:
