@@ -34,7 +34,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cors_origin: Origin = ""
     private_host: str = ""  # serves `/metrics`; if empty, the public port does
     private_port: Port = 0
-    connections_max: Count = 20_000
+    connections_max: Count = 20_000  # if few are left, those that are idle for longest are closed
     connections_per_address_max: Count = 5_000
     body_bytes_max: Bytes = 8 * 1024 * 1024
     # Uploads (files, and LoRA adapters to `/ai/finetunes`) are kept on disk, in the state folder,

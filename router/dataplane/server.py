@@ -97,6 +97,7 @@ class PublicServer:
 
     def on_opened(self, connection: "ClientConnection", network: str) -> bool:
         """Count a new connection; return False if it must be refused."""
+        self._connection_count.close_idlest(lambda: self.connections, self.clock())
         self.connections.add(connection)
         self.deadlines.add(connection)
         return self._connection_count.add(network) and not self.is_draining
@@ -127,7 +128,7 @@ class ClientConnection:
     __slots__ = (
         "_bytes_unread", "_has_begun", "_is_chunked", "_is_paused", "_is_reading_paused",
         "_malformed", "_network", "_pending", "_reader", "_request", "_server", "_source",
-        "_task", "_transport", "_writable", "due_s",
+        "_task", "_transport", "_writable", "due_s", "idle_since_s",
     )  # fmt: skip
 
     def __init__(self, server: PublicServer) -> None:
@@ -150,6 +151,12 @@ class ClientConnection:
         self._writable: InlineEvent | None = None
         self._bytes_unread = 0.0
         self.due_s = NEVER
+        self.idle_since_s = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered, nor the body of one being read."""
+        return self._task is None and not self._reader.is_in_body
 
     @property
     def unread_bytes(self) -> int:
@@ -167,7 +174,8 @@ class ClientConnection:
         if not server.on_opened(self, self._network):
             self._transport.abort()
             return
-        self.due_s = server.clock() + server.config.head_timeout_s
+        self.idle_since_s = server.clock()
+        self.due_s = self.idle_since_s + server.config.head_timeout_s
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Leave the server and cancel the request that is being answered."""
@@ -244,12 +252,8 @@ class ClientConnection:
         elif self._reader.arrived_s:
             waited_s = self._server.clock() - self._reader.arrived_s
             part = "body" if self._reader.is_in_body else "head"
-            self._refuse(
-                ApiError(
-                    ErrorCode.REQUEST_TIMEOUT,
-                    f"cannot read the {part} of the request: incomplete after {waited_s:.1f} s",
-                )
-            )
+            text = f"cannot read the {part} of the request: incomplete after {waited_s:.1f} s"
+            self._refuse(ApiError(ErrorCode.REQUEST_TIMEOUT, text))
         else:
             self._close()
 
@@ -375,10 +379,10 @@ class ClientConnection:
         if self._malformed is not None:
             self._refuse(self._malformed)
         else:
-            body_timeout_s = self._server.config.body_timeout_s
-            idle_s = self._server.config.keepalive_s
-            wait_s = body_timeout_s if self._reader.arrived_s else idle_s
-            self.due_s = self._server.clock() + wait_s
+            config = self._server.config
+            wait_s = config.body_timeout_s if self._reader.arrived_s else config.keepalive_s
+            self.idle_since_s = self._server.clock()
+            self.due_s = self.idle_since_s + wait_s
 
     async def _answer(self, request: HttpRequest) -> None:
         """Answer one request.
@@ -396,13 +400,8 @@ class ClientConnection:
             self._answer_error(request, error)
         except Exception:
             log.exception("request failed", extra={"fields": {"path": request.path[:200]}})
-            self._answer_error(
-                request,
-                ApiError(
-                    ErrorCode.INTERNAL,
-                    "cannot answer: internal error; give the x-request-id to the operator",
-                ),
-            )
+            text = "cannot answer: internal error; give the x-request-id to the operator"
+            self._answer_error(request, ApiError(ErrorCode.INTERNAL, text))
         finally:
             self._source = None
             self._server.bodies.drop(request, self._network)

@@ -9,11 +9,11 @@ import asyncio
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from ssl import SSLContext
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 from aiohttp import ClientConnectionResetError, web
@@ -256,13 +256,17 @@ async def _protocol_factory(
     connections = ConnectionCount(limits.connections_max, limits.connections_per_address_max)
     loop = asyncio.get_running_loop()
 
+    def open_connections() -> Iterable[_LimitedRequestHandler]:
+        return cast(list[_LimitedRequestHandler], server.connections)
+
     def request_handler() -> web.RequestHandler:
+        connections.close_idlest(open_connections, loop.time())
         return _LimitedRequestHandler(server, loop, limits, connections, encode_error)
 
     async with AsyncExitStack() as stack:
         stack.push_async_callback(runner.cleanup)
         factory = tls_protocol_factory(
-            request_handler, ssl_context, connections, limits.head_timeout_s
+            request_handler, ssl_context, connections, limits.head_timeout_s, open_connections
         )
         yield await stack.enter_async_context(factory)
 
@@ -301,6 +305,21 @@ class _LimitedRequestHandler(web.RequestHandler):
         self._head_bytes = 0
         """How much of an unfinished head has arrived."""
         self._newest_body: StreamReader = EMPTY_PAYLOAD
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered, and the connection is not a WebSocket."""
+        return self._current_request is None and not self._upgraded
+
+    @property
+    def idle_since_s(self) -> float:
+        """When the connection was made or its last request answered, on the loop's clock."""
+        return self._next_keepalive_close_time - self._keepalive_timeout
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        if self.transport is not None:
+            self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)

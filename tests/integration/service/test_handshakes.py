@@ -5,8 +5,8 @@ Tested with uvloop too, which the services use.
 
 import asyncio
 import ssl
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -33,13 +33,32 @@ async def answer(request: web.Request) -> web.Response:
 
 
 async def flooded(folder: Path) -> None:
+    async with attacked(folder, LIMITS) as (is_served, count):
+        assert not await is_served(), "this address has reached its limit"
+        assert count() <= 5 * FEW + FEW
+        # Each is closed after the head timeout, which frees its place.
+        await until("served again", is_served, 10.0)
+
+
+async def held(folder: Path) -> None:
+    limits = HttpServerLimits(head_timeout_s=3600.0, connections_max=FEW)
+    async with attacked(folder, limits) as (is_served, count):
+        await until("the oldest handshakes make room", is_served, 10.0)
+        assert count() <= 5 * FEW + FEW
+
+
+@asynccontextmanager
+async def attacked(
+    folder: Path, limits: HttpServerLimits
+) -> AsyncIterator[tuple[Callable[[], Awaitable[bool]], Callable[[], int]]]:
+    """Hold more handshakes than a server allows; yield who asks it, and counts descriptors."""
     authority = Authority.create(folder / "ca", "ours", NOW)
     trust, app = verifying_context(authority.ca_pem), web.Application()
     app.router.add_get("/", answer)
     context = control_server_context(authority, NOW)
     async with (
-        serve_http(app, "127.0.0.1", 0, limits=LIMITS, ssl_context=context) as port,
-        AsyncExitStack() as held,
+        serve_http(app, "127.0.0.1", 0, limits=limits, ssl_context=context) as port,
+        AsyncExitStack() as strangers,
     ):
         before = descriptors()
 
@@ -66,11 +85,9 @@ async def flooded(folder: Path) -> None:
         await until("served", is_served, 5.0)
         for _ in range(5 * FEW):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
-            held.callback(writer.close)
+            strangers.callback(writer.close)
         await until("those over the limit are closed", is_bounded, 2.0)
-        assert not await is_served(), "this address has reached its limit"
-        # Each is closed after the head timeout, which frees its place.
-        await until("served again", is_served, 10.0)
+        yield is_served, lambda: descriptors() - before
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
@@ -78,3 +95,8 @@ def test_handshakes_count_as_connections_and_time_out(
     tmp_path: Path, run: Callable[..., None]
 ) -> None:
     run(flooded(tmp_path))
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_unfinished_handshakes_keep_nobody_out(tmp_path: Path, run: Callable[..., None]) -> None:
+    run(held(tmp_path))

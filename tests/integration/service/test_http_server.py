@@ -9,7 +9,7 @@ import resource
 import socket
 import stat
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 
 import aiohttp
@@ -90,6 +90,15 @@ async def answer(port: int, sent: bytes) -> bytes:
     return received
 
 
+async def until_answered(port: int, sent: bytes) -> bytes:
+    """Send a request again until it is answered: idle connections are looked for now and then."""
+    async with asyncio.timeout(30):
+        while True:
+            with suppress(ConnectionError):
+                if received := await answer(port, sent):
+                    return received
+
+
 @pytest.mark.parametrize("begun", ["begun", ""])
 async def test_a_client_that_leaves_is_not_logged_as_an_error(
     port: int, caplog: pytest.LogCaptureFixture, begun: str
@@ -138,6 +147,24 @@ async def test_a_connection_with_an_unfinished_second_head_is_closed() -> None:
             writer.write(HEAD + b"X-slow: ")
             assert await reader.read() == b""
         writer.close()
+
+
+@pytest.mark.parametrize("has_sent", [True, False], ids=["after-an-answer", "silent"])
+async def test_idle_connections_of_strangers_keep_nobody_out(has_sent: bool) -> None:
+    """20,000 of them, from four addresses, kept all others from a scheduler and from a router."""
+    limits = HttpServerLimits(head_timeout_s=3600.0, keepalive_s=3600.0, connections_max=16)
+    request = HEAD + b"Content-Length: 2\r\n\r\n{}"
+    async with AsyncExitStack() as stack:
+        port = await stack.enter_async_context(serve_http(an_app(), "127.0.0.1", 0, limits=limits))
+        for _ in range(40):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            stack.callback(writer.close)
+            if has_sent:
+                with suppress(ConnectionError):
+                    writer.write(request)
+                    await reader.read(1)
+        last = HEAD + b"Connection: close\r\nContent-Length: 2\r\n\r\n{}"
+        assert (await until_answered(port, last)).startswith(b"HTTP/1.1 200 ")
 
 
 FIELD = b"X: " + b"a" * 1000 + b"\r\n"

@@ -1,6 +1,7 @@
 """Limits of one connection: how much a parser may buffer, and how slowly a client may read."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -11,9 +12,15 @@ from router.config import RouterConfig
 from router.dataplane.deadlines import Deadlines
 from router.dataplane.exchange import AttemptFailed, NodeExchange
 from router.dataplane.http_messages import HttpRequest, HttpResponse
+from router.dataplane.inline_task import InlineEvent
 from router.dataplane.node_connection import NodeConnection
 from router.dataplane.request_reader import HEAD_BYTES_MAX, RequestReader
-from router.dataplane.server import WRITE_BUFFER_BYTES, ClientConnection, PublicServer
+from router.dataplane.server import (
+    WRITE_BUFFER_BYTES,
+    ClientConnection,
+    Handler,
+    PublicServer,
+)
 from router.dataplane.token_gatherer import TokenGatherer
 from router.dataplane.token_pump import TokenPump
 from tests.unit.router.in_memory import FakeTransport, ManualLoop
@@ -120,6 +127,48 @@ def test_trailers_of_a_response_are_not_in_the_head_of_the_next_one() -> None:
     loop.close()
 
 
+def a_server(loop: ManualLoop, handler: Handler, config: RouterConfig) -> PublicServer:
+    return PublicServer(
+        config=config,
+        authorize=lambda method, path, fields: None,
+        handler=handler,
+        encode_error=lambda error, request: HttpResponse(500, b""),
+        deadlines=Deadlines(loop.time),
+        clock=loop.time,
+        unix_clock=loop.time,
+    )
+
+
+def test_idle_connections_of_strangers_keep_nobody_out() -> None:
+    """20,000 of them, from four addresses, kept all others from a router."""
+    loop = ManualLoop()
+
+    async def handler(request: HttpRequest, client: ClientConnection) -> None:
+        if request.path == "/slow":
+            await InlineEvent()
+        client.reply(HttpResponse(200, b"ok"))
+
+    config = RouterConfig(connections_max=16, connections_per_address_max=100)
+    server = a_server(loop, handler, config)
+    transports = []
+    for path in (b"/slow", b"/", *(b"" for _ in range(12)), b"/"):
+        client = server.make_connection()
+        transports.append(FakeTransport(loop, client))
+        if path:
+            request = b"GET " + path + b" HTTP/1.1\r\nhost: x\r\n\r\n"
+            loop.settle(partial(client.data_received, request))
+        loop.now_s += 1.0
+    assert not any(transport.is_lost for transport in transports)
+    for lost in ([1], [1, 2], [1, 2, 3]):
+        transports.append(FakeTransport(loop, server.make_connection()))
+        loop.settle(lambda: None)
+        loop.now_s += 1.0
+        assert [n for n, transport in enumerate(transports) if transport.is_lost] == lost
+    for transport in transports:
+        loop.settle(transport.abort)
+    loop.close()
+
+
 @pytest.mark.parametrize("read_bytes", [0, WRITE_BUFFER_BYTES - 1, WRITE_BUFFER_BYTES])
 def test_a_client_is_disconnected_unless_it_reads_a_buffer_in_each_write_timeout(
     read_bytes: int,
@@ -129,15 +178,7 @@ def test_a_client_is_disconnected_unless_it_reads_a_buffer_in_each_write_timeout
     async def handler(request: HttpRequest, client: ClientConnection) -> None:
         client.reply(HttpResponse(200, b"x" * 10 * WRITE_BUFFER_BYTES))
 
-    server = PublicServer(
-        config=RouterConfig(),
-        authorize=lambda method, path, fields: None,
-        handler=handler,
-        encode_error=lambda error, request: HttpResponse(500, b""),
-        deadlines=Deadlines(loop.time),
-        clock=loop.time,
-        unix_clock=loop.time,
-    )
+    server = a_server(loop, handler, RouterConfig())
     client = server.make_connection()
     assert isinstance(client, ClientConnection)
     transport = FakeTransport(loop, client)
