@@ -45,9 +45,12 @@ While the backlog is full, the kernel drops the packets of new TCP connections. 
 second or more, and a fleet that connects at once gives up and tries again without end.
 """
 
-REQUESTS_WAITING_MAX: Final = 1
-"""Requests of a connection that wait while one is answered. A client that waits for its answers may
-be a moment early with one. More of them are closed: they would hold memory for strangers."""
+WAITING_BYTES_MAX: Final = 64 * 1024
+"""Memory for requests of a connection that wait behind another waiting one. A connection that needs
+more is closed: strangers would hold as much of it as they like."""
+
+FIELD_BYTES: Final = 200
+"""The memory of a header field besides its text."""
 
 _STATUS_CODES: Final = {
     400: ErrorCode.INVALID_REQUEST,
@@ -279,7 +282,7 @@ class _LimitedRequestHandler(web.RequestHandler):
 
     __slots__ = (
         "_connections", "_encode_error", "_head_bytes", "_head_timer", "_limits", "_network",
-        "_newest_body",
+        "_newest_body", "_waiting_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -305,6 +308,7 @@ class _LimitedRequestHandler(web.RequestHandler):
         self._head_bytes = 0
         """How much of an unfinished head has arrived."""
         self._newest_body: StreamReader = EMPTY_PAYLOAD
+        self._waiting_bytes = 0
 
     @property
     def is_idle(self) -> bool:
@@ -343,36 +347,40 @@ class _LimitedRequestHandler(web.RequestHandler):
             return  # the connection is closed once this error is sent
         heads, is_in_head = self._request_count, self._newest_body.is_eof()
         super().data_received(data)
-        if self._request_count != heads:
+        new = self._request_count - heads
+        if new:
             self._head_bytes = 0
             self._newest_body = self._messages[-1][1]
-            self._check_heads(self._request_count - heads)
+            self._cancel_head_timer()
         elif is_in_head and not self._upgraded:
             self._head_bytes += len(data)
             if self._head_bytes > self._limits.head_bytes_max:
                 self.force_close()
-        if self._request_count != heads:
-            self._cancel_head_timer()
-        elif self._waiter is not None and self._head_timer is None:
-            # No request is being answered, and these bytes completed no head: aiohttp would wait
+        if len(self._messages) > 1:
+            self._waiting_bytes += len(data)
+        else:
+            self._waiting_bytes = 0
+        for place in range(-new, 0):
+            self._check_head(place)
+        if self._waiting_bytes > WAITING_BYTES_MAX:
+            self.force_close()
+        if not new and self._waiter is not None and self._head_timer is None:
+            # aiohttp cancels its keep-alive timer at the first bytes of the next head, but waits
             # for the rest of it until `keepalive_s`.
             self._start_head_timer()
 
-    def _check_heads(self, count: int) -> None:
-        """Refuse the newest `count` requests if they are too large, or too many."""
-        if len(self._messages) > 1 + REQUESTS_WAITING_MAX:
-            self.force_close()
+    def _check_head(self, place: int) -> None:
+        """Refuse a waiting request if its head is too large; count its fields if others wait."""
+        message = self._messages[place][0]
+        if not isinstance(message, RawRequestMessage):
             return
-        for place in range(-count, 0):
-            message = self._messages[place][0]
-            if isinstance(message, RawRequestMessage) and self._is_too_large(message):
-                text = f"the head has more than {self._limits.head_bytes_max} bytes"
-                refused = _ErrInfo(status=431, exc=BadHttpMessage(text), message=text)
-                self._messages[place] = (refused, EMPTY_PAYLOAD)
-
-    def _is_too_large(self, message: RawRequestMessage) -> bool:
-        fields = sum([len(name) + len(value) + 4 for name, value in message.raw_headers])
-        return len(message.path) + fields > self._limits.head_bytes_max
+        texts = sum([len(name) + len(value) + 4 for name, value in message.raw_headers])
+        if len(message.path) + texts > self._limits.head_bytes_max:
+            text = f"the head has more than {self._limits.head_bytes_max} bytes"
+            refused = _ErrInfo(status=431, exc=BadHttpMessage(text), message=text)
+            self._messages[place] = (refused, EMPTY_PAYLOAD)
+        if len(self._messages) > 1:
+            self._waiting_bytes += FIELD_BYTES * len(message.raw_headers)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._cancel_head_timer()

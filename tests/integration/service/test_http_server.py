@@ -193,15 +193,31 @@ async def test_a_head_above_the_limit_gets_400(port: int) -> None:
     assert b"the head has more than 32768 bytes" in received
 
 
-@pytest.mark.parametrize(("ahead", "answers"), [(1, 2), (2, 0)])
-async def test_few_requests_wait_for_the_one_before_them(
-    port: int, ahead: int, answers: int
+SMALL, FULL_OF_FIELDS = b"", b"a:b\r\n" * 120
+
+
+@pytest.mark.parametrize(
+    ("fields", "body", "count", "answers"),
+    [
+        (SMALL, b"", 30, 31),
+        (30 * FIELD, b"", 1, 2),
+        (30 * FIELD, b"", 4, 0),
+        (FULL_OF_FIELDS, b"", 4, 0),
+        (SMALL, b"x" * 30_000, 1, 2),
+        (SMALL, b"x" * 30_000, 4, 0),
+    ],
+    ids=["small", "a-large-head", "large-heads", "many-fields", "a-body", "bodies"],
+)
+async def test_requests_that_wait_take_limited_memory(
+    port: int, fields: bytes, body: bytes, count: int, answers: int
 ) -> None:
     """200 strangers that did not read their answers took 4.7 GB of the scheduler's memory."""
-    waiting = b"GET /refused HTTP/1.1\r\nHost: x\r\n\r\n" * ahead
-    sent = HEAD + b"Content-Length: 2\r\n\r\n{}" + waiting
+    one = HEAD + fields + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    last = HEAD + b"Connection: close\r\nContent-Length: 2\r\n\r\n{}"
+    received = b""
     with suppress(ConnectionError):
-        assert (await answer(port, sent)).count(b"HTTP/1.1 ") == answers
+        received = await answer(port, count * one + last)
+    assert received.count(b"HTTP/1.1 ") == answers
 
 
 async def test_a_body_may_be_larger_than_a_head(port: int) -> None:
