@@ -4,7 +4,7 @@
  * these are read here; for all others the answer is None, and the parser reads them. So this has no
  * state and refuses nothing. Plain is a message of HTTP/1.1 whose head
  * - has at most HEAD_BYTES_MAX bytes, all of them printable ASCII, and CRLF after each line;
- * - names no header twice, and no value is empty or ends with a space;
+ * - names no header twice, nor more than FIELDS_MAX, and no value is empty or ends with a space;
  * - has a Content-Length, that of all bytes behind the head, and no header in FRAMING.
  *
  * An interim response has no body: its head has no Content-Length, and what follows it is the next
@@ -14,7 +14,7 @@
 #include <Python.h>
 #include <string.h>
 
-enum { HEAD_BYTES_MAX = 8192, NAME_BYTES_MAX = 64, LENGTH_DIGITS_MAX = 9 };
+enum { HEAD_BYTES_MAX = 8192, FIELDS_MAX = 128, NAME_BYTES_MAX = 64, LENGTH_DIGITS_MAX = 9 };
 
 /* With these a message may end elsewhere, or be the last of its connection. */
 static const char *const FRAMING[] = {
@@ -90,7 +90,7 @@ static const char *read_lines(
     const char *at, const char *begin, Py_ssize_t size, PyObject *fields) {
     const char *end = begin + (size > HEAD_BYTES_MAX ? HEAD_BYTES_MAX : size);
     while (at && !(end - at >= 2 && at[0] == '\r' && at[1] == '\n'))
-        at = read_line(at, end, fields);
+        at = PyDict_GET_SIZE(fields) < FIELDS_MAX ? read_line(at, end, fields) : NULL;
     return at ? at + 2 : NULL;
 }
 

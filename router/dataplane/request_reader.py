@@ -19,6 +19,9 @@ from router.dataplane.http_messages import HttpRequest, UploadedBody
 from router.dataplane.plain_messages import plain_request
 
 HEAD_BYTES_MAX: Final = 32 * 1024
+HEAD_FIELDS_MAX: Final = 128
+"""A field of a few bytes takes hundreds in memory, for anyone who leaves a head unfinished."""
+
 UNPARSED_BYTES_MIN: Final = 64 * 1024
 """From this size on the rest of a body of known length is only counted: a parser would copy it."""
 
@@ -77,9 +80,9 @@ class RequestReader:
 
     __slots__ = (
         "_authorize", "_body_bytes", "_body_bytes_max", "_bytes_max", "_clock", "_counts_rest",
-        "_fields_bytes", "_first_part", "_ignores_head", "_is_last", "_length", "_open_upload",
-        "_other_parts", "_parser", "_receiver", "_request", "_requests_max", "_requests_read",
-        "_target", "_unparsed_bytes", "_unparsed_bytes_min", "buffer",
+        "_fields", "_fields_bytes", "_first_part", "_ignores_head", "_is_last", "_length",
+        "_open_upload", "_other_parts", "_parser", "_receiver", "_request", "_requests_max",
+        "_requests_read", "_target", "_unparsed_bytes", "_unparsed_bytes_min", "buffer",
     )  # fmt: skip
 
     def __init__(
@@ -239,9 +242,12 @@ class RequestReader:
     def on_header(self, name: bytes, value: bytes) -> None:
         """Add one header. A trailer, which follows the body, is dropped."""
         if self._length is None and not self._ignores_head:
+            self._fields += 1
             self._fields_bytes += len(name) + len(value) + 4
             if self._fields_bytes > HEAD_BYTES_MAX:
                 raise _head_too_large()
+            if self._fields > HEAD_FIELDS_MAX:
+                raise http1.malformed(f"the head has more than {HEAD_FIELDS_MAX} fields")
             headers, name = self._request.headers, http1.lower_name(name)
             if name in headers:
                 value = http1.join_repeated(name, headers[name], value)
@@ -340,7 +346,7 @@ class RequestReader:
         self._counts_rest = False
         self._first_part, self._other_parts, self.buffer = b"", [], None
         self._body_bytes = 0
-        self._fields_bytes = 0
+        self._fields = self._fields_bytes = 0
         self._unparsed_bytes = 0
         self._length = None
 
